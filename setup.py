@@ -1,0 +1,14 @@
+"""Entry points of vllm_omni; everything else is in pyproject.toml.
+
+All groups use the one name `vllm_omni`, because `VLLM_PLUGINS` filters every group by entry-point name.
+"""
+
+from setuptools import setup
+
+setup(
+    entry_points={
+        "vllm.general_plugins": ["vllm_omni = vllm_omni:register"],
+        "vllm.endpoint_plugins": ["vllm_omni = vllm_omni.entrypoints.plugin:create_plugin"],
+        "console_scripts": ["vllm-omni = vllm_omni.entrypoints.cli.main:main"],
+    },
+)

@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vllm_omni: video world models, streaming video and unified image/video models on stock vLLM.
+
+Importing this package changes nothing in vLLM. `register()` is the `vllm.general_plugins` entry point: vLLM calls it in
+every process, possibly twice, and it only adds entries to vLLM's public registries (tests/test_import_purity.py).
+"""
+
+
+def register() -> None:
+    """Register model classes, the checkpoint config parser and the config hooks with vLLM; idempotent."""
+    from vllm_omni.registration import register_with_vllm
+
+    register_with_vllm()

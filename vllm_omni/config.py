@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`OmniConfig`: everything a user may set under `--additional-config '{"omni": {...}}'`.
+
+Parsed once at the edge (the worker's start, the command line), frozen afterwards, passed explicitly. Unknown keys and
+values out of range are errors that say what is allowed. Options of one model live under `omni.model` and are
+parsed by that model's own frozen dataclass. Held by tests/test_config.py.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options of the diffusion worker, generic over models.
+
+    height, width: the default and the largest request, in pixels (any height and width whose product is not larger).
+    max_sessions: live sessions kept; one more is refused with `capacity`.
+    max_session_bytes: bytes all sessions together may hold; None = what the device has left after loading.
+    session_idle_s: a session unused for this many seconds may be closed to make room.
+    max_requests_per_step: requests that may share one denoise step.
+    model: options of the model itself.
+    """
+
+    height: Annotated[int, msgspec.Meta(ge=16, le=4096)] = 480
+    width: Annotated[int, msgspec.Meta(ge=16, le=4096)] = 832
+    max_sessions: Positive = 8
+    max_session_bytes: Positive | None = None
+    session_idle_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    max_requests_per_step: Positive = 4
+    model: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    @property
+    def max_area(self) -> int:
+        return self.height * self.width
+
+    @classmethod
+    def from_additional_config(cls, additional_config: Mapping[str, Any] | None) -> "OmniConfig":
+        """Parse `additional_config["omni"]` (missing = all defaults). Raises ValueError naming key and range."""
+        return parse_options(cls, (additional_config or {}).get("omni", {}), "additional_config['omni']")
+
+
+def parse_options(cls: type[T], options: Mapping[str, Any], where: str) -> T:
+    """Convert `options` into the Struct `cls`; raises ValueError saying what arrived, what is allowed, where."""
+    try:
+        return msgspec.convert(dict(options), cls)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        allowed = ", ".join(field.name for field in msgspec.structs.fields(cls))
+        raise ValueError(f"{where}: {error}; allowed keys: {allowed}") from error

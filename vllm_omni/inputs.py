@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client sends with one diffusion request, and how it travels through stock vLLM.
+
+Scalars and text travel in `PoolingParams.extra_kwargs["omni"]` (JSON types only: an array there kills the engine);
+tensors travel in a rendered multi-modal input with a zero-length placeholder. Clients, doors and examples build
+requests with this file; the runner reads them with it. Held by tests/test_inputs.py.
+"""
+
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import torch
+
+from vllm_omni.outputs import RequestFailed
+
+if TYPE_CHECKING:
+    from vllm import PoolingParams
+
+_KEY = "omni"
+_MODALITY = "omni"
+
+SessionId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+Pixels = Annotated[int, msgspec.Meta(ge=8, le=8192)]
+
+
+class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Everything of one diffusion request that is not a tensor.
+
+    op: `generate` runs the next chunk; `reset`, `close` and `fork` act on the session and return only metadata.
+    chunk_index: the chunk the client expects to be next; None accepts whichever is next.
+    prompt: required on a session's first chunk; later, a new prompt from this chunk on.
+    actions: one list of held keys per latent frame (`w a s d i j k l`), instead of a `poses` tensor.
+    height, width: pixels, fixed for the session by its first chunk. output: `rgb` = uint8 frames
+    `[T, H, W, 3]`, `latents` = the model's latents as they are.
+    fork_to: the new session's id, for `op="fork"`. options: model-specific, checked by the model.
+    """
+
+    session_id: SessionId
+    op: Literal["generate", "reset", "close", "fork"] = "generate"
+    chunk_index: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    prompt: Annotated[str, msgspec.Meta(max_length=16384)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**63)] | None = None
+    height: Pixels | None = None
+    width: Pixels | None = None
+    actions: Annotated[list[list[str]], msgspec.Meta(max_length=64)] | None = None
+    output: Literal["rgb", "latents"] = "rgb"
+    fork_to: SessionId | None = None
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def to_pooling_params(self) -> "PoolingParams":
+        """Return stock `PoolingParams` carrying this request."""
+        from vllm import PoolingParams
+
+        return PoolingParams(task="plugin", extra_kwargs={_KEY: msgspec.to_builtins(self)})
+
+    @classmethod
+    def from_extra_kwargs(cls, extra_kwargs: Mapping[str, Any] | None) -> "DiffusionParams":
+        """Read the request back; raises `RequestFailed("invalid_request", ...)` naming the field and range."""
+        if not extra_kwargs or _KEY not in extra_kwargs:
+            raise RequestFailed("invalid_request", f"extra_kwargs must hold the key {_KEY!r} with the request's fields")
+        try:
+            return msgspec.convert(extra_kwargs[_KEY], cls)
+        except msgspec.ValidationError as error:
+            raise RequestFailed("invalid_request", str(error)) from error
+
+
+def engine_prompt(tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
+    """Return what `LLM.encode` / `AsyncLLM.encode` takes as prompt; `tensors` arrive in the runner by name.
+
+    Tensors are CPU tensors of any shape; they are not copied until sent.
+    """
+    from vllm.inputs import mm_input, tokens_input
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+        MultiModalKwargsItems,
+        PlaceholderRange,
+    )
+
+    if not tensors:
+        return tokens_input(prompt_token_ids=[0])
+    item = MultiModalKwargsItem(
+        {
+            name: MultiModalFieldElem(data=tensor.contiguous(), field=MultiModalBatchedField())
+            for name, tensor in tensors.items()
+        }
+    )
+    return mm_input(
+        prompt_token_ids=[0],
+        mm_kwargs=MultiModalKwargsItems({_MODALITY: [item]}),
+        mm_hashes={_MODALITY: [uuid.uuid4().hex]},
+        mm_placeholders={_MODALITY: [PlaceholderRange(offset=0, length=0)]},
+    )
+
+
+def request_tensors(mm_features: list[Any]) -> dict[str, torch.Tensor]:
+    """Return the named tensors of one scheduled request (`NewRequestData.mm_features`)."""
+    tensors: dict[str, torch.Tensor] = {}
+    for feature in mm_features:
+        if feature.data is not None:
+            tensors.update({name: elem.data for name, elem in feature.data.items()})
+    return tensors

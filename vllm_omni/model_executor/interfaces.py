@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model implements so that the diffusion runner can serve it, and the objects passed between the two.
+
+The runner sequences (`worker/diffusion_model_runner.py`): it calls a model with these objects and knows nothing of
+latents, cameras or caches. A model knows nothing of the scheduler, other requests' sessions, or sockets.
+
+Life of one chunk (one request), each line one engine step under `StreamBatchScheduler`:
+
+    prepare_encode, denoise_step, step_scheduler        step 0
+    denoise_step, step_scheduler                        steps 1 .. num_steps-1
+    ... then, after the last step: post_decode, commit
+
+A strict causal model's clean-context pass is simply its last step. Nothing of a session that can influence a later
+chunk may change before `commit`; `commit` only moves references and counters, so it cannot fail half-way.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
+
+Inputs = tuple[DiffusionParams, dict[str, torch.Tensor]]
+
+
+class SessionState(ABC):
+    """All that one session keeps between chunks on one rank: fixed size, owned by the runner's session store."""
+
+    def __init__(self, session_id: str) -> None:
+        self.session_id = session_id
+        self.chunk_index = 0
+        """Chunks committed so far = index of the next chunk."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Device and host bytes held; constant from creation on (buffers are allocated at full size)."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor that can influence a later chunk, by stable name: the base of fork, digest and snapshot.
+
+        Dead ring slots (K/V that no later chunk can see) are left out.
+        """
+
+    @abstractmethod
+    def scalars(self) -> dict[str, Any]:
+        """Every other value that can influence a later chunk, JSON types only."""
+
+    @abstractmethod
+    def fork(self, session_id: str) -> "SessionState":
+        """Return an independent copy under a new id."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str) -> None:
+        """Move every buffer (sleep mode moves sessions to the host and back)."""
+
+    def close(self) -> None:
+        """Free everything; idempotent. The store never uses the session again."""
+
+
+@dataclass(eq=False)
+class DiffusionRequest:
+    """One chunk in flight on one rank. The runner owns `step`; the model owns `state`."""
+
+    request_id: str
+    params: DiffusionParams
+    tensors: Mapping[str, torch.Tensor]
+    session: SessionState
+    num_steps: int = 0
+    """Forward passes this chunk needs; set by `prepare_encode` (0 = not prepared)."""
+    step: int = 0
+    state: Any = None
+    """The model's working set for this chunk: latents, noise, conditions. Dropped with the request."""
+    timings_ms: dict[str, float] = field(default_factory=dict)
+    """Filled by runner and model (`encode`, `denoise`, `decode`, ...); returned in the envelope's meta."""
+
+
+@runtime_checkable
+class SupportsStepExecution(Protocol):
+    """A model served one denoise step at a time. All tensors live on the model's device unless said otherwise."""
+
+    supports_step_execution: ClassVar[bool]
+
+    def session_nbytes(self, params: DiffusionParams) -> int:
+        """Bytes `new_session(params)` will hold on this rank; asked before admission, allocates nothing."""
+
+    def new_session(self, params: DiffusionParams) -> SessionState:
+        """Make the state of a new session from its first chunk's params.
+
+        Raises `RequestFailed` when size, prompt or options are not acceptable.
+        """
+
+    def prepare_encode(self, request: DiffusionRequest) -> None:
+        """Validate the request's inputs, encode text, image and camera, draw the first noise; set `num_steps`.
+
+        Runs on every rank, deterministic, without collectives. Raises `RequestFailed` on bad input.
+        """
+
+    def batch_key(self, request: DiffusionRequest) -> Hashable:
+        """Requests with equal keys may share one `denoise_step`, whatever step each is at."""
+
+    def denoise_step(
+        self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One forward for requests at their own steps.
+
+        On a first pipeline stage `hidden` is None, on later ones it is the previous stage's return value. Returns
+        hidden states on all but the last stage, where it returns the prediction (one row per request).
+        """
+
+    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
+        """Last stage only: latents_t -> latents_{t-1} in each request's state. `step` is advanced by the runner."""
+
+    def latents(self, request: DiffusionRequest) -> torch.Tensor:
+        """The request's current latents; clean after the last step. Same shape through the whole chunk."""
+
+    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
+        """Other stages take over what the last stage computed (they need latents to start the next step)."""
+
+    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Last stage, first tensor rank only: `(meta, tensors)` of the result, e.g. `{"frames": uint8 [T,H,W,3]}`."""
+
+    def commit(self, request: DiffusionRequest) -> None:
+        """Make the chunk part of its session on this rank: lengths, caches, camera tail, chunk index."""
+
+    def warmup_inputs(self) -> list[Inputs]:
+        """Requests of the largest shape, in session order; the runner runs them once in a throw-away session."""
+
+
+def require_finite(tensor: torch.Tensor, what: str) -> None:
+    """Raise `RequestFailed("non_finite", ...)` if `tensor` holds NaN or Inf (one reduction, one host sync)."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise RequestFailed("non_finite", f"{what} contains NaN or Inf; the session is unchanged, send the chunk again")

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model families this package knows, by name; everything else asks this table instead of naming a model.
+
+A family is a module `vllm_omni.model_executor.models.<package>.family` that defines `FAMILY`. Modules are imported on
+first use, so that listing families costs nothing.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_FAMILY_MODULES = {
+    "lingbot_world": "vllm_omni.model_executor.models.lingbot_world.family",
+    "null_world": "vllm_omni.model_executor.models.null_world.family",
+}
+_ALIASES = {"lingbot_world_fast": "lingbot_world"}
+
+ARCHITECTURES = {
+    "LingBotWorldPipeline": "vllm_omni.model_executor.models.lingbot_world.pipeline:LingBotWorldPipeline",
+    "NullWorldPipeline": "vllm_omni.model_executor.models.null_world.pipeline:NullWorldPipeline",
+}
+"""vLLM architecture name -> model class, registered lazily with vLLM's `ModelRegistry`."""
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """What the command line and the config parser need to know about one family.
+
+    detect: whether a directory holds a checkpoint of this family (any of its layouts); must be cheap and not raise.
+    hf_config: a directory -> keyword arguments of a `PretrainedConfig` (`architectures`, `dtype`, sizes, layout).
+    Raises ValueError with one line when the directory is unusable.
+    make_tiny: write a tiny random checkpoint in a real layout: `(out_dir, seed, layout)`.
+    layouts: the layouts `make_tiny` can write, default first.
+    verify: golden directory -> report (see `model_executor/parity.py`); None if the family has no goldens.
+    """
+
+    name: str
+    title: str
+    architecture: str
+    detect: Callable[[Path], bool]
+    hf_config: Callable[[Path], dict[str, Any]]
+    make_tiny: Callable[[Path, int, str], None]
+    layouts: tuple[str, ...]
+    verify: Callable[[Path], Any] | None = None
+
+
+def family_names() -> list[str]:
+    return list(_FAMILY_MODULES)
+
+
+def get_family(name: str) -> ModelFamily:
+    """Return a family by name or alias. Raises ValueError that lists what is known."""
+    name = _ALIASES.get(name, name)
+    if name not in _FAMILY_MODULES:
+        raise ValueError(f"unknown model {name!r}; known: {', '.join([*_FAMILY_MODULES, *_ALIASES])}")
+    family = importlib.import_module(_FAMILY_MODULES[name]).FAMILY
+    assert isinstance(family, ModelFamily)
+    return family
+
+
+def detect_family(path: Path) -> ModelFamily:
+    """Return the family whose checkpoint layout `path` has. Raises ValueError that says what was looked for."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory; pass a local checkpoint directory")
+    for name in _FAMILY_MODULES:
+        family = get_family(name)
+        if family.detect(path):
+            return family
+    found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+    raise ValueError(f"{path} is no checkpoint of {', '.join(_FAMILY_MODULES)}: found {found}")

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The result envelope: one uint8 tensor that carries metadata and several tensors.
+
+vLLM hands exactly one tensor per pooling request from a worker to a client, so everything a request returns
+(frames, latents, timings, or an error) is packed into one. This file owns that byte layout and nothing else:
+
+    magic "VOMN" | u32 version | u64 header length | JSON header | padding | payload 0 | padding | payload 1 ...
+
+The header is `{"meta": {...}, "tensors": [[name, dtype, shape, offset], ...]}`; offsets count from the start of
+the envelope and are multiples of 64. Held by tests/test_outputs.py.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_MAGIC = b"VOMN"
+_VERSION = 1
+_PREFIX = struct.Struct("<4sIQ")
+_ALIGN = 64
+_MAX_HEADER_BYTES = 1 << 20
+_DTYPES = {
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bool": torch.bool,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class RequestFailed(Exception):
+    """One request failed; its session and the engine go on.
+
+    `code` is a short stable word a program can switch on (`invalid_camera`, `capacity`, `non_finite`, ...);
+    `message` is for a person and holds no path, address or traceback.
+    """
+
+    def __init__(self, code: str, message: str):
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN) * _ALIGN
+
+
+def pack(meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+    """Pack JSON-serialisable `meta` and named tensors into one new 1-D uint8 CPU tensor, owned by the caller."""
+    tensors = tensors or {}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise TypeError(f"tensor {name!r} has dtype {tensor.dtype}; allowed: {', '.join(_DTYPES)}")
+    # Offsets depend on the header's length and the header holds the offsets: reserve the header at its largest.
+    entries: list[list[Any]] = [[name, _NAMES[t.dtype], list(t.shape), 0] for name, t in tensors.items()]
+    slack = 24 * len(entries)
+    start = _aligned(_PREFIX.size + len(_header(meta, entries)) + slack)
+    offset = start
+    for entry, tensor in zip(entries, tensors.values(), strict=True):
+        entry[3] = offset
+        offset = _aligned(offset + tensor.numel() * tensor.element_size())
+    header = _header(meta, entries)
+    out = torch.empty(max(offset, start), dtype=torch.uint8)
+    prefix = _PREFIX.pack(_MAGIC, _VERSION, len(header)) + header
+    out[:start].zero_()
+    out[: len(prefix)] = torch.frombuffer(bytearray(prefix), dtype=torch.uint8)
+    for entry, tensor in zip(entries, tensors.values(), strict=True):
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes:
+            view = out[entry[3] : entry[3] + nbytes].view(tensor.dtype).view(tensor.shape)
+            view.copy_(tensor)
+    return out
+
+
+def _header(meta: Mapping[str, Any], entries: list[list[Any]]) -> bytes:
+    return json.dumps({"meta": dict(meta), "tensors": entries}, allow_nan=False).encode()
+
+
+def pack_error(code: str, message: str) -> torch.Tensor:
+    """Pack a failure; `unpack` raises it again as `RequestFailed(code, message)`."""
+    return pack({"error": {"code": code, "message": message}})
+
+
+def unpack(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return `(meta, tensors)`; the tensors are views into `envelope` (no copy).
+
+    Raises `RequestFailed` when the envelope carries an error and `ValueError` on anything malformed.
+    """
+    if envelope.dtype != torch.uint8 or envelope.dim() != 1:
+        raise ValueError(f"envelope must be a 1-D uint8 tensor, got {envelope.dtype} {tuple(envelope.shape)}")
+    envelope = envelope.contiguous()
+    total = envelope.numel()
+    if total < _PREFIX.size:
+        raise ValueError(f"envelope of {total} bytes is shorter than its {_PREFIX.size}-byte prefix")
+    magic, version, header_bytes = _PREFIX.unpack(bytes(envelope[: _PREFIX.size].tolist()))
+    if magic != _MAGIC or version != _VERSION:
+        raise ValueError(f"not a version {_VERSION} envelope (magic {magic!r}, version {version})")
+    if header_bytes > min(_MAX_HEADER_BYTES, total - _PREFIX.size):
+        raise ValueError(f"header length {header_bytes} exceeds the envelope of {total} bytes")
+    raw = envelope[_PREFIX.size : _PREFIX.size + header_bytes].numpy().tobytes()
+    try:
+        header = json.loads(raw)
+        meta, entries = header["meta"], header["tensors"]
+        if not isinstance(meta, dict) or not isinstance(entries, list):
+            raise TypeError("meta must be a map and tensors a list")
+        tensors = {str(entry[0]): _view(envelope, *entry[1:]) for entry in entries}
+    except (KeyError, TypeError, IndexError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"malformed envelope header: {type(error).__name__}") from error
+    if "error" in meta:
+        error_map = meta["error"]
+        if not isinstance(error_map, dict):
+            raise ValueError("malformed envelope header: error is not a map")
+        raise RequestFailed(str(error_map.get("code")), str(error_map.get("message")))
+    return meta, tensors
+
+
+def _view(envelope: torch.Tensor, dtype_name: str, shape: list[int], offset: int) -> torch.Tensor:
+    dtype = _DTYPES.get(dtype_name)
+    if dtype is None:
+        raise ValueError(f"unknown dtype {dtype_name!r} in envelope")
+    if len(shape) > 8 or any(type(n) is not int or n < 0 for n in shape) or type(offset) is not int:
+        raise ValueError(f"bad shape {shape} or offset {offset!r} in envelope")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if offset < 0 or offset % _ALIGN or offset + nbytes > envelope.numel():
+        raise ValueError(f"payload [{offset}, {offset + nbytes}) lies outside the envelope of {envelope.numel()} bytes")
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    return envelope[offset : offset + nbytes].view(dtype).view(shape)
