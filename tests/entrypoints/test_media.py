@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames written as MP4 and contact sheets come back as what they were."""
+
+import io
+
+import av
+import numpy as np
+import pytest
+
+from vllm_omni.entrypoints.media import contact_sheet, decode_mp4, encode_mp4
+
+
+def moving_square(num_frames: int, height: int = 48, width: int = 64) -> np.ndarray:
+    frames_THWC = np.zeros((num_frames, height, width, 3), np.uint8)
+    for index in range(num_frames):
+        frames_THWC[index, 8:24, 4 * index : 4 * index + 16] = (220, 60, 40)
+    return frames_THWC
+
+
+@pytest.mark.parametrize("num_frames", [1, 9, 12])
+def test_every_frame_survives_the_round_trip(num_frames: int) -> None:
+    """As many frames come out as went in, in order, within H.264's loss."""
+    frames_THWC = moving_square(num_frames)
+    back_THWC, fps = decode_mp4(encode_mp4(frames_THWC, fps=16))
+    assert back_THWC.shape == frames_THWC.shape
+    assert fps == 16
+    error = np.abs(back_THWC.astype(int) - frames_THWC.astype(int)).mean(axis=(1, 2, 3))
+    assert error.max() < 6  # chroma is stored at half resolution; a frame out of order would differ by > 10
+    assert np.abs(frames_THWC[0].astype(int) - np.roll(frames_THWC[0], 16, axis=1)).mean() > 10
+
+
+def test_the_index_is_in_front_and_the_first_frame_is_a_key_frame() -> None:
+    """A browser can start playing before the file has arrived."""
+    data = encode_mp4(moving_square(9), fps=24)
+    assert data[4:8] == b"ftyp"
+    assert data.index(b"moov") < data.index(b"mdat")
+    with av.open(io.BytesIO(data)) as container:
+        stream = container.streams.video[0]
+        assert stream.codec_context.name == "h264"
+        assert stream.codec_context.pix_fmt == "yuv420p"
+        assert next(container.demux(stream)).is_keyframe
+
+
+def test_a_fractional_rate_is_kept() -> None:
+    """NTSC rates are fractions of 1001 and come back as such."""
+    _, fps = decode_mp4(encode_mp4(moving_square(3), fps=30000 / 1001))
+    assert fps == pytest.approx(30000 / 1001, abs=1e-9)
+
+
+def test_odd_sides_are_padded_by_one() -> None:
+    """yuv420p has even sides; the last row and column are repeated."""
+    back_THWC, _ = decode_mp4(encode_mp4(moving_square(2, 47, 63), fps=16))
+    assert back_THWC.shape == (2, 48, 64, 3)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        np.zeros((2, 8, 8, 3), np.float32),
+        np.zeros((8, 8, 3), np.uint8),
+        np.zeros((2, 8, 8, 4), np.uint8),
+        np.zeros((0, 8, 8, 3), np.uint8),
+    ],
+)
+def test_wrong_frames_are_refused_by_name(frames: np.ndarray) -> None:
+    """The error says what arrived and what is allowed."""
+    with pytest.raises(ValueError, match=r"frames must be .* \[T, H, W, 3\], got"):
+        encode_mp4(frames, fps=16)
+    with pytest.raises(ValueError, match=r"frames must be"):
+        contact_sheet(frames)
+
+
+def test_bytes_that_are_no_video_are_a_value_error() -> None:
+    """A truncated or foreign file is a ValueError, whatever FFmpeg calls it."""
+    data = encode_mp4(moving_square(3), fps=16)
+    for broken in (b"", b"hello", data[:40]):
+        with pytest.raises(ValueError, match=r"video"):
+            decode_mp4(broken)
+
+
+def test_contact_sheet_shows_frames_in_reading_order() -> None:
+    """Frame 3 of two columns sits in the second row, second column."""
+    frames_THWC = np.stack([np.full((4, 6, 3), 50 * (i + 1), np.uint8) for i in range(4)])
+    sheet = np.asarray(contact_sheet(frames_THWC, columns=2, gap=2))
+    assert sheet.shape == (2 * 6 + 2, 2 * 8 + 2, 3)
+    assert sheet[2, 2, 0] == 50
+    assert sheet[2, 10, 0] == 100
+    assert sheet[8, 2, 0] == 150
+    assert sheet[8, 10, 0] == 200

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames to files people can open: H.264 MP4 through PyAV, contact sheets through Pillow.
+
+Shared by the demo, the examples and the doors; knows nothing of sessions or sockets. Frames are uint8 RGB
+`[T, H, W, 3]` NumPy arrays everywhere. Held by tests/entrypoints/test_media.py.
+"""
+
+import io
+from fractions import Fraction
+from typing import Final
+
+import av
+import numpy as np
+from PIL import Image
+
+# T frames, H height, W width, C = 3 channels (RGB)
+
+_CODEC: Final = "libx264"
+_CRF = 18  # visually lossless for H.264; a 480x832 chunk of 12 frames is then some 100 kB
+_PRESET = "veryfast"  # a chunk must encode in far less time than it plays
+
+
+def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
+    """Return one self-contained MP4 file: H.264, yuv420p, index in front, starting with a key frame.
+
+    frames_THWC: uint8 RGB, T >= 1. H.264 in yuv420p has even sides: an odd last row or column is repeated once, so the
+    video may be one pixel larger than the frames. fps: pictures per second, > 0; kept exact to 1/1001.
+    Raises ValueError naming what arrived when the frames have another shape or dtype.
+    """
+    check_frames(frames_THWC)
+    if not 0 < fps <= 1000:
+        raise ValueError(f"fps must be in (0, 1000], got {fps}")
+    _, height, width, _ = frames_THWC.shape
+    if height % 2 or width % 2:
+        frames_THWC = np.pad(frames_THWC, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    buffer = io.BytesIO()
+    with av.open(
+        buffer,
+        mode="w",
+        format="mp4",
+        options={"movflags": "faststart"},
+        # faststart moves the index to the front by re-reading what was written
+        io_open=lambda url, flags, options: io.BytesIO(buffer.getbuffer()),
+    ) as container:
+        stream = container.add_stream(
+            _CODEC, rate=Fraction(fps).limit_denominator(1001), options={"crf": str(_CRF), "preset": _PRESET}
+        )
+        stream.width, stream.height, stream.pix_fmt = frames_THWC.shape[2], frames_THWC.shape[1], "yuv420p"
+        for frame_HWC in frames_THWC:
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_HWC), format="rgb24")
+            container.mux(stream.encode(picture))
+        container.mux(stream.encode(None))
+    return buffer.getvalue()
+
+
+def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
+    """Return `(frames_THWC, fps)` of a video file; raises ValueError when it holds no readable video stream."""
+    try:
+        with av.open(io.BytesIO(data), mode="r") as container:
+            if not container.streams.video:
+                raise ValueError("file holds no video stream")
+            stream = container.streams.video[0]
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+            rate = stream.average_rate
+    except av.FFmpegError as error:
+        raise ValueError(f"not a readable video file of {len(data)} bytes: {type(error).__name__}") from error
+    if not frames or rate is None:
+        raise ValueError("video stream holds no frames")
+    return np.stack(frames), float(rate)
+
+
+def contact_sheet(frames_THWC: np.ndarray, columns: int = 4, gap: int = 4) -> Image.Image:
+    """Return all frames in reading order on one dark picture, `columns` to a row, `gap` pixels apart.
+
+    frames_THWC: uint8 RGB, T >= 1. The caller picks which frames to show.
+    """
+    check_frames(frames_THWC)
+    if columns < 1 or gap < 0:
+        raise ValueError(f"columns must be >= 1 and gap >= 0, got {columns} and {gap}")
+    count, height, width, _ = frames_THWC.shape
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    sheet = Image.new("RGB", (columns * (width + gap) + gap, rows * (height + gap) + gap), (24, 24, 28))
+    for index, frame_HWC in enumerate(frames_THWC):
+        row, column = divmod(index, columns)
+        sheet.paste(Image.fromarray(frame_HWC), (gap + column * (width + gap), gap + row * (height + gap)))
+    return sheet
+
+
+def check_frames(frames_THWC: np.ndarray) -> None:
+    """Raise ValueError unless `frames_THWC` is uint8 `[T, H, W, 3]` with nothing empty."""
+    if frames_THWC.dtype != np.uint8 or frames_THWC.ndim != 4 or frames_THWC.shape[3] != 3 or frames_THWC.size == 0:
+        raise ValueError(
+            f"frames must be a non-empty uint8 array [T, H, W, 3], got {frames_THWC.dtype} {frames_THWC.shape}"
+        )
