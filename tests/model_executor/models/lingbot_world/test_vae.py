@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The streaming VAE: equal to the original implementation, and a stream equals the whole clip bit for bit.
+
+`tests/golden/lingbot/vae*` were recorded on CPU in float32 from the original Wan VAE at dim 4 with random weights.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from safetensors.torch import load_file
+
+from vllm_omni.model_executor.models.lingbot_world.vae import (
+    StreamingWanVAE,
+    VAECache,
+    VAEConfig,
+    cache_nbytes,
+    to_uint8,
+)
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
+TOLERANCE = 1e-5  # float32 sums of up to 432 products in another order
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, torch.Tensor]:
+    return load_file(GOLDEN / "vae.safetensors")
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    names = json.loads((GOLDEN / "vae_key_map.json").read_text())
+    stored = load_file(GOLDEN / "vae_tiny_weights_orig_names.safetensors")
+    return {names[name]: tensor.float() for name, tensor in stored.items()}
+
+
+@pytest.fixture(scope="module")
+def vae(weights: dict[str, torch.Tensor]) -> StreamingWanVAE:
+    vae = StreamingWanVAE(VAEConfig(base_dim=4))
+    vae.load_state_dict(weights)
+    return vae
+
+
+@pytest.fixture(scope="module")
+def clip(golden: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The image and 32 grey frames."""
+    pixels = torch.zeros(1, 3, 33, 16, 24)
+    pixels[0, :, 0] = golden["image"]
+    return pixels
+
+
+def encode_stream(vae: StreamingWanVAE, pixels: torch.Tensor, cuts: list[int]) -> tuple[torch.Tensor, VAECache]:
+    latents, cache = [], None
+    for piece in pixels.split(cuts, dim=2):
+        latent, cache = vae.encode(piece, cache)
+        latents.append(latent)
+    assert cache is not None
+    return torch.cat(latents, dim=2), cache
+
+
+def decode_stream(vae: StreamingWanVAE, latents: torch.Tensor, cuts: list[int]) -> tuple[torch.Tensor, VAECache]:
+    pixels, cache = [], None
+    for piece in latents.split(cuts, dim=2):
+        frames, cache = vae.decode(piece, cache)
+        pixels.append(frames)
+    assert cache is not None
+    return torch.cat(pixels, dim=2), cache
+
+
+def test_encode_equals_the_original(vae, golden, clip):
+    """33 frames give the nine normalised latents that the original implementation gives."""
+    latents, _ = vae.encode(clip, None)
+    assert latents.dtype == torch.float32
+    torch.testing.assert_close(latents, golden["cond_latent"], atol=TOLERANCE, rtol=0)
+
+
+def test_decode_equals_the_original(vae, golden):
+    """Nine latents give the 33 frames that the original implementation gives."""
+    pixels, _ = vae.decode(golden["latents"], None)
+    torch.testing.assert_close(pixels, golden["decoded_whole"], atol=TOLERANCE, rtol=0)
+
+
+def test_uint8_frames_round_to_nearest(golden):
+    """uint8 frames are round(255 * clamp(x / 2 + 0.5)), channels last, exactly as recorded."""
+    frames = to_uint8(golden["decoded_whole"])
+    assert frames.is_contiguous()
+    assert torch.equal(frames, golden["decoded_whole_u8_round"][0].permute(1, 2, 3, 0))
+
+
+@pytest.mark.parametrize("cuts", [[9, 12, 12], [1, 8, 24], [1] + [4] * 8, [33]])
+def test_a_streamed_encode_equals_the_whole_clip_bit_for_bit(vae, clip, cuts):
+    """Where a clip is cut does not change one bit of its latents, nor of the cache left behind."""
+    whole, whole_cache = vae.encode(clip, None)
+    latents, cache = encode_stream(vae, clip, cuts)
+    assert torch.equal(latents, whole)
+    assert cache.equal(whole_cache)
+
+
+@pytest.mark.parametrize("cuts", [[3, 3, 3], [1, 1, 1, 3, 3], [2, 7], [9]])
+def test_a_streamed_decode_equals_the_whole_clip_bit_for_bit(vae, golden, cuts):
+    """Where a stream of latents is cut does not change one bit of its frames, nor of the cache left behind."""
+    whole, whole_cache = vae.decode(golden["latents"], None)
+    pixels, cache = decode_stream(vae, golden["latents"], cuts)
+    assert torch.equal(pixels, whole)
+    assert cache.equal(whole_cache)
+
+
+def test_decode_equals_diffusers_own_decode(vae, weights, golden):
+    """Driving the decoder with our cache gives what diffusers' own whole-clip `decode` gives."""
+    reference = AutoencoderKLWan(base_dim=4)
+    reference.load_state_dict(weights)
+    mean, std = vae.latents_mean, vae.latents_std
+    with torch.no_grad():
+        expected = reference.eval().decode(golden["latents"] * std + mean).sample
+    torch.testing.assert_close(vae.decode(golden["latents"], None)[0], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_call_leaves_the_cache_it_was_given_untouched(vae, golden):
+    """A chunk that is decoded and then dropped can be decoded again with the same result."""
+    _, cache = vae.decode(golden["latents"][:, :, :3], None)
+    before = cache.clone()
+    first, _ = vae.decode(golden["latents"][:, :, 3:6], cache)
+    assert cache.equal(before)
+    assert torch.equal(vae.decode(golden["latents"][:, :, 3:6], cache)[0], first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cache_bytes_are_constant_and_known_in_advance(golden, clip, dtype):
+    """A cache has the predicted bytes from the first latent on, in both directions."""
+    vae = StreamingWanVAE(VAEConfig(base_dim=4), dtype=dtype)
+    cache = None
+    for latent in golden["latents"].split(1, dim=2):
+        _, cache = vae.decode(latent, cache)
+        assert cache.nbytes == vae.decoder_cache_nbytes(16, 24)
+    cache = None
+    for piece in clip.split([1] + [4] * 8, dim=2):
+        _, cache = vae.encode(piece, cache)
+        assert cache.nbytes == vae.encoder_cache_nbytes(16, 24)
+
+
+def test_cache_shapes_equal_the_recorded_ones(vae, golden):
+    """After a stream each causal convolution of the decoder keeps the frames that the original keeps."""
+    recorded = json.loads((GOLDEN / "vae_dec_cache_shapes.json").read_text())
+    _, cache = vae.decode(golden["latents"], None)
+    assert [list(feature.shape) for feature in cache.features] == [shape for shape in recorded if shape]
+
+
+def test_real_decoder_cache_is_1801_mib():
+    """At 480x832 in bfloat16 the real decoder's cache is 1801 MiB, as published for another implementation."""
+    assert round(cache_nbytes(VAEConfig(), "decoder", 480, 832, torch.bfloat16) / 2**20) == 1801
+
+
+def test_cache_round_trips_through_named_tensors(vae, golden):
+    """`tensors()` names every tensor of a cache; a cache rebuilt from them continues the stream identically."""
+    _, cache = vae.decode(golden["latents"][:, :, :3], None)
+    rebuilt = VAECache(tuple(tensor.clone() for _, tensor in sorted(cache.tensors().items())))
+    for original, copy in zip(
+        vae.decode(golden["latents"][:, :, 3:6], cache), vae.decode(golden["latents"][:, :, 3:6], rebuilt), strict=True
+    ):
+        assert original.equal(copy)
+
+
+def test_bfloat16_stays_close_to_float32(vae, weights, golden):
+    """bfloat16 frames differ from float32 ones by a few grey levels on average at most."""
+    half = StreamingWanVAE(VAEConfig(base_dim=4), dtype=torch.bfloat16)
+    half.load_state_dict(weights)
+    difference = to_uint8(half.decode(golden["latents"], None)[0]).int() - golden["decoded_whole_u8_round"][0].permute(
+        1, 2, 3, 0
+    )
+    assert difference.abs().float().mean() < 2.0
+
+
+def test_encoder_and_decoder_can_be_built_alone(weights, clip, golden):
+    """A pipeline stage without frames to decode needs no decoder; each half has its own parameters only."""
+    encoder = StreamingWanVAE(VAEConfig(base_dim=4), decoder=False)
+    decoder = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False)
+    assert (encoder.has_encoder, encoder.has_decoder) == (True, False)
+    assert (decoder.has_encoder, decoder.has_decoder) == (False, True)
+    assert sorted([*encoder.state_dict(), *decoder.state_dict()]) == sorted(weights)
+
+
+def test_full_size_has_the_published_tensors_and_parameters():
+    """The real VAE has 194 tensors and 126,892,531 parameters."""
+    with torch.device("meta"):
+        vae = StreamingWanVAE(VAEConfig())
+    assert len(vae.state_dict()) == 194
+    assert sum(parameter.numel() for parameter in vae.parameters()) == 126_892_531
+
+
+@pytest.mark.parametrize(("frames", "started"), [(0, False), (4, False), (8, False), (1, True), (5, True), (0, True)])
+def test_frame_counts_that_are_no_group_are_refused(vae, clip, frames, started):
+    """A stream takes 1 + 4n frames first and 4n later; anything else names what arrived."""
+    cache = vae.encode(clip[:, :, :1], None)[1] if started else None
+    with pytest.raises(ValueError, match=f"multiple of 4 frames, got {frames}"):
+        vae.encode(clip[:, :, :frames], cache)
+
+
+def test_sizes_that_are_no_multiple_of_eight_are_refused(vae):
+    """Height and width must be multiples of 8."""
+    with pytest.raises(ValueError, match="multiples of 8, got 16 x 20"):
+        vae.encode(torch.zeros(1, 3, 1, 16, 20), None)
+
+
+def test_config_round_trips_through_the_diffusers_keys():
+    """The keys that a diffusers checkpoint stores give the same architecture back."""
+    config = VAEConfig(base_dim=4)
+    assert VAEConfig.from_dict({"_class_name": "AutoencoderKLWan", **config.to_dict()}) == config
+    assert VAEConfig.from_dict(dict(AutoencoderKLWan(base_dim=4).config)) == config
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"is_residual": True}, "'is_residual' must be False"),
+        ({"decoder_base_dim": 128}, "'decoder_base_dim' must be null"),
+        ({"patch_size": 2}, "'patch_size' must be None"),
+        ({"z_dim": 48}, "need z_dim = 48 values, got 16"),
+        ({"scale_factor_spatial": 16}, "scale_factor_spatial is 16"),
+        ({"tiling": True}, "unknown keys tiling"),
+        ({"dim_mult": [1, 2]}, "temporal_downsample needs 1 entries"),
+    ],
+)
+def test_configs_of_other_autoencoders_are_refused(changed, message):
+    """A config of another network is an error that names the key, never a silently different VAE."""
+    with pytest.raises(ValueError, match=message):
+        VAEConfig.from_dict({**VAEConfig().to_dict(), **changed})

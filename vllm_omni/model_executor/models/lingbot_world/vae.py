@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Wan 2.1 video autoencoder as a stream: pixels and latents go in piece by piece, memory of the past is explicit.
+
+The networks are diffusers' `WanEncoder3d` and `WanDecoder3d`; what this file owns is the feature cache of their causal
+convolutions, which diffusers keeps inside its model and clears on every call. Here a cache is a value: a call takes one
+and returns another, so an aborted chunk leaves the session's cache as it was.
+
+One latent frame stands for 4 pixel frames, the first of a stream for 1. Latents are processed one at a time, so a
+stream cut anywhere equals one call over the whole clip bit for bit.
+
+Shape letters: C channels, T frames, H height, W width (pixels of `VAEConfig.spatial_factor` x latent cells).
+Held by tests/model_executor/models/lingbot_world/test_vae.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanDecoder3d, WanEncoder3d
+from torch import nn
+
+Part = Literal["encoder", "decoder"]
+Shape = tuple[int, ...]
+
+_LATENTS_MEAN = (
+    *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
+    *(0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
+)
+_LATENTS_STD = (
+    *(2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743),
+    *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160),
+)
+
+_IMPLEMENTED = {
+    "attn_scales": [],
+    "dropout": 0.0,
+    "in_channels": 3,
+    "out_channels": 3,
+    "is_residual": False,
+    "patch_size": None,
+}
+"""Keys of a diffusers VAE config that must have these values: anything else is another network."""
+
+
+@dataclass(frozen=True)
+class VAEConfig:
+    """Architecture of the autoencoder; the defaults are Wan 2.1. `latents_*` normalise each latent channel."""
+
+    base_dim: int = 96
+    z_dim: int = 16
+    dim_mult: tuple[int, ...] = (1, 2, 4, 4)
+    num_res_blocks: int = 2
+    temporal_downsample: tuple[bool, ...] = (False, True, True)
+    latents_mean: tuple[float, ...] = _LATENTS_MEAN
+    latents_std: tuple[float, ...] = _LATENTS_STD
+
+    def __post_init__(self) -> None:
+        if len(self.temporal_downsample) != len(self.dim_mult) - 1:
+            raise ValueError(
+                f"temporal_downsample needs {len(self.dim_mult) - 1} entries, one per level below the first of "
+                f"dim_mult {self.dim_mult}, got {self.temporal_downsample}"
+            )
+        if len(self.latents_mean) != self.z_dim or len(self.latents_std) != self.z_dim:
+            raise ValueError(
+                f"latents_mean and latents_std need z_dim = {self.z_dim} values, "
+                f"got {len(self.latents_mean)} and {len(self.latents_std)}"
+            )
+
+    @property
+    def spatial_factor(self) -> int:
+        """Pixels per latent cell along each side."""
+        return int(2 ** len(self.temporal_downsample))
+
+    @property
+    def temporal_factor(self) -> int:
+        """Pixel frames per latent frame, except the first of a stream, which stands for 1."""
+        return int(2 ** sum(self.temporal_downsample))
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "VAEConfig":
+        """Read a diffusers `AutoencoderKLWan` config. Raises ValueError on unknown keys or another architecture."""
+        values = {key: value for key, value in config.items() if not key.startswith("_")}
+        for key, implemented in _IMPLEMENTED.items():
+            if values.pop(key, implemented) != implemented:
+                raise ValueError(f"VAE config {key!r} must be {implemented!r} (Wan 2.1), got {config[key]!r}")
+        if values.pop("decoder_base_dim", None) not in (None, values.get("base_dim", cls.base_dim)):
+            raise ValueError(f"VAE config 'decoder_base_dim' must be null, got {config['decoder_base_dim']!r}")
+        factors = {name: values.pop(f"scale_factor_{name}", None) for name in ("spatial", "temporal")}
+        if "temperal_downsample" in values:  # diffusers' spelling
+            values["temporal_downsample"] = values.pop("temperal_downsample")
+        known = cls.__dataclass_fields__
+        if unknown := sorted(set(values) - set(known)):
+            raise ValueError(f"VAE config has unknown keys {', '.join(unknown)}; known: {', '.join(known)}")
+        arguments: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+        }
+        vae = cls(**arguments)
+        for name, factor in (("spatial", vae.spatial_factor), ("temporal", vae.temporal_factor)):
+            if factors[name] not in (None, factor):
+                raise ValueError(f"VAE config scale_factor_{name} is {factors[name]}, its levels give {factor}")
+        return vae
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the diffusers config keys of this architecture, JSON types only."""
+        return {
+            **_IMPLEMENTED,
+            "base_dim": self.base_dim,
+            "z_dim": self.z_dim,
+            "dim_mult": list(self.dim_mult),
+            "num_res_blocks": self.num_res_blocks,
+            "temperal_downsample": list(self.temporal_downsample),
+            "latents_mean": list(self.latents_mean),
+            "latents_std": list(self.latents_std),
+            "scale_factor_spatial": self.spatial_factor,
+            "scale_factor_temporal": self.temporal_factor,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class VAECache:
+    """What a stream remembers between calls: the last input frames of every causal convolution. Never written to.
+
+    features: tensors [1, C, 1 or 2, h, w] in the VAE's dtype, in the order the network visits its convolutions. Their
+    shapes are the same after every call, so `nbytes` is constant over a stream.
+    """
+
+    features: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(feature.nbytes for feature in self.features)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by stable name, for digests and snapshots."""
+        return {f"conv{index:02d}": feature for index, feature in enumerate(self.features)}
+
+    def clone(self) -> "VAECache":
+        """Return a copy in new memory (a cache is immutable, so sharing one is as good as copying it)."""
+        return VAECache(tuple(feature.clone() for feature in self.features))
+
+    def to(self, device: torch.device | str) -> "VAECache":
+        """Return the cache on `device`; the same tensors if they are there already."""
+        return VAECache(tuple(feature.to(device) for feature in self.features))
+
+    def equal(self, other: "VAECache") -> bool:
+        """Whether both hold the same bits (one host sync per differing or last tensor)."""
+        return all(torch.equal(a, b) for a, b in zip(self.features, other.features, strict=True))
+
+
+class StreamingWanVAE(nn.Module):
+    """Encoder and/or decoder of a Wan 2.1 VAE driven with an explicit cache; parameter names are diffusers'.
+
+    dtype: of weights, activations and caches (float32 or bfloat16). Latents are normalised and float32 at both doors.
+    """
+
+    latents_mean: torch.Tensor
+    latents_std: torch.Tensor
+
+    def __init__(
+        self, config: VAEConfig, *, encoder: bool = True, decoder: bool = True, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        common: dict[str, Any] = {"dim_mult": list(config.dim_mult), "num_res_blocks": config.num_res_blocks}
+        if encoder:
+            self.encoder = WanEncoder3d(
+                dim=config.base_dim,
+                z_dim=2 * config.z_dim,
+                temperal_downsample=list(config.temporal_downsample),
+                **common,
+            ).to(dtype)
+            self.quant_conv = WanCausalConv3d(2 * config.z_dim, 2 * config.z_dim, 1).to(dtype)
+        if decoder:
+            self.post_quant_conv = WanCausalConv3d(config.z_dim, config.z_dim, 1).to(dtype)
+            self.decoder = WanDecoder3d(
+                dim=config.base_dim,
+                z_dim=config.z_dim,
+                temperal_upsample=list(reversed(config.temporal_downsample)),
+                **common,
+            ).to(dtype)
+        for name, values in (("latents_mean", config.latents_mean), ("latents_std", config.latents_std)):
+            buffer = torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1, 1)
+            self.register_buffer(name, buffer, persistent=False)
+        self.requires_grad_(False)
+        self.eval()
+
+    @property
+    def has_encoder(self) -> bool:
+        return hasattr(self, "encoder")
+
+    @property
+    def has_decoder(self) -> bool:
+        return hasattr(self, "decoder")
+
+    @torch.no_grad()
+    def encode(self, pixels_1CTHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
+        """Encode the next frames of a stream; `cache` None starts one.
+
+        pixels_1CTHW: [1, 3, T, H, W] in [-1, 1]; T = 1 + 4n at a start, 4n later; H and W multiples of 8.
+        Returns the normalised posterior mean [1, 16, n (+1), H/8, W/8], float32, and the next cache.
+        """
+        first = 1 if cache is None else 0
+        group = self.config.temporal_factor
+        frames, height, width = pixels_1CTHW.shape[2:]
+        if frames < first or (frames - first) % group or frames == 0:
+            raise ValueError(
+                f"{'a stream starts with 1 +' if first else 'a stream goes on with'} a multiple of {group} frames, "
+                f"got {frames}"
+            )
+        if height % self.config.spatial_factor or width % self.config.spatial_factor:
+            raise ValueError(
+                f"height and width must be multiples of {self.config.spatial_factor}, got {height} x {width}"
+            )
+        shapes = _cache_shapes(self.config, "encoder", height, width)
+        pixels_1CTHW = pixels_1CTHW.to(self.dtype)
+        latents = []
+        for piece in pixels_1CTHW.split([first] * first + [group] * ((frames - first) // group), dim=2):
+            moments, cache = _step(self.encoder, piece, cache, shapes)
+            latents.append(self.quant_conv(moments)[:, : self.config.z_dim].float())
+        assert cache is not None
+        return (torch.cat(latents, dim=2) - self.latents_mean) / self.latents_std, cache
+
+    @torch.no_grad()
+    def decode(self, latents_1CTHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
+        """Decode the next latents of a stream; `cache` None starts one.
+
+        latents_1CTHW: [1, 16, n, h, w], normalised, any float dtype, n >= 1. Returns pixels [1, 3, T, 8h, 8w] in
+        [-1, 1] in the VAE's dtype, T = 4n (4n - 3 at a start), and the next cache.
+        """
+        factor = self.config.spatial_factor
+        shapes = _cache_shapes(self.config, "decoder", latents_1CTHW.shape[3] * factor, latents_1CTHW.shape[4] * factor)
+        latents_1CTHW = (latents_1CTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
+        pixels = []
+        for piece in latents_1CTHW.split(1, dim=2):
+            frames, cache = _step(self.decoder, self.post_quant_conv(piece), cache, shapes)
+            pixels.append(frames)
+        assert cache is not None, "decode needs at least one latent frame"
+        return torch.cat(pixels, dim=2).clamp_(-1.0, 1.0), cache
+
+    def encoder_cache_nbytes(self, height: int, width: int) -> int:
+        """Bytes of an encoder cache for a stream of `height` x `width` pixels; runs nothing."""
+        return cache_nbytes(self.config, "encoder", height, width, self.dtype)
+
+    def decoder_cache_nbytes(self, height: int, width: int) -> int:
+        """Bytes of a decoder cache for a stream of `height` x `width` pixels; runs nothing."""
+        return cache_nbytes(self.config, "decoder", height, width, self.dtype)
+
+
+def cache_nbytes(config: VAEConfig, part: Part, height: int, width: int, dtype: torch.dtype) -> int:
+    """Return the exact bytes of a `VAECache` without running or building the network on a device."""
+    elements = sum(torch.Size(shape).numel() for shape in _cache_shapes(config, part, height, width))
+    return elements * dtype.itemsize
+
+
+def to_uint8(pixels_1CTHW: torch.Tensor) -> torch.Tensor:
+    """Convert pixels [1, 3, T, H, W] in [-1, 1] to uint8 frames [T, H, W, 3] on the same device, contiguous.
+
+    round(255 * clamp(x / 2 + 0.5, 0, 1)), evaluated in float32.
+    """
+    unit = (pixels_1CTHW[0].float() / 2 + 0.5).clamp_(0.0, 1.0)
+    return (unit * 255).round_().to(torch.uint8).permute(1, 2, 3, 0).contiguous()
+
+
+def _step(
+    network: nn.Module, x_1CTHW: torch.Tensor, cache: VAECache | None, shapes: tuple[Shape, ...]
+) -> tuple[torch.Tensor, VAECache]:
+    """Run one latent frame's worth through `network`; returns its output and the cache after it."""
+    features: list[Any] = [None] * len(shapes) if cache is None else list(cache.features)
+    out_1CTHW = network(x_1CTHW, feat_cache=features, feat_idx=[0])
+    if cache is None:
+        features = [_pad_first(feature, shape, x_1CTHW) for feature, shape in zip(features, shapes, strict=True)]
+    return out_1CTHW, VAECache(tuple(features))
+
+
+def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
+    """Give a feature of the first latent its final shape; zero frames in front are what the convolution pads with.
+
+    The first latent leaves one frame where later ones leave two, and a text marker instead of a tensor in the temporal
+    up-samplers, which skip their convolution once.
+    """
+    if not isinstance(feature, torch.Tensor):
+        return like.new_zeros(shape)
+    return nn.functional.pad(feature, (0, 0, 0, 0, shape[2] - feature.shape[2], 0))
+
+
+@lru_cache(maxsize=256)
+def _cache_shapes(config: VAEConfig, part: Part, height: int, width: int) -> tuple[Shape, ...]:
+    """Return the shapes a cache has after every call, read off a run of two latent frames on the meta device."""
+    with torch.device("meta"), torch.no_grad():
+        vae = StreamingWanVAE(config, encoder=part == "encoder", decoder=part == "decoder")
+        network = vae.encoder if part == "encoder" else vae.decoder
+        features: list[Any] = [None] * sum(isinstance(module, WanCausalConv3d) for module in network.modules())
+        if part == "encoder":
+            pieces = [torch.empty(1, 3, frames, height, width) for frames in (1, config.temporal_factor)]
+        else:
+            cells = (height // config.spatial_factor, width // config.spatial_factor)
+            pieces = [torch.empty(1, config.z_dim, 1, *cells) for _ in range(2)]
+        for piece in pieces:
+            network(piece, feat_cache=features, feat_idx=[0])
+    # Convolutions of one frame (the shortcuts) keep nothing: their slots are the unused ones at the end.
+    return tuple(tuple(feature.shape) for feature in features if feature is not None)
