@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The WebSocket limits reach vLLM's server: a real uvicorn, real sockets."""
+
+import argparse
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, WebSocket
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosedError
+
+from vllm_omni.entrypoints.websocket import WebSocketOptions, apply_at_startup
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    WebSocketOptions.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def test_flags_become_options() -> None:
+    """Zero switches pings off; numbers are taken as they are."""
+    options = WebSocketOptions.from_args(parse("--ws-max-size", "2048", "--ws-ping-interval", "0"))
+    assert options == WebSocketOptions(max_bytes=2048, ping_interval_s=None, ping_timeout_s=20.0)
+
+
+def test_plain_vllm_serve_has_the_defaults() -> None:
+    """A namespace without our flags is one of plain `vllm serve`."""
+    assert WebSocketOptions.from_args(argparse.Namespace(port=8000)) == WebSocketOptions()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--ws-max-size", "12"], ["--ws-max-size", "1e9"], ["--ws-ping-interval", "-1"], ["--ws-ping-timeout", "x"]],
+)
+def test_values_out_of_range_are_refused(argv: list[str]) -> None:
+    """The error names the flag and the range."""
+    with pytest.raises(argparse.ArgumentError, match=rf"{argv[0]}: must be .* from .* to .*, got"):
+        parse(*argv)
+
+
+async def _run_limited_server(app: FastAPI, listening: socket.socket) -> None:
+    """Start uvicorn as vLLM does (config first, server in `app.state`), then send one fitting and one large message."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    app.state.server = server
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    url = f"ws://127.0.0.1:{listening.getsockname()[1]}/echo"
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        async with connect(url, compression="deflate") as client:
+            assert client.protocol.extensions == []  # offered, not taken
+            await client.send(b"x" * 4096)
+            assert await client.recv() == b"4096"
+            await client.send(b"x" * 4097)
+            with pytest.raises(ConnectionClosedError) as closed:
+                await client.recv()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1009
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def test_limits_hold_from_the_first_connection() -> None:
+    """Compression is off, a message of the limit passes, one byte more closes with 1009; vLLM's lifespan still runs."""
+    ran: list[str] = []
+
+    @asynccontextmanager
+    async def vllm_lifespan(app: FastAPI) -> AsyncIterator[None]:
+        ran.append("start")
+        yield
+        ran.append("stop")
+
+    app = FastAPI(lifespan=vllm_lifespan)
+    app.state.args = parse("--ws-max-size", "4096")
+
+    @app.websocket("/echo")
+    async def echo(websocket: WebSocket) -> None:
+        await websocket.accept()
+        async for message in websocket.iter_bytes():
+            await websocket.send_bytes(str(len(message)).encode())
+
+    apply_at_startup(app)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        asyncio.run(asyncio.wait_for(_run_limited_server(app, listening), 20))
+    assert ran == ["start", "stop"]

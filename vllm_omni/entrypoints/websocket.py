@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WebSocket limits that stock `vllm serve` has no flags for, applied to its own server as it starts.
+
+`vllm serve --omni` adds the flags; the endpoint plugin calls `apply_at_startup(app)`, which also covers plain
+`vllm serve` (defaults) and several API server processes. uvicorn reads these fields of its config for each new
+connection and runs the application's lifespan before it listens, so every connection sees them.
+Held by tests/entrypoints/test_websocket.py.
+"""
+
+import argparse
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+
+MIB = 1 << 20
+
+
+class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of every WebSocket of one server.
+
+    max_bytes: largest message taken from a client; a larger one closes the connection with 1009.
+    ping_interval_s: a keepalive ping is sent this often; None = never.
+    ping_timeout_s: a ping unanswered for this long closes the connection; None = never.
+    """
+
+    max_bytes: int = 64 * MIB
+    ping_interval_s: float | None = 20.0
+    ping_timeout_s: float | None = 20.0
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Add the three flags to a parser of `vllm serve`."""
+        defaults = WebSocketOptions()
+        group = parser.add_argument_group("WebSocket", "Limits of the realtime WebSockets (added by vllm_omni).")
+        group.add_argument(
+            "--ws-max-size",
+            type=_message_bytes,
+            default=defaults.max_bytes,
+            help="Largest message taken from a client, in bytes.",
+        )
+        group.add_argument(
+            "--ws-ping-interval",
+            type=_seconds,
+            default=defaults.ping_interval_s,
+            help="Seconds between keepalive pings; 0 = no pings.",
+        )
+        group.add_argument(
+            "--ws-ping-timeout",
+            type=_seconds,
+            default=defaults.ping_timeout_s,
+            help="Seconds after which an unanswered ping closes the connection; 0 = never.",
+        )
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> "WebSocketOptions":
+        """Read the flags back; a namespace of plain `vllm serve` has none of them and gives the defaults."""
+        if "ws_max_size" not in args:
+            return cls()
+        return cls(
+            max_bytes=args.ws_max_size, ping_interval_s=args.ws_ping_interval, ping_timeout_s=args.ws_ping_timeout
+        )
+
+    def apply(self, uvicorn_config: Any) -> None:
+        """Set the limits on a `uvicorn.Config`. Compression is off: it costs 300 ms per raw chunk and saves little."""
+        uvicorn_config.ws_max_size = self.max_bytes
+        uvicorn_config.ws_ping_interval = self.ping_interval_s
+        uvicorn_config.ws_ping_timeout = self.ping_timeout_s
+        uvicorn_config.ws_per_message_deflate = False
+
+
+def apply_at_startup(app: FastAPI) -> None:
+    """Wrap the application's lifespan so that vLLM's server takes the limits before it listens.
+
+    vLLM puts the parsed arguments in `app.state.args` and the uvicorn server in `app.state.server`.
+    """
+    inner = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
+        WebSocketOptions.from_args(starting.state.args).apply(starting.state.server.config)
+        async with inner(starting) as state:
+            yield state
+
+    app.router.lifespan_context = lifespan
+
+
+def _message_bytes(text: str) -> int:
+    if not text.isdecimal() or not 1024 <= int(text) <= 1 << 30:
+        raise argparse.ArgumentTypeError(f"must be a whole number of bytes from 1024 to {1 << 30}, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"must be seconds from 0 (off) to 86400, got {text!r}")
+    return value or None
