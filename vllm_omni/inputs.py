@@ -41,7 +41,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     op: Literal["generate", "reset", "close", "fork"] = "generate"
     chunk_index: Annotated[int, msgspec.Meta(ge=0)] | None = None
     prompt: Annotated[str, msgspec.Meta(max_length=16384)] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     height: Pixels | None = None
     width: Pixels | None = None
     actions: Annotated[list[list[str]], msgspec.Meta(max_length=64)] | None = None

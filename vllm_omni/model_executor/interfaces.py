@@ -104,9 +104,7 @@ class SupportsStepExecution(Protocol):
     def batch_key(self, request: DiffusionRequest) -> Hashable:
         """Requests with equal keys may share one `denoise_step`, whatever step each is at."""
 
-    def denoise_step(
-        self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
         """One forward for requests at their own steps.
 
         On a first pipeline stage `hidden` is None, on later ones it is the previous stage's return value. Returns

@@ -1,1 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Workers for `--worker-cls`. Each name works on the platform at hand.
+
+Names resolve on first use: vLLM's CPU worker modules patch torch when imported, so they must never be imported in a
+CUDA process.
+"""
+
+from typing import Any
+
+__all__ = ["DiffusionGPUWorker"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DiffusionGPUWorker":
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            from vllm_omni.worker.diffusion_cpu_worker import DiffusionCPUWorker
+
+            return DiffusionCPUWorker
+        from vllm_omni.worker.diffusion_gpu_worker import DiffusionGPUWorker
+
+        return DiffusionGPUWorker
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

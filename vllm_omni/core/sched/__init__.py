@@ -1,1 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Schedulers for `--scheduler-cls`."""
+
+from vllm_omni.core.sched.stream_batch_scheduler import StreamBatchScheduler
+
+__all__ = ["StreamBatchScheduler"]

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_omni.config import OmniConfig
+
 _FAMILY_MODULES = {
-    "lingbot_world": "vllm_omni.model_executor.models.lingbot_world.family",
     "null_world": "vllm_omni.model_executor.models.null_world.family",
+    "lingbot_world": "vllm_omni.model_executor.models.lingbot_world.family",
 }
 _ALIASES = {"lingbot_world_fast": "lingbot_world"}
 
@@ -34,6 +36,7 @@ class ModelFamily:
     make_tiny: write a tiny random checkpoint in a real layout: `(out_dir, seed, layout)`.
     layouts: the layouts `make_tiny` can write, default first.
     verify: golden directory -> report (see `model_executor/parity.py`); None if the family has no goldens.
+    check_options: (hf_config as a dict, parsed options) -> None, or ValueError in one line; must be cheap.
     """
 
     name: str
@@ -44,6 +47,7 @@ class ModelFamily:
     make_tiny: Callable[[Path, int, str], None]
     layouts: tuple[str, ...]
     verify: Callable[[Path], Any] | None = None
+    check_options: Callable[[dict[str, Any], OmniConfig], None] | None = None
 
 
 def family_names() -> list[str]:

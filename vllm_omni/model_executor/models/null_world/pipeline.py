@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`NullWorldPipeline`: a world with no picture in it, for measuring and breaking everything around a model.
+
+It costs next to nothing, yet behaves like a real causal world: a chunk's latents depend on prompt, seed, camera and all
+earlier chunks of the session, layers can be split over pipeline stages, and frames tell which chunk they belong to.
+`DiffusionParams.options` can slow it down or make it fail: `steps`, `step_ms`, `prepare_ms`, `decode_ms`,
+`fail_in` ("prepare" | "denoise" | "decode"), `fail_at` / `nan_at` (a step).
+
+Frames: every pixel of session frame n is n % 256, except pixel (0, 0) = (chunk % 256, signature % 256, 0), where the
+signature sums the chunk's latents.
+"""
+
+import hashlib
+import time
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
+
+from vllm_omni.config import OmniConfig, parse_options
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
+from vllm_omni.model_executor.vllm_model import StepPipeline
+from vllm_omni.outputs import RequestFailed
+
+NUM_LAYERS = 4
+LATENT_CHANNELS = 4
+FIRST_CHUNK_FRAMES, CHUNK_FRAMES = 9, 12
+
+
+class NullOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    steps: int = 5
+    step_ms: float = 0.0
+    prepare_ms: float = 0.0
+    decode_ms: float = 0.0
+    fail_in: str | None = None
+    fail_at: int = 0
+    nan_at: int | None = None
+
+
+class NullSession(SessionState):
+    """`memory_CHW`: the sum of all committed latents, fp32; what makes later chunks depend on earlier ones."""
+
+    def __init__(self, session_id: str, params: DiffusionParams, height: int, width: int, device: torch.device) -> None:
+        super().__init__(session_id)
+        self.height, self.width = height, width
+        self.prompt = params.prompt or ""
+        self.seed = params.seed or 0
+        self.memory_CHW = torch.zeros(LATENT_CHANNELS, height // 8, width // 8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory_CHW.numel() * self.memory_CHW.element_size()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"memory": self.memory_CHW}
+
+    def scalars(self) -> dict[str, Any]:
+        return {"chunk_index": self.chunk_index, "prompt": self.prompt, "seed": self.seed}
+
+    def fork(self, session_id: str) -> "NullSession":
+        params = DiffusionParams(session_id=session_id, prompt=self.prompt, seed=self.seed)
+        copy = NullSession(session_id, params, self.height, self.width, self.memory_CHW.device)
+        copy.memory_CHW.copy_(self.memory_CHW)
+        copy.chunk_index = self.chunk_index
+        return copy
+
+    def to(self, device: torch.device | str) -> None:
+        self.memory_CHW = self.memory_CHW.to(device)
+
+
+@dataclass
+class _Chunk:
+    latents_CHW: torch.Tensor
+    options: NullOptions
+    prompt: str
+
+
+class NullWorldPipeline(StepPipeline):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        self.gain_N = nn.Parameter(torch.ones(NUM_LAYERS), requires_grad=False)
+        pp = get_pp_group()
+        self.is_first, self.is_last = pp.is_first_rank, pp.is_last_rank
+        per_stage = NUM_LAYERS / pp.world_size
+        self.layers = range(round(pp.rank_in_group * per_stage), round((pp.rank_in_group + 1) * per_stage))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded = dict(weights)
+        if set(loaded) != {"gain"} or loaded["gain"].shape != self.gain_N.shape:
+            raise ValueError(f"expected one tensor 'gain' of shape ({NUM_LAYERS},), got {sorted(loaded)[:3]}")
+        self.gain_N.data.copy_(loaded["gain"])
+        return {"gain_N"}
+
+    def _size(self, params: DiffusionParams) -> tuple[int, int]:
+        height, width = params.height or self.omni.height, params.width or self.omni.width
+        if height % 8 or width % 8 or height * width > self.omni.max_area:
+            raise RequestFailed(
+                "unsupported_size",
+                f"{width}x{height} arrived; width and height must be multiples of 8 with at most "
+                f"{self.omni.max_area} pixels",
+            )
+        return height, width
+
+    def session_nbytes(self, params: DiffusionParams) -> int:
+        height, width = self._size(params)
+        return LATENT_CHANNELS * (height // 8) * (width // 8) * 4
+
+    def new_session(self, params: DiffusionParams) -> NullSession:
+        if params.prompt is None:
+            raise RequestFailed("invalid_request", "a session's first chunk needs a prompt")
+        return NullSession(params.session_id, params, *self._size(params), self.gain_N.device)
+
+    def prepare_encode(self, request: DiffusionRequest) -> None:
+        session = request.session
+        assert isinstance(session, NullSession)
+        try:
+            options = parse_options(NullOptions, request.params.options, "options")
+        except ValueError as error:
+            raise RequestFailed("invalid_request", str(error)) from error
+        time.sleep(options.prepare_ms / 1e3)
+        if options.fail_in == "prepare":
+            raise RuntimeError("injected failure")
+        poses = request.tensors.get("poses")
+        if poses is not None and not bool(torch.isfinite(poses).all()):
+            raise RequestFailed("non_finite_pose", "poses must be finite")
+        prompt = request.params.prompt if request.params.prompt is not None else session.prompt
+        key = f"{prompt}|{session.seed}|{session.chunk_index}|{0 if poses is None else float(poses.double().sum())}"
+        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
+        noise = torch.randn(session.memory_CHW.shape, generator=generator)
+        request.state = _Chunk(noise.to(session.memory_CHW.device), options, prompt)
+        request.num_steps = options.steps
+
+    def batch_key(self, request: DiffusionRequest) -> Hashable:
+        return request.state.latents_CHW.shape
+
+    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        for request in batch:
+            options = request.state.options
+            if self.is_first:
+                time.sleep(options.step_ms / 1e3)
+            if options.fail_in == "denoise" and request.step == options.fail_at:
+                raise RuntimeError("injected failure")
+        x_BCHW = torch.stack([request.state.latents_CHW for request in batch]) if hidden is None else hidden
+        memory_BCHW = torch.stack([request.session.memory_CHW for request in batch])  # type: ignore[attr-defined]
+        for layer in self.layers:
+            x_BCHW = torch.tanh(x_BCHW * self.gain_N[layer] + 0.1 * memory_BCHW + 0.01 * layer)
+        return x_BCHW
+
+    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
+        for request, x0_CHW in zip(batch, prediction, strict=True):
+            chunk = request.state
+            chunk.latents_CHW = chunk.latents_CHW + (x0_CHW - chunk.latents_CHW) / (request.num_steps - request.step)
+            if chunk.options.nan_at == request.step:
+                chunk.latents_CHW = chunk.latents_CHW * float("nan")
+
+    def latents(self, request: DiffusionRequest) -> torch.Tensor:
+        return request.state.latents_CHW
+
+    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
+        request.state.latents_CHW = latents.clone()
+
+    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        chunk, session = request.state, request.session
+        assert isinstance(session, NullSession)
+        time.sleep(chunk.options.decode_ms / 1e3)
+        if chunk.options.fail_in == "decode":
+            raise RuntimeError("injected failure")
+        index = session.chunk_index
+        first = 0 if index == 0 else FIRST_CHUNK_FRAMES + CHUNK_FRAMES * (index - 1)
+        count = FIRST_CHUNK_FRAMES if index == 0 else CHUNK_FRAMES
+        meta = {"first_frame": first, "num_frames": count, "height": session.height, "width": session.width}
+        if request.params.output == "latents":
+            return meta, {"latents": chunk.latents_CHW}
+        signature = round(float(chunk.latents_CHW.double().sum()) * 1000)
+        frames_THWC = torch.empty(count, session.height, session.width, 3, dtype=torch.uint8)
+        for number in range(count):
+            frames_THWC[number].fill_((first + number) % 256)
+        frames_THWC[:, 0, 0] = torch.tensor([index % 256, signature % 256, 0], dtype=torch.uint8)
+        return meta, {"frames": frames_THWC}
+
+    def commit(self, request: DiffusionRequest) -> None:
+        session = request.session
+        assert isinstance(session, NullSession)
+        session.memory_CHW = session.memory_CHW + request.state.latents_CHW
+        session.prompt = request.state.prompt
+        session.chunk_index += 1
+
+    def warmup_inputs(self) -> list[Inputs]:
+        return [(DiffusionParams(session_id="warm-up", prompt="warm-up"), {})]

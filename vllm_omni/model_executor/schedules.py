@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise schedules of few-step flow-matching models: which timestep each step feeds, which sigma it converts with.
+
+Flow matching with data x0 and noise eps: x_sigma = (1 - sigma) x0 + sigma eps, and the network predicts
+v = eps - x0, so x0 = x_sigma - sigma v. A distilled ("DMD") model visits a handful of entries of a 1000-step table
+warped by `shift`. Two public conventions exist for the same network and both are offered:
+
+- `exact`: sigma_i = warp(1 - i/1000), t_i = 1000 sigma_i, a float; one sigma for everything.
+- `original`: the table of the UniPC flow scheduler. It starts at 0.999 instead of 1 and truncates t to an integer, so
+  neighbouring entries share one t. Looking a sigma up again by t then finds the *first* such entry when the flow
+  becomes x0 and the *second* when noise is added, hence two sigmas a step.
+
+Everything is computed from (shift, indices); held by tests/model_executor/test_schedules.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+
+TRAIN_STEPS = 1000
+_SIGMA_MAX = float(np.float32(0.999))
+"""The original scheduler keeps its largest sigma in single precision between its two table constructions."""
+
+Convention = Literal["original", "exact"]
+
+
+@dataclass(frozen=True)
+class FewStepSchedule:
+    """One row per denoise step, noisiest first.
+
+    timesteps: what the network is fed. sigmas_x0: sigma that turns the step's flow into x0.
+    sigmas_noise: sigma used when x0 is re-noised to enter the step (entry 0 is unused: a chunk starts as pure noise).
+    """
+
+    timesteps: tuple[float, ...]
+    sigmas_x0: tuple[float, ...]
+    sigmas_noise: tuple[float, ...]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.timesteps)
+
+
+def warp(sigmas: np.ndarray, shift: float | np.floating) -> np.ndarray:
+    """Return shift*sigma / (1 + (shift-1)*sigma), in the type of `sigmas`: monotone on [0, 1], fixes both ends."""
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+
+def few_step_schedule(
+    convention: Convention, shift: float, indices: Sequence[int], precision: type[np.floating] = np.float64
+) -> FewStepSchedule:
+    """Return the schedule that visits `indices` (strictly increasing, 0 = noisiest) of the 1000-step table.
+
+    precision: the float type the `exact` table is computed in; fp32 reproduces SGLang's bits, which differ from fp64
+    by one unit in the last place. Raises ValueError on a shift <= 0 or bad indices.
+    """
+    if not shift > 0:
+        raise ValueError(f"schedule shift must be > 0, got {shift}")
+    if not indices or any(b <= a for a, b in zip(indices, indices[1:], strict=False)):
+        raise ValueError(f"schedule indices must be strictly increasing and not empty, got {list(indices)}")
+    if indices[0] < 0 or indices[-1] >= TRAIN_STEPS:
+        raise ValueError(f"schedule indices must be in [0, {TRAIN_STEPS - 1}], got {list(indices)}")
+    if convention == "exact":
+        table = warp((1.0 - np.asarray(indices) / TRAIN_STEPS).astype(precision), precision(shift))
+        sigmas = tuple(float(sigma) for sigma in table)
+        return FewStepSchedule(tuple(float(t) for t in table * precision(TRAIN_STEPS)), sigmas, sigmas)
+    if convention == "original":
+        timesteps, sigmas_table = unipc_flow_table(shift)
+        chosen = tuple(int(timesteps[index]) for index in indices)
+        same_t = [np.flatnonzero(timesteps == t) for t in chosen]
+        return FewStepSchedule(
+            tuple(float(t) for t in chosen),
+            tuple(float(sigmas_table[matches[0]]) for matches in same_t),
+            tuple(float(sigmas_table[matches[min(1, len(matches) - 1)]]) for matches in same_t),
+        )
+    raise ValueError(f"schedule must be 'original' or 'exact', got {convention!r}")
+
+
+@cache
+def unipc_flow_table(shift: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return (timesteps int64 [1000], sigmas fp32 [1000]) of the UniPC flow scheduler run with 1000 steps.
+
+    Source of the construction: Robbyant/lingbot-world @ a43bec7, wan/utils/fm_solvers_unipc.py, `set_timesteps`.
+    """
+    sigmas = warp(np.linspace(_SIGMA_MAX, 0.0, TRAIN_STEPS + 1)[:-1], shift)
+    return (sigmas * TRAIN_STEPS).astype(np.int64), sigmas.astype(np.float32)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `register()` adds to vLLM's registries: model classes, one config parser, one config hook per architecture.
+
+Only additive and idempotent; nothing of vLLM is replaced. The exact list of touched registries is asserted by
+tests/test_import_purity.py.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedConfig
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, register_config_parser
+from vllm.transformers_utils.config_parser_base import ConfigParserBase
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.registry import ARCHITECTURES, detect_family, get_family
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+CONFIG_FORMAT = "omni"
+WORKER_CLS = "vllm_omni.worker.DiffusionGPUWorker"
+SCHEDULER_CLS = "vllm_omni.core.sched.StreamBatchScheduler"
+
+
+class OmniPipelineConfig(PreTrainedConfig):  # type: ignore[misc]
+    """The HF-shaped config that vLLM carries for a pipeline checkpoint; filled by the model family."""
+
+    model_type = "omni_pipeline"
+
+
+class OmniConfigParser(ConfigParserBase):
+    """`--config-format omni`: any checkpoint layout of any family this package knows (no `config.json` needed)."""
+
+    def parse(
+        self,
+        model: str | Path,
+        trust_remote_code: bool,
+        revision: str | None = None,
+        code_revision: str | None = None,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], PreTrainedConfig]:
+        path = Path(model)
+        family = detect_family(path)
+        config = OmniPipelineConfig(omni_family=family.name, **family.hf_config(path))
+        return config.to_dict(), config
+
+
+class OmniModelConfig(VerifyAndUpdateConfig):
+    """Defaults and refusals for every architecture of this package, so that `vllm serve DIR` needs few flags."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: "ModelConfig") -> None:
+        model_config.skip_tokenizer_init = True
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: "VllmConfig") -> None:
+        parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+        check_options(vllm_config.model_config.hf_config, vllm_config.additional_config)
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = WORKER_CLS
+        if scheduler.scheduler_cls is None:
+            scheduler.scheduler_cls = SCHEDULER_CLS
+        if scheduler.async_scheduling:
+            raise ValueError(
+                "--async-scheduling does not pay for diffusion (empty steps in flight, about 4x slower): "
+                "remove it or pass --no-async-scheduling"
+            )
+        scheduler.async_scheduling = False
+        if parallel.pipeline_parallel_size > 1 and not steps_one_at_a_time(vllm_config):
+            raise ValueError(
+                f"--pipeline-parallel-size {parallel.pipeline_parallel_size} needs one denoise step per engine step: "
+                f"pass --scheduler-cls {SCHEDULER_CLS} or drop --scheduler-cls"
+            )
+        vllm_config.cache_config.enable_prefix_caching = False
+
+
+def check_options(hf_config: PreTrainedConfig, additional_config: Any) -> OmniConfig:
+    """Parse and check everything a user set; raises ValueError naming the key. Returns the parsed `OmniConfig`."""
+    omni = OmniConfig.from_additional_config(additional_config)
+    family = get_family(hf_config.omni_family)
+    if family.check_options is not None:
+        family.check_options(hf_config.to_dict(), omni)
+    return omni
+
+
+def steps_one_at_a_time(vllm_config: "VllmConfig") -> bool:
+    """Whether the configured scheduler runs one denoise step per engine step (ours) or whole chunks (stock)."""
+    from vllm_omni.core.sched import StreamBatchScheduler
+
+    return issubclass(vllm_config.scheduler_config.get_scheduler_cls(), StreamBatchScheduler)
+
+
+def register_with_vllm() -> None:
+    for architecture, qualname in ARCHITECTURES.items():
+        if architecture not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(architecture, qualname)
+        MODELS_CONFIG_MAP.setdefault(architecture, OmniModelConfig)
+    if CONFIG_FORMAT not in _CONFIG_FORMAT_TO_CONFIG_PARSER:
+        register_config_parser(CONFIG_FORMAT)(OmniConfigParser)

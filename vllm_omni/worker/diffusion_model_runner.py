@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DiffusionGPUModelRunner`: runs denoise steps for the requests the scheduler picked; owns device memory.
+
+It has no vLLM base class: it offers the surface that `gpu_worker.Worker` uses (tests/worker/test_runner_surface.py reads
+the worker's source for it) and only sequences its parts: `RequestStates`, `SessionStore`, `group_requests`,
+`ReturnChannel` and the model. It knows no model by name and no sockets.
+
+Invariants (tests/worker/test_diffusion_model_runner.py, tests/engine/):
+- a session is opened by its first chunk and freed by the store, nowhere else;
+- a request that fails or is aborted leaves its session as it was; the others in its batch go on;
+- with several ranks, every decision before a collective is the same on all of them.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.sequence import IntermediateTensors
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution, require_finite
+from vllm_omni.outputs import RequestFailed, pack, pack_error
+from vllm_omni.registration import steps_one_at_a_time
+from vllm_omni.worker.memory import MemoryBudget
+from vllm_omni.worker.pipeline_parallel import ReturnChannel
+from vllm_omni.worker.requests import RequestState, RequestStates
+from vllm_omni.worker.sessions import SessionStore
+from vllm_omni.worker.step_batch import group_requests
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+_WARM_UP = "warm-up"
+_MASK = "alive"
+_MAX_STEP_BYTES = 20 << 20
+"""vLLM's worker-to-engine ring takes 24 MiB per message; beyond it a message takes a path about ten times slower."""
+
+
+class DiffusionGPUModelRunner:
+    """One rank's runner. All methods are called by the worker from one thread."""
+
+    is_pooling_model = True
+    lora_config = None
+
+    def __init__(self, vllm_config: "VllmConfig", device: torch.device) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.load_config = vllm_config.load_config
+        self.device = device
+        self.omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        self.pp, self.tp = get_pp_group(), get_tp_group()
+        # With the stock scheduler one engine step is a whole chunk.
+        self.step_at_a_time = steps_one_at_a_time(vllm_config)
+        self.requests = RequestStates()
+        self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=self._agreed_time)
+        self.kv_caches: list[torch.Tensor] = []
+        self.model_memory_usage = 0
+        self._channel: ReturnChannel | None = None
+
+    # -- what the worker asks at start --------------------------------------------------------------------------
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        if load_dummy_weights:
+            self.load_config.load_format = "dummy"
+        loader = get_model_loader(self.load_config)
+        model = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
+        if not isinstance(model, SupportsStepExecution) or not model.supports_step_execution:
+            raise TypeError(f"{type(model).__name__} does not implement SupportsStepExecution")
+        self.model: Any = model
+        self.model_memory_usage = sum(p.numel() * p.element_size() for p in model.parameters())
+
+    def reload_weights(
+        self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
+    ) -> None:
+        """Load the checkpoint again, in place (after sleep level 2, or from another directory of the same shape)."""
+        if weights_iterator is not None or not is_checkpoint_format:
+            raise ValueError("reload_weights takes a checkpoint directory (weights_path) or nothing, no iterator")
+        if weights_path is not None:
+            self.model_config.model = weights_path
+        get_model_loader(self.load_config).load_weights(self.model, self.model_config)
+
+    def get_model(self) -> Any:
+        return self.model
+
+    def warm_up(self) -> float:
+        """Run the largest shape once in a throw-away session, fix the session budget; returns seconds."""
+        start = time.perf_counter()
+        if self.pp.world_size > 1:
+            self._channel = ReturnChannel(self.pp.ranks, self.device)
+        budget = MemoryBudget(self.vllm_config, self.device)
+        session_bytes = 0
+        with budget.measure():
+            for number, (params, tensors) in enumerate(self.model.warmup_inputs()):
+                state = RequestState(f"{_WARM_UP}-{number}", params, dict(tensors))
+                self._admit(state, {})
+                if state.chunk is None:
+                    raise RuntimeError(f"warm-up failed: {state.failure}")
+                session_bytes = state.chunk.session.nbytes
+                while not state.done:
+                    self._forward_warm_up(state)
+                if self._channel is not None:
+                    self._channel.drain([state.request_id], self._take_answer)
+                self._close(state)
+            self.sessions.close_all()
+        self.sessions.max_bytes = self._agreed_budget(
+            budget.session_bytes(session_bytes, self.omni.max_session_bytes), session_bytes
+        )
+        logger.info(
+            "sessions may hold %.2f GiB (%.2f GiB for one of the largest shape, at most %d sessions)",
+            self.sessions.max_bytes / 2**30,
+            session_bytes / 2**30,
+            self.omni.max_sessions,
+        )
+        return time.perf_counter() - start
+
+    def _forward_warm_up(self, state: RequestState) -> None:
+        """One micro-step outside the engine loop: do the worker's send and receive here."""
+        received = None
+        if not self.pp.is_first_rank:
+            received = IntermediateTensors(self.pp.recv_tensor_dict(all_gather_group=self.tp))
+        if self._channel is not None and not self.pp.is_last_rank:
+            self._channel.drain([state.request_id], self._take_answer)
+        hidden = self._micro_step([state], received, {})
+        if state.failure is not None:
+            raise RuntimeError(f"warm-up failed: {state.failure}")
+        if hidden is not None:
+            self.pp.send_tensor_dict(hidden.tensors, all_gather_group=self.tp)
+
+    # -- the engine step ---------------------------------------------------------------------------------------
+
+    def execute_model(
+        self, scheduler_output: "SchedulerOutput", intermediate_tensors: IntermediateTensors | None = None
+    ) -> ModelRunnerOutput | IntermediateTensors:
+        """One engine step: one micro-step for each scheduled request (a whole chunk under the stock scheduler)."""
+        scheduled = list(scheduler_output.num_scheduled_tokens)
+        if self._channel is not None and not self.pp.is_last_rank:
+            self._channel.drain([*scheduler_output.finished_req_ids, *scheduled], self._take_answer)
+        for request_id in scheduler_output.finished_req_ids:
+            self._close(self.requests.remove(request_id))
+        for data in scheduler_output.scheduled_new_reqs:
+            self.requests.add(data)
+        if not scheduled:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+
+        states = [self.requests[request_id] for request_id in scheduled]
+        outputs: dict[str, torch.Tensor] = {}
+        if self.step_at_a_time:
+            hidden = self._micro_step(states, intermediate_tensors, outputs)
+            if hidden is not None:
+                return hidden
+            outputs = self._deliverable(states, outputs)
+        else:
+            for state in sorted(states, key=_chunk_order):  # chunks of one session one after the other
+                while state.request_id not in outputs:
+                    self._micro_step([state], None, outputs)
+        return ModelRunnerOutput(
+            req_ids=scheduled,
+            req_id_to_index={request_id: index for index, request_id in enumerate(scheduled)},
+            pooler_output=[outputs.get(request_id) for request_id in scheduled],
+        )
+
+    def _deliverable(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Keep one step's results within the worker's message ring; a held-back one goes out with the next step."""
+        deliver: dict[str, torch.Tensor] = {}
+        room = _MAX_STEP_BYTES
+        for state in states:
+            envelope = state.held_back if state.held_back is not None else outputs.get(state.request_id)
+            if envelope is None:
+                continue
+            if deliver and envelope.numel() > room:
+                state.held_back = envelope
+            else:
+                deliver[state.request_id] = envelope
+                room -= envelope.numel()
+        return deliver
+
+    def _micro_step(
+        self,
+        states: Sequence[RequestState],
+        received: IntermediateTensors | None,
+        outputs: dict[str, torch.Tensor],
+    ) -> IntermediateTensors | None:
+        """Advance each request by one denoise step; finished and failed ones leave their envelope in `outputs`.
+
+        Returns what the next pipeline stage needs, or None on the last stage.
+        """
+        for state in states:
+            if state.failure is None and state.chunk is None:
+                self._admit(state, outputs)
+        # The same list on every rank; a finished chunk may be here once more to deliver a result held back.
+        chunks = [state for state in states if not state.is_session_operation and not state.done]
+        alive = self._agree(chunks, received)
+        groups = group_requests(
+            self.model, [state.chunk for state in alive if state.chunk], self.omni.max_requests_per_step
+        )
+        by_id = {state.request_id: state for state in alive}
+        handed_on: dict[str, torch.Tensor] = {}
+        for number, group in enumerate(groups):
+            hidden = received[f"hidden.{number}"] if received is not None else None
+            result = self._forward([by_id[request.request_id] for request in group], hidden)
+            if not self.pp.is_last_rank:
+                assert result is not None
+                handed_on[f"hidden.{number}"] = result
+                for request in group:
+                    request.step += 1
+                assert self._channel is not None
+                self._channel.expect(group, self.model)
+            else:
+                self._after_step([by_id[request.request_id] for request in group], outputs)
+        if not self.pp.is_last_rank:
+            handed_on[_MASK] = self._mask(chunks, alive)
+            return IntermediateTensors(handed_on)
+        for state in states:
+            if state.failure is not None and state.request_id not in outputs:
+                outputs[state.request_id] = pack_error(state.failure.code, state.failure.message)
+        return None
+
+    def _forward(self, states: Sequence[RequestState], hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """One forward for one batch; on one rank, an exception costs only the request that causes it."""
+        batch = [state.chunk for state in states if state.chunk is not None]
+        start = time.perf_counter()
+        try:
+            result = self.model.denoise_step(batch, hidden)
+            if self.pp.is_last_rank:
+                self.model.step_scheduler(batch, result)
+        except Exception as error:
+            if get_world_group().world_size > 1:
+                raise  # other ranks are inside this batch's collectives: only a clean death is left
+            if len(states) > 1:
+                for state in states:
+                    self._forward([state], hidden)
+            else:
+                states[0].failure = _as_failure(error)
+            return None
+        if self.pp.is_last_rank:
+            elapsed_ms = (time.perf_counter() - start) * 1e3
+            for request in batch:
+                request.step += 1
+                request.timings_ms["denoise"] = request.timings_ms.get("denoise", 0.0) + elapsed_ms
+        return result
+
+    def _after_step(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> None:
+        """Last stage: finish the chunks whose steps are done, tell the earlier stages."""
+        for state in states:
+            if state.done and state.failure is None:
+                self._finish(state, outputs)
+        if self._channel is not None:
+            requests = [state.chunk for state in states if state.chunk is not None]
+            self._channel.send(
+                requests,
+                [state.failure is None for state in states],
+                [self.model.latents(request) for request in requests],
+            )
+
+    def _finish(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
+        """Check, decode, commit: the only place where a chunk becomes part of its session (on the last stage)."""
+        request = state.chunk
+        assert request is not None
+        envelope = None
+        try:
+            require_finite(self.model.latents(request), "the chunk's latents")
+            if self.tp.is_first_rank:
+                start = time.perf_counter()
+                meta, tensors = self.model.post_decode(request)
+                request.timings_ms["decode"] = (time.perf_counter() - start) * 1e3
+                request.timings_ms["total"] = (time.perf_counter() - state.started_s) * 1e3
+                envelope = pack(
+                    {
+                        "session_id": request.session.session_id,
+                        "chunk_index": request.session.chunk_index,
+                        **meta,
+                        "timings_ms": {name: round(value, 3) for name, value in request.timings_ms.items()},
+                    },
+                    tensors,
+                )
+        except Exception as error:
+            state.failure = _as_failure(error)
+        if not self._all_tp_ranks(state.failure is None) and state.failure is None:
+            state.failure = RequestFailed("engine_error", "another tensor-parallel rank failed on this chunk")
+        if state.failure is None:
+            self.model.commit(request)
+            outputs[state.request_id] = envelope if envelope is not None else pack({})
+
+    # -- admission ---------------------------------------------------------------------------------------------
+
+    def _admit(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
+        """Give the request its session and its conditions; run a session operation at once."""
+        params = state.params
+        assert params is not None
+        try:
+            if state.is_session_operation:
+                outputs[state.request_id] = pack(self._session_operation(state))
+                return
+            if params.session_id not in self.sessions:
+                nbytes = self.model.session_nbytes(params)
+                self.sessions.make_room(nbytes)
+                self.sessions.add(self.model.new_session(params))
+                state.opened_session = True
+            session = self.sessions.get(params.session_id)
+            if params.chunk_index is not None and params.chunk_index != session.chunk_index:
+                raise RequestFailed(
+                    "out_of_order",
+                    f"chunk_index {params.chunk_index} arrived, session {params.session_id!r} expects "
+                    f"{session.chunk_index}",
+                )
+            request = DiffusionRequest(state.request_id, params, state.tensors, session)
+            start = time.perf_counter()
+            self.model.prepare_encode(request)
+            request.timings_ms["encode"] = (time.perf_counter() - start) * 1e3
+            assert request.num_steps > 0, "prepare_encode must set num_steps"
+            self.sessions.pin(params.session_id)
+            state.chunk = request
+        except Exception as error:
+            state.failure = _as_failure(error)
+            self._drop_unborn_session(state)
+
+    def _session_operation(self, state: RequestState) -> dict[str, Any]:
+        params = state.params
+        assert params is not None
+        if params.op == "fork":
+            if params.fork_to is None or params.fork_to in self.sessions:
+                raise RequestFailed("invalid_request", f"fork_to must name a new session, got {params.fork_to!r}")
+            source = self.sessions.get(params.session_id)
+            self.sessions.make_room(source.nbytes)
+            self.sessions.add(source.fork(params.fork_to))
+            return {"op": "fork", "session_id": params.fork_to, "chunk_index": source.chunk_index}
+        existed = self.sessions.close(params.session_id)  # `reset`: the next chunk starts afresh under the same id
+        return {"op": params.op, "session_id": params.session_id, "existed": existed}
+
+    def _close(self, state: RequestState | None) -> None:
+        """The scheduler has finished or aborted this request: let go of everything it held."""
+        if state is None:
+            return
+        if state.chunk is not None:
+            self.sessions.unpin(state.chunk.session.session_id)
+            state.chunk.state = None
+        self._drop_unborn_session(state)
+
+    def _drop_unborn_session(self, state: RequestState) -> None:
+        """A session whose first chunk never succeeded does not exist."""
+        if state.opened_session and state.params is not None:
+            session_id = state.params.session_id
+            if session_id in self.sessions and self.sessions.get(session_id).chunk_index == 0:
+                self.sessions.close(session_id)
+            state.opened_session = False
+
+    # -- several ranks -----------------------------------------------------------------------------------------
+
+    def _agree(self, states: Sequence[RequestState], received: IntermediateTensors | None) -> list[RequestState]:
+        """The requests that take part in this step's collectives: those that no rank has refused."""
+        fine = [state.failure is None for state in states]
+        if self.tp.world_size > 1 and any(state.chunk is None or state.chunk.step == 0 for state in states):
+            flags = torch.tensor(fine, dtype=torch.int32)
+            dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self.tp.cpu_group)
+            fine = [bool(flag) for flag in flags.tolist()]
+        if received is not None:
+            mask = received[_MASK].tolist()
+            wanted = [bool(flag) for flag in mask[: len(states)]]
+            if any(want and not mine for want, mine in zip(wanted, fine, strict=True)):
+                # Hidden states of that request have arrived inside its group: this rank cannot leave it out.
+                raise RuntimeError("an earlier pipeline stage accepted a request that this stage had to refuse")
+            fine = wanted
+        alive = []
+        for state, good in zip(states, fine, strict=True):
+            if good:
+                alive.append(state)
+            elif state.failure is None:
+                state.failure = RequestFailed("engine_error", "another rank could not take this request")
+        return alive
+
+    def _mask(self, states: Sequence[RequestState], alive: Sequence[RequestState]) -> torch.Tensor:
+        """Which of `states` are in the hidden states that follow, as a small CPU tensor.
+
+        Its length is one more than a multiple of the tensor-parallel size: vLLM sends tensors of a divisible length
+        in shards, which needs a device tensor.
+        """
+        live = {state.request_id for state in alive}
+        flags = [state.request_id in live for state in states]
+        padding = -len(flags) % self.tp.world_size + 1
+        return torch.tensor([*flags, *([False] * padding)], dtype=torch.uint8)
+
+    def _take_answer(self, request: DiffusionRequest, ok: bool, latents: torch.Tensor) -> None:
+        """Earlier stage: the last stage has finished a step of `request`."""
+        if request.state is None:
+            return  # aborted or finished meanwhile
+        self.model.set_latents(request, latents.view(self.model.latents(request).shape))
+        if ok and request.step >= request.num_steps:
+            self.model.commit(request)
+
+    def _all_tp_ranks(self, fine: bool) -> bool:
+        if self.tp.world_size == 1:
+            return fine
+        flag = torch.tensor([int(fine)], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.tp.cpu_group)
+        return bool(flag.item())
+
+    def _agreed_budget(self, budget_bytes: int, session_bytes: int) -> int:
+        """Every rank admits as many sessions of the largest shape as the tightest rank can hold."""
+        world = get_world_group()
+        if world.world_size == 1:
+            return budget_bytes
+        sessions = torch.tensor([budget_bytes / session_bytes], dtype=torch.float64)
+        dist.all_reduce(sessions, op=dist.ReduceOp.MIN, group=world.cpu_group)
+        return int(sessions.item() * session_bytes)
+
+    def _agreed_time(self) -> float:
+        """Seconds; on several ranks eviction may not differ, so nothing there is ever idle by the clock alone."""
+        return time.monotonic() if get_world_group().world_size == 1 else 0.0
+
+    # -- the rest of the surface the worker expects ------------------------------------------------------------
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("plugin",)
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        return {}  # sessions live in the runner, not in vLLM's block pool
+
+    def initialize_kv_cache(self, kv_cache_config: Any, kv_cache_allocation_context: Any = None) -> None: ...
+
+    def update_max_model_len(self, max_model_len: int) -> None: ...
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def profile_cudagraph_memory(self) -> int:
+        return 0
+
+    def capture_model(self) -> int:
+        return 0
+
+    def _dummy_run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called for data-parallel dummy batches: diffusion ranks do not run in lockstep, so there is nothing to do."""
+        empty = torch.empty(0, device=self.device)
+        return empty, empty
+
+    def _dummy_pooler_run(self, hidden_states: torch.Tensor) -> None: ...
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None: ...
+
+    def warming_up_model(self) -> None: ...
+
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
+        return EMPTY_MODEL_RUNNER_OUTPUT
+
+    def pool(self) -> None: ...
+
+    def take_draft_token_ids(self) -> None: ...
+
+    def get_draft_model(self) -> None: ...
+
+    def get_encoder_timing_stats(self) -> dict[str, Any]:
+        return {}
+
+    def reset_mm_cache(self) -> None: ...
+
+    def reset_encoder_cache(self) -> None: ...
+
+    def reset_lora_state(self) -> None: ...
+
+    def maybe_remove_all_loras(self, lora_config: Any) -> None: ...
+
+    def list_loras(self) -> set[int]:
+        return set()
+
+    def add_lora(self, lora_request: Any) -> bool:
+        raise NotImplementedError("the diffusion worker serves no LoRA adapters")
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return False
+
+    def pin_lora(self, lora_id: int) -> bool:
+        return False
+
+    def shutdown(self) -> None:
+        self.sessions.close_all()
+
+
+def _chunk_order(state: RequestState) -> tuple[str, float]:
+    params = state.params
+    if params is None:
+        return ("", 0.0)
+    return (params.session_id, float("inf") if params.chunk_index is None else params.chunk_index)
+
+
+def _as_failure(error: Exception) -> RequestFailed:
+    """Map an exception to what the client may read: our own texts as they are, anything else without its text."""
+    if isinstance(error, RequestFailed):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return RequestFailed("oom", "the device ran out of memory on this chunk; the session is unchanged")
+    logger.exception("a request failed")
+    return RequestFailed("engine_error", "the model failed on this chunk; the server's log has the details")

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the diffusion worker changes in vLLM's worker, shared by its CUDA and CPU classes.
+
+The worker stays vLLM's: device and process-group set-up, weight pools for sleep mode, pipeline send and receive, RPCs.
+Only the runner, warm-up and what sleep does to sessions are ours.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class DiffusionWorkerMixin:
+    """Mix in before a vLLM worker class."""
+
+    if TYPE_CHECKING:
+        vllm_config: VllmConfig
+        device: torch.device
+        model_runner: DiffusionGPUModelRunner
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Our runner implements neither generation; with False the worker takes no V2-only path (warm-up, pooling).
+        self.use_v2_model_runner = False
+
+    def _make_model_runner(self) -> DiffusionGPUModelRunner:
+        return DiffusionGPUModelRunner(self.vllm_config, self.device)
+
+    @torch.inference_mode()
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Run the largest shape once and fix the bytes that sessions may hold."""
+        seconds = self.model_runner.warm_up()
+        return CompilationTimes(language_model=seconds, encoder=0.0)
+
+    def session_stats(self) -> dict[str, Any]:
+        """`collective_rpc("session_stats")`: sessions and bytes held on this rank, JSON types only."""
+        return self.model_runner.sessions.stats()
+
+    def close_session(self, session_id: str) -> bool:
+        """`collective_rpc("close_session", args=(id,))`: drop a session; True if it existed."""
+        return self.model_runner.sessions.close(session_id)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MemoryBudget`: how many bytes the sessions of one rank may hold.
+
+vLLM profiles memory only for models with KV groups; a diffusion runner has none, so the budget is taken here: what
+`--gpu-memory-utilization` allows, less weights, less the peak of a warm-up chunk at the largest shape.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class MemoryBudget:
+    def __init__(self, vllm_config: "VllmConfig", device: torch.device) -> None:
+        self._cache_config = vllm_config.cache_config
+        self._device = device
+        self._peak_bytes = 0
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measure the device's peak while the largest shape runs (weights and the warm-up session included)."""
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        torch.cuda.synchronize(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        outside_torch = total - free - torch.cuda.memory_reserved(self._device)
+        self._peak_bytes = torch.cuda.max_memory_allocated(self._device) + outside_torch
+        torch.cuda.empty_cache()
+
+    def session_bytes(self, warm_up_session_bytes: int, configured: int | None) -> int:
+        """Bytes for all sessions together. Raises ValueError if not even one session of the largest shape fits."""
+        available = self._available(warm_up_session_bytes)
+        budget = available if configured is None else min(configured, available)
+        if budget < warm_up_session_bytes:
+            raise ValueError(
+                f"one session of the largest shape needs {warm_up_session_bytes / 2**30:.2f} GiB, but sessions may "
+                f"hold {budget / 2**30:.2f} GiB: lower omni.height/width or the window, raise "
+                "--gpu-memory-utilization or omni.max_session_bytes"
+            )
+        return budget
+
+    def _available(self, warm_up_session_bytes: int) -> int:
+        if self._device.type == "cuda":
+            total = torch.cuda.get_device_properties(self._device).total_memory
+            allowed = int(total * self._cache_config.gpu_memory_utilization)
+            return allowed - (self._peak_bytes - warm_up_session_bytes)
+        if self._cache_config.kv_cache_memory_bytes is not None:  # VLLM_CPU_KVCACHE_SPACE
+            return int(self._cache_config.kv_cache_memory_bytes)
+        return psutil.virtual_memory().available // 2

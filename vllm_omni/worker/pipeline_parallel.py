@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way back of the micro-step pipeline: from the last stage to the earlier ones.
+
+Forward, vLLM's own worker carries hidden states from stage to stage. Backward, after every micro-step, the last stage
+sends each earlier stage one message per batch: for every request a status (1 = fine, 0 = failed) and its latents.
+An earlier stage needs the latents to start the request's next step and the status to commit the chunk.
+
+The way back has a process group of its own. On vLLM's pipeline group NCCL would serialise both directions in one
+stream, and with two micro-batches in flight both stages then wait for each other for ever. Messages flow one way only
+(last -> earlier) and in batch order, so a FIFO of posted receives on the other side is all the bookkeeping.
+Held by tests/engine/test_parallel.py.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
+
+_STATUS_OK = 1.0
+
+
+@dataclass
+class _Receive:
+    """A posted receive: filled when `work` is done."""
+
+    requests: list[DiffusionRequest]
+    numels: list[int]
+    buffer: torch.Tensor
+    work: Any
+
+
+class ReturnChannel:
+    """One rank's end of the way back. Collective: every rank of the world constructs it at the same point.
+
+    pp_ranks: the global ranks of this rank's pipeline, first stage first.
+    """
+
+    def __init__(self, pp_ranks: Sequence[int], device: torch.device) -> None:
+        self._ranks = list(pp_ranks)
+        self._device = device
+        self._stage = self._ranks.index(dist.get_rank())
+        columns: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(columns, self._ranks)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self._groups: dict[int, Any] = {}
+        # One two-member group per (column, earlier stage): no message of one pair waits behind another's.
+        for column in sorted({tuple(column) for column in columns}):
+            for stage, rank in enumerate(column[:-1]):
+                group = dist.new_group([rank, column[-1]], backend=backend)
+                if dist.get_rank() in (rank, column[-1]):
+                    self._groups[stage] = group
+        self._pending: deque[_Receive] = deque()
+        self._sends: deque[tuple[torch.Tensor, list[Any]]] = deque()
+        self._connect()
+
+    @property
+    def is_last(self) -> bool:
+        return self._stage == len(self._ranks) - 1
+
+    def _connect(self) -> None:
+        """Exchange one element per pair: NCCL makes a pair's communicator when both ends are present."""
+        token = torch.ones(1, device=self._device)
+        for stage, group in sorted(self._groups.items()):
+            if self.is_last:
+                dist.send(token, dst=self._ranks[stage], group=group)
+            else:
+                dist.recv(token, src=self._ranks[-1], group=group)
+
+    def send(self, requests: Sequence[DiffusionRequest], ok: Sequence[bool], latents: Sequence[torch.Tensor]) -> None:
+        """Last stage, after one batch: statuses and latents to every earlier stage; does not wait for them."""
+        assert self.is_last and len(requests) == len(ok) == len(latents)
+        status = torch.tensor([_STATUS_OK if fine else 0.0 for fine in ok], dtype=torch.float32)
+        message = torch.cat([status.to(self._device, non_blocking=True), *(x.float().flatten() for x in latents)])
+        works = [
+            dist.isend(message, dst=self._ranks[stage], group=group) for stage, group in sorted(self._groups.items())
+        ]
+        self._sends.append((message, works))
+        while self._sends and all(work.is_completed() for work in self._sends[0][1]):
+            self._sends.popleft()  # the buffer must live until the send is done
+
+    def expect(self, requests: Sequence[DiffusionRequest], model: SupportsStepExecution) -> None:
+        """Earlier stage, after handing on hidden states: post the receive for this batch's answer."""
+        assert not self.is_last
+        numels = [model.latents(request).numel() for request in requests]
+        buffer = torch.empty(len(numels) + sum(numels), dtype=torch.float32, device=self._device)
+        work = dist.irecv(buffer, src=self._ranks[-1], group=self._groups[self._stage])
+        self._pending.append(_Receive(list(requests), numels, buffer, work))
+
+    def drain(
+        self,
+        request_ids: Iterable[str],
+        apply: Callable[[DiffusionRequest, bool, torch.Tensor], None],
+    ) -> None:
+        """Take in every answer up to the newest that concerns one of `request_ids`.
+
+        Those batches' outputs have reached the engine (or are certain to be sent), so this never waits for work that
+        nobody has given to the last stage.
+        """
+        wanted = set(request_ids)
+        while any(request.request_id in wanted for receive in self._pending for request in receive.requests):
+            receive = self._pending.popleft()
+            receive.work.wait()
+            count = len(receive.requests)
+            # Reading the statuses waits for the device, so do it only where a chunk may be committed.
+            final = any(request.step >= request.num_steps for request in receive.requests)
+            status = receive.buffer[:count].tolist() if final else [_STATUS_OK] * count
+            parts = receive.buffer[count:].split(receive.numels)
+            for request, value, part in zip(receive.requests, status, parts, strict=True):
+                apply(request, value == _STATUS_OK, part)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RequestStates`: the chunks in flight on one rank, from the scheduler's first mention to its last.
+
+A request that cannot be read becomes a failed state instead of an exception: one request's error is one request's
+error. Held by tests/worker/test_diffusion_model_runner.py.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_omni.inputs import DiffusionParams, request_tensors
+from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.outputs import RequestFailed
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class RequestState:
+    """One scheduled request. `chunk` exists from admission on; `failure` ends the request at its next output."""
+
+    request_id: str
+    params: DiffusionParams | None
+    tensors: dict[str, torch.Tensor]
+    chunk: DiffusionRequest | None = None
+    opened_session: bool = False
+    failure: RequestFailed | None = None
+    held_back: torch.Tensor | None = None
+    """A finished envelope that waits for room in the next step's message."""
+    started_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def is_session_operation(self) -> bool:
+        """`reset`, `close` or `fork`: no chunk is computed."""
+        return self.params is not None and self.params.op != "generate"
+
+    @property
+    def done(self) -> bool:
+        return self.chunk is not None and 0 < self.chunk.num_steps <= self.chunk.step
+
+
+class RequestStates:
+    def __init__(self) -> None:
+        self._states: dict[str, RequestState] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __getitem__(self, request_id: str) -> RequestState:
+        return self._states[request_id]
+
+    def get(self, request_id: str) -> RequestState | None:
+        return self._states.get(request_id)
+
+    def add(self, data: "NewRequestData") -> RequestState:
+        """Read a newly scheduled request; a malformed one becomes a state with `failure` set."""
+        extra = data.pooling_params.extra_kwargs if data.pooling_params is not None else None
+        try:
+            params = DiffusionParams.from_extra_kwargs(extra)
+            state = RequestState(data.req_id, params, request_tensors(data.mm_features))
+        except RequestFailed as failure:
+            state = RequestState(data.req_id, None, {}, failure=failure)
+        except Exception:  # boundary: whatever a client managed to send may cost only its own request
+            logger.exception("request %s could not be read", data.req_id)
+            failure = RequestFailed("invalid_request", "the request could not be read")
+            state = RequestState(data.req_id, None, {}, failure=failure)
+        self._states[data.req_id] = state
+        return state
+
+    def remove(self, request_id: str) -> RequestState | None:
+        """Forget a request (finished or aborted); idempotent."""
+        return self._states.pop(request_id, None)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SessionStore`: who may open a session, what all sessions hold in bytes, who frees one.
+
+A session is made by its first chunk, outlives requests, and is freed in exactly one place (`close`). Admission is by
+bytes: a session's size is known before it is made and constant afterwards. Knows no scheduler and no model maths.
+Held by tests/worker/test_sessions.py.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vllm_omni.model_executor.interfaces import SessionState
+from vllm_omni.outputs import RequestFailed
+
+
+class SessionStore:
+    """Live sessions of one rank, least recently used first.
+
+    clock: seconds; on several ranks it must answer the same everywhere (eviction must not differ between ranks).
+    """
+
+    def __init__(
+        self,
+        max_sessions: int,
+        idle_s: float,
+        max_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_sessions = max_sessions
+        self.idle_s = idle_s
+        self.max_bytes = max_bytes
+        self._clock = clock
+        self._sessions: OrderedDict[str, SessionState] = OrderedDict()
+        self._last_used: dict[str, float] = {}
+        self._pins: dict[str, int] = {}
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._sessions
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(session.nbytes for session in self._sessions.values())
+
+    def get(self, session_id: str) -> SessionState:
+        """Return a live session and mark it used. Raises `RequestFailed("unknown_session", ...)`."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise RequestFailed(
+                "unknown_session", f"session {session_id!r} is not live here: start it with an image and a prompt"
+            )
+        self._sessions.move_to_end(session_id)
+        self._last_used[session_id] = self._clock()
+        return session
+
+    def make_room(self, nbytes: int) -> None:
+        """Make sure one more session of `nbytes` fits, closing idle ones if needed.
+
+        Raises `RequestFailed("capacity", ...)` when it cannot fit.
+        """
+        if self.max_bytes is not None and nbytes > self.max_bytes:
+            raise RequestFailed("capacity", f"a session needs {nbytes} bytes, all sessions may hold {self.max_bytes}")
+        if self._fits(nbytes):
+            return
+        now = self._clock()
+        for session_id in list(self._sessions):  # least recently used first
+            if not self._pins.get(session_id) and now - self._last_used[session_id] >= self.idle_s:
+                self.close(session_id)
+                if self._fits(nbytes):
+                    return
+        raise RequestFailed(
+            "capacity",
+            f"{len(self)} of {self.max_sessions} sessions hold {self.nbytes} bytes and none has been idle for "
+            f"{self.idle_s:g} s: close one or try again later",
+        )
+
+    def _fits(self, nbytes: int) -> bool:
+        if len(self) >= self.max_sessions:
+            return False
+        return self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes
+
+    def add(self, session: SessionState) -> None:
+        """Take ownership of a new session; its id must be free."""
+        assert session.session_id not in self._sessions
+        self._sessions[session.session_id] = session
+        self._last_used[session.session_id] = self._clock()
+
+    def pin(self, session_id: str) -> None:
+        """A chunk of this session is in flight: it may not be evicted."""
+        self._pins[session_id] = self._pins.get(session_id, 0) + 1
+
+    def unpin(self, session_id: str) -> None:
+        self._pins[session_id] -= 1
+        if not self._pins[session_id]:
+            del self._pins[session_id]
+
+    def close(self, session_id: str) -> bool:
+        """Free a session; False if it was not live (idempotent)."""
+        session = self._sessions.pop(session_id, None)
+        self._last_used.pop(session_id, None)
+        if session is not None:
+            session.close()
+        return session is not None
+
+    def close_all(self) -> None:
+        for session_id in list(self._sessions):
+            self.close(session_id)
+
+    def to(self, device: torch.device | str) -> None:
+        for session in self._sessions.values():
+            session.to(device)
+
+    def stats(self) -> dict[str, Any]:
+        """JSON types only: it travels over RPC."""
+        return {
+            "sessions": len(self),
+            "max_sessions": self.max_sessions,
+            "bytes": self.nbytes,
+            "max_bytes": self.max_bytes,
+            "chunks": {name: session.chunk_index for name, session in self._sessions.items()},
+        }
