@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Few-step schedules: every public implementation's table is reproduced, bad requests are refused."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_omni.model_executor.schedules import few_step_schedule, unipc_flow_table, warp
+
+_GOLDEN = json.loads((Path(__file__).parents[1] / "golden/lingbot/schedule.json").read_text())
+_STEPS = {"v1": (0, 179, 358, 679), "v2": (0, 250, 500, 750)}
+
+
+def _shift(name: str) -> float:
+    match = re.search(r"shift([\d.]+)", name)
+    assert match
+    return float(match[1])
+
+
+@pytest.mark.parametrize("name", [name for name in _GOLDEN if name.startswith("original")])
+def test_original_convention_reproduces_the_integer_table(name: str) -> None:
+    """t, both sigmas and the groups of entries that share one t are those of the original scheduler, exactly."""
+    rows = _GOLDEN[name]
+    schedule = few_step_schedule("original", _shift(name), [row["index"] for row in rows])
+    timesteps, sigmas = unipc_flow_table(_shift(name))
+    assert schedule.timesteps == tuple(row["t_model"] for row in rows)
+    assert schedule.sigmas_x0 == tuple(row["sigma_x0"] for row in rows)
+    assert schedule.sigmas_noise == tuple(row["sigma_addnoise"] for row in rows)
+    for row in rows:
+        assert float(sigmas[row["index"]]) == row["sigma_at_index"]
+        assert np.flatnonzero(timesteps == row["t_model"]).tolist() == row["duplicates"]
+
+
+@pytest.mark.parametrize("name", [name for name in _GOLDEN if not name.startswith("original")])
+def test_exact_convention_reproduces_the_float_table(name: str) -> None:
+    """fp64 tables agree within rounding (1e-9); SGLang computes in fp32 and is reproduced bit for bit there."""
+    rows = _GOLDEN[name]
+    indices = [row.get("idx", index) for row, index in zip(rows, _STEPS["v2" if "v2" in name else "v1"], strict=True)]
+    if name.startswith("sglang"):
+        schedule = few_step_schedule("exact", _shift(name), indices, np.float32)
+        assert schedule.timesteps == tuple(row["t_model"] for row in rows)
+        assert schedule.sigmas_x0 == tuple(row["sigma"] for row in rows)
+    else:
+        schedule = few_step_schedule("exact", _shift(name), indices)
+        assert schedule.timesteps == pytest.approx([row["t_model"] for row in rows], abs=1e-9)
+        assert schedule.sigmas_x0 == pytest.approx([row["sigma"] for row in rows], abs=1e-9)
+    assert schedule.sigmas_noise == schedule.sigmas_x0
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 10.0])
+def test_warp_is_monotone_and_fixes_both_ends(shift: float) -> None:
+    sigmas = warp(np.linspace(0.0, 1.0, 101), shift)
+    assert sigmas[0] == 0.0
+    assert sigmas[-1] == 1.0
+    assert (np.diff(sigmas) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("shift", "indices", "message"),
+    [
+        (0.0, [0], "shift must be > 0"),
+        (5.0, [], "strictly increasing"),
+        (5.0, [3, 3], "strictly increasing"),
+        (5.0, [0, 1000], r"in \[0, 999\]"),
+    ],
+)
+def test_bad_schedules_are_refused(shift: float, indices: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        few_step_schedule("exact", shift, indices)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unmasked attention of one sequence, by the fastest kernel the device has.
+
+On CUDA devices that vLLM's FlashAttention 3 supports, that kernel; otherwise torch's scaled-dot-product attention
+(which picks cuDNN, flash or a CPU kernel). No mask is ever needed: causality between chunks is given by which keys
+are passed in.
+"""
+
+# T query tokens, S key tokens, N heads, H head dim
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+@cache
+def _flash_attention_3() -> Any | None:
+    """Return vLLM's `flash_attn_varlen_func` if its version 3 runs on the current CUDA device, else None."""
+    try:
+        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, is_fa_version_supported
+    except ImportError:
+        return None
+    return flash_attn_varlen_func if is_fa_version_supported(3) else None
+
+
+@cache
+def _cu_seqlens(length: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, length], dtype=torch.int32, device=device)
+
+
+def attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
+    """Return softmax(q k^T / sqrt(H)) v as [T, N, H] in the type of `q_TNH`; every query sees every key."""
+    if q_TNH.is_cuda and q_TNH.dtype in (torch.bfloat16, torch.float16) and (flash := _flash_attention_3()):
+        queries, keys = q_TNH.shape[0], k_SNH.shape[0]
+        return flash(
+            q_TNH,
+            k_SNH,
+            v_SNH,
+            max_seqlen_q=queries,
+            cu_seqlens_q=_cu_seqlens(queries, q_TNH.device),
+            max_seqlen_k=keys,
+            cu_seqlens_k=_cu_seqlens(keys, q_TNH.device),
+            fa_version=3,
+        )
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TNH, k_SNH, v_SNH))
+    return F.scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1)

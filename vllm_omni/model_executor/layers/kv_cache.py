@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`KVWindow`: the keys and values one session keeps for the layers of this rank, sink frames plus a ring.
+
+The first `sink_frames` frames of a session are kept for ever; later frames share `window_frames - sink_frames` ring
+slots. Frame f lives in slot f if f < sink, else in sink + (f - sink) % (window - sink). Everything else follows from
+frame indices, so the only state is the number of committed frames:
+
+- a chunk writes into its own slots, at every denoise step; what it overwrites belongs to frames that neither it nor
+  any later chunk may see, so an abandoned chunk leaves nothing behind;
+- a chunk [a, b) sees slots [0, b) while b <= window and all slots afterwards. Attention does not care about the order
+  of keys (positions were rotated into them), so the ring is read in place: nothing is copied, moved or masked.
+
+This shows each chunk exactly the keys that the original's roll-to-the-left buffer shows it; `chronological` rebuilds
+that buffer for comparison. `sink_frames == window_frames` means global attention: nothing is evicted and a session
+that outgrows its buffer is told so. Held by tests/model_executor/layers/test_kv_cache.py.
+"""
+
+# T tokens of a chunk, S visible tokens, N heads, H head dim
+
+import torch
+
+from vllm_omni.outputs import RequestFailed
+
+
+class KVWindow:
+    """Buffers `[layers, 2, window_frames * tokens_per_frame, heads, head_dim]`, allocated once.
+
+    max_attention_tokens: if set, a chunk sees only that many of the newest visible tokens in chronological order
+    (dropping sinks first, as the original does when its attention size is below its cache size).
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        window_frames: int,
+        sink_frames: int,
+        tokens_per_frame: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_attention_tokens: int | None = None,
+    ) -> None:
+        if not 0 <= sink_frames <= window_frames or window_frames < 1:
+            raise ValueError(
+                f"a KV window needs 0 <= sink_frames <= window_frames, got sink {sink_frames} window {window_frames}"
+            )
+        self.window_frames = window_frames
+        self.sink_frames = sink_frames
+        self.tokens_per_frame = tokens_per_frame
+        self.max_attention_tokens = max_attention_tokens
+        self.committed_frames = 0
+        shape = (num_layers, 2, window_frames * tokens_per_frame, num_heads, head_dim)
+        self.buffer = torch.zeros(shape, dtype=dtype, device=device)
+        self._newest: tuple[int, torch.Tensor] | None = None
+
+    @property
+    def ring_frames(self) -> int:
+        return self.window_frames - self.sink_frames
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.numel() * self.buffer.element_size()
+
+    def slot(self, frame: int) -> int:
+        """Return the slot frame `frame` lives in while it is visible."""
+        if frame < self.sink_frames:
+            return frame
+        return self.sink_frames + (frame - self.sink_frames) % self.ring_frames
+
+    def check_fits(self, frames: range) -> None:
+        """Raise `RequestFailed` if chunk `frames` can not be served by this window."""
+        if self.ring_frames == 0:
+            if frames.stop > self.window_frames:
+                raise RequestFailed(
+                    "session_full",
+                    f"global attention holds {self.window_frames} latent frames and this chunk ends at "
+                    f"{frames.stop}; start a new session or serve with a sliding window",
+                )
+        elif frames.stop - max(frames.start, self.sink_frames) > self.ring_frames:
+            raise RequestFailed(
+                "chunk_too_large",
+                f"a chunk of {len(frames)} latent frames does not fit the {self.ring_frames} frames that a window of "
+                f"{self.window_frames} leaves beside its {self.sink_frames} sink frames",
+            )
+
+    def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
+        """Put a chunk's keys and values into its own slots; overwrites what an earlier step of it wrote."""
+        size = self.tokens_per_frame
+        for offset, slot, count in self._runs(frames):
+            source = slice(offset * size, (offset + count) * size)
+            target = slice(slot * size, (slot + count) * size)
+            self.buffer[layer, 0, target].copy_(k_TNH[source])
+            self.buffer[layer, 1, target].copy_(v_TNH[source])
+
+    def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `(k_SNH, v_SNH)` that chunk `frames`, already written, attends to: views, in slot order."""
+        k, v = self.buffer[layer].unbind(0)
+        valid = min(frames.stop, self.window_frames) * self.tokens_per_frame
+        limit = self.max_attention_tokens
+        if limit is None or limit >= valid:
+            return k[:valid], v[:valid]
+        if frames.stop <= self.window_frames:  # slot order is still chronological
+            return k[valid - limit : valid], v[valid - limit : valid]
+        index = self._newest_tokens(frames.stop, limit)
+        return k.index_select(0, index), v.index_select(0, index)
+
+    def commit(self, end_frame: int) -> None:
+        """Make frames up to `end_frame` part of the session; their last written keys and values are the clean ones."""
+        self.committed_frames = end_frame
+
+    def ends(self) -> tuple[int, int]:
+        """Return (tokens ever committed, valid tokens in the buffer), the original's two counters."""
+        size = self.tokens_per_frame
+        return self.committed_frames * size, min(self.committed_frames, self.window_frames) * size
+
+    def chronological(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of (k, v) `[window tokens, N, H]` in the original's layout: oldest first, zeros at the end."""
+        order = self._tokens([self.slot(frame) for frame in self._visible_frames(self.committed_frames)])
+        out = torch.zeros_like(self.buffer[layer])
+        out[:, : len(order)] = self.buffer[layer].index_select(1, order)
+        return out[0], out[1]
+
+    def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
+        """Return views `[layers, 2, tokens, N, H]` of the frames that a next chunk of `next_frames` can see, by name.
+
+        Slots holding anything else are dead: no later result depends on them.
+        """
+        end = self.committed_frames + next_frames
+        size = self.tokens_per_frame
+        live = [frame for frame in self._visible_frames(end) if frame < self.committed_frames]
+        return {
+            f"kv.frame{frame}": self.buffer[:, :, self.slot(frame) * size : (self.slot(frame) + 1) * size]
+            for frame in live
+        }
+
+    def fork(self) -> "KVWindow":
+        """Return an independent copy."""
+        other = object.__new__(KVWindow)
+        other.__dict__.update(self.__dict__)
+        other.buffer = self.buffer.clone()
+        return other
+
+    def to(self, device: torch.device | str) -> None:
+        self.buffer = self.buffer.to(device)
+        self._newest = None
+
+    def close(self) -> None:
+        """Free the buffer; idempotent."""
+        self.buffer = self.buffer.new_empty(0)
+        self._newest = None
+
+    def _runs(self, frames: range) -> list[tuple[int, int, int]]:
+        """Return (frame offset in the chunk, first slot, frames) for each stretch of consecutive slots."""
+        runs: list[tuple[int, int, int]] = []
+        for offset, frame in enumerate(frames):
+            slot = self.slot(frame)
+            if runs and slot == runs[-1][1] + runs[-1][2]:
+                runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
+            else:
+                runs.append((offset, slot, 1))
+        return runs
+
+    def _visible_frames(self, end_frame: int) -> list[int]:
+        """Return the frames a chunk ending at `end_frame` sees, oldest first."""
+        if end_frame <= self.window_frames:
+            return list(range(end_frame))
+        return [*range(self.sink_frames), *range(end_frame - self.ring_frames, end_frame)]
+
+    def _tokens(self, slots: list[int]) -> torch.Tensor:
+        size = self.tokens_per_frame
+        starts = torch.tensor(slots, dtype=torch.int64).unsqueeze(1) * size
+        return (starts + torch.arange(size)).flatten().to(self.buffer.device)
+
+    def _newest_tokens(self, end_frame: int, limit: int) -> torch.Tensor:
+        """Return positions of the `limit` newest visible tokens; kept for the steps and layers of one chunk."""
+        if self._newest is None or self._newest[0] != end_frame:
+            order = self._tokens([self.slot(frame) for frame in self._visible_frames(end_frame)])
+            self._newest = (end_frame, order[-limit:])
+        return self._newest[1]
+
+
+def kv_window_nbytes(
+    *, num_layers: int, window_frames: int, tokens_per_frame: int, num_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Return the bytes a `KVWindow` of these sizes will hold."""
+    return 2 * num_layers * window_frames * tokens_per_frame * num_heads * head_dim * dtype.itemsize

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where this rank stands, the collectives it may use, and linear layers that load their part of full tensors.
+
+`ParallelContext` is handed to a model explicitly. Its ranks form one group that is used in one of two ways:
+
+- tensor parallel: every rank has all tokens and a part of each layer's channels (heads, FFN columns);
+- sequence parallel (Ulysses): every rank has all weights and a part of the tokens; around attention an all-to-all
+  trades tokens for heads, so each rank attends with `heads / size` heads over the whole sequence.
+
+Pipeline stages cut the layers; the runner, not this file, carries hidden states between stages.
+Held by tests/model_executor/layers/test_parallel.py and tests/model_executor/models/lingbot_world/test_parallel.py.
+"""
+
+# B requests, T tokens (T_r: tokens of rank r), N heads (N_r = N / size), H head dim, D channels
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """One rank's place. `group` is None exactly when `size` is 1."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    stage: int = 0
+    num_stages: int = 1
+    sequence_parallel: bool = False
+
+    @classmethod
+    def from_vllm(cls, sequence_parallel: bool = False) -> "ParallelContext":
+        """Use vLLM's tensor-parallel and pipeline-parallel groups, which the worker has initialised."""
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        tensor, pipeline = get_tp_group(), get_pp_group()
+        return cls(
+            rank=tensor.rank_in_group,
+            size=tensor.world_size,
+            group=tensor.device_group if tensor.world_size > 1 else None,
+            stage=pipeline.rank_in_group,
+            num_stages=pipeline.world_size,
+            sequence_parallel=sequence_parallel and tensor.world_size > 1,
+        )
+
+    @property
+    def first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that share each layer's channels."""
+        return 1 if self.sequence_parallel else self.size
+
+    @property
+    def tensor_rank(self) -> int:
+        return 0 if self.sequence_parallel else self.rank
+
+    def check_divisible(self, value: int, what: str) -> None:
+        """Raise ValueError when `value` (heads, columns) does not divide over the ranks."""
+        if value % self.size:
+            raise ValueError(
+                f"{what} = {value} does not divide over {self.size} parallel ranks; "
+                f"use a degree that divides {value} for --tensor-parallel-size"
+            )
+
+    def layers(self, num_layers: int) -> range:
+        """Return the layers of this stage: consecutive, as even as possible, longer stages first."""
+        lengths = split_evenly(num_layers, self.num_stages)
+        start = sum(lengths[: self.stage])
+        return range(start, start + lengths[self.stage])
+
+    def token_slice(self, num_tokens: int) -> slice:
+        """Return the tokens this rank works on outside attention (all of them unless sequence parallel)."""
+        if not self.sequence_parallel:
+            return slice(0, num_tokens)
+        lengths = split_evenly(num_tokens, self.size)
+        start = sum(lengths[: self.rank])
+        return slice(start, start + lengths[self.rank])
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over tensor-parallel ranks, in place; the identity without tensor parallelism."""
+        if self.tensor_size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather_channels(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Join the channel parts of tensor-parallel ranks along the last dimension."""
+        if self.tensor_size == 1:
+            return x_TD
+        parts = [torch.empty_like(x_TD) for _ in range(self.size)]
+        dist.all_gather(parts, x_TD.contiguous(), group=self.group)
+        return torch.cat(parts, dim=-1)
+
+    def tokens_to_heads(self, x_BTNH: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Trade: [B, T_r, ..., N, H] (this rank's tokens) -> [B, num_tokens, ..., N_r, H] (this rank's heads)."""
+        if not self.sequence_parallel:
+            return x_BTNH
+        lengths = split_evenly(num_tokens, self.size)
+        heads = x_BTNH.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # [rank, B, T_r, ..., N_r, H]
+        row = heads[0, :, 0].numel()
+        received = heads.new_empty(num_tokens * row)
+        dist.all_to_all_single(
+            received, heads.flatten(), [n * row for n in lengths], [heads[0].numel()] * self.size, group=self.group
+        )
+        inner = heads.shape[3:]
+        parts = received.split([n * row for n in lengths])
+        batch = heads.shape[1]
+        return torch.cat([part.view(batch, n, *inner) for part, n in zip(parts, lengths, strict=True)], dim=1)
+
+    def heads_to_tokens(self, x_BTNH: torch.Tensor) -> torch.Tensor:
+        """Trade back: [B, T, N_r, H] (this rank's heads) -> [B, T_r, N, H] (this rank's tokens)."""
+        if not self.sequence_parallel:
+            return x_BTNH
+        batch, num_tokens, heads, head_dim = x_BTNH.shape
+        lengths = split_evenly(num_tokens, self.size)
+        row = batch * heads * head_dim
+        sent = torch.cat([part.reshape(-1) for part in x_BTNH.split(lengths, dim=1)])
+        own = lengths[self.rank]
+        received = sent.new_empty(self.size * own * row)
+        dist.all_to_all_single(received, sent, [own * row] * self.size, [n * row for n in lengths], group=self.group)
+        return received.view(self.size, batch, own, heads, head_dim).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def gather_tokens(self, x_BTD: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Join the token parts of sequence-parallel ranks: [B, T_r, D] -> [B, num_tokens, D] on every rank."""
+        if not self.sequence_parallel:
+            return x_BTD
+        lengths = split_evenly(num_tokens, self.size)
+        padded = F.pad(x_BTD, (0, 0, 0, lengths[0] - x_BTD.shape[1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded, group=self.group)
+        return torch.cat([part[:, :n] for part, n in zip(parts, lengths, strict=True)], dim=1)
+
+
+def split_evenly(total: int, parts: int) -> list[int]:
+    """Return `parts` lengths that sum to `total`, differ by at most one, longer first."""
+    return [total // parts + (index < total % parts) for index in range(parts)]
+
+
+@dataclass(frozen=True)
+class CheckpointSlot:
+    """Where one full checkpoint tensor goes on this rank.
+
+    shape: of the full tensor. target: a view into a parameter. part: the (dimension, start) of this rank's piece of
+    the full tensor; None = all of it.
+    """
+
+    shape: tuple[int, ...]
+    target: torch.Tensor
+    part: tuple[int, int] | None = None
+
+    def load(self, full: torch.Tensor) -> None:
+        """Copy this rank's piece. Raises ValueError on another shape."""
+        if tuple(full.shape) != self.shape:
+            raise ValueError(f"has shape {tuple(full.shape)}, expected {self.shape}")
+        if self.part is not None:
+            dim, start = self.part
+            full = full.narrow(dim, start, self.target.shape[dim])
+        with torch.no_grad():
+            self.target.copy_(full)
+
+
+class ShardedModule(nn.Module):
+    """A module whose parameters are parts of differently named or larger checkpoint tensors."""
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        """Yield (checkpoint name, slot); `prefix` is this module's own name in the model."""
+        raise NotImplementedError
+
+
+def checkpoint_slots(model: nn.Module) -> dict[str, CheckpointSlot]:
+    """Return a slot for every checkpoint tensor `model` needs on this rank, by checkpoint name."""
+    slots: dict[str, CheckpointSlot] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, ShardedModule):
+            slots.update(module.slots(prefix))
+        else:
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                slots[name] = CheckpointSlot(tuple(parameter.shape), parameter.data)
+    return slots
+
+
+class ColumnParallelLinear(ShardedModule):
+    """Linear layers that share an input, as one matrix product over this rank's output channels.
+
+    names: the checkpoint names of the fused layers, siblings of this module; None = one layer of this module's name.
+    The result is [..., len(names) * out_features / tensor_size], layer after layer.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        parallel: ParallelContext,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.names = tuple(names) if names is not None else None
+        self.out_features = out_features
+        self.local_features = out_features // parallel.tensor_size
+        self.tensor_rank = parallel.tensor_rank
+        rows = self.local_features * (len(self.names) if self.names else 1)
+        self.weight = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(rows), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        parent = prefix.rpartition(".")[0]
+        names = [f"{parent}.{name}" for name in self.names] if self.names else [prefix]
+        part = (0, self.tensor_rank * self.local_features)
+        for index, name in enumerate(names):
+            rows = slice(index * self.local_features, (index + 1) * self.local_features)
+            weight, bias = self.weight.data[rows], self.bias.data[rows]
+            yield f"{name}.weight", CheckpointSlot((self.out_features, weight.shape[1]), weight, part)
+            yield f"{name}.bias", CheckpointSlot((self.out_features,), bias, part)
+
+
+class RowParallelLinear(ShardedModule):
+    """A linear layer over this rank's input channels; the result is summed over ranks, whole on each."""
+
+    def __init__(self, in_features: int, out_features: int, parallel: ParallelContext) -> None:
+        super().__init__()
+        self.parallel = parallel
+        self.in_features = in_features
+        local = in_features // parallel.tensor_size
+        self.weight = nn.Parameter(torch.empty(out_features, local), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.parallel.tensor_size == 1:
+            return F.linear(x, self.weight, self.bias)
+        return self.parallel.all_reduce(F.linear(x, self.weight)) + self.bias
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        shape = (self.weight.shape[0], self.in_features)
+        start = self.parallel.tensor_rank * self.weight.shape[1]
+        yield f"{prefix}.weight", CheckpointSlot(shape, self.weight.data, (1, start))
+        yield f"{prefix}.bias", CheckpointSlot((shape[0],), self.bias.data)
+
+
+class ParallelRMSNorm(ShardedModule):
+    """RMS normalisation over all channels when each rank holds a part of them; fp32 inside and out."""
+
+    def __init__(self, dim: int, eps: float, parallel: ParallelContext) -> None:
+        super().__init__()
+        self.dim = dim
+        self.eps = eps
+        self.parallel = parallel
+        self.weight = nn.Parameter(torch.empty(dim // parallel.tensor_size), requires_grad=False)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """[..., D / tensor_size] of any float type -> fp32 of the same shape."""
+        x = x_TD.float()
+        squares = self.parallel.all_reduce(x.square().sum(-1, keepdim=True))
+        return x * torch.rsqrt(squares / self.dim + self.eps) * self.weight.float()
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        start = self.parallel.tensor_rank * self.weight.shape[0]
+        yield f"{prefix}.weight", CheckpointSlot((self.dim,), self.weight.data, (0, start))

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding over (frame, row, column), for video transformers of the Wan family.
+
+A head of size H has H/2 complex lanes, made of interleaved pairs (2i, 2i+1), split over the three axes. Lane j of an
+axis that owns n real dimensions turns by position * theta^(-2j/n). Angles are computed from absolute positions in
+fp64 and rounded once to fp32 cosines and sines, so there is no table and no largest frame index.
+"""
+
+# L tokens of a chunk in (frame, row, column) order, N heads, H head dim, C = H/2 complex lanes
+
+import torch
+
+
+def axis_dims(head_dim: int) -> tuple[int, int, int]:
+    """Return the real dimensions of one head given to (frame, row, column): 44/42/42 for a head of 128."""
+    spatial = 2 * (head_dim // 6)
+    return head_dim - 2 * spatial, spatial, spatial
+
+
+def rope_tables(
+    head_dim: int, frames: range, height: int, width: int, theta: float = 10000.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (cos_LC, sin_LC), fp32 on the CPU, for tokens of `frames` (absolute indices) x `height` x `width`."""
+    sizes = (len(frames), height, width)
+    starts = (frames.start, 0, 0)
+    lanes = []
+    for axis, (dim, size, start) in enumerate(zip(axis_dims(head_dim), sizes, starts, strict=True)):
+        frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        positions = torch.arange(start, start + size, dtype=torch.float64)
+        shape = [1, 1, 1, dim // 2]
+        shape[axis] = size
+        lanes.append(torch.outer(positions, frequencies).view(shape).expand(*sizes, dim // 2))
+    angles_LC = torch.cat(lanes, dim=-1).flatten(0, 2)
+    return angles_LC.cos().float(), angles_LC.sin().float()
+
+
+def apply_rope(x_LNH: torch.Tensor, cos_LC: torch.Tensor, sin_LC: torch.Tensor) -> torch.Tensor:
+    """Rotate each interleaved pair of `x_LNH` (any leading dimensions before L); computes in fp32, returns fp32."""
+    even, odd = x_LNH.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos_LC.unsqueeze(-2), sin_LC.unsqueeze(-2)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)

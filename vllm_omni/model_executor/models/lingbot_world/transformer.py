@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The causal diffusion transformer of LingBot-World-Fast: one forward for several sessions' chunks.
+
+Owns the network's parameters and maths for this rank (a tensor-parallel part, a pipeline stage, or a token part) and
+nothing of sessions, requests or schedules: each row of a batch brings its own K/V window, camera modulation and
+cross-attention K/V. Maths: Robbyant/lingbot-world @ a43bec7, wan/modules/model_fast.py.
+
+Precision: linear layers run in the model's type; the residual stream (unless told otherwise), modulation, gates,
+normalisation, rotation, the time MLPs and the head run in fp32. In an fp32 model everything is fp32.
+"""
+
+# B rows (one chunk of one session each), L tokens of a chunk, T of them on this rank, D width, N heads (of this rank
+# where sharded), H head dim, C = H/2 rotary lanes, S text tokens
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vllm_omni.model_executor.layers.attention import attention
+from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.parallel import (
+    ColumnParallelLinear,
+    ParallelContext,
+    ParallelRMSNorm,
+    RowParallelLinear,
+)
+from vllm_omni.model_executor.layers.rope import apply_rope
+from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+
+
+@dataclass(frozen=True)
+class ChunkRow:
+    """What one row of a forward brings; tensors on the model's device, made once per chunk except `latents`.
+
+    latents: fp32 [16, F, h, w], noisy (or clean, at timestep 0). condition: [20, F, h, w]. timestep: in [0, 1000].
+    frames: absolute latent frames of the chunk. rope: (cos_TC, sin_TC) fp32. camera: [layers, 2, T, D], the factors
+    and shifts of `camera_modulation`. cross_kv: [layers, 2, S, N, H] of `cross_attention_kv`. window: written at
+    `frames`. Layers are those of this stage.
+    """
+
+    latents: torch.Tensor
+    condition: torch.Tensor
+    timestep: float
+    frames: range
+    rope: tuple[torch.Tensor, torch.Tensor]
+    camera: torch.Tensor
+    cross_kv: torch.Tensor
+    window: KVWindow
+
+
+# Elementwise chains, pure so that torch.compile can fuse each into one kernel.
+
+
+def modulated_norm(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+    """LN(x) * (1 + scale) + shift in fp32; shift and scale are fp32 and broadcast over tokens."""
+    return F.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift
+
+
+def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x + gate * update, in the residual's type; the product in fp32."""
+    return (x + gate * update.float()).to(x.dtype)
+
+
+def inject_camera(x: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """factor * x + shift on the residual stream."""
+    return (x * factor + shift).to(x.dtype)
+
+
+def affine_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """LayerNorm with weight and bias, in fp32."""
+    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps)
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """The chains above, plain or compiled."""
+
+    modulated_norm: Callable[..., torch.Tensor] = modulated_norm
+    gated_add: Callable[..., torch.Tensor] = gated_add
+    inject_camera: Callable[..., torch.Tensor] = inject_camera
+    affine_norm: Callable[..., torch.Tensor] = affine_norm
+    apply_rope: Callable[..., torch.Tensor] = apply_rope
+
+    @classmethod
+    def build(cls, compiled: bool) -> "Elementwise":
+        if not compiled:
+            return cls()
+        chains = (modulated_norm, gated_add, inject_camera, affine_norm, apply_rope)
+        return cls(*(torch.compile(chain, dynamic=False) for chain in chains))
+
+
+class PatchEmbedding(nn.Module):
+    """The (1, 2, 2) patch convolution as a matrix product over `patchify`'s tokens."""
+
+    def __init__(self, config: LingBotWorldConfig) -> None:
+        super().__init__()
+        shape = (config.dim, config.in_channels, *config.patch_size)
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(config.dim), requires_grad=False)
+
+    def forward(self, tokens_TP: torch.Tensor) -> torch.Tensor:
+        return F.linear(tokens_TP.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: LingBotWorldConfig, parallel: ParallelContext, elementwise: Elementwise) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.parallel = parallel
+        self.elementwise = elementwise
+        self.qkv = ColumnParallelLinear(config.dim, config.dim, parallel, names=("q", "k", "v"))
+        self.norm_q = ParallelRMSNorm(config.dim, config.eps, parallel)
+        self.norm_k = ParallelRMSNorm(config.dim, config.eps, parallel)
+        self.o = RowParallelLinear(config.dim, config.dim, parallel)
+
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        rows: Sequence[ChunkRow],
+        rope: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
+        num_tokens: int,
+        write_only: bool,
+    ) -> torch.Tensor | None:
+        """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`."""
+        dtype = self.qkv.weight.dtype
+        q, k, v = self.qkv(x_BTD.to(dtype)).chunk(3, dim=-1)
+        heads = (-1, self.head_dim)
+        q = self.elementwise.apply_rope(self.norm_q(q).unflatten(-1, heads), *rope).to(dtype)
+        k = self.elementwise.apply_rope(self.norm_k(k).unflatten(-1, heads), *rope).to(dtype)
+        v = v.unflatten(-1, heads)
+        if self.parallel.sequence_parallel:
+            qkv = self.parallel.tokens_to_heads(torch.stack((q, k, v), dim=2), num_tokens)
+            q, k, v = qkv.unbind(2)
+        for row, k_LNH, v_LNH in zip(rows, k, v, strict=True):
+            row.window.write(layer, row.frames, k_LNH, v_LNH)
+        if write_only:
+            return None
+        attended = [
+            attention(q_LNH, *row.window.visible(layer, row.frames)) for row, q_LNH in zip(rows, q, strict=True)
+        ]
+        return self.o(self.parallel.heads_to_tokens(_stack(attended)).flatten(-2))
+
+
+class CrossAttention(nn.Module):
+    def __init__(self, config: LingBotWorldConfig, parallel: ParallelContext) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q = ColumnParallelLinear(config.dim, config.dim, parallel)
+        self.kv = ColumnParallelLinear(config.dim, config.dim, parallel, names=("k", "v"))
+        self.norm_q = ParallelRMSNorm(config.dim, config.eps, parallel)
+        self.norm_k = ParallelRMSNorm(config.dim, config.eps, parallel)
+        self.o = RowParallelLinear(config.dim, config.dim, parallel)
+
+    def keys_values(self, text_SD: torch.Tensor) -> torch.Tensor:
+        """Return K and V [2, S, N, H] of a prompt."""
+        k, v = self.kv(text_SD).chunk(2, dim=-1)
+        return torch.stack((self.norm_k(k).to(v.dtype), v)).unflatten(-1, (-1, self.head_dim))
+
+    def forward(self, x_BTD: torch.Tensor, rows: Sequence[ChunkRow], index: int) -> torch.Tensor:
+        dtype = self.q.weight.dtype
+        q = self.norm_q(self.q(x_BTD.to(dtype))).to(dtype).unflatten(-1, (-1, self.head_dim))
+        attended = [attention(q_TNH, *row.cross_kv[index]) for row, q_TNH in zip(rows, q, strict=True)]
+        return self.o(_stack(attended).flatten(-2))
+
+
+class Block(nn.Module):
+    """One transformer block; `index` is its place among this stage's blocks."""
+
+    def __init__(
+        self, config: LingBotWorldConfig, parallel: ParallelContext, elementwise: Elementwise, index: int
+    ) -> None:
+        super().__init__()
+        dim = config.dim
+        self.index = index
+        self.eps = config.eps
+        self.elementwise = elementwise
+        self.modulation = nn.Parameter(torch.empty(1, 6, dim), requires_grad=False)
+        self.self_attn = SelfAttention(config, parallel, elementwise)
+        self.norm3 = nn.LayerNorm(dim, eps=config.eps)
+        self.cross_attn = CrossAttention(config, parallel)
+        self.ffn = nn.Sequential(
+            ColumnParallelLinear(dim, config.ffn_dim, parallel),
+            nn.GELU(approximate="tanh"),
+            RowParallelLinear(config.ffn_dim, dim, parallel),
+        )
+        self.cam_injector_layer1 = ColumnParallelLinear(dim, dim, parallel)
+        self.cam_injector_layer2 = RowParallelLinear(dim, dim, parallel)
+        self.cam_scale_layer = ColumnParallelLinear(dim, dim, parallel)
+        self.cam_shift_layer = ColumnParallelLinear(dim, dim, parallel)
+        self.parallel = parallel
+
+    def camera_modulation(self, camera_TD: torch.Tensor, out_2TD: torch.Tensor) -> None:
+        """Write the block's camera factor (1 + scale) and shift into `out_2TD`."""
+        hidden = self.cam_injector_layer2(F.silu(self.cam_injector_layer1(camera_TD))) + camera_TD
+        out_2TD[0] = 1 + self.parallel.all_gather_channels(self.cam_scale_layer(hidden))
+        out_2TD[1] = self.parallel.all_gather_channels(self.cam_shift_layer(hidden))
+
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        rows: Sequence[ChunkRow],
+        time_B6D: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        num_tokens: int,
+        write_only: bool,
+    ) -> torch.Tensor:
+        """One block; if `write_only`, stop once K/V are written and return `x_BTD` as it came."""
+        ops = self.elementwise
+        modulation = (self.modulation.float() + time_B6D).unsqueeze(2)
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(1)
+        attended = self.self_attn(
+            ops.modulated_norm(x_BTD, shift1, scale1, self.eps), rows, rope, self.index, num_tokens, write_only
+        )
+        if attended is None:
+            return x_BTD
+        x = ops.gated_add(x_BTD, attended, gate1)
+        x = _stack([ops.inject_camera(x_TD, *row.camera[self.index]) for row, x_TD in zip(rows, x, strict=True)])
+        normed = ops.affine_norm(x, self.norm3.weight, self.norm3.bias, self.eps)
+        x = x + self.cross_attn(normed, rows, self.index)
+        hidden = ops.modulated_norm(x, shift2, scale2, self.eps).to(self.norm3.weight.dtype)
+        return ops.gated_add(x, self.ffn(hidden), gate2)
+
+
+class Head(nn.Module):
+    """Final modulation and projection to the (ph, pw, channel) values of each token's patch; fp32."""
+
+    def __init__(self, config: LingBotWorldConfig, elementwise: Elementwise) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.elementwise = elementwise
+        self.modulation = nn.Parameter(torch.empty(1, 2, config.dim), requires_grad=False)
+        patch = config.patch_size[1] * config.patch_size[2]
+        self.head = nn.Linear(config.dim, config.out_channels * patch)
+
+    def forward(self, x_BTD: torch.Tensor, time_BD: torch.Tensor) -> torch.Tensor:
+        shift, scale = (self.modulation.float() + time_BD.unsqueeze(1)).unsqueeze(2).unbind(1)
+        hidden = self.elementwise.modulated_norm(x_BTD, shift, scale, self.eps)
+        return _linear_fp32(self.head, hidden)
+
+
+class LingBotTransformer(nn.Module):
+    """This rank's part of the network. Parameters are created empty, in torch's default type and device."""
+
+    def __init__(
+        self,
+        config: LingBotWorldConfig,
+        parallel: ParallelContext | None = None,
+        *,
+        residual_fp32: bool = True,
+        compiled: bool = False,
+    ) -> None:
+        super().__init__()
+        parallel = parallel or ParallelContext()
+        parallel.check_divisible(config.num_heads, "num_heads")
+        if not parallel.sequence_parallel:
+            parallel.check_divisible(config.ffn_dim, "ffn_dim")
+        if parallel.num_stages > config.num_layers:
+            raise ValueError(f"{config.num_layers} layers can not be cut into {parallel.num_stages} pipeline stages")
+        self.config = config
+        self.parallel = parallel
+        self.residual_fp32 = residual_fp32
+        dim, patch = config.dim, config.patch_size[1] * config.patch_size[2]
+        elementwise = Elementwise.build(compiled)
+        if parallel.first_stage:
+            self.patch_embedding = PatchEmbedding(config)
+        self.patch_embedding_wancamctrl = nn.Linear(config.camera_channels * patch, dim)
+        self.c2ws_hidden_states_layer1 = nn.Linear(dim, dim)
+        self.c2ws_hidden_states_layer2 = nn.Linear(dim, dim)
+        self.text_embedding = nn.Sequential(
+            nn.Linear(config.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
+        )
+        self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        layers = parallel.layers(config.num_layers)
+        self.blocks = nn.ModuleDict(
+            {str(layer): Block(config, parallel, elementwise, index) for index, layer in enumerate(layers)}
+        )
+        if parallel.last_stage:
+            self.head = Head(config, elementwise)
+        self.requires_grad_(False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.time_projection[1].weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.time_projection[1].weight.device
+
+    @property
+    def num_local_layers(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_cache_heads(self) -> int:
+        """Heads whose self-attention K/V this rank keeps."""
+        return self.config.num_heads // self.parallel.size
+
+    @property
+    def num_cross_heads(self) -> int:
+        """Heads whose cross-attention K/V this rank keeps (all of them under sequence parallelism)."""
+        return self.config.num_heads // self.parallel.tensor_size
+
+    def num_tokens(self, latents: torch.Tensor) -> int:
+        """Return L of a [channels, F, h, w] chunk."""
+        return latents[0].numel() // (self.config.patch_size[1] * self.config.patch_size[2])
+
+    # once per prompt, once per chunk
+
+    def cross_attention_kv(self, text_SE: torch.Tensor) -> torch.Tensor:
+        """Encoded prompt (at most text_len rows) -> K/V [layers, 2, text_len, N, H] of this stage's blocks.
+
+        Missing rows are zero and take part in attention, as in the original. Collective under tensor parallelism.
+        Raises ValueError if the prompt has more rows than text_len or another width.
+        """
+        rows, width = text_SE.shape
+        if rows > self.config.text_len or width != self.config.text_dim:
+            raise ValueError(f"text must be [<= {self.config.text_len}, {self.config.text_dim}], got {rows}x{width}")
+        padded = F.pad(text_SE.to(self.device, self.dtype), (0, 0, 0, self.config.text_len - rows))
+        text_SD = self.text_embedding(padded)
+        return torch.stack([block.cross_attn.keys_values(text_SD) for block in self.blocks.values()])
+
+    def camera_modulation(self, camera: torch.Tensor) -> torch.Tensor:
+        """Camera map [384, F, h, w] -> [layers, 2, T, D] in the model's type: each block's factor and shift.
+
+        The same for every denoise step of a chunk. One buffer (3.57 GiB at full size, 480x832), freed with the chunk
+        and taken up again by the next through torch's allocator. Collective under tensor parallelism.
+        """
+        tokens = patchify(camera)[self.parallel.token_slice(self.num_tokens(camera))]
+        patches_TD = self.patch_embedding_wancamctrl(tokens.to(self.device, self.dtype))
+        hidden = self.c2ws_hidden_states_layer2(F.silu(self.c2ws_hidden_states_layer1(patches_TD)))
+        camera_TD = patches_TD + hidden
+        out = camera_TD.new_empty(self.num_local_layers, 2, *camera_TD.shape)
+        for block, out_2TD in zip(self.blocks.values(), out, strict=True):
+            block.camera_modulation(camera_TD, out_2TD)
+        return out
+
+    # every step
+
+    def forward(
+        self, rows: Sequence[ChunkRow], hidden_BTD: torch.Tensor | None = None, *, kv_only: bool = False
+    ) -> torch.Tensor:
+        """Predict the flow eps - x0 of every row, [B, 16, F, h, w] fp32, and write each row's K/V at its frames.
+
+        Rows share F, h, w. `hidden_BTD` is the previous stage's result; stages before the last return theirs.
+        `kv_only` (all rows are at the clean-context pass): the last stage stops after its last K/V write and returns
+        zeros. Collective under tensor and sequence parallelism.
+        """
+        num_tokens = self.num_tokens(rows[0].latents)
+        own = self.parallel.token_slice(num_tokens)
+        if hidden_BTD is None:
+            tokens = [patchify(torch.cat((row.latents, row.condition.to(row.latents))))[own] for row in rows]
+            x = self.patch_embedding(_stack(tokens))
+            x = x.float() if self.residual_fp32 else x
+        else:
+            x = hidden_BTD
+        time_BD, time_B6D = self._time_embedding([row.timestep for row in rows])
+        rope = (_stack([row.rope[0] for row in rows]), _stack([row.rope[1] for row in rows]))
+        last = self.num_local_layers - 1
+        for block in self.blocks.values():
+            stop = kv_only and self.parallel.last_stage and block.index == last
+            x = block(x, rows, time_B6D, rope, num_tokens, stop)
+        if not self.parallel.last_stage:
+            return x
+        latents = rows[0].latents
+        if kv_only:
+            return latents.new_zeros(len(rows), *latents.shape)
+        patches = self.parallel.gather_tokens(self.head(x, time_BD), num_tokens)
+        return unpatchify(patches, latents.shape[1:])
+
+    def _time_embedding(self, timesteps: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return e [B, D] and its six modulation rows E [B, 6, D], fp32."""
+        half = self.config.freq_dim // 2
+        frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.outer(torch.tensor(timesteps, dtype=torch.float64), frequencies)
+        sinusoid = torch.cat((angles.cos(), angles.sin()), dim=1).float().to(self.device, non_blocking=True)
+        hidden = F.silu(_linear_fp32(self.time_embedding[0], sinusoid))
+        time_BD = _linear_fp32(self.time_embedding[2], hidden)
+        return time_BD, _linear_fp32(self.time_projection[1], F.silu(time_BD)).unflatten(1, (6, -1))
+
+
+def patchify(x: torch.Tensor) -> torch.Tensor:
+    """[c, F, h, w] -> [F * h/2 * w/2, c * 4]: a token per 2x2 cells, values in (channel, row, column) order."""
+    channels, frames, height, width = x.shape
+    cells = x.view(channels, frames, height // 2, 2, width // 2, 2)
+    return cells.permute(1, 2, 4, 0, 3, 5).reshape(-1, channels * 4)
+
+
+def unpatchify(tokens_BLP: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """[B, L, 4 * c] with values in (row, column, channel) order -> [B, c, F, h, w]; the reverse grid of `patchify`."""
+    frames, height, width = size
+    cells = tokens_BLP.view(-1, frames, height // 2, width // 2, 2, 2, tokens_BLP.shape[-1] // 4)
+    return cells.permute(0, 6, 1, 2, 4, 3, 5).reshape(tokens_BLP.shape[0], -1, frames, height, width)
+
+
+def _linear_fp32(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, layer.weight.float(), layer.bias.float())
+
+
+def _stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack along a new first dimension; a view when there is one part."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
