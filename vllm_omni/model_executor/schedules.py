@@ -13,6 +13,7 @@ warped by `shift`. Two public conventions exist for the same network and both ar
 Everything is computed from (shift, indices); held by tests/model_executor/test_schedules.py.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -59,7 +60,7 @@ def few_step_schedule(
     """
     if not shift > 0:
         raise ValueError(f"schedule shift must be > 0, got {shift}")
-    if not indices or any(b <= a for a, b in zip(indices, indices[1:], strict=False)):
+    if not indices or any(b <= a for a, b in itertools.pairwise(indices)):
         raise ValueError(f"schedule indices must be strictly increasing and not empty, got {list(indices)}")
     if indices[0] < 0 or indices[-1] >= TRAIN_STEPS:
         raise ValueError(f"schedule indices must be in [0, {TRAIN_STEPS - 1}], got {list(indices)}")

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 
 @cache
@@ -45,4 +45,4 @@ def attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> 
             fa_version=3,
         )
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TNH, k_SNH, v_SNH))
-    return F.scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1)
+    return functional.scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class ParallelContext:
         if not self.sequence_parallel:
             return x_BTD
         lengths = split_evenly(num_tokens, self.size)
-        padded = F.pad(x_BTD, (0, 0, 0, lengths[0] - x_BTD.shape[1])).contiguous()
+        padded = functional.pad(x_BTD, (0, 0, 0, lengths[0] - x_BTD.shape[1])).contiguous()
         parts = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part[:, :n] for part, n in zip(parts, lengths, strict=True)], dim=1)
@@ -213,7 +213,7 @@ class ColumnParallelLinear(ShardedModule):
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return functional.linear(x, self.weight, self.bias)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
         parent = prefix.rpartition(".")[0]
@@ -239,8 +239,8 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.parallel.tensor_size == 1:
-            return F.linear(x, self.weight, self.bias)
-        return self.parallel.all_reduce(F.linear(x, self.weight)) + self.bias
+            return functional.linear(x, self.weight, self.bias)
+        return self.parallel.all_reduce(functional.linear(x, self.weight)) + self.bias
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
         shape = (self.weight.shape[0], self.in_features)

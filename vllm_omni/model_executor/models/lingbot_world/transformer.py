@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
@@ -56,7 +56,7 @@ class ChunkRow:
 
 def modulated_norm(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
     """LN(x) * (1 + scale) + shift in fp32; shift and scale are fp32 and broadcast over tokens."""
-    return F.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift
+    return functional.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift
 
 
 def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def inject_camera(x: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor) ->
 
 def affine_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """LayerNorm with weight and bias, in fp32."""
-    return F.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps)
+    return functional.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class PatchEmbedding(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.dim), requires_grad=False)
 
     def forward(self, tokens_TP: torch.Tensor) -> torch.Tensor:
-        return F.linear(tokens_TP.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+        return functional.linear(tokens_TP.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
 class SelfAttention(nn.Module):
@@ -195,7 +195,7 @@ class Block(nn.Module):
 
     def camera_modulation(self, camera_TD: torch.Tensor, out_2TD: torch.Tensor) -> None:
         """Write the block's camera factor (1 + scale) and shift into `out_2TD`."""
-        hidden = self.cam_injector_layer2(F.silu(self.cam_injector_layer1(camera_TD))) + camera_TD
+        hidden = self.cam_injector_layer2(functional.silu(self.cam_injector_layer1(camera_TD))) + camera_TD
         out_2TD[0] = 1 + self.parallel.all_gather_channels(self.cam_scale_layer(hidden))
         out_2TD[1] = self.parallel.all_gather_channels(self.cam_shift_layer(hidden))
 
@@ -285,11 +285,11 @@ class LingBotTransformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.time_projection[1].weight.dtype
+        return self.c2ws_hidden_states_layer1.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.time_projection[1].weight.device
+        return self.c2ws_hidden_states_layer1.weight.device
 
     @property
     def num_local_layers(self) -> int:
@@ -304,6 +304,9 @@ class LingBotTransformer(nn.Module):
     def num_cross_heads(self) -> int:
         """Heads whose cross-attention K/V this rank keeps (all of them under sequence parallelism)."""
         return self.config.num_heads // self.parallel.tensor_size
+
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.blocks.values() if isinstance(block, Block)]
 
     def num_tokens(self, latents: torch.Tensor) -> int:
         """Return L of a [channels, F, h, w] chunk."""
@@ -320,9 +323,9 @@ class LingBotTransformer(nn.Module):
         rows, width = text_SE.shape
         if rows > self.config.text_len or width != self.config.text_dim:
             raise ValueError(f"text must be [<= {self.config.text_len}, {self.config.text_dim}], got {rows}x{width}")
-        padded = F.pad(text_SE.to(self.device, self.dtype), (0, 0, 0, self.config.text_len - rows))
+        padded = functional.pad(text_SE.to(self.device, self.dtype), (0, 0, 0, self.config.text_len - rows))
         text_SD = self.text_embedding(padded)
-        return torch.stack([block.cross_attn.keys_values(text_SD) for block in self.blocks.values()])
+        return torch.stack([block.cross_attn.keys_values(text_SD) for block in self._blocks()])
 
     def camera_modulation(self, camera: torch.Tensor) -> torch.Tensor:
         """Camera map [384, F, h, w] -> [layers, 2, T, D] in the model's type: each block's factor and shift.
@@ -332,10 +335,10 @@ class LingBotTransformer(nn.Module):
         """
         tokens = patchify(camera)[self.parallel.token_slice(self.num_tokens(camera))]
         patches_TD = self.patch_embedding_wancamctrl(tokens.to(self.device, self.dtype))
-        hidden = self.c2ws_hidden_states_layer2(F.silu(self.c2ws_hidden_states_layer1(patches_TD)))
+        hidden = self.c2ws_hidden_states_layer2(functional.silu(self.c2ws_hidden_states_layer1(patches_TD)))
         camera_TD = patches_TD + hidden
         out = camera_TD.new_empty(self.num_local_layers, 2, *camera_TD.shape)
-        for block, out_2TD in zip(self.blocks.values(), out, strict=True):
+        for block, out_2TD in zip(self._blocks(), out, strict=True):
             block.camera_modulation(camera_TD, out_2TD)
         return out
 
@@ -361,7 +364,7 @@ class LingBotTransformer(nn.Module):
         time_BD, time_B6D = self._time_embedding([row.timestep for row in rows])
         rope = (_stack([row.rope[0] for row in rows]), _stack([row.rope[1] for row in rows]))
         last = self.num_local_layers - 1
-        for block in self.blocks.values():
+        for block in self._blocks():
             stop = kv_only and self.parallel.last_stage and block.index == last
             x = block(x, rows, time_B6D, rope, num_tokens, stop)
         if not self.parallel.last_stage:
@@ -378,9 +381,9 @@ class LingBotTransformer(nn.Module):
         frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
         angles = torch.outer(torch.tensor(timesteps, dtype=torch.float64), frequencies)
         sinusoid = torch.cat((angles.cos(), angles.sin()), dim=1).float().to(self.device, non_blocking=True)
-        hidden = F.silu(_linear_fp32(self.time_embedding[0], sinusoid))
+        hidden = functional.silu(_linear_fp32(self.time_embedding[0], sinusoid))
         time_BD = _linear_fp32(self.time_embedding[2], hidden)
-        return time_BD, _linear_fp32(self.time_projection[1], F.silu(time_BD)).unflatten(1, (6, -1))
+        return time_BD, _linear_fp32(self.time_projection[1], functional.silu(time_BD)).unflatten(1, (6, -1))
 
 
 def patchify(x: torch.Tensor) -> torch.Tensor:
@@ -397,8 +400,9 @@ def unpatchify(tokens_BLP: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     return cells.permute(0, 6, 1, 2, 4, 3, 5).reshape(tokens_BLP.shape[0], -1, frames, height, width)
 
 
-def _linear_fp32(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, layer.weight.float(), layer.bias.float())
+def _linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    assert isinstance(layer, nn.Linear)
+    return functional.linear(x, layer.weight.float(), layer.bias.float())
 
 
 def _stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
