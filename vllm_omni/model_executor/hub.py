@@ -48,6 +48,6 @@ def hub_source(family_name: str) -> HubSource:
         if error.name != name:
             raise
         raise ValueError(
-            f"{family_name} has no released weights to download; `vllm-omni make-tiny {family_name} DIR` writes small ones"
+            f"{family_name} has no released weights; `vllm-omni make-tiny {family_name} DIR` writes small random ones"
         ) from error
     return HubSource(module.PIECES, module.complete)

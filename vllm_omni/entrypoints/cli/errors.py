@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one exception a subcommand raises for anything the user can mend; `main` prints it as one line and exits 2."""
+
+
+class CommandError(Exception):
+    """Says on one line what arrived, what is allowed, what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `vllm-omni` command, and what stock vLLM calls when `--omni` is among its arguments.
+
+Subcommands live one to a module and import what is heavy only when they run: `vllm-omni --version` and `--help` load
+neither torch nor vLLM (tests/entrypoints/cli/test_main.py).
+"""
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+from vllm_omni.entrypoints.cli import demo, doctor, download, make_tiny, serve, verify
+from vllm_omni.entrypoints.cli.errors import CommandError
+
+_SUBCOMMANDS = (demo, verify, make_tiny, download, doctor)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command and exit with its status: 0 done, 1 it found something wrong, 2 the input was wrong."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        sys.exit(_dispatch(arguments))
+    except CommandError as error:
+        print(f"vllm-omni: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _dispatch(argv: list[str]) -> int:
+    if "--omni" in argv:
+        rest = [argument for argument in argv if argument != "--omni"]
+        return serve.run(rest[1:]) if rest[:1] == ["serve"] else _run_stock(rest)
+    if argv[:1] == ["serve"]:  # everything behind it belongs to vLLM's own parser
+        return serve.run(argv[1:])
+    parser = _make_parser()
+    args = parser.parse_args(argv)
+    if "run" not in args:
+        parser.print_help()
+        return 2
+    return int(args.run(args))
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-omni", description="Video world models on stock vLLM.", allow_abbrev=False
+    )
+    parser.add_argument("-V", "--version", action="version", version=_versions())
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    subparsers.add_parser("serve", help="the same as `vllm serve MODEL --omni`; takes every flag of `vllm serve`")
+    for module in _SUBCOMMANDS:
+        module.add_parser(subparsers)
+    return parser
+
+
+def _versions() -> str:
+    versions = []
+    for name in ("vllm-omni", "vllm", "torch"):
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"{name} not installed")
+    return ", ".join(versions)
+
+
+def _run_stock(argv: list[str]) -> int:
+    """Run any other stock command unchanged; `--omni` only means something for `serve`."""
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    name = argv[0] if argv else "(none)"
+    print(f"vllm-omni: --omni adds nothing to the vllm command {name!r}; running it as it is", file=sys.stderr)
+    sys.argv = [sys.argv[0], *argv]
+    vllm_main()
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni make-tiny MODEL OUT`: a tiny random checkpoint in a real layout, for demos and tests."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.entrypoints.cli.errors import CommandError
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("make-tiny", help="write a tiny random checkpoint in a real layout")
+    parser.add_argument("model", help="model family, for example lingbot_world")
+    parser.add_argument("out", type=Path, help="directory to write; must be empty or absent")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: 0)")
+    parser.add_argument("--layout", help="checkpoint layout; the error for an unknown one lists what there is")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    write_tiny(args.model, args.out, args.seed, args.layout)
+    print(f"wrote {args.out}; serve it with: vllm serve {args.out} --omni")
+    return 0
+
+
+def write_tiny(model: str, out: Path, seed: int = 0, layout: str | None = None) -> None:
+    """Write the checkpoint; raises CommandError when model, layout, seed or directory will not do."""
+    from vllm_omni.model_executor.models.registry import get_family
+
+    try:
+        family = get_family(model)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    layout = layout or family.layouts[0]
+    if layout not in family.layouts:
+        raise CommandError(f"unknown layout {layout!r} for {family.name}; allowed: {', '.join(family.layouts)}")
+    if not 0 <= seed < 2**63:
+        raise CommandError(f"--seed must be from 0 to 2**63 - 1, got {seed}")
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise CommandError(f"{out} exists and is not an empty directory; name a new one")
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"cannot write {out}: {error.strerror}; name a directory you may write to") from error
+    family.make_tiny(out, seed, layout)

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve MODEL --omni`: check the command in a second, add what a world model needs, run vLLM's own server.
+
+`plan` is pure and light: it reads the flags that matter here, finds the model family, refuses what cannot work with one
+line, and returns the plain `vllm serve` command this stands for. `launch` hands that to vLLM's `ServeSubcommand` with
+three more flags for WebSockets. Nothing heavier than the family's own module is imported before the checks are done.
+Held by tests/entrypoints/cli/test_serve.py.
+"""
+
+import argparse
+import errno
+import importlib.metadata
+import json
+import os
+import shlex
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.entrypoints.cli.errors import CommandError
+
+PLUGIN = "vllm_omni"
+CONFIG_FORMAT = "omni"
+WORKER_CLS = "vllm_omni.worker.DiffusionGPUWorker"
+SCHEDULER_CLS = "vllm_omni.core.sched.StreamBatchScheduler"
+
+_STOCK_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+# Groups whose plugins vLLM loads unasked; endpoint plugins it loads only by name.
+_PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+
+
+def run(argv: list[str]) -> int:
+    """Serve with the arguments behind `serve`, `--omni` already removed."""
+    if not any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in argv):
+        planned = plan(argv, os.environ, installed_plugins())
+        print(f"vllm-omni: serving {planned.title}; the same without --omni: {planned.plain_command}", flush=True)
+        os.environ["VLLM_PLUGINS"] = planned.plugins
+        argv = planned.argv
+    launch(argv)
+    return 0
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """What will run. `argv` goes behind `vllm serve`; `plugins` is the value of VLLM_PLUGINS."""
+
+    title: str
+    argv: list[str]
+    plugins: str
+    plain_command: str
+
+
+def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]) -> ServePlan:
+    """Check the arguments behind `vllm serve` and complete them.
+
+    plugins: names of the installed plugins that vLLM would load by default. Raises CommandError with one line.
+    """
+    flags = ServeFlags.scan(argv)
+    title = check(flags)
+    wanted = {
+        "config-format": CONFIG_FORMAT,
+        "worker-cls": WORKER_CLS,
+        "scheduler-cls": SCHEDULER_CLS,
+    }
+    added = [item for name, value in wanted.items() if name not in flags.values for item in (f"--{name}", value)]
+    if "skip-tokenizer-init" not in flags.values and "no-skip-tokenizer-init" not in flags.values:
+        added.append("--skip-tokenizer-init")
+    names = plugin_names(environ.get("VLLM_PLUGINS"), plugins)
+    plain = [*_without_websocket_flags(argv), *added]
+    return ServePlan(
+        title=title,
+        argv=[*argv, *added],
+        plugins=names,
+        plain_command=f"VLLM_PLUGINS={shlex.quote(names)} {shlex.join(['vllm', 'serve', *plain])}",
+    )
+
+
+def launch(argv: list[str]) -> None:
+    """Parse with vLLM's parser and run vLLM's server; returns when the server has stopped."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+
+    cli_env_setup()
+    parser, command = serve_parser(), ServeSubcommand()
+    args = parser.parse_args(["serve", *argv])
+    configure_logging_from_args(args)
+    command.validate(args)
+    command.cmd(args)
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    """Return vLLM's own parser of `vllm serve` with the WebSocket flags added; imports vLLM."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_omni.entrypoints.websocket import WebSocketOptions
+
+    parser = FlexibleArgumentParser(prog="vllm")
+    subparsers = parser.add_subparsers(required=True, dest="subparser")
+    WebSocketOptions.add_arguments(ServeSubcommand().subparser_init(subparsers))
+    return parser
+
+
+def installed_plugins() -> list[str]:
+    """Names of the plugins vLLM loads when VLLM_PLUGINS is unset."""
+    return [entry.name for group in _PLUGIN_GROUPS for entry in importlib.metadata.entry_points(group=group)]
+
+
+def plugin_names(user_value: str | None, installed: Iterable[str]) -> str:
+    """Return VLLM_PLUGINS: what the user named (or, unset, all that would load anyway) and ours."""
+    names = installed if user_value is None else [name for name in user_value.split(",") if name]
+    return ",".join(dict.fromkeys([*names, PLUGIN]))
+
+
+# ---- checks -----------------------------------------------------------------------------------------------------
+
+
+def check(flags: "ServeFlags") -> str:
+    """Refuse what cannot work, cheapest first; return the model family's title. Raises CommandError."""
+    from vllm_omni.config import OmniConfig
+    from vllm_omni.model_executor.models.registry import detect_family
+
+    if flags.model is None:
+        raise CommandError(
+            "no model: pass a checkpoint directory first, `vllm serve DIR --omni`; "
+            "`vllm-omni make-tiny lingbot_world DIR` writes a small one to try"
+        )
+    try:
+        omni = OmniConfig.from_additional_config(flags.additional_config())
+        family = detect_family(Path(flags.model))
+        hf_config = family.hf_config(Path(flags.model))
+        if family.check_options is not None:
+            family.check_options(hf_config, omni)
+    except (ValueError, OSError) as error:
+        raise CommandError(str(error)) from error
+    _check_combinations(flags, hf_config)
+    _check_port(flags)
+    return family.title
+
+
+def _check_combinations(flags: "ServeFlags", hf_config: Mapping[str, Any]) -> None:
+    config_format = flags.values.get("config-format", CONFIG_FORMAT)
+    if config_format != CONFIG_FORMAT:
+        raise CommandError(f"--config-format {config_format}: this checkpoint needs {CONFIG_FORMAT!r}; drop the flag")
+    if flags.is_on("async-scheduling"):
+        raise CommandError(
+            "--async-scheduling does not pay for diffusion (empty steps in flight, about 4x slower): remove it"
+        )
+    runner = flags.values.get("runner", "auto")
+    if runner not in ("auto", "pooling"):
+        raise CommandError(f"--runner {runner}: a world model is served as 'pooling'; drop the flag")
+    stages = flags.count("pipeline-parallel-size", "pp")
+    if stages > 1 and flags.values.get("scheduler-cls", SCHEDULER_CLS) == _STOCK_SCHEDULER:
+        raise CommandError(
+            f"--pipeline-parallel-size {stages} needs one denoise step per engine step, and the stock scheduler runs "
+            f"whole chunks: drop --scheduler-cls or pass {SCHEDULER_CLS}"
+        )
+    ranks = flags.count("tensor-parallel-size", "tp")
+    heads = hf_config.get("num_attention_heads") or hf_config.get("num_heads")
+    if heads and heads % ranks:
+        allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise CommandError(
+            f"--tensor-parallel-size {ranks} does not divide the model's {heads} heads; allowed: {allowed}"
+        )
+
+
+def _check_port(flags: "ServeFlags") -> None:
+    """A busy port would otherwise be found after half a minute of imports. `--uds` has none."""
+    port = flags.values.get("port", "8000")
+    if "uds" in flags.values or not port.isdecimal():
+        return
+    host = flags.values.get("host", "")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except (OSError, OverflowError) as error:
+            busy = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            what = "is in use" if busy else f"cannot be opened ({error})"
+            raise CommandError(f"port {port} of {host or 'this machine'} {what}; pass another --port") from error
+
+
+# ---- flags ------------------------------------------------------------------------------------------------------
+
+_WEBSOCKET_FLAGS = ("ws-max-size", "ws-ping-interval", "ws-ping-timeout")
+
+
+@dataclass
+class ServeFlags:
+    """The flags of a `vllm serve` command line as written, without vLLM's parser (importing that takes 9 s).
+
+    values: flag without dashes -> its value, "" for a switch. Aliases are resolved by the reader.
+    """
+
+    model: str | None = None
+    values: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def scan(cls, argv: Sequence[str]) -> "ServeFlags":
+        """Read `argv` by vLLM's rules: the model comes first, `_` equals `-`, `--flag=x` equals `--flag x`.
+
+        A `--config` file supplies what the command line does not; raises CommandError if it cannot be read.
+        """
+        flags = cls()
+        index = 0
+        if argv and not argv[0].startswith("-"):
+            flags.model, index = argv[0], 1
+        while index < len(argv):
+            name, equals, value = argv[index].partition("=")
+            index += 1
+            if not name.startswith("-") or name.lstrip("-") == "":
+                continue
+            if not equals and index < len(argv) and not _is_flag(argv[index]):
+                value = argv[index]
+                index += 1
+            flags.values[_canonical(name)] = value
+        if "config" in flags.values:
+            flags.values = {**_read_yaml(flags.values["config"]), **flags.values}
+        flags.model = flags.model or flags.values.get("model")
+        return flags
+
+    def is_on(self, switch: str) -> bool:
+        """Whether a switch is given (a value of "false" in a config file turns it off)."""
+        return self.values.get(switch, "false").lower() not in ("false", "0", "no")
+
+    def count(self, *names: str) -> int:
+        """A whole number >= 1 given under one of several names; 1 when absent."""
+        for name in names:
+            if name in self.values:
+                if not self.values[name].isdecimal() or int(self.values[name]) < 1:
+                    raise CommandError(f"--{name} must be a whole number >= 1, got {self.values[name]!r}")
+                return int(self.values[name])
+        return 1
+
+    def additional_config(self) -> dict[str, Any]:
+        """The value of `--additional-config`, JSON or dotted (`--additional-config.omni.max_sessions 4`)."""
+        text = self.values.get("additional-config", "{}")
+        try:
+            config = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise CommandError(
+                f'--additional-config must be JSON such as {{"omni": {{"max_sessions": 4}}}}, got {text!r} ({error})'
+            ) from error
+        if not isinstance(config, dict) or not isinstance(config.get("omni", {}), dict):
+            raise CommandError(f"--additional-config must be a JSON object whose 'omni' is an object, got {text!r}")
+        for name, value in self.values.items():
+            head, *keys = name.split(".")
+            if head == "additional-config" and keys:
+                _set_nested(config, keys, value)
+        return config
+
+
+def _is_flag(argument: str) -> bool:
+    """Whether an argument is a flag rather than a value; -1 is a number."""
+    return argument.startswith("-") and not argument[1:].replace(".", "", 1).isdecimal()
+
+
+def _canonical(flag: str) -> str:
+    """`--tensor_parallel_size` -> `tensor-parallel-size`; keys behind a dot stay as they are."""
+    head, dot, keys = flag.lstrip("-").partition(".")
+    return head.replace("_", "-") + dot + keys
+
+
+def _set_nested(config: dict[str, Any], keys: list[str], text: str) -> None:
+    for key in keys[:-1]:
+        config = config.setdefault(key, {})
+        if not isinstance(config, dict):
+            raise CommandError(f"--additional-config.{'.'.join(keys)}: {key!r} already holds a value that is no object")
+    try:
+        config[keys[-1]] = json.loads(text)
+    except json.JSONDecodeError:
+        config[keys[-1]] = text
+
+
+def _read_yaml(path: str) -> dict[str, str]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CommandError(f"--config {path}: cannot be read as YAML ({error})") from error
+    if not isinstance(content, dict):
+        raise CommandError(f"--config {path}: must hold `flag: value` lines, got {type(content).__name__}")
+    return {
+        _canonical(str(name)): value if isinstance(value, str) else json.dumps(value) for name, value in content.items()
+    }
+
+
+def _without_websocket_flags(argv: Sequence[str]) -> list[str]:
+    """Drop what plain `vllm serve` does not know."""
+    kept: list[str] = []
+    skip_value = False
+    for argument in argv:
+        if skip_value:
+            skip_value = False
+            continue
+        name, equals, _ = argument.partition("=")
+        if argument.startswith("--") and _canonical(name) in _WEBSOCKET_FLAGS:
+            skip_value = not equals
+            continue
+        kept.append(argument)
+    return kept

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni verify MODEL --golden DIR`: compare a model with tensors recorded from its original implementation."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.entrypoints.cli.errors import CommandError
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("verify", help="compare a model with recorded golden tensors")
+    parser.add_argument("model", help="model family, for example lingbot_world")
+    parser.add_argument("--golden", type=Path, required=True, help="directory of golden files")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0 if every scenario of the directory ran and held, 1 if one did not."""
+    from vllm_omni.model_executor.models.registry import get_family
+
+    try:
+        family = get_family(args.model)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    if family.verify is None:
+        raise CommandError(f"{family.name} has no golden comparison")
+    if not args.golden.is_dir():
+        raise CommandError(f"--golden {args.golden} is not a directory; pass one that holds recorded golden files")
+    report = family.verify(args.golden)
+    print(report.to_json() if args.json else report.to_text())
+    return 0 if report.ok else 1
