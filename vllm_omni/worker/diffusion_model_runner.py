@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DiffusionGPUModelRunner`: runs denoise steps for the requests the scheduler picked; owns device memory.
 
-It has no vLLM base class: it offers the surface that `gpu_worker.Worker` uses (tests/worker/test_runner_surface.py reads
-the worker's source for it) and only sequences its parts: `RequestStates`, `SessionStore`, `group_requests`,
+It has no vLLM base class: it offers the surface that `gpu_worker.Worker` uses (tests/worker/test_runner_surface.py
+reads the worker's source for it) and only sequences its parts: `RequestStates`, `SessionStore`, `group_requests`,
 `ReturnChannel` and the model. It knows no model by name and no sockets.
 
 Invariants (tests/worker/test_diffusion_model_runner.py, tests/engine/):
@@ -435,6 +435,9 @@ class DiffusionGPUModelRunner:
 
     def capture_model(self) -> int:
         return 0
+
+    def needs_cudagraph_capture(self) -> bool:
+        return False
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Called for data-parallel dummy batches: diffusion ranks do not run in lockstep, so there is nothing to do."""

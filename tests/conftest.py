@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures shared by all tests: tiny checkpoints, and a runner in this process without an engine around it."""
+
+import os
+
+# Before vLLM is imported anywhere: small KV pool, one thread per process (results and timings stay stable on 2 cores).
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_omni.model_executor.models.registry import get_family
+
+_INIT_PORT_FILE = "dist-init"
+
+
+@pytest.fixture(scope="session")
+def null_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `null_world` checkpoint directory."""
+    out = tmp_path_factory.mktemp("null_world")
+    get_family("null_world").make_tiny(out, 0, "original")
+    return out
+
+
+@pytest.fixture(scope="session")
+def lingbot_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny LingBot World checkpoint in the original layout."""
+    out = tmp_path_factory.mktemp("lingbot_world")
+    get_family("lingbot_world").make_tiny(out, 0, "original")
+    return out
+
+
+@pytest.fixture(scope="session")
+def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """vLLM's process groups for a world of one, in this process."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed.parallel_state import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    init_file = tmp_path_factory.mktemp("dist") / _INIT_PORT_FILE
+    os.environ["VLLM_DIST_IDENT"] = "tests"
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{init_file}", 0, "gloo")
+        initialize_model_parallel()
+    yield
+    cleanup_dist_env_and_memory()
+
+
+RunnerFactory = Callable[..., Any]
+
+
+@pytest.fixture()
+def make_runner(single_rank: None) -> RunnerFactory:
+    """`make_runner(checkpoint_dir, omni={...}, scheduler_cls=None)` -> a warmed-up runner on CPU."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+
+    import vllm_omni.worker
+    from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
+
+    assert vllm_omni.worker.DiffusionGPUWorker  # as in a worker process: vLLM's CPU module prepares torch for CPU
+
+    def make(
+        model: Path, omni: dict[str, Any] | None = None, scheduler_cls: str | None = None
+    ) -> DiffusionGPUModelRunner:
+        args = EngineArgs(
+            model=str(model),
+            config_format="omni",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            scheduler_cls=scheduler_cls,
+            additional_config={"omni": {"height": 32, "width": 48, **(omni or {})}},
+        )
+        vllm_config = args.create_engine_config()
+        with set_current_vllm_config(vllm_config), torch.inference_mode():
+            runner = DiffusionGPUModelRunner(vllm_config, torch.device("cpu"))
+            runner.load_model()
+            runner.warm_up()
+        return runner
+
+    return make

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner against hand-made scheduler outputs, on the null world."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scheduling import execute, new_request, run_to_end, step
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
+
+STEPS = 5
+
+
+@pytest.fixture()
+def runner(make_runner: Any, null_world: Path) -> Any:
+    return make_runner(null_world)
+
+
+def chunk(request_id: str, session: str, index: int, **fields: Any) -> Any:
+    prompt = "a field" if index == 0 else None
+    return new_request(
+        request_id, session_id=session, chunk_index=index, prompt=prompt, output="latents", **fields
+    )
+
+
+def state_of(runner: Any, session_id: str) -> tuple[Any, dict[str, bytes]]:
+    session = runner.sessions.get(session_id)
+    return session.scalars(), {name: t.numpy().tobytes() for name, t in session.tensors().items()}
+
+
+def latents(result: Any) -> torch.Tensor:
+    return result[1]["latents"]
+
+
+def test_a_request_takes_one_engine_step_per_denoise_step(runner: Any) -> None:
+    """Nothing comes back until the last step, then one envelope with metadata and timings."""
+    results = [execute(runner, step(new=[chunk("r", "s", 0)]))]
+    results += [execute(runner, step(running=["r"])) for _ in range(STEPS - 1)]
+    assert [result["r"] for result in results[:-1]] == [None] * (STEPS - 1)
+    meta, tensors = results[-1]["r"]
+    assert (meta["session_id"], meta["chunk_index"], meta["num_frames"]) == ("s", 0, 9)
+    assert set(meta["timings_ms"]) == {"encode", "denoise", "decode", "total"}
+    assert tensors["latents"].shape == (4, 4, 6)
+
+
+def test_requests_at_different_steps_share_a_step_and_equal_solo_runs(runner: Any, make_runner: Any, null_world: Path) -> None:
+    """A request that arrives two steps late joins the batch; both results are those of running alone."""
+    execute(runner, step(new=[chunk("a", "a", 0, seed=1)]))
+    execute(runner, step(running=["a"]))
+    results: dict[str, Any] = {}
+    outcome = execute(runner, step(new=[chunk("b", "b", 0, seed=2)], running=["a"]))
+    while len(results) < 2:
+        results.update({k: v for k, v in outcome.items() if v is not None})
+        outcome = execute(runner, step(running=[k for k in ("a", "b") if k not in results]))
+    solo = make_runner(null_world)
+    for name, seed in (("a", 1), ("b", 2)):
+        alone = run_to_end(solo, chunk(name, name, 0, seed=seed))[name]
+        assert torch.equal(latents(alone), latents(results[name]))
+
+
+def test_an_aborted_chunk_leaves_its_session_byte_identical(runner: Any) -> None:
+    """After an abort in any step the session is as before and the same chunk can be asked for again."""
+    run_to_end(runner, chunk("r0", "s", 0))
+    before = state_of(runner, "s")
+    reference = None
+    for aborted_after in range(1, STEPS):
+        name = f"r{aborted_after}"
+        execute(runner, step(new=[chunk(name, "s", 1)]))
+        for _ in range(aborted_after - 1):
+            execute(runner, step(running=[name]))
+        execute(runner, step(finished=[name]))
+        assert state_of(runner, "s") == before
+    reference = run_to_end(runner, chunk("again", "s", 1))["again"]
+    assert reference[0]["chunk_index"] == 1
+    assert state_of(runner, "s") != before
+
+
+def test_an_aborted_first_chunk_leaves_no_session(runner: Any) -> None:
+    """A session whose first chunk never succeeded does not exist and holds no bytes."""
+    execute(runner, step(new=[chunk("r", "s", 0)]))
+    assert "s" in runner.sessions
+    execute(runner, step(finished=["r"]))
+    assert "s" not in runner.sessions and runner.sessions.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"fail_in": "prepare"}, "engine_error"),
+        ({"fail_in": "denoise", "fail_at": 0}, "engine_error"),
+        ({"fail_in": "denoise", "fail_at": 3}, "engine_error"),
+        ({"fail_in": "decode"}, "engine_error"),
+        ({"nan_at": 2}, "non_finite"),
+        ({"stepz": 1}, "invalid_request"),
+    ],
+)
+def test_one_bad_request_costs_only_itself(
+    runner: Any, make_runner: Any, null_world: Path, options: dict[str, Any], code: str
+) -> None:
+    """Its neighbour's result is bit-identical to running alone; its own session stays as it was."""
+    run_to_end(runner, chunk("bad0", "bad", 0), chunk("good0", "good", 0))
+    before = state_of(runner, "bad")
+    results = run_to_end(runner, chunk("bad1", "bad", 1, options=options), chunk("good1", "good", 1))
+    assert isinstance(results["bad1"], RequestFailed) and results["bad1"].code == code
+    assert state_of(runner, "bad") == before
+    solo = make_runner(null_world)
+    run_to_end(solo, chunk("good0", "good", 0))
+    assert torch.equal(latents(run_to_end(solo, chunk("good1", "good", 1))["good1"]), latents(results["good1"]))
+
+
+def test_error_texts_tell_a_client_nothing_about_the_inside(runner: Any) -> None:
+    """An unexpected exception's own text (here: 'injected failure') stays in the log."""
+    failure = run_to_end(runner, chunk("r", "s", 0, options={"fail_in": "prepare"}))["r"]
+    assert "injected" not in str(failure)
+
+
+def test_a_chunk_out_of_order_is_refused(runner: Any) -> None:
+    """The error names what arrived and what the session expects."""
+    run_to_end(runner, chunk("r0", "s", 0))
+    failure = run_to_end(runner, chunk("r5", "s", 5))["r5"]
+    assert failure.code == "out_of_order" and "5" in failure.message and "expects 1" in failure.message
+
+
+def test_a_malformed_request_is_refused(runner: Any) -> None:
+    """extra_kwargs without our key, with wrong types or unknown fields: invalid_request, engine goes on."""
+    for extra in (None, {}, {"omni": 3}, {"omni": {"session_id": "../x"}}, {"omni": {"session_id": "a", "nope": 1}}):
+        data = chunk("r", "s", 0)
+        data.pooling_params.extra_kwargs = extra
+        failure = execute(runner, step(new=[data]))["r"]
+        assert isinstance(failure, RequestFailed) and failure.code == "invalid_request"
+        execute(runner, step(finished=["r"]))
+
+
+def test_session_operations(runner: Any) -> None:
+    """fork copies and diverges, reset starts afresh under the same id, close frees; unknown sessions are named."""
+    run_to_end(runner, chunk("r0", "s", 0))
+    forked = run_to_end(runner, new_request("f", session_id="s", op="fork", fork_to="t"))["f"]
+    assert forked[0]["session_id"] == "t" and runner.sessions.get("t").chunk_index == 1
+    same = [run_to_end(runner, chunk(f"{name}1", name, 1))[f"{name}1"] for name in ("s", "t")]
+    assert torch.equal(latents(same[0]), latents(same[1]))
+    poses = torch.eye(4).repeat(12, 1, 1) * 3
+    turned = new_request("t2", {"poses": poses}, session_id="t", chunk_index=2, output="latents")
+    diverged = run_to_end(runner, turned, chunk("s2", "s", 2))
+    assert not torch.equal(latents(diverged["t2"]), latents(diverged["s2"]))
+
+    assert run_to_end(runner, new_request("x", session_id="s", op="reset"))["x"][0]["existed"]
+    assert run_to_end(runner, chunk("again", "s", 0))["again"][0]["chunk_index"] == 0
+    assert run_to_end(runner, new_request("c", session_id="s", op="close"))["c"][0]["existed"]
+    assert not run_to_end(runner, new_request("d", session_id="s", op="close"))["d"][0]["existed"]
+    failure = run_to_end(runner, new_request("g", session_id="s", op="fork", fork_to="u"))["g"]
+    assert failure.code == "unknown_session"
+
+
+def test_a_full_server_says_so_at_once(make_runner: Any, null_world: Path) -> None:
+    """The request beyond the limit gets `capacity`; sessions at work are never evicted for it."""
+    runner = make_runner(null_world, {"max_sessions": 2})
+    run_to_end(runner, chunk("a", "a", 0), chunk("b", "b", 0))
+    failure = run_to_end(runner, chunk("c", "c", 0))["c"]
+    assert failure.code == "capacity" and "a" in runner.sessions and "b" in runner.sessions
+    run_to_end(runner, new_request("x", session_id="a", op="close"))
+    assert run_to_end(runner, chunk("c2", "c", 0))["c2"][0]["chunk_index"] == 0
+
+
+def test_sessions_are_bounded_in_bytes(make_runner: Any, null_world: Path) -> None:
+    """omni.max_session_bytes counts; a size that can never fit is refused at start."""
+    one = 4 * 4 * 6 * 4
+    runner = make_runner(null_world, {"max_session_bytes": one})
+    run_to_end(runner, chunk("a", "a", 0))
+    assert run_to_end(runner, chunk("b", "b", 0))["b"].code == "capacity"
+    with pytest.raises(ValueError, match="one session of the largest shape"):
+        make_runner(null_world, {"max_session_bytes": one - 1})
+
+
+def test_results_that_overflow_one_message_are_delivered_one_step_later(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two results too large for the worker's message ring together both arrive, unchanged, in following steps."""
+    monkeypatch.setattr("vllm_omni.worker.diffusion_model_runner._MAX_STEP_BYTES", 1024)
+    new = [new_request(name, session_id=name, prompt="x", chunk_index=0) for name in "ab"]
+    execute(runner, step(new=new))
+    for _ in range(STEPS - 2):
+        execute(runner, step(running="ab"))
+    first = execute(runner, step(running="ab"))
+    assert first["a"] is not None and first["b"] is None
+    second = execute(runner, step(running=["b"], finished=["a"]))
+    assert second["b"][1]["frames"].shape == (9, 32, 48, 3)
+    assert runner.sessions.get("b").chunk_index == 1
+
+
+def test_the_stock_scheduler_gets_whole_chunks(make_runner: Any, null_world: Path, runner: Any) -> None:
+    """Without StreamBatchScheduler one engine step is a whole chunk, with identical results."""
+    stock = make_runner(null_world, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+    result = execute(stock, step(new=[chunk("r", "s", 0), chunk("q", "s", 1)]))
+    assert result["r"][0]["chunk_index"] == 0 and result["q"][0]["chunk_index"] == 1
+    stepped = run_to_end(runner, chunk("r", "s", 0))["r"]
+    assert torch.equal(latents(stepped), latents(result["r"]))
+
+
+def test_input_tensors_reach_the_model_by_name(runner: Any) -> None:
+    """A NaN pose sent as a tensor is refused by the model with its own code."""
+    poses = torch.full((9, 4, 4), float("nan"))
+    data = new_request("r", {"poses": poses}, session_id="s", prompt="x", chunk_index=0)
+    assert run_to_end(runner, data)["r"].code == "non_finite_pose"
+
+
+def test_params_survive_the_wire(runner: Any) -> None:
+    """to_pooling_params / from_extra_kwargs is the identity."""
+    params = DiffusionParams(session_id="s", prompt="p", seed=3, actions=[["w"], []], options={"x": 1})
+    assert DiffusionParams.from_extra_kwargs(params.to_pooling_params().extra_kwargs) == params

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner offers everything that vLLM's worker asks of one: read from the worker's source, so it follows vLLM."""
+
+import inspect
+import re
+
+import pytest
+from vllm.v1.worker import gpu_worker
+
+from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
+
+# Paths that a diffusion worker can never take, each with the reason.
+UNREACHABLE = {
+    "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a KV group",
+    "uniform_decode_query_len": "read with a default",
+    "kv_caches": "CPUWorker.compile_or_warm_up_model only, which DiffusionWorkerMixin overrides",
+}
+
+
+def used_by_worker() -> list[str]:
+    source = inspect.getsource(gpu_worker)
+    return sorted(set(re.findall(r"model_runner\.([A-Za-z_]\w*)", source)))
+
+
+def test_the_pattern_still_finds_the_surface() -> None:
+    """If vLLM renames the attribute, this test must fail instead of finding nothing to check."""
+    assert {"execute_model", "load_model", "get_kv_cache_spec"} <= set(used_by_worker())
+
+
+@pytest.mark.parametrize("name", [name for name in used_by_worker() if name not in UNREACHABLE])
+def test_every_attribute_the_worker_uses_exists(name: str) -> None:
+    """Methods on the class, attributes assigned in __init__ or load_model."""
+    assigned = inspect.getsource(DiffusionGPUModelRunner)
+    module_like = name in {"GPUModelRunner"} or f"model_runner.{name} import" in inspect.getsource(gpu_worker)
+    assert module_like or hasattr(DiffusionGPUModelRunner, name) or f"self.{name}" in assigned
