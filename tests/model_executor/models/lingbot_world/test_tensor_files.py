@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight files from strangers: only plain dense tensors from inside the folder are read, the rest is one line."""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from vllm_omni.model_executor.models.lingbot_world.tensor_files import confined, open_tensors, read_json
+
+MARKER = "payload_ran"
+
+
+class Payload:
+    """Unpickling this would create the marker file."""
+
+    def __reduce__(self):
+        return (os.mkdir, (MARKER,))
+
+
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        open_tensors(path)
+    assert "\n" not in str(caught.value)
+
+
+def index(folder: Path, weight_map) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def test_pth_tensors_are_mapped_and_read_back(tmp_path):
+    """A `.pth` of plain tensors gives names, shapes, types and values."""
+    stored = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+    torch.save(stored, tmp_path / "x.pth")
+    source = open_tensors(tmp_path / "x.pth")
+    assert source.shapes == {"a": (2, 3), "b": (4,)}
+    assert source.dtypes == {"a": torch.float32, "b": torch.bfloat16}
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in source.read(["b", "a"]))
+
+
+def test_an_index_chooses_the_files(tmp_path):
+    """With an index only the files it names are read; a stale shard beside them is ignored."""
+    save_file({"a": torch.ones(1)}, tmp_path / "model-1.safetensors")
+    save_file({"b": torch.ones(2)}, tmp_path / "model-2.safetensors")
+    save_file({"a": torch.zeros(1)}, tmp_path / "old.safetensors")
+    index(tmp_path, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
+    source = open_tensors(tmp_path)
+    assert source.shapes == {"a": (1,), "b": (2,)}
+    assert {name: tensor.sum().item() for name, tensor in source.read(["a", "b"])} == {"a": 1.0, "b": 2.0}
+
+
+def test_without_an_index_the_same_tensor_in_two_files_is_refused(tmp_path):
+    """Two files that both hold a tensor are ambiguous."""
+    save_file({"a": torch.ones(1)}, tmp_path / "model-1.safetensors")
+    save_file({"a": torch.zeros(1)}, tmp_path / "old.safetensors")
+    refused(tmp_path, "'a' is in another file")
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "x\0", "a\\b", "x" * 5000, "CON/../x"]
+)
+def test_index_entries_that_are_no_plain_file_name_are_refused(tmp_path, name):
+    """An index can only name files beside itself."""
+    (tmp_path / "inner").mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
+    index(tmp_path / "inner", {"a": name})
+    refused(tmp_path / "inner", "no plain file name")
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path):
+    """A weight file that is a link to somewhere else is not followed."""
+    (tmp_path / "inner").mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "secret.safetensors")
+    (tmp_path / "inner" / "x.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    refused(tmp_path / "inner", "link to a file outside")
+
+
+def test_a_sibling_folder_with_the_same_prefix_is_outside(tmp_path):
+    """`model-evil/` does not count as inside `model/`."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model-evil").mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "model-evil" / "x.safetensors")
+    (tmp_path / "model" / "x.safetensors").symlink_to("../model-evil/x.safetensors")
+    refused(tmp_path / "model", "link to a file outside")
+
+
+def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
+    """A snapshot folder of the hub's cache, whose files are links into `blobs/`, loads."""
+    snapshot = tmp_path / "models--x--y" / "snapshots" / "0123" / "transformer"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--x--y" / "blobs").mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "models--x--y" / "blobs" / "deadbeef")
+    (snapshot / "x.safetensors").symlink_to("../../../blobs/deadbeef")
+    assert open_tensors(snapshot).shapes == {"a": (1,)}
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, -1])
+def test_truncated_safetensors_are_refused(tmp_path, keep):
+    """A half-downloaded file is named, with what to do."""
+    save_file({"a": torch.ones(100)}, tmp_path / "x.safetensors")
+    data = (tmp_path / "x.safetensors").read_bytes()
+    (tmp_path / "x.safetensors").write_bytes(data[:keep])
+    refused(tmp_path, "no complete safetensors file .*download it again")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {
+            "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+            "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
+        },
+        {"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [2**62, 16], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}},
+        {"a": {"dtype": "F33", "shape": [2], "data_offsets": [0, 8]}},
+    ],
+)
+def test_safetensors_headers_that_lie_are_refused(tmp_path, header):
+    """Overlapping, oversized and reversed ranges and unknown types are refused before any tensor exists."""
+    raw = json.dumps(header).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + b"\0" * 12)
+    refused(tmp_path, "no complete safetensors file")
+
+
+def test_a_huge_header_is_refused(tmp_path):
+    """A header length of 2^62 bytes allocates nothing."""
+    (tmp_path / "x.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
+    refused(tmp_path, "no complete safetensors file")
+
+
+def test_integer_tensors_are_refused(tmp_path):
+    """Quantised or integer weights need a code path that does not exist; they are not cast."""
+    save_file({"a": torch.ones(2, dtype=torch.int8)}, tmp_path / "x.safetensors")
+    refused(tmp_path, "dtype I8; allowed: F32, F16, BF16")
+
+
+@pytest.mark.parametrize("keep", [0, 10, 500, -30])
+def test_truncated_pth_is_refused(tmp_path, keep):
+    """A half-downloaded `.pth` is one line too."""
+    torch.save({"a": torch.ones(1000)}, tmp_path / "x.pth")
+    (tmp_path / "x.pth").write_bytes((tmp_path / "x.pth").read_bytes()[:keep])
+    refused(tmp_path / "x.pth", "download it again")
+
+
+def test_code_in_a_pth_does_not_run(tmp_path, monkeypatch):
+    """A pickle payload is refused in a zip archive, in a bare pickle and beside good tensors, and never runs."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a": Payload()}, tmp_path / "zip.pth")
+    torch.save({"a": torch.ones(1), "b": Payload()}, tmp_path / "mixed.pth")
+    (tmp_path / "bare.pth").write_bytes(pickle.dumps({"a": Payload()}))
+    torch.save({"a": torch.ones(1)}, tmp_path / "legacy.pth", _use_new_zipfile_serialization=False)
+    refused(tmp_path / "zip.pth", "holds more than tensors")
+    refused(tmp_path / "mixed.pth", "holds more than tensors")
+    refused(tmp_path / "bare.pth", "no PyTorch zip archive")
+    refused(tmp_path / "legacy.pth", "no PyTorch zip archive")
+    assert not Path(MARKER).exists()
+
+
+def shared() -> dict[str, torch.Tensor]:
+    tensor = torch.ones(64)
+    return {"a": tensor, "b": tensor}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"a": torch.eye(3).to_sparse()}, "sparse or quantised"),
+        ({"a": torch.eye(3).to_sparse_csr()}, "sparse or quantised|holds more than tensors"),
+        ({"a": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, "sparse or quantised|more than tensors"),
+        ({"a": torch.ones(1).expand(2**40)}, "claims more than it stores"),
+        ({"a": torch.ones(4, 4).t()}, "claims more than it stores"),
+        ({"a": torch.ones(2, device="meta")}, "no data"),
+        ({"a": torch.ones(2, dtype=torch.int64)}, "dtype torch.int64"),
+        ({"a": torch.ones(2, dtype=torch.complex64)}, "dtype torch.complex64"),
+        ({"a": [torch.ones(2)]}, "is a list"),
+        ({1: torch.ones(2)}, "dictionary of tensor name"),
+        ([torch.ones(2)], "dictionary of tensor name"),
+        (shared(), "share memory"),
+    ],
+)
+def test_anything_but_plain_dense_float_tensors_is_refused(tmp_path, content, message):
+    """Sparse, quantised, stretched, shared, data-less and non-float tensors, and other objects, are refused unread."""
+    torch.save(content, tmp_path / "x.pth")
+    refused(tmp_path / "x.pth", message)
+
+
+def test_a_zip_that_is_no_checkpoint_is_refused(tmp_path):
+    """An archive with the right first bytes and other contents is refused."""
+    with zipfile.ZipFile(tmp_path / "x.pth", "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    refused(tmp_path / "x.pth", "cannot be read")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_raise_only_valueerror(tmp_path, data):
+    """Changed bytes anywhere in a weight file load or raise ValueError, nothing else."""
+    buffer = io.BytesIO()
+    torch.save({"a": torch.ones(8), "b": torch.zeros(3)}, buffer)
+    save_file({"a": torch.ones(8)}, tmp_path / "good.safetensors")
+    for name, good in (("x.pth", buffer.getvalue()), ("y.safetensors", (tmp_path / "good.safetensors").read_bytes())):
+        damaged = bytearray(good)
+        for _ in range(data.draw(st.integers(1, 4))):
+            damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+        path = tmp_path / name
+        path.write_bytes(bytes(damaged))
+        with contextlib.suppress(ValueError):
+            source = open_tensors(path)
+            for _, tensor in source.read(list(source.shapes)):
+                assert tensor.numel() < 1000
+
+
+@pytest.mark.parametrize("text", [b"", b"[1]", b"{", b"\xff\xfe", b"[" * 100_000])
+def test_files_that_are_no_json_object_are_refused(tmp_path, text):
+    """A broken config or index is one line naming the file."""
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_json(tmp_path / "config.json")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    """An index that names a shard that did not arrive says which."""
+    index(tmp_path, {"a": "model-1.safetensors"})
+    refused(tmp_path, r"model-1\.safetensors is not there")
+    with pytest.raises(ValueError, match="is not there"):
+        confined(tmp_path, "nothing")

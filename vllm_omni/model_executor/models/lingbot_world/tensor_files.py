@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight files as named tensors: shapes first, data one tensor at a time, nothing but plain dense tensors.
+
+Files are untrusted. Two formats are read: safetensors, and PyTorch zip archives through `torch.load(weights_only=True,
+mmap=True)`, which runs no code from the file and maps it instead of reading it. A file that is truncated, is not what
+its name says or holds anything but dense float tensors is a ValueError of one line before any data is used.
+Held by tests/model_executor/models/lingbot_world/test_tensor_files.py.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+Shape = tuple[int, ...]
+
+_SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = frozenset(_SAFETENSORS_DTYPES.values())
+_ZIP_MAGIC = b"PK\x03\x04"
+_MAX_JSON_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class SafetensorsSource:
+    """Tensors of one or several safetensors files. `shapes` and `dtypes` come from their headers."""
+
+    where: str
+    files: Mapping[Path, tuple[str, ...]]
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, torch.dtype]
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, CPU tensor) for the given names, file by file; one tensor is in memory at a time."""
+        wanted = set(names)
+        for path, stored in self.files.items():
+            if wanted.isdisjoint(stored):
+                continue
+            with safe_open(path, framework="pt") as file:
+                for name in stored:
+                    if name in wanted:
+                        yield name, file.get_tensor(name)
+
+
+@dataclass(frozen=True)
+class TorchSource:
+    """Tensors of one PyTorch zip archive, mapped into memory."""
+
+    where: str
+    tensors: Mapping[str, torch.Tensor]
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, torch.dtype]
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, CPU tensor) for the given names; pages are read from the file when they are touched."""
+        for name in names:
+            yield name, self.tensors[name]
+
+
+TensorSource = SafetensorsSource | TorchSource
+
+
+def open_tensors(path: Path) -> TensorSource:
+    """Open a folder of safetensors (with or without an index), one safetensors file, or one `.pth`.
+
+    Raises ValueError of one line: what is wrong with which file.
+    """
+    if path.is_dir():
+        return _open_safetensors(_files_of(path), str(path))
+    if path.suffix == ".safetensors":
+        return _open_safetensors([confined(path.parent, path.name)], str(path))
+    return _open_torch(confined(path.parent, path.name))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a small JSON object. Raises ValueError naming the file when it is anything else."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ValueError(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB; it is no config or index file")
+        value = json.loads(path.read_bytes())
+    except (OSError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({type(error).__name__}); download it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def confined(folder: Path, name: str) -> Path:
+    """Return `folder / name` if that is a file really inside `folder`, else raise ValueError.
+
+    Links that the Hugging Face cache makes (`snapshots/<revision>/x -> blobs/<hash>` of the same repository) count as
+    inside.
+    """
+    if not isinstance(name, str) or name in ("", ".", "..") or len(name) > 255 or set(name) & set("/\\\0"):
+        raise ValueError(f"{folder}: {str(name)[:80]!r} is no plain file name; weight files lie beside their index")
+    path = folder / name
+    real_folder = folder.resolve()
+    inside = [real_folder, *(parent.parent / "blobs" for parent in real_folder.parents if parent.name == "snapshots")]
+    real = path.resolve()
+    if not any(real.is_relative_to(root) for root in inside):
+        raise ValueError(f"{path} is a link to a file outside its folder; put the file itself there")
+    if not real.is_file():
+        raise ValueError(f"{path} is not there; download it again")
+    return path
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Return the weight files of a folder: those its index names, else all its safetensors."""
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise ValueError(f"{folder} has {len(indices)} index files ({indices[0].name}, {indices[1].name}); keep one")
+    if indices:
+        weight_map = read_json(confined(folder, indices[0].name)).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{indices[0]} must hold a 'weight_map' object of tensor name -> file name")
+        return [confined(folder, name) for name in sorted(set(map(str, weight_map.values())))]
+    files = [confined(folder, path.name) for path in sorted(folder.glob("*.safetensors"))]
+    if not files:
+        raise ValueError(f"{folder} holds no *.safetensors file; download the weights into it")
+    return files
+
+
+def _open_safetensors(paths: list[Path], where: str) -> SafetensorsSource:
+    files: dict[Path, tuple[str, ...]] = {}
+    shapes: dict[str, Shape] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                files[path] = tuple(file.keys())
+                for name in files[path]:
+                    if name in shapes:
+                        raise ValueError(f"{path}: tensor {name!r} is in another file of this folder too; keep one")
+                    header = file.get_slice(name)
+                    shapes[name] = tuple(header.get_shape())
+                    if (stored := header.get_dtype()) not in _SAFETENSORS_DTYPES:
+                        allowed = ", ".join(_SAFETENSORS_DTYPES)
+                        raise ValueError(f"{path}: tensor {name!r} has dtype {stored}; allowed: {allowed}")
+                    dtypes[name] = _SAFETENSORS_DTYPES[stored]
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is no complete safetensors file ({error}); download it again") from error
+    return SafetensorsSource(where, files, shapes, dtypes)
+
+
+def _open_torch(path: Path) -> TorchSource:
+    with path.open("rb") as file:
+        if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
+            raise ValueError(f"{path} is no PyTorch zip archive; download it again or convert it to safetensors")
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # the unpickler raises whatever a malformed file makes it raise
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}): it is truncated or holds more than tensors; "
+            "download it again"
+        ) from error
+    if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
+        raise ValueError(f"{path} must hold a dictionary of tensor name -> tensor, got {type(tensors).__name__}")
+    for name, tensor in tensors.items():
+        if problem := _not_plain(tensor):
+            raise ValueError(f"{path}: {name[:80]!r} {problem}; only dense float tensors are loaded")
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors.values()}
+    if (claimed := sum(tensor.nbytes for tensor in tensors.values())) > sum(storages.values()):
+        raise ValueError(f"{path}: its tensors share memory ({claimed} bytes in {sum(storages.values())} stored ones)")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return TorchSource(str(path), tensors, shapes, {name: tensor.dtype for name, tensor in tensors.items()})
+
+
+def _not_plain(value: Any) -> str | None:
+    """Say what keeps `value` from being a plain dense float tensor; None if nothing does. Touches no data."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return f"is a {type(value).__name__}"
+    if value.layout != torch.strided or value.is_quantized:
+        return "is sparse or quantised"
+    if value.dtype not in _DTYPES:
+        return f"has dtype {value.dtype}"
+    if value.device.type != "cpu":
+        return f"has no data (device {value.device})"
+    end = value.storage_offset() + value.numel()
+    if not value.is_contiguous() or end * value.itemsize > value.untyped_storage().nbytes():
+        return f"of shape {tuple(value.shape)} is a view that claims more than it stores"
+    return None
