@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From poses or held keys to the camera map the transformer is conditioned on.
+
+A pose is camera-to-world, 4x4, OpenCV axes (x right, y down, z forward). The network is told how the camera moved
+from one latent frame to the next: frame-to-frame poses, translations divided by a scale, turned into a ray per pixel
+(origin and unit direction). Chunks are computed in fp64 and rounded once to fp32. Maths: Robbyant/lingbot-world
+@ a43bec7, wan/utils/cam_utils.py and wasd_ijkl_to_c2ws.py.
+
+Two conventions differ in what a chunk's first frame is relative to and in the scale:
+
+- interactive: the previous chunk's last pose, so every frame's action takes effect; a constant unit of translation;
+- trajectory: nothing (the clip's first frame stands still); the clip's largest translation.
+
+Held by tests/model_executor/models/lingbot_world/test_camera.py.
+"""
+
+# N frames; poses_N44 camera-to-world; intrinsics_N4 = fx, fy, cx, cy in pixels
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_omni.model_executor.models.lingbot_world.config import NATIVE_HEIGHT, NATIVE_WIDTH, VAE_SPATIAL, VAE_TEMPORAL
+from vllm_omni.outputs import RequestFailed
+
+MOVE_UNIT = 0.05
+"""Translation of one latent frame with a movement key held."""
+YAW_DEGREES, PITCH_DEGREES = 6.0, 4.0
+"""Rotation of one latent frame with a look key held."""
+PITCH_LIMIT_DEGREES = 85.0
+ACTION_FOCAL = 500.0
+"""Focal length in pixels of the output, when actions come without intrinsics."""
+KEYS = "wasdijkl"
+
+_LARGEST = 1e6
+_FOCAL_RANGE = (1.0, 1e6)
+_ROTATION_TOLERANCE = 1e-2
+_LAST_ROW_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class CameraTail:
+    """Where the camera is: the last pose of a session, and the pitch that look keys have accumulated."""
+
+    pose_44: torch.Tensor
+    pitch_degrees: float
+
+    @classmethod
+    def origin(cls) -> "CameraTail":
+        return cls(torch.eye(4, dtype=torch.float64), 0.0)
+
+    @classmethod
+    def at(cls, pose_44: torch.Tensor) -> "CameraTail":
+        """Take over a pose that no key produced; its pitch is how far it looks above the horizon."""
+        upward = -float(pose_44[1, 2].clamp(-1.0, 1.0))
+        return cls(pose_44.clone(), float(torch.rad2deg(torch.asin(torch.tensor(upward, dtype=torch.float64)))))
+
+
+# -- what clients send -------------------------------------------------------------------------------------------------
+
+
+def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:
+    """Check a `[num_frames, 4, 4]` tensor of poses; returns it in fp64.
+
+    Raises `RequestFailed` `invalid_camera` (shape, range, not a rotation) or `non_finite_pose`.
+    """
+    if tuple(poses.shape) != (num_frames, 4, 4) or not _is_real(poses):
+        raise RequestFailed(
+            "invalid_camera",
+            f"poses must be floats of shape [{num_frames}, 4, 4], one per pixel frame of this chunk; "
+            f"got {poses.dtype} {list(poses.shape)}",
+        )
+    poses_N44 = _finite(poses, "poses")
+    rotation = poses_N44[:, :3, :3]
+    skew = (rotation @ rotation.mT - torch.eye(3, dtype=torch.float64)).abs().amax(dim=(1, 2))
+    proper = (skew <= _ROTATION_TOLERANCE) & (torch.linalg.det(rotation) > 0)
+    if not bool(proper.all()):
+        index = int((~proper).nonzero()[0])
+        raise RequestFailed(
+            "invalid_camera",
+            f"poses[{index}][:3, :3] is not a rotation: R R^T must be within {_ROTATION_TOLERANCE:g} of the identity "
+            f"and det R = +1",
+        )
+    last_row = poses_N44[:, 3] - torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    if bool((last_row.abs() > _LAST_ROW_TOLERANCE).any()):
+        raise RequestFailed("invalid_camera", "the last row of every pose must be [0, 0, 0, 1]")
+    return poses_N44
+
+
+def read_intrinsics(intrinsics: torch.Tensor, num_frames: int) -> torch.Tensor:
+    """Check `[N, 4]`, `[N, 3, 3]`, `[N, 4, 4]`, or one `[4]` / `[3, 3]` for all frames; returns fp64 `[N, 4]`.
+
+    A single row (N = 1) also stands for all frames. Raises `RequestFailed` as `read_poses` does.
+    """
+    shape = tuple(intrinsics.shape)
+    batched = intrinsics.unsqueeze(0) if shape in ((4,), (3, 3)) else intrinsics
+    if batched.shape[1:] not in ((4,), (3, 3), (4, 4)) or len(batched) not in (1, num_frames) or not _is_real(batched):
+        raise RequestFailed(
+            "invalid_camera",
+            f"intrinsics must be floats [{num_frames}, 4] (fx, fy, cx, cy), [{num_frames}, 3, 3] or "
+            f"[{num_frames}, 4, 4], or one row for all frames; got {intrinsics.dtype} {list(shape)}",
+        )
+    values = _finite(batched, "intrinsics")
+    if values.dim() == 3:
+        values = torch.stack((values[:, 0, 0], values[:, 1, 1], values[:, 0, 2], values[:, 1, 2]), dim=1)
+    low, high = _FOCAL_RANGE
+    if bool(((values[:, :2] < low) | (values[:, :2] > high)).any()):
+        raise RequestFailed("invalid_camera", f"focal lengths fx and fy must lie in [{low:g}, {high:g}] pixels")
+    return values.expand(num_frames, 4)
+
+
+def read_actions(actions: Sequence[Sequence[str]], num_frames: int) -> list[str]:
+    """Check held keys, one list per latent frame; missing frames are idle. Returns one string of keys per frame."""
+    if len(actions) > num_frames:
+        raise RequestFailed(
+            "invalid_camera",
+            f"actions must hold at most {num_frames} entries, one per latent frame, got {len(actions)}",
+        )
+    for index, keys in enumerate(actions):
+        for key in keys:
+            if key not in KEYS or len(key) != 1:
+                raise RequestFailed(
+                    "invalid_camera", f"actions[{index}] holds {key[:16]!r}; keys are {', '.join(KEYS)}"
+                )
+    held = ["".join(sorted(set(keys))) for keys in actions]
+    return held + [""] * (num_frames - len(held))
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.dtype.is_floating_point
+
+
+def _finite(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    values = tensor.to("cpu", torch.float64)
+    if not bool(torch.isfinite(values).all()):
+        raise RequestFailed("non_finite_pose", f"{name} must be finite, got NaN or Inf")
+    if bool((values.abs() > _LARGEST).any()):
+        raise RequestFailed("invalid_camera", f"{name} must lie within +-{_LARGEST:g}")
+    return values
+
+
+# -- poses -------------------------------------------------------------------------------------------------------------
+
+
+def latent_poses(per_pixel: torch.Tensor, frames: range) -> torch.Tensor:
+    """Pick the rows of latent `frames` (absolute) from a chunk's per-pixel-frame rows: latent i shows pixel 4 i."""
+    first_pixel = 0 if frames.start == 0 else VAE_TEMPORAL * (frames.start - 1) + 1
+    return per_pixel[[VAE_TEMPORAL * frame - first_pixel for frame in frames]]
+
+
+def integrate_actions(
+    held: Sequence[str],
+    tail: CameraTail,
+    *,
+    yaw_degrees: float = YAW_DEGREES,
+    pitch_degrees: float = PITCH_DEGREES,
+    move: float = MOVE_UNIT,
+) -> tuple[torch.Tensor, CameraTail]:
+    """Walk from `tail`, one pose per entry of `held`; returns (poses_N44, the new tail).
+
+    Look first, then move in the horizontal plane along the new view. A pitch step beyond the limit is dropped whole.
+    Diagonal movement is not normalised. Opposite keys cancel.
+    """
+    pose, pitch = tail.pose_44, tail.pitch_degrees
+    poses = []
+    for keys in held:
+        turn = yaw_degrees * (("l" in keys) - ("j" in keys))
+        look = pitch_degrees * (("i" in keys) - ("k" in keys))
+        if abs(pitch + look) > PITCH_LIMIT_DEGREES:
+            look = 0.0
+        pitch += look
+        pose = pose.clone()
+        pose[:3, :3] = _rotation(1, turn) @ pose[:3, :3] @ _rotation(0, look)
+        ahead = ("w" in keys) - ("s" in keys)
+        aside = ("d" in keys) - ("a" in keys)
+        pose[:3, 3] += move * (ahead * _horizontal(pose[:3, 2]) + aside * _horizontal(pose[:3, 0]))
+        poses.append(pose)
+    return torch.stack(poses), CameraTail(pose, pitch)
+
+
+def _rotation(axis: int, degrees: float) -> torch.Tensor:
+    angle = torch.deg2rad(torch.tensor(degrees, dtype=torch.float64))
+    cos, sin, one, zero = angle.cos(), angle.sin(), torch.ones_like(angle), torch.zeros_like(angle)
+    rows = {
+        0: (one, zero, zero, zero, cos, -sin, zero, sin, cos),
+        1: (cos, zero, sin, zero, one, zero, -sin, zero, cos),
+    }
+    return torch.stack(rows[axis]).view(3, 3)
+
+
+def _horizontal(direction_3: torch.Tensor) -> torch.Tensor:
+    flat = direction_3 * torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    return flat / (flat.norm() + 1e-6)
+
+
+def resample_poses(poses_N44: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+    """Interpolate poses at fractional frame indices: translation linear, rotation along the shorter great arc."""
+    times = times.clamp(0, len(poses_N44) - 1)
+    low = times.floor().long().clamp(max=max(len(poses_N44) - 2, 0))
+    high = (low + 1).clamp(max=len(poses_N44) - 1)
+    weight = (times - low).unsqueeze(1)
+    out = torch.eye(4, dtype=torch.float64).repeat(len(times), 1, 1)
+    out[:, :3, 3] = torch.lerp(poses_N44[low, :3, 3], poses_N44[high, :3, 3], weight)
+    # R_low^T R_high turns by `angle` around `axis`; Rodrigues' formula turns by the wanted part of it.
+    step = poses_N44[low, :3, :3].mT @ poses_N44[high, :3, :3]
+    axis_angle = _log_rotation(step)
+    out[:, :3, :3] = poses_N44[low, :3, :3] @ torch.linalg.matrix_exp(_cross_matrix(axis_angle * weight))
+    return out
+
+
+def _log_rotation(rotation_N33: torch.Tensor) -> torch.Tensor:
+    """Return axis times angle [N, 3] of rotations by less than half a turn."""
+    skew = rotation_N33 - rotation_N33.mT
+    vector = torch.stack((skew[:, 2, 1], skew[:, 0, 2], skew[:, 1, 0]), dim=1) / 2  # axis * sin(angle)
+    sine = vector.norm(dim=1, keepdim=True)
+    cosine = ((rotation_N33.diagonal(dim1=1, dim2=2).sum(1) - 1) / 2).unsqueeze(1)
+    angle = torch.atan2(sine, cosine)
+    return vector * torch.where(sine > 1e-12, angle / sine.clamp_min(1e-12), torch.ones_like(sine))
+
+
+def _cross_matrix(vector_N3: torch.Tensor) -> torch.Tensor:
+    x, y, z = vector_N3.unbind(1)
+    zero = torch.zeros_like(x)
+    return torch.stack((zero, -z, y, z, zero, -x, -y, x, zero), dim=1).view(-1, 3, 3)
+
+
+def relative_poses(poses_N44: torch.Tensor, previous_44: torch.Tensor | None = None) -> torch.Tensor:
+    """Return each pose as seen from the one before it, in the type of `poses_N44`.
+
+    `previous_44` precedes the first; None: the first stands.
+    """
+    first = poses_N44[:1] if previous_44 is None else previous_44.unsqueeze(0)
+    before = torch.cat((first, poses_N44[:-1]))
+    relative = _inverse(before) @ poses_N44
+    if previous_44 is None:
+        relative[0] = torch.eye(4)
+    return relative
+
+
+def _inverse(poses_N44: torch.Tensor) -> torch.Tensor:
+    """Invert rigid motions: (R, t) -> (R^T, -R^T t)."""
+    inverse = torch.eye(4, dtype=poses_N44.dtype).repeat(len(poses_N44), 1, 1)
+    inverse[:, :3, :3] = poses_N44[:, :3, :3].mT
+    inverse[:, :3, 3:] = -inverse[:, :3, :3] @ poses_N44[:, :3, 3:]
+    return inverse
+
+
+def scaled_translations(relative_N44: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    """Divide translations by `scale`; None = by the largest of them (if any frame moved at all)."""
+    if scale is None:
+        scale = float(relative_N44[:, :3, 3].norm(dim=1).max()) or 1.0
+    out = relative_N44.clone()
+    out[:, :3, 3] /= scale
+    return out
+
+
+# -- the camera map ----------------------------------------------------------------------------------------------------
+
+
+def scale_intrinsics(intrinsics_N4: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Rescale intrinsics given for 480x832 to the output size (no crop)."""
+    x, y = width / NATIVE_WIDTH, height / NATIVE_HEIGHT
+    return intrinsics_N4 * torch.tensor([x, y, x, y], dtype=torch.float64)
+
+
+def action_intrinsics(num_frames: int, height: int, width: int) -> torch.Tensor:
+    """Return the intrinsics that go with actions, at the output size."""
+    row = torch.tensor([ACTION_FOCAL, ACTION_FOCAL, width / 2, height / 2], dtype=torch.float64)
+    return row.expand(num_frames, 4)
+
+
+def camera_map(
+    relative_N44: torch.Tensor,
+    intrinsics_N4: torch.Tensor,
+    height: int,
+    width: int,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Return the ray map [384, N, height/8, width/8], fp32: origin and unit direction of every pixel's ray.
+
+    Channel c * 64 + (v mod 8) * 8 + (u mod 8) of cell (v div 8, u div 8) is component c of pixel (u, v); components
+    are origin x y z, direction x y z. intrinsics_N4 are at the output size. Computed on `device` in fp64.
+    """
+    relative_N44, intrinsics_N4 = relative_N44.to(device).double(), intrinsics_N4.to(device).double()
+    fx, fy, cx, cy = (value.view(-1, 1) for value in intrinsics_N4.unbind(1))
+    u = (torch.arange(width, dtype=torch.float64, device=device) + 0.5 - cx) / fx
+    v = (torch.arange(height, dtype=torch.float64, device=device) + 0.5 - cy) / fy
+    shape = (len(relative_N44), height, width)
+    x, y = u.unsqueeze(1).expand(shape), v.unsqueeze(2).expand(shape)
+    rays = torch.stack((x, y, torch.ones_like(x)), dim=1)
+    rays /= rays.norm(dim=1, keepdim=True)
+    direction = torch.einsum("nij,njhw->nihw", relative_N44[:, :3, :3], rays)
+    origin = relative_N44[:, :3, 3].view(-1, 3, 1, 1).expand_as(direction)
+    planes = torch.cat((origin, direction), dim=1).float()
+    return torch.nn.functional.pixel_unshuffle(planes, VAE_SPATIAL).transpose(0, 1).contiguous()
+
+
+# -- a whole trajectory, as the original does it -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A clip's camera after the original's preparation; one row per latent frame."""
+
+    poses_N44: torch.Tensor
+    relative_N44: torch.Tensor
+    intrinsics_N4: torch.Tensor
+
+    @property
+    def pixel_frames(self) -> int:
+        """Video frames the clip will have: 1 + 4 for each latent frame but the first."""
+        return VAE_TEMPORAL * (len(self.poses_N44) - 1) + 1
+
+
+def prepare_trajectory(
+    poses_N44: torch.Tensor,
+    intrinsics_N4: torch.Tensor,
+    height: int,
+    width: int,
+    *,
+    num_frames: int | None = None,
+    chunk_frames: int = 3,
+) -> Trajectory:
+    """Prepare a whole uploaded path (a pose per video frame), relative to itself and scaled by its largest step.
+
+    The path is cut to 4 n + 1 frames (and `num_frames`), then to whole chunks of latent frames, and resampled over
+    what the first cut left: 25 poses give 6 latent frames, not 7. The first frame's intrinsics serve the whole clip.
+    Poses are differenced in fp32 relative to the first, as in the original: far from the origin that costs digits
+    (7e-5 of the scale at 130 units), and being closer to exact would be further from the original.
+    Raises ValueError when not even one chunk fits.
+    """
+    longest = min(len(poses_N44), num_frames if num_frames is not None else len(poses_N44))
+    used = VAE_TEMPORAL * ((longest - 1) // VAE_TEMPORAL) + 1
+    latents = ((used - 1) // VAE_TEMPORAL + 1) // chunk_frames * chunk_frames
+    if latents < 1:
+        needed = VAE_TEMPORAL * (chunk_frames - 1) + 1
+        raise ValueError(f"{longest} poses arrived; one chunk of {chunk_frames} latent frames needs {needed}")
+    times = torch.linspace(0, used - 1, latents, dtype=torch.float64)
+    poses = resample_poses(poses_N44[:used].double(), times).float()
+    anchored = _inverse(poses[:1]) @ poses
+    anchored[0] = torch.eye(4)
+    relative = scaled_translations(relative_poses(anchored))
+    intrinsics = scale_intrinsics(intrinsics_N4[:1].double(), height, width).expand(latents, 4)
+    return Trajectory(poses, relative, intrinsics)
