@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real engine (AsyncLLM: front end, EngineCore process, worker processes) driven chunk by chunk."""
+
+import contextlib
+import itertools
+import os
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_omni.inputs import DiffusionParams, engine_prompt
+from vllm_omni.outputs import unpack
+
+STOCK_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+
+
+class EngineClient:
+    """Thin convenience over the stock engine client; requests are built as any client would build them."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self.engine = engine
+        self._numbers = itertools.count()
+
+    async def send(
+        self, tensors: Mapping[str, torch.Tensor] | None = None, request_id: str | None = None, **fields: Any
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Run one request to its end; raises RequestFailed as a client would see it."""
+        request_id = request_id or f"request-{next(self._numbers)}"
+        params = DiffusionParams(**fields).to_pooling_params()
+        async for output in self.engine.encode(engine_prompt(tensors), params, request_id):
+            last = output
+        return unpack(last.outputs.data)
+
+    async def chunks(self, session_id: str, count: int, **fields: Any) -> list[torch.Tensor]:
+        """The latents of `count` chunks of one session, one after the other."""
+        latents = []
+        for index in range(count):
+            prompt = "a field" if index == 0 else None
+            result = await self.send(
+                session_id=session_id, chunk_index=index, prompt=prompt, output="latents", **fields
+            )
+            latents.append(result[1]["latents"].clone())
+        return latents
+
+    async def stats(self) -> dict[str, Any]:
+        return (await self.engine.collective_rpc("session_stats"))[0]
+
+
+@contextlib.asynccontextmanager
+async def running_engine(
+    model: Path, omni: Mapping[str, Any] | None = None, **engine_args: Any
+) -> AsyncIterator[EngineClient]:
+    """Start an engine on `model` with small sizes; stops it with everything it started."""
+    size = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
+    # One core per rank; stock vLLM otherwise wants a NUMA node for each.
+    cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(size))
+    with _environment(VLLM_CPU_OMP_THREADS_BIND=cores if size > 1 else "auto"):
+        args = AsyncEngineArgs(
+            model=str(model),
+            config_format="omni",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            additional_config={"omni": {"height": 32, "width": 48, **(omni or {})}},
+            **engine_args,
+        )
+        engine = AsyncLLM.from_engine_args(args)
+    try:
+        yield EngineClient(engine)
+    finally:
+        engine.shutdown()
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Any:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor and pipeline parallel engines (gloo, one process per rank) equal one rank."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from engine_client import EngineClient, running_engine
+
+from vllm_omni.outputs import RequestFailed
+
+CHUNKS, SESSIONS = 3, 3
+
+
+async def sessions(client: EngineClient) -> list[list[torch.Tensor]]:
+    return await asyncio.gather(*(client.chunks(f"s{seed}", CHUNKS, seed=seed) for seed in range(SESSIONS)))
+
+
+@pytest.fixture(scope="module")
+def one_rank(null_world: Path) -> list[list[torch.Tensor]]:
+    async def run() -> list[list[torch.Tensor]]:
+        async with running_engine(null_world) as client:
+            return await sessions(client)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("parallel", ["pipeline_parallel_size", "tensor_parallel_size"])
+def test_two_ranks_equal_one(null_world: Path, one_rank: list[list[torch.Tensor]], parallel: str) -> None:
+    """Three sessions at once (two micro-batches in flight with stages) and every way to fail, then still identical."""
+
+    async def scenario() -> None:
+        async with running_engine(null_world, **{parallel: 2}) as client:
+            assert_equal(await sessions(client), one_rank)
+            for options, code in (
+                ({"fail_in": "prepare"}, "engine_error"),
+                ({"fail_in": "decode"}, "engine_error"),
+                ({"nan_at": 4}, "non_finite"),
+            ):
+                with pytest.raises(RequestFailed, match=code):
+                    await client.send(session_id="s0", chunk_index=CHUNKS, options=options)
+            slow = asyncio.create_task(
+                client.send(session_id="s1", chunk_index=CHUNKS, request_id="slow", options={"step_ms": 50, "steps": 99})
+            )
+            await asyncio.sleep(0.3)
+            await client.engine.abort("slow")
+            slow.cancel()
+            # The sessions that failed and were aborted go on as if nothing had happened: compare with one that did not.
+            after = await asyncio.gather(
+                *(client.send(session_id=f"s{seed}", chunk_index=CHUNKS, output="latents") for seed in range(SESSIONS))
+            )
+            for seed, (_, tensors) in enumerate(after):
+                fresh = await client.chunks(f"fresh{seed}", CHUNKS + 1, seed=seed)
+                assert torch.equal(tensors["latents"], fresh[-1])
+
+    asyncio.run(scenario())
+
+
+def assert_equal(got: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
+    for mine, theirs in zip(got, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
