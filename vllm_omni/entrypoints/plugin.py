@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `vllm.endpoint_plugins` entry point: attaches this package's doors to stock vLLM's API server.
+
+Loaded when `VLLM_PLUGINS` names `vllm_omni` (`vllm serve --omni` sees to that) and the served model answers pooling
+requests of the task `plugin`.
+"""
+
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+from starlette.websockets import WebSocket
+from vllm.engine.protocol import EngineClient
+
+from vllm_omni.entrypoints import websocket as websocket_options
+from vllm_omni.entrypoints.realtime import world_camera
+from vllm_omni.entrypoints.realtime.engine import WorldEngine
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.session import SessionManager
+
+if TYPE_CHECKING:
+    from vllm.tasks import SupportedTask
+
+_CODEC_THREADS: Final = 4
+
+
+class OmniEndpoints:
+    """All routes of this package in one API server process. Satisfies `EndpointPlugin`."""
+
+    name = "vllm_omni"
+    required_tasks: "tuple[SupportedTask, ...] | None" = ("plugin",)
+
+    def __init__(self) -> None:
+        self._camera_door: world_camera.WorldCameraDoor | None = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        websocket_options.apply_at_startup(app)
+        for path in world_camera.PATHS:
+            app.add_api_websocket_route(path, self._world_camera)
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        if engine_client is None:  # a render-only server; `required_tasks` keeps us away from it
+            return
+        limits = DoorLimits.from_env()
+        served = args.served_model_name[0] if args.served_model_name else Path(args.model).name
+        facts = WorldFacts.from_vllm_config(engine_client.vllm_config, model=served)
+        executor = ThreadPoolExecutor(_CODEC_THREADS, thread_name_prefix="omni-codec")
+        manager = SessionManager(WorldEngine(engine_client), facts, limits, executor)
+        options = websocket_options.WebSocketOptions.from_args(args)
+        self._camera_door = world_camera.WorldCameraDoor(manager, options.max_bytes)
+
+    async def _world_camera(self, websocket: WebSocket) -> None:
+        assert self._camera_door is not None, "vLLM initialises state before it serves"
+        await self._camera_door.serve(websocket)
+
+
+def create_plugin() -> OmniEndpoints:
+    """Return the plugin; named in pyproject's entry points."""
+    return OmniEndpoints()

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Camera paths from clients: checked once here, exact float32 arrays afterwards.
+
+Poses are camera-to-world, OpenCV axes (x right, y down, z forward), one per pixel frame. Intrinsics are
+fx, fy, cx, cy in pixels of the model's reference size.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+
+# N pixel frames
+
+PosePolicy = Literal["error", "trim", "hold_last"]
+
+_ROTATION_TOLERANCE: Final = 1e-2  # further from a rotation than this is a mistake, closer is rounding
+_LAST_ROW_TOLERANCE: Final = 1e-3
+_LARGEST: Final = 1e6  # beyond this a float32 position loses all precision the model could use
+
+
+@dataclass(frozen=True)
+class CameraPath:
+    """poses_N44, intrinsics_N4: float32, C-contiguous, finite."""
+
+    poses_N44: np.ndarray
+    intrinsics_N4: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.poses_N44)
+
+    @classmethod
+    def parse(cls, poses: Any, intrinsics: Any, max_poses: int) -> "CameraPath":
+        """Check what a client sent: arrays or nested lists, intrinsics `[N,4]`, `[N,3,3]`, `[N,4,4]` or one for all.
+
+        Rotations within rounding of orthonormal are made exactly so. Raises `DoorError` `invalid_camera` or
+        `non_finite_pose`, naming what arrived and what is allowed.
+        """
+        poses_N44 = _numbers(poses, "poses")
+        if poses_N44.ndim != 3 or poses_N44.shape[1:] != (4, 4) or len(poses_N44) == 0:
+            raise DoorError(
+                "invalid_camera", f"poses must have shape [N, 4, 4], got {list(poses_N44.shape)}", param="poses"
+            )
+        if len(poses_N44) > max_poses:
+            raise DoorError(
+                "invalid_camera", f"{len(poses_N44)} poses arrived; at most {max_poses} are allowed", param="poses"
+            )
+        intrinsics_N4 = _per_frame(_numbers(intrinsics, "intrinsics"), len(poses_N44))
+        for name, array in (("poses", poses_N44), ("intrinsics", intrinsics_N4)):
+            if not np.isfinite(array).all():
+                raise DoorError("non_finite_pose", f"{name} must be finite, got NaN or Inf", param=name)
+            if np.abs(array).max() > _LARGEST:
+                raise DoorError("invalid_camera", f"{name} must lie within +-{_LARGEST:g}", param=name)
+        if (intrinsics_N4[:, :2] <= 0).any():
+            raise DoorError("invalid_camera", "focal lengths fx and fy must be > 0", param="intrinsics")
+        return cls(
+            np.ascontiguousarray(_with_exact_rotations(poses_N44), dtype=np.float32),
+            np.ascontiguousarray(intrinsics_N4, dtype=np.float32),
+        )
+
+    def slice(self, start: int, stop: int) -> "CameraPath":
+        return CameraPath(self.poses_N44[start:stop], self.intrinsics_N4[start:stop])
+
+    def resized(self, num_frames: int) -> "CameraPath":
+        """Cut to `num_frames`, or hold the last pose until then."""
+        index = np.minimum(np.arange(num_frames), len(self) - 1)
+        return CameraPath(self.poses_N44[index], self.intrinsics_N4[index])
+
+
+def plan_frames(
+    num_poses: int, num_frames: int | None, policy: PosePolicy, facts: WorldFacts, first: bool
+) -> list[int]:
+    """Decide the chunk sizes (pixel frames) of one request.
+
+    num_frames: what the client asked for besides the poses; None = as many as poses. `error` wants whole chunks and
+    equal numbers, `trim` drops what does not fill a chunk, `hold_last` repeats the last pose to fill one.
+    """
+    grid = f"{facts.first_chunk_frames} + {facts.chunk_frames}k" if first else f"{facts.chunk_frames}k"
+    where = "a session's first request" if first else "a later request"
+    if policy == "error" and num_frames not in (None, num_poses):
+        raise DoorError(
+            "invalid_camera",
+            f"num_frames is {num_frames} but {num_poses} poses arrived; send one pose per frame",
+            param="poses",
+        )
+    wanted = num_poses if num_frames is None else num_frames
+    if policy == "trim":
+        wanted = min(wanted, num_poses)
+    sizes, rest = facts.split(wanted, first)
+    if rest and policy == "hold_last":
+        sizes.append(next(facts.chunk_sizes(first and not sizes)))
+    elif (rest and policy == "error") or not sizes:
+        raise DoorError(
+            "invalid_camera",
+            f"{wanted} frames arrived; {where} makes {grid} frames: send that many poses, or set "
+            f"extra_body.pose_policy to 'trim' or 'hold_last'",
+            param="poses",
+        )
+    return sizes
+
+
+def _numbers(value: Any, name: str) -> np.ndarray:
+    """Return float64 of an array or nested list of numbers; booleans, text and ragged lists are refused."""
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "iuf":
+            raise DoorError("invalid_camera", f"{name} must hold numbers, got dtype {value.dtype}", param=name)
+        return value.astype(np.float64)
+    if not isinstance(value, list) or not _only_numbers(value):
+        raise DoorError("invalid_camera", f"{name} must be an array or nested lists of numbers", param=name)
+    try:
+        return np.array(value, dtype=np.float64)
+    except (ValueError, OverflowError):
+        raise DoorError(
+            "invalid_camera", f"{name} must be a regular array; its lists differ in length", param=name
+        ) from None
+
+
+def _only_numbers(value: list[Any]) -> bool:
+    return all(_only_numbers(item) if isinstance(item, list) else type(item) in (int, float) for item in value)
+
+
+def _per_frame(intrinsics: np.ndarray, count: int) -> np.ndarray:
+    """fx, fy, cx, cy per frame; a single 4-vector or matrix stands for all frames."""
+    shape = intrinsics.shape
+    if shape in ((4,), (3, 3)) or (shape == (4, 4) and count != 4):
+        intrinsics = np.broadcast_to(intrinsics, (count, *shape))
+        shape = intrinsics.shape
+    if shape[1:] in ((3, 3), (4, 4)):
+        intrinsics = np.stack(
+            [intrinsics[:, 0, 0], intrinsics[:, 1, 1], intrinsics[:, 0, 2], intrinsics[:, 1, 2]], axis=1
+        )
+    if intrinsics.shape != (count, 4):
+        raise DoorError(
+            "invalid_camera",
+            f"intrinsics must have shape [N, 4], [N, 3, 3] or [N, 4, 4] with N = {count} poses, or be one for all; "
+            f"got {list(shape)}",
+            param="intrinsics",
+        )
+    return intrinsics
+
+
+def _with_exact_rotations(poses_N44: np.ndarray) -> np.ndarray:
+    """Replace each rotation by the nearest orthonormal one (SVD); refuse what is not a rigid pose."""
+    if np.abs(poses_N44[:, 3] - np.array([0.0, 0.0, 0.0, 1.0])).max() > _LAST_ROW_TOLERANCE:
+        raise DoorError("invalid_camera", "the last row of every pose must be [0, 0, 0, 1]", param="poses")
+    rotation_N33 = poses_N44[:, :3, :3]
+    error = np.abs(rotation_N33.transpose(0, 2, 1) @ rotation_N33 - np.eye(3)).max(axis=(1, 2))
+    bad = (error > _ROTATION_TOLERANCE) | (np.linalg.det(rotation_N33) <= 0)
+    if bad.any():
+        raise DoorError(
+            "invalid_camera",
+            f"pose {int(np.argmax(bad))} is not rigid: its 3x3 part must be a rotation (orthonormal within "
+            f"{_ROTATION_TOLERANCE:g}, determinant +1)",
+            param="poses",
+        )
+    left, _, right = np.linalg.svd(rotation_N33)
+    exact_N44 = poses_N44.copy()
+    exact_N44[:, :3, :3] = left @ right
+    exact_N44[:, 3] = (0.0, 0.0, 0.0, 1.0)
+    return exact_N44

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""msgpack messages with NumPy arrays, from clients nobody trusts.
+
+Two array dialects are read and written (keys may arrive as bytes or str):
+
+    openpi   {b"__ndarray__": true, b"data": bin, b"dtype": str, b"shape": [...]}
+             a scalar has b"__npgeneric__" instead, and no shape
+    classic  {b"nd": true, b"type": str, b"kind": b"", b"shape": [...], b"data": bin}
+             a scalar has b"nd": false, and no shape
+
+A message's structure is checked before anything is allocated for it: nesting, entries, string sizes, no extension
+types, map keys only str or bytes. Arrays: numbers and booleans only, data exactly as long as the shape says. Nothing is
+ever unpickled. `decode` raises `CodecError` and nothing else (tests/entrypoints/realtime/test_codec.py fuzzes it).
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+MAX_DEPTH: Final = 32
+MAX_ENTRIES: Final = 65_536
+"""Entries of one list or map."""
+MAX_NODES: Final = 262_144
+"""Values in one message; a node costs some 60 bytes once decoded."""
+MAX_STR_BYTES: Final = 1 << 20
+MAX_NDIM: Final = 8
+
+_SPLICE_BYTES: Final = 4096  # binary values from here on are joined into the message instead of encoded
+
+
+class CodecError(Exception):
+    """The bytes are not a message of this protocol; the text says what is wrong and what is allowed."""
+
+
+class Dialect(Enum):
+    OPENPI = "openpi"
+    CLASSIC = "classic"
+
+
+class Decoded(NamedTuple):
+    value: Any
+    dialect: Dialect | None
+    """The array dialect the message used; None if it held no marked array."""
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def decode(data: bytes) -> Decoded:
+    """Decode one message; arrays come back as NumPy arrays that own their bytes (or share them read-only).
+
+    Raises `CodecError` on anything malformed or over the limits above.
+    """
+    _check_structure(data)
+    try:
+        value = _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CodecError(f"not valid msgpack ({type(error).__name__})") from None
+    reviver = _Reviver()
+    return Decoded(reviver.revive(value), reviver.dialect)
+
+
+_DECODER: Final = msgspec.msgpack.Decoder()
+
+
+def _lead_bytes() -> list[tuple[str, int, int]]:
+    """For each possible first byte of a value: (kind, bytes of its length field, payload length or entry count)."""
+    table = [("bad", 0, 0)] * 256
+    for byte in (*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3):  # small ints, nil, booleans
+        table[byte] = ("scalar", 0, 0)
+    for count in range(16):
+        table[0x80 + count] = ("map", 0, count)
+        table[0x90 + count] = ("array", 0, count)
+    for size in range(32):
+        table[0xA0 + size] = ("str", 0, size)
+    for byte, size in {
+        0xCA: 4,
+        0xCB: 8,
+        0xCC: 1,
+        0xCD: 2,
+        0xCE: 4,
+        0xCF: 8,
+        0xD0: 1,
+        0xD1: 2,
+        0xD2: 4,
+        0xD3: 8,
+    }.items():
+        table[byte] = ("scalar", 0, size)
+    for byte, kind, width in (
+        *((0xC4 + i, "bin", 1 << i) for i in range(3)),
+        *((0xD9 + i, "str", 1 << i) for i in range(3)),
+        *((0xDC + i, "array", 2 << i) for i in range(2)),
+        *((0xDE + i, "map", 2 << i) for i in range(2)),
+    ):
+        table[byte] = (kind, width, 0)
+    return table
+
+
+_LEADS: Final = _lead_bytes()
+
+
+def _check_structure(data: bytes) -> None:
+    """Walk the message without building it. Time is linear in its values, memory constant."""
+    size, position, nodes = len(data), 0, 0
+    left = [1]  # values still to come in each open container
+    keyed = [False]  # whether that container is a map, whose values alternate between key and value
+    while left:
+        if not left[-1]:
+            left.pop()
+            keyed.pop()
+            continue
+        is_key = keyed[-1] and left[-1] % 2 == 0
+        left[-1] -= 1
+        nodes += 1
+        if nodes > MAX_NODES:
+            raise CodecError(f"more than {MAX_NODES} values in one message; send numbers as arrays")
+        if position >= size:
+            raise CodecError("message is truncated")
+        kind, width, length = _LEADS[data[position]]
+        position += 1
+        if width:
+            length = int.from_bytes(data[position : position + width])
+            position += width
+        if is_key and kind not in ("str", "bin"):
+            raise CodecError("map keys must be strings")
+        if kind in ("array", "map"):
+            if length > MAX_ENTRIES:
+                raise CodecError(f"a list or map of {length} entries; at most {MAX_ENTRIES} are allowed")
+            if len(left) > MAX_DEPTH:
+                raise CodecError(f"nested deeper than {MAX_DEPTH} levels")
+            left.append(2 * length if kind == "map" else length)
+            keyed.append(kind == "map")
+            continue
+        if kind == "bad":
+            raise CodecError("extension types are not allowed")
+        if kind == "str" and length > MAX_STR_BYTES:
+            raise CodecError(f"a string of {length} bytes; at most {MAX_STR_BYTES} are allowed")
+        position += length
+        if position > size:
+            raise CodecError("message is truncated")
+    if position != size:
+        raise CodecError(f"{size - position} bytes follow the message")
+
+
+class _Reviver:
+    """Turns marked maps into arrays and byte keys into str, and remembers the dialect."""
+
+    def __init__(self) -> None:
+        self.dialect: Dialect | None = None
+
+    def revive(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.revive(item) if isinstance(item, list | dict) else item for item in value]
+        if not isinstance(value, dict):
+            return value
+        fields = {_text(key): item for key, item in value.items()}
+        if "__ndarray__" in fields:
+            self.dialect = Dialect.OPENPI
+            return _array(fields.get("dtype"), fields.get("shape"), fields.get("data"))
+        if "__npgeneric__" in fields:
+            self.dialect = Dialect.OPENPI
+            return _array(fields.get("dtype"), [], fields.get("data")).item()
+        if "nd" in fields and "data" in fields:
+            self.dialect = Dialect.CLASSIC
+            if fields.get("kind") not in (None, b"", ""):
+                raise CodecError("structured and object arrays are not allowed; send numbers or booleans")
+            if fields["nd"] is True:
+                return _array(fields.get("type"), fields.get("shape"), fields.get("data"))
+            return _array(fields.get("type"), [], fields.get("data")).item()
+        return {key: self.revive(item) for key, item in fields.items()}
+
+
+def _text(key: Any) -> str:
+    if isinstance(key, bytes):
+        try:
+            return key.decode()
+        except UnicodeDecodeError:
+            raise CodecError("a map key is not UTF-8") from None
+    assert isinstance(key, str)  # _check_structure let nothing else through
+    return key
+
+
+def _dtypes() -> dict[str, np.dtype[Any]]:
+    """All accepted spellings: "<f4", ">f4", "=f4", "f4" and "float32", for booleans, integers and floats."""
+    spellings = {}
+    for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"):
+        plain = np.dtype(code)
+        spellings.update({plain.name: plain, plain.str: plain})
+        spellings.update({order + code: np.dtype(order + code) for order in ("", "|", "<", ">", "=")})
+    return spellings
+
+
+_DTYPES: Final = _dtypes()
+
+
+def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
+    """Return the described array in native byte order; raises `CodecError` unless all three agree exactly."""
+    if isinstance(dtype_name, bytes):
+        dtype_name = dtype_name.decode(errors="replace")
+    dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    if dtype is None:
+        raise CodecError("array dtype must be one of |b1 |u1 |i1 <u2 <i2 <u4 <i4 <u8 <i8 <f2 <f4 <f8")
+    if not isinstance(shape, list) or len(shape) > MAX_NDIM or any(type(n) is not int or n < 0 for n in shape):
+        raise CodecError(f"array shape must be a list of at most {MAX_NDIM} whole numbers >= 0")
+    if not isinstance(data, bytes):
+        raise CodecError("array data must be binary")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes != len(data):
+        raise CodecError(f"array data has {len(data)} bytes; its shape and dtype need {nbytes}")
+    if nbytes == 0:
+        try:
+            return np.zeros(shape, dtype.newbyteorder("="))
+        except (ValueError, OverflowError):  # an empty array may claim any length in its other dimensions
+            raise CodecError("array shape has an absurd dimension") from None
+    if dtype.kind == "b":
+        return np.frombuffer(data, np.uint8).reshape(shape) != 0  # any byte is legal here, unlike in a bool array
+    return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def encode(message: Mapping[str, Any], dialect: Dialect = Dialect.OPENPI) -> bytes:
+    """Return the message as msgpack. Large arrays and byte strings are copied once, with the GIL released.
+
+    Values: JSON types, bytes, memoryview, NumPy arrays (C-contiguous), and maps and lists of these.
+    """
+    return b"".join(_parts(message, dialect))
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+def _parts(value: Any, dialect: Dialect) -> Iterator[bytes | memoryview]:
+    if isinstance(value, Mapping):
+        yield _header(len(value), 0x80, 16, {2: 0xDE, 4: 0xDF})
+        for key, item in value.items():
+            yield _ENCODER.encode(key)
+            yield from _parts(item, dialect)
+    elif isinstance(value, list | tuple) and any(isinstance(item, np.ndarray | bytes | list | dict) for item in value):
+        yield _header(len(value), 0x90, 16, {2: 0xDC, 4: 0xDD})
+        for item in value:
+            yield from _parts(item, dialect)
+    elif isinstance(value, np.ndarray):
+        yield from _parts(_marked(value, dialect), dialect)
+    elif isinstance(value, bytes | memoryview) and len(value) >= _SPLICE_BYTES:
+        yield _header(len(value), 0, 0, {2: 0xC5, 4: 0xC6})
+        yield value
+    else:
+        yield _ENCODER.encode(value)
+
+
+def _marked(array: np.ndarray, dialect: Dialect) -> dict[bytes, Any]:
+    if array.dtype.kind not in "biuf" or not array.flags.c_contiguous:
+        raise TypeError(f"only C-contiguous numbers and booleans are sent, got {array.dtype}")
+    data: bytes | memoryview = array.data.cast("B") if array.size else b""
+    shape, dtype = list(array.shape), array.dtype.str
+    if dialect is Dialect.CLASSIC:
+        return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": shape, b"data": data}
+    return {b"__ndarray__": True, b"data": data, b"dtype": dtype, b"shape": shape}
+
+
+def _header(length: int, short: int, short_limit: int, codes: Mapping[int, int]) -> bytes:
+    """First bytes of a container or byte string: the short form if it fits, else the code for 16 or 32 bits."""
+    if length < short_limit:
+        return bytes([short | length])
+    for width, code in codes.items():
+        if length < 1 << (8 * width):
+            return bytes([code]) + length.to_bytes(width)
+    raise ValueError(f"{length} bytes or entries do not fit msgpack")

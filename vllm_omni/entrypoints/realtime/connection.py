@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Connection`: one WebSocket of any door, with the deadlines and bounds that a socket alone does not have.
+
+Sends have a deadline, receives an idle timeout and a rate, undecodable messages are counted, every end has a close code
+and a reason. A peer that stopped reading is cut off at the transport, because a close frame would only queue behind the
+data it does not read. Held by tests/entrypoints/realtime/test_world_camera.py.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import socket
+import time
+from collections import deque
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+
+from vllm_omni.entrypoints.realtime.errors import ClientGone, Close, DoorError
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+
+logger = logging.getLogger("vllm." + __name__)
+
+ANONYMOUS: Final = "anonymous"
+
+_STRIKES: Final = 3
+_STRIKE_WINDOW_S: Final = 10.0
+_REASON_BYTES: Final = 123  # RFC 6455: a control frame holds 125 bytes, two are the code
+
+
+class Connection:
+    """An accepted WebSocket. One task receives; any task may send."""
+
+    def __init__(self, websocket: WebSocket, limits: DoorLimits) -> None:
+        self._websocket = websocket
+        self._limits = limits
+        self._send_lock = asyncio.Lock()
+        self._closed = False
+        self._strikes: deque[float] = deque(maxlen=_STRIKES)
+        self._arrivals: deque[float] = deque(maxlen=limits.max_messages_per_s)
+        self._last_heard_s = time.monotonic()
+        self.principal = principal_of(websocket)
+        """Who this is, for telling one client's sessions from another's: never the key itself."""
+
+    async def accept(self, subprotocol: str | None) -> None:
+        await self._websocket.accept(subprotocol=subprotocol)
+        transport = self._transport()
+        raw = transport.get_extra_info("socket") if transport is not None else None
+        if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            # The kernel, too, gives up on a peer that acknowledges nothing: pings queue behind unread data.
+            with contextlib.suppress(OSError):  # not a TCP socket
+                timeout_ms = int(3 * self._limits.send_deadline_s * 1000)
+                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+
+    async def receive(self, busy: Any) -> bytes | str:
+        """Return the next message. `busy()`: whether requests run, which keeps a silent connection open.
+
+        Raises `ClientGone` when the peer left and `DoorError` with a close code when it was idle or sent too much.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(self._limits.idle_timeout_s):
+                    message = await self._websocket.receive()
+                break
+            except TimeoutError:
+                if not busy():
+                    raise DoorError(
+                        "timeout", f"no message for {self._limits.idle_timeout_s:g} s", close=Close.IDLE
+                    ) from None
+            except RuntimeError:  # Starlette: already disconnected
+                raise ClientGone from None
+        if message["type"] == "websocket.disconnect":
+            self._closed = True
+            raise ClientGone
+        self._count_arrival()
+        data = message.get("bytes")
+        return data if data is not None else message["text"]
+
+    def _count_arrival(self) -> None:
+        now = time.monotonic()
+        if len(self._arrivals) == self._arrivals.maxlen and now - self._arrivals[0] < 1.0:
+            raise DoorError(
+                "rate_limited", f"more than {self._limits.max_messages_per_s} messages in a second", close=Close.POLICY
+            )
+        self._arrivals.append(now)
+
+    def strike(self, error: DoorError) -> DoorError:
+        """Count a message that made no sense; the third within 10 s ends the connection."""
+        now = time.monotonic()
+        self._strikes.append(now)
+        if len(self._strikes) == _STRIKES and now - self._strikes[0] < _STRIKE_WINDOW_S and error.close is None:
+            error.close = Close.POLICY
+        return error
+
+    async def send(self, payload: bytes | str) -> None:
+        """Hand one message to the network. Raises `ClientGone`; a peer that reads too slowly is closed with 4008."""
+        try:
+            async with asyncio.timeout(self._limits.send_deadline_s), self._send_lock:
+                if self._closed:
+                    raise ClientGone
+                if isinstance(payload, str):
+                    await self._websocket.send_text(payload)
+                else:
+                    await self._websocket.send_bytes(payload)
+        except TimeoutError:
+            logger.info("a client did not read for %g s; closing it", self._limits.send_deadline_s)
+            self._closed = True
+            self.cut()
+            raise ClientGone from None
+        except (WebSocketDisconnect, RuntimeError, OSError):
+            self._closed = True
+            raise ClientGone from None
+
+    async def close(self, code: Close, reason: str) -> None:
+        """Close with a code and a reason; idempotent, never blocks longer than the send deadline."""
+        if self._closed or self._websocket.application_state is not WebSocketState.CONNECTED:
+            return
+        self._closed = True
+        text = reason.encode()[:_REASON_BYTES].decode(errors="ignore")
+        try:
+            async with asyncio.timeout(self._limits.send_deadline_s), self._send_lock:
+                await self._websocket.close(int(code), text)
+        except (TimeoutError, WebSocketDisconnect, RuntimeError, OSError):
+            self.cut()
+
+    def cut(self) -> None:
+        """Drop the TCP connection with whatever it still had to send."""
+        transport = self._transport()
+        if transport is not None:
+            transport.abort()
+
+    def _transport(self) -> asyncio.Transport | None:
+        """The connection's transport in uvicorn; None under another server or over a Unix socket."""
+        server = getattr(self._websocket.app.state, "server", None)
+        if server is None or self._websocket.client is None:
+            return None
+        peer = tuple(self._websocket.client)
+        for protocol in server.server_state.connections:
+            if protocol.client == peer:
+                transport: asyncio.Transport = protocol.transport
+                return transport
+        return None
+
+
+def principal_of(websocket: WebSocket) -> str:
+    """Name the client by a digest of its bearer token; vLLM's middleware has checked the token before."""
+    scheme, _, token = websocket.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not token:
+        return ANONYMOUS
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def origin_allowed(websocket: WebSocket, allowed: str) -> bool:
+    """Whether a browser page of this origin may connect: the server's own host, or one of the comma-separated list.
+
+    Programs other than browsers send no Origin and are not affected: it is the browser user this protects.
+    """
+    origin = websocket.headers.get("origin")
+    if origin is None:
+        return True
+    if origin.rstrip("/") in {item.strip().rstrip("/") for item in allowed.split(",") if item.strip()}:
+        return True
+    return bool(host := urlsplit(origin).netloc) and host == websocket.headers.get("host")

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`WorldFacts`: what a door must know of the served model, so that no door names a model.
+
+A family states what differs from the defaults as a map under the key `world` of its HF-shaped config; sizes and session
+limits come from `OmniConfig`.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_omni.config import OmniConfig, parse_options
+from vllm_omni.entrypoints.realtime.errors import DoorError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Geometry and rates of a causal, camera-controlled world model.
+
+    camera: whether poses steer the model at all. patch_size, vae_stride: (time, height, width).
+    latent_frames_per_chunk: latent frames that are denoised together. intrinsics_reference_size: (width, height) for
+    which intrinsics are given. fps: the rate the model was trained at.
+    """
+
+    camera: bool = True
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    vae_stride: tuple[int, int, int] = (4, 8, 8)
+    latent_frames_per_chunk: int = 3
+    fps: float = 16.0
+    intrinsics_reference_size: tuple[int, int] = (832, 480)
+
+    height: int = 480
+    width: int = 832
+    max_sessions: int = 8
+    session_idle_s: float = 300.0
+    model: str = ""
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: "VllmConfig", model: str) -> "WorldFacts":
+        """Read the model's own facts and the deployment's. `model`: the name clients know it by."""
+        hf_config: dict[str, Any] = vllm_config.model_config.hf_config.to_dict()
+        omni = OmniConfig.from_additional_config(vllm_config.additional_config)  # type: ignore[arg-type]
+        facts = {
+            **hf_config.get("world", {}),
+            "height": omni.height,
+            "width": omni.width,
+            "max_sessions": omni.max_sessions,
+            "session_idle_s": omni.session_idle_s,
+            "model": model,
+        }
+        return parse_options(cls, facts, "the model's config key 'world'")
+
+    @property
+    def max_area(self) -> int:
+        return self.height * self.width
+
+    @property
+    def size_multiple(self) -> tuple[int, int]:
+        """(width, height) must be multiples of this, in pixels."""
+        return self.patch_size[2] * self.vae_stride[2], self.patch_size[1] * self.vae_stride[1]
+
+    @property
+    def first_chunk_frames(self) -> int:
+        """Pixel frames of a session's first chunk: its first latent frame is one pixel frame."""
+        return 1 + self.vae_stride[0] * (self.latent_frames_per_chunk - 1)
+
+    @property
+    def chunk_frames(self) -> int:
+        """Pixel frames of every later chunk."""
+        return self.vae_stride[0] * self.latent_frames_per_chunk
+
+    def chunk_sizes(self, first: bool) -> Iterator[int]:
+        """Endless sizes of the coming chunks in pixel frames; `first`: the session has not begun."""
+        if first:
+            yield self.first_chunk_frames
+        while True:
+            yield self.chunk_frames
+
+    def split(self, num_frames: int, first: bool) -> tuple[list[int], int]:
+        """Cut `num_frames` into whole chunks: `(sizes, frames left over)`."""
+        sizes: list[int] = []
+        for size in self.chunk_sizes(first):
+            if size > num_frames:
+                return sizes, num_frames
+            sizes.append(size)
+            num_frames -= size
+        raise AssertionError("unreachable: chunk_sizes is endless")
+
+    def check_size(self, height: int, width: int) -> None:
+        """Raise `DoorError("unsupported_size")` unless the model can make frames of this size."""
+        wide, high = self.size_multiple
+        if width % wide or height % high or height * width > self.max_area:
+            raise DoorError(
+                "unsupported_size",
+                f"{width}x{height} arrived; width must be a multiple of {wide}, height of {high}, and "
+                f"width x height at most {self.max_area}",
+                param="extra_body",
+            )

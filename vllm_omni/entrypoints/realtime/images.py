@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start images from clients: bytes or arrays in, uint8 RGB of the session's size out.
+
+Format and size are read from the file's header before a pixel is decoded. No text of Pillow's reaches a client.
+"""
+
+import base64
+import binascii
+import io
+import warnings
+from typing import Any, Final
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+
+_FORMATS: Final = ("PNG", "JPEG", "WEBP")
+_ALLOWED: Final = "send PNG, JPEG or WebP bytes, a data: URL of one, or a uint8 array [H, W, 3]"
+
+
+def load_image(source: Any, height: int, width: int, limits: DoorLimits) -> np.ndarray:
+    """Return the picture as a new uint8 RGB array `[height, width, 3]`, stretched to that size (bicubic).
+
+    source: encoded file as bytes, `data:image/...;base64,` text, or a uint8 array `[H, W, 3 or 4]` (alpha is dropped).
+    Stretching, not cropping, is what intrinsics scaled by width and height assume.
+    Raises `DoorError` `invalid_image` or `image_too_large`. Runs for some 10 ms: call it off the event loop.
+    """
+    if isinstance(source, str):
+        source = _data_url(source, limits)
+    picture = _from_array(source, limits) if isinstance(source, np.ndarray) else _from_file(source, limits)
+    if picture.size != (width, height):
+        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(picture).copy()
+
+
+def _from_array(array: np.ndarray, limits: DoorLimits) -> Image.Image:
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in (3, 4) or 0 in array.shape:
+        raise DoorError(
+            "invalid_image",
+            f"image array must be uint8 [H, W, 3], got {array.dtype} {list(array.shape)}",
+            param="image",
+        )
+    _check_pixels(array.shape[1], array.shape[0], limits)
+    return Image.fromarray(np.ascontiguousarray(array[:, :, :3]))
+
+
+def _from_file(data: Any, limits: DoorLimits) -> Image.Image:
+    if not isinstance(data, bytes) or not data:
+        raise DoorError("invalid_image", _ALLOWED, param="image")
+    _check_bytes(len(data), limits)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is lower and an error
+            with Image.open(io.BytesIO(data), formats=_FORMATS) as picture:
+                _check_pixels(picture.width, picture.height, limits)
+                return _as_rgb(ImageOps.exif_transpose(picture))
+    except DoorError:
+        raise
+    except Exception:  # Pillow's parsers raise a dozen types; their texts hold addresses and file names
+        raise DoorError("invalid_image", f"the image cannot be read; {_ALLOWED}", param="image") from None
+
+
+def _as_rgb(picture: Image.Image) -> Image.Image:
+    if picture.mode.startswith("I"):  # 16-bit grey: Pillow would clip to 255 instead of scaling
+        picture = Image.fromarray((np.asarray(picture).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    return picture.convert("RGB")
+
+
+def _data_url(text: str, limits: DoorLimits) -> bytes:
+    head, _, body = text.partition(",")
+    if not head.startswith("data:image/") or not head.endswith(";base64"):
+        raise DoorError("invalid_image", _ALLOWED, param="image")
+    _check_bytes(len(body) * 3 // 4, limits)
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError):
+        raise DoorError("invalid_image", "the data: URL is not valid base64", param="image") from None
+
+
+def _check_bytes(size: int, limits: DoorLimits) -> None:
+    if size > limits.max_image_bytes:
+        raise DoorError(
+            "image_too_large",
+            f"the image has {size} bytes; at most {limits.max_image_bytes} are allowed",
+            param="image",
+        )
+
+
+def _check_pixels(width: int, height: int, limits: DoorLimits) -> None:
+    if width * height > limits.max_image_pixels:
+        raise DoorError(
+            "image_too_large",
+            f"the image has {width}x{height} pixels; at most {limits.max_image_pixels} are allowed",
+            param="image",
+        )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DoorLimits`: every bound of the realtime doors, read once from the environment, frozen afterwards.
+
+Stock `vllm serve` has no flags for these, so each field is an environment variable: `VLLM_OMNI_` + the field's name in
+upper case (`VLLM_OMNI_IDLE_TIMEOUT_S=60`). The largest WebSocket message is `entrypoints/websocket.py`'s.
+Held by tests/entrypoints/realtime/test_limits.py.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+MIB = 1 << 20
+_PREFIX = "VLLM_OMNI_"
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+
+
+class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one API server process.
+
+    idle_timeout_s: a connection without messages and without running requests is closed with 4010 after this.
+    send_deadline_s: a reply that cannot be handed to the network in this time closes the connection with 4008.
+    chunk_timeout_s: an engine that has not answered one chunk in this time has it aborted (`timeout`).
+    max_connections: open sockets of all doors together; one more is refused with HTTP 503.
+    max_requests_per_connection: requests of one connection that run or wait; one more is `busy`.
+    max_messages_per_s: a client that sends more is closed with 1008.
+    max_frames_per_request: pixel frames one `infer` may ask for.
+    max_image_bytes, max_image_pixels: start image, as a file and after decoding; both checked before decoding.
+    max_prompt_chars: characters of a prompt.
+    chunks_in_flight: chunks of one session that the engine may hold; 2 keep it busy between chunks.
+    unsent_chunks: finished chunks that may wait for a slow reader before the session pauses.
+    journal_bytes: replies kept per session, for replay and resume.
+    allowed_origins: comma-separated `scheme://host[:port]` from which browsers may connect, besides the server's own.
+    """
+
+    idle_timeout_s: Seconds = 300.0
+    send_deadline_s: Seconds = 3.0
+    chunk_timeout_s: Seconds = 300.0
+    max_connections: Count = 256
+    max_requests_per_connection: Count = 8
+    max_messages_per_s: Count = 200
+    max_frames_per_request: Count = 9 + 12 * 40
+    max_image_bytes: Bytes = 8 * MIB
+    max_image_pixels: Bytes = 16 * MIB
+    max_prompt_chars: Count = 8192
+    chunks_in_flight: Count = 2
+    unsent_chunks: Count = 2
+    journal_bytes: Bytes = 32 * MIB
+    allowed_origins: str = ""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "DoorLimits":
+        """Read the variables that are set. Raises ValueError naming the variable, what arrived and what is allowed."""
+        environ = os.environ if environ is None else environ
+        values = {}
+        for field in msgspec.structs.fields(cls):
+            name = _PREFIX + field.name.upper()
+            if name in environ:
+                try:
+                    values[field.name] = msgspec.convert(environ[name], field.type, strict=False)
+                except msgspec.ValidationError as error:
+                    raise ValueError(f"{name}={environ[name]!r}: {error}") from error
+        return cls(**values)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frame replies of `/v1/realtime/world/camera`: a finished chunk becomes one or more encoded messages.
+
+Runs on the executor's threads: encoding a chunk takes tens of milliseconds. Held by
+tests/entrypoints/realtime/test_render.py.
+"""
+
+import io
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from PIL import Image
+
+from vllm_omni.entrypoints.media import encode_mp4
+from vllm_omni.entrypoints.realtime.codec import Dialect, encode
+from vllm_omni.entrypoints.realtime.run import FinishedChunk
+
+# T pixel frames, H height, W width, C = 3 channels (RGB)
+
+_F32_FRAMES_PER_MESSAGE: Final = 4
+
+
+@dataclass(frozen=True)
+class FrameRenderer:
+    """How one request wants its frames.
+
+    codec: `mp4` (a file in each message), `jpeg` (a list of files), `ndarray_u8` (one array `[T, H, W, 3]`) or
+    `ndarray_f32` (a list of arrays `[H, W, 3]` in [0, 1]). frames_per_message: None = a whole chunk, but 4 for
+    `ndarray_f32`, which is what clients of that codec expect.
+    """
+
+    codec: str
+    fps: float
+    quality: int
+    frames_per_message: int | None
+    dialect: Dialect
+
+    def __call__(self, chunk: FinishedChunk) -> list[bytes]:
+        """Return the chunk's messages. `index` and `total` count all messages of the request."""
+        frames_THWC = chunk.result.frames_THWC
+        if len(frames_THWC) != chunk.sizes[chunk.number]:
+            raise RuntimeError(f"the model made {len(frames_THWC)} frames, {chunk.sizes[chunk.number]} were planned")
+        counts = [-(-size // self._step(size)) for size in chunk.sizes]
+        base, total, step = sum(counts[: chunk.number]), sum(counts), self._step(len(frames_THWC))
+        return [
+            self._message(chunk, frames_THWC[part * step : (part + 1) * step], part * step, base + part, total)
+            for part in range(counts[chunk.number])
+        ]
+
+    def _step(self, chunk_frames: int) -> int:
+        default = _F32_FRAMES_PER_MESSAGE if self.codec == "ndarray_f32" else chunk_frames
+        return min(self.frames_per_message or default, chunk_frames)
+
+    def _message(self, chunk: FinishedChunk, frames_THWC: np.ndarray, offset: int, index: int, total: int) -> bytes:
+        started_s = time.perf_counter()
+        video = self._video(frames_THWC)
+        mux_ms = (time.perf_counter() - started_s) * 1e3
+        message: dict[str, Any] = {
+            "type": "frame",
+            "session_id": chunk.session_id,
+            "request_id": chunk.request_id,
+            "chunk_id": chunk.chunk_index,
+            "chunk_index": chunk.chunk_index,
+            "index": index,
+            "total": total,
+            "final": index == total - 1,
+            "num_frames": len(frames_THWC),
+            "first_frame": chunk.first_frame + offset,
+            "fps": self.fps,
+            "width": frames_THWC.shape[2],
+            "height": frames_THWC.shape[1],
+            "codec": self.codec,
+            "timing": _timing(chunk, mux_ms),
+            "prompt_applied": chunk.prompt_applied,
+        }
+        if chunk.seed is not None:
+            message["seed"] = chunk.seed
+        if chunk.warnings and offset == 0:
+            message["warnings"] = list(chunk.warnings)
+        return encode({**message, "video": video}, self.dialect)
+
+    def _video(self, frames_THWC: np.ndarray) -> Any:
+        match self.codec:
+            case "mp4":
+                return encode_mp4(frames_THWC, self.fps)
+            case "jpeg":
+                return [_jpeg(frame_HWC, self.quality) for frame_HWC in frames_THWC]
+            case "ndarray_u8":
+                return np.ascontiguousarray(frames_THWC)
+            case "ndarray_f32":
+                return [np.divide(frame_HWC, np.float32(255), dtype=np.float32) for frame_HWC in frames_THWC]
+        raise AssertionError(f"protocol.parse let codec {self.codec!r} through")
+
+
+def _timing(chunk: FinishedChunk, mux_ms: float) -> dict[str, float]:
+    """Milliseconds. `queue` is what the request waited for its turn in the engine and on the way there and back."""
+    stages: dict[str, float] = chunk.result.meta.get("timings_ms", {})
+    timing = {f"{name}_ms": stages[name] for name in ("encode", "denoise", "decode") if name in stages}
+    busy_ms = stages.get("total", sum(timing.values()))
+    timing |= {
+        "queue_ms": max(0.0, chunk.result.wall_ms - busy_ms),
+        "mux_ms": mux_ms,
+        "total_ms": chunk.result.wall_ms + mux_ms,
+    }
+    return {name: round(value, 3) for name, value in timing.items()}
+
+
+def _jpeg(frame_HWC: np.ndarray, quality: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(frame_HWC).save(buffer, "JPEG", quality=quality)
+    return buffer.getvalue()

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Job` and `Run`: one request, what it asks for and what has been answered so far.
+
+A run outlives the connection that asked for it: its replies are numbered and kept (within the session's journal), so a
+client that comes back can have them again, or take over while it still runs. Knows no message format and no sockets.
+Held by tests/entrypoints/realtime/test_run.py.
+"""
+
+import asyncio
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vllm_omni.entrypoints.realtime.camera import CameraPath, PosePolicy
+from vllm_omni.entrypoints.realtime.engine import ChunkResult
+from vllm_omni.entrypoints.realtime.errors import Close, DoorError
+
+Deliver = Callable[[bytes], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedChunk:
+    """A chunk with all that a door's replies say about it.
+
+    sizes: pixel frames of each chunk of the request; number: this chunk's place among them.
+    chunk_index, first_frame: its place in the session.
+    """
+
+    session_id: str
+    request_id: str
+    sizes: tuple[int, ...]
+    number: int
+    result: ChunkResult
+    chunk_index: int
+    first_frame: int
+    seed: int | None
+    prompt_applied: bool
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The checked inputs of one request.
+
+    digest: names the content, so that a repeated `request_id` is known to be a repetition.
+    load_image: `(height, width)` -> uint8 `[H, W, 3]`; called off the event loop, only if the world starts here.
+    Exactly one of `camera` (a pose per pixel frame) and `actions` (held keys per latent frame) is set.
+    chunk_index: the chunk that must be next; None = whichever is.
+    render: turns a chunk into encoded replies; called off the event loop.
+    """
+
+    request_id: str
+    digest: bytes
+    camera: CameraPath | None
+    actions: Sequence[list[str]] | None
+    num_frames: int | None
+    pose_policy: PosePolicy
+    load_image: Callable[[int, int], np.ndarray] | None
+    prompt: str | None
+    seed: int | None
+    height: int | None
+    width: int | None
+    restart: bool
+    chunk_index: int | None
+    options: dict[str, Any]
+    render: Callable[[FinishedChunk], list[bytes]]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One encoded message; `part` counts the messages of its chunk."""
+
+    chunk_index: int
+    part: int
+    payload: bytes
+
+
+@dataclass(eq=False)
+class _Follower:
+    owner: object
+
+
+@dataclass(eq=False)
+class Run:
+    """One request's plan, replies and end.
+
+    sizes: pixel frames of its chunks, set when its turn comes. completed: chunks done. first_kept: replies before this
+    number have been dropped. delivered: replies the current follower has.
+    """
+
+    job: Job
+    sizes: tuple[int, ...] = ()
+    first_chunk: int = 0
+    attempt: int = 1
+    completed: int = 0
+    replies: deque[Reply] = field(default_factory=deque)
+    first_kept: int = 0
+    delivered: int = 0
+    finished: bool = False
+    error: DoorError | None = None
+    task: "asyncio.Task[DoorError | None] | None" = None
+    started_s: float = field(default_factory=time.monotonic)
+    _follower: "_Follower | None" = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def num_replies(self) -> int:
+        return self.first_kept + len(self.replies)
+
+    @property
+    def has_follower(self) -> bool:
+        return self._follower is not None
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(len(reply.payload) for reply in self.replies)
+
+    def append(self, reply: Reply) -> None:
+        self.replies.append(reply)
+        self._notify()
+
+    def finish(self, error: DoorError | None = None) -> None:
+        """Mark the end and let go of the inputs: a repetition brings them again."""
+        self.finished, self.error = True, error
+        self.job = dataclasses.replace(self.job, camera=None, actions=None, load_image=None)
+        self._notify()
+
+    def reopen(self, job: Job) -> None:
+        """Go on after a cut; what is complete stays."""
+        self.job, self.finished, self.error, self.attempt = job, False, None, self.attempt + 1
+        self.started_s = time.monotonic()
+
+    def follow(self, deliver: Deliver, owner: object, start: int = 0) -> Coroutine[Any, Any, bool]:
+        """Deliver every reply from number `start` on until the run ends; an earlier follower is superseded at once.
+
+        owner: the connection. Returns False if a later call of the same owner took over, else True.
+        Raises the run's own `DoorError` if it failed, `superseded` if another owner took over, `resync_required` if
+        replies it needs are gone.
+        """
+        me = self._follower = _Follower(owner)
+        self.delivered = start
+        self._notify()
+        return self._follow(me, deliver, start)
+
+    async def _follow(self, me: "_Follower", deliver: Deliver, position: int) -> bool:
+        try:
+            while True:
+                if self._follower is not me:
+                    if self._follower is not None and self._follower.owner is me.owner:
+                        return False
+                    raise DoorError("superseded", "another connection took this session over", close=Close.SUPERSEDED)
+                if position < self.first_kept:
+                    raise DoorError("resync_required", "earlier replies of this request are no longer kept")
+                if position < self.num_replies:
+                    await deliver(self.replies[position - self.first_kept].payload)
+                    position += 1
+                    if self._follower is me:
+                        self.delivered = position
+                        self._notify()
+                elif self.finished:
+                    break
+                else:
+                    await self._changed.wait()
+            if self.error is not None:
+                raise self.error
+            return True
+        finally:
+            if self._follower is me:
+                self._follower = None
+
+    async def wait_for_reader(self, unsent_chunks: int) -> None:
+        """Return when at most `unsent_chunks` chunks wait for delivery."""
+        while self._num_unsent_chunks() > unsent_chunks:
+            await self._changed.wait()
+
+    def _num_unsent_chunks(self) -> int:
+        unsent = list(self.replies)[max(0, self.delivered - self.first_kept) :]
+        return len({reply.chunk_index for reply in unsent})
+
+    def drop_oldest(self) -> int:
+        """Forget the oldest reply if it was delivered; returns the bytes freed (0: nothing to forget)."""
+        if not self.replies or (not self.finished and self.first_kept >= self.delivered):
+            return 0
+        self.first_kept += 1
+        return len(self.replies.popleft().payload)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions as clients see them: who owns which world, whose turn it is, where the engine stands.
+
+This core is shared by all doors. It knows no message format and no sockets: a door hands it a `Job`, follows the `Run`
+it gets back, and delivers the replies.
+
+- `SessionManager`: which sessions exist, for whom, who makes room.
+- `Session`: the order of requests (one runs, one may wait), what is committed, the engine's id of this world.
+
+Invariants: at most `chunks_in_flight` chunks of a session are in the engine; a world that starts afresh gets a new
+engine id, so that a late answer never touches it; a session is in the table exactly while it has a world or a request.
+Held by tests/entrypoints/realtime/test_session.py.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Coroutine, Iterable
+from concurrent.futures import Executor
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from vllm_omni.entrypoints.realtime.camera import plan_frames
+from vllm_omni.entrypoints.realtime.engine import ChunkResult, WorldEngine
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.protocol import new_session_id
+from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, Reply, Run
+from vllm_omni.inputs import DiffusionParams
+
+logger = logging.getLogger("vllm." + __name__)
+
+T = TypeVar("T")
+SessionKey = tuple[str, str]
+"""(principal, session id): the same id of two principals names two worlds."""
+
+_REMEMBERED_RUNS: Final = 64
+_REMEMBERED_EVICTIONS: Final = 4096
+_MAX_WAITING: Final = 2  # one request runs, one waits
+
+
+class Session:
+    """One world of one client; used from one event loop."""
+
+    def __init__(self, key: SessionKey, manager: "SessionManager") -> None:
+        self.key = key
+        self._manager = manager
+        self.engine_id = new_session_id()
+        self.started = False
+        self.next_chunk = 0
+        self.next_frame = 0
+        self.height, self.width = manager.facts.height, manager.facts.width
+        self.prompt: str | None = None
+        self.seed: int | None = None
+        self.in_step = True
+        """Whether `next_chunk` is certain; after an abort the engine may be one chunk further."""
+        self.connections: set[object] = set()
+        """Open connections that have used this session; kept by the doors."""
+        self.last_used_s = time.monotonic()
+        self.runs: OrderedDict[str, Run] = OrderedDict()
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+
+    @property
+    def session_id(self) -> str:
+        return self.key[1]
+
+    @property
+    def is_busy(self) -> bool:
+        return self._waiting > 0
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> Run:
+        """Start a request, or find it again by its id: finished runs are kept, cut-off ones go on where they stopped.
+
+        Raises `DoorError` `request_id_conflict` or `session_busy`.
+        """
+        self.last_used_s = time.monotonic()
+        run = self.runs.get(job.request_id)
+        if run is not None and run.job.digest != job.digest:
+            raise DoorError(
+                "request_id_conflict", "this request_id belongs to another request; use a new one", param="request_id"
+            )
+        if run is not None and (not run.finished or run.error is None):
+            return run
+        if self._waiting >= _MAX_WAITING:
+            raise DoorError("session_busy", "one request of this session runs and one waits; wait for an answer")
+        if run is not None and run.completed:
+            run.reopen(job)
+        else:
+            attempt = run.attempt + 1 if run is not None else 1
+            run = self.runs[job.request_id] = Run(job, attempt=attempt)
+            self._trim_journal()
+        self._waiting += 1
+        run.task = self._manager.spawn(self._produce(run))
+        run.task.add_done_callback(lambda task: self._ended(run, task))
+        return run
+
+    def cancel(self, runs: Iterable[Run] | None = None) -> None:
+        """End these runs (all of the session if None) with `cancelled`; their chunks are aborted in the engine."""
+        for run in list(self.runs.values()) if runs is None else runs:
+            if not run.finished and run.task is not None:
+                run.task.cancel()
+
+    async def _produce(self, run: Run) -> DoorError | None:
+        try:
+            async with self._turn:
+                await self._generate(run)
+        except DoorError as failure:
+            return failure
+        except Exception:
+            logger.exception("request %s of session %s failed", run.job.request_id, self.session_id)
+            return DoorError("engine_error", "internal error; the server's log has details")
+        return None
+
+    def _ended(self, run: Run, task: "asyncio.Task[DoorError | None]") -> None:
+        """A done-callback, since a task cancelled before its first step never runs its own clean-up."""
+        if task.cancelled():
+            error: DoorError | None = DoorError(
+                "cancelled", "the request was cancelled", next_chunk_index=self.next_chunk
+            )
+        else:
+            error = task.result()
+        self._waiting -= 1
+        self.last_used_s = time.monotonic()
+        run.finish(error)
+        self._manager.forget_if_empty(self)
+
+    async def _generate(self, run: Run) -> None:
+        """Keep `chunks_in_flight` chunks in the engine until the run is complete; render what comes back, in order."""
+        limits = self._manager.limits
+        image, warnings = await self._begin(run)
+        numbers = deque(range(run.completed, len(run.sizes)))
+        in_flight: deque[asyncio.Task[ChunkResult]] = deque()
+
+        def fill() -> None:
+            # Until the position is certain, one chunk at a time: its answer tells where the engine is.
+            while numbers and len(in_flight) < (limits.chunks_in_flight if self.in_step else 1):
+                in_flight.append(self._manager.spawn(self._request_chunk(run, numbers.popleft(), image)))
+
+        try:
+            while numbers or in_flight:
+                fill()
+                async with asyncio.timeout(limits.chunk_timeout_s):
+                    await asyncio.wait([in_flight[0]])
+                result = in_flight.popleft().result()
+                chunk = self._advance(run, result, warnings)
+                fill()  # the engine goes on while this chunk is rendered and sent
+                await self._render(run, chunk)
+                await run.wait_for_reader(limits.unsent_chunks)
+        except TimeoutError:
+            await self._abort(run, in_flight)
+            raise DoorError(
+                "timeout", f"a chunk took longer than {limits.chunk_timeout_s:g} s and was dropped"
+            ) from None
+        except BaseException as error:
+            await self._abort(run, in_flight, refused=isinstance(error, DoorError))
+            raise
+
+    async def _begin(self, run: Run) -> tuple[np.ndarray | None, tuple[str, ...]]:
+        """The run's turn has come: check it against where the session is, set its plan, load the start image.
+
+        Returns `(image, warnings)`; the image only if the world starts here.
+        """
+        job, facts = run.job, self._manager.facts
+        if job.restart and not run.completed:
+            self.forget_world()
+        if run.completed:
+            if self.in_step and self.next_chunk != run.first_chunk + run.completed:
+                raise DoorError(
+                    "resync_required", "the session has moved on since this request", next_chunk_index=self.next_chunk
+                )
+            return None, ()
+        if self.in_step and job.chunk_index not in (None, self.next_chunk):
+            raise DoorError(
+                "out_of_order",
+                f"chunk_index {job.chunk_index} arrived, the session's next chunk is {self.next_chunk}",
+                param="chunk_index",
+                expected=self.next_chunk,
+            )
+        run.first_chunk = self.next_chunk if job.chunk_index is None else job.chunk_index
+        run.sizes = self._plan(job)
+        warnings = []
+        size = (job.height or self.height, job.width or self.width)
+        if self.started:
+            if size != (self.height, self.width):
+                raise DoorError(
+                    "unsupported_size",
+                    f"{size[1]}x{size[0]} arrived, the session's frames are {self.width}x{self.height}; reset it first",
+                    param="extra_body",
+                )
+            if job.load_image is not None:
+                warnings.append("image ignored: the session has begun; send restart to begin again")
+            if job.seed not in (None, self.seed):
+                warnings.append("seed ignored: it is fixed when a session begins")
+            return None, tuple(warnings)
+        if job.load_image is None:
+            if self._manager.was_evicted(self.key):
+                raise DoorError("session_evicted", "the session was closed to make room; send it again with an image")
+            raise DoorError(
+                "missing_image",
+                "a session begins with an image; to continue another one, name its session_id",
+                param="image",
+            )
+        facts.check_size(*size)
+        image = await self._manager.off_loop(job.load_image, *size)
+        await self._manager.worlds_closed()
+        self.height, self.width = size
+        self.prompt, self.seed = None, job.seed
+        return image, ()
+
+    def _plan(self, job: Job) -> tuple[int, ...]:
+        """Pixel frames of the request's chunks."""
+        facts, first, most = self._manager.facts, not self.started, self._manager.limits.max_frames_per_request
+        if job.camera is not None:
+            poses = len(job.camera)
+        else:
+            assert job.actions is not None
+            poses = max(0, facts.vae_stride[0] * len(job.actions) - (facts.vae_stride[0] - 1 if first else 0))
+        sizes = plan_frames(poses, job.num_frames, job.pose_policy, facts, first)
+        if sum(sizes) > most:
+            raise DoorError(
+                "invalid_request",
+                f"{sum(sizes)} frames asked for; one request makes at most {most}",
+                param="poses",
+            )
+        return tuple(sizes)
+
+    async def _request_chunk(self, run: Run, number: int, image: np.ndarray | None) -> ChunkResult:
+        """Ask the engine for chunk `number` of the run. Raises `DoorError`."""
+        job, facts = run.job, self._manager.facts
+        arrays: dict[str, np.ndarray] = {}
+        actions: list[list[str]] | None = None
+        start = sum(run.sizes[:number])
+        if job.camera is not None:
+            camera = job.camera.resized(sum(run.sizes)).slice(start, start + run.sizes[number])
+            arrays |= {"poses": camera.poses_N44, "intrinsics": camera.intrinsics_N4}
+        elif job.actions is not None:
+            per_chunk = facts.latent_frames_per_chunk
+            actions = [list(keys) for keys in job.actions[number * per_chunk : (number + 1) * per_chunk]]
+            actions += [[] for _ in range(per_chunk - len(actions))]
+        is_start = image is not None and number == 0
+        if image is not None and is_start:
+            arrays["image"] = image
+        # After an abort only the engine knows its position: a new request takes whatever comes next, one that was
+        # cut off, or that names its chunk, insists.
+        insists = self.in_step or run.attempt > 1 or job.chunk_index is not None
+        params = DiffusionParams(
+            session_id=self.engine_id,
+            chunk_index=run.first_chunk + number if insists else None,
+            prompt=job.prompt if number == 0 and (is_start or job.prompt != self.prompt) else None,
+            seed=job.seed if is_start else None,
+            height=self.height if is_start else None,
+            width=self.width if is_start else None,
+            actions=actions,
+            options=job.options,
+        )
+        try:
+            return await self._manager.engine.generate(params, arrays)
+        except DoorError as error:
+            if error.code == "unknown_session" or (error.code == "out_of_order" and not self.in_step):
+                raise self._lost(error) from error
+            raise
+
+    def _lost(self, error: DoorError) -> DoorError:
+        """The engine is not where this session thinks: say what the client can do about it."""
+        if error.code == "unknown_session":
+            self.forget_world(in_engine=False)
+            return DoorError("session_evicted", "the engine has closed this session; send it again with an image")
+        return DoorError(
+            "resync_required", "a chunk was finished after it was cancelled; send a new request to go on from there"
+        )
+
+    def _advance(self, run: Run, result: ChunkResult, warnings: tuple[str, ...]) -> FinishedChunk:
+        """Take note of a committed chunk."""
+        job, number = run.job, run.completed
+        index = int(result.meta.get("chunk_index", self.next_chunk))
+        first_frame = int(result.meta.get("first_frame", self.next_frame))
+        if number == 0:
+            run.first_chunk = index
+        prompt_applied = number == 0 and job.prompt is not None and (not self.started or job.prompt != self.prompt)
+        self.prompt = job.prompt if prompt_applied else self.prompt
+        self.started, self.in_step = True, True
+        self.next_chunk, self.next_frame = index + 1, first_frame + len(result.frames_THWC)
+        run.completed += 1
+        return FinishedChunk(
+            session_id=self.session_id,
+            request_id=job.request_id,
+            sizes=run.sizes,
+            number=number,
+            result=result,
+            chunk_index=index,
+            first_frame=first_frame,
+            seed=self.seed,
+            prompt_applied=prompt_applied,
+            warnings=warnings if number == 0 else (),
+        )
+
+    async def _render(self, run: Run, chunk: FinishedChunk) -> None:
+        """Encode a chunk into the journal; a cancellation waits for it, since the chunk is part of the world."""
+        rendering = asyncio.ensure_future(self._manager.off_loop(run.job.render, chunk))
+        try:
+            await asyncio.shield(rendering)
+        finally:
+            for part, payload in enumerate(await rendering):
+                run.append(Reply(chunk.chunk_index, part, payload))
+            self._trim_journal()
+
+    async def _abort(self, run: Run, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False) -> None:
+        """Take what the engine had already answered, drop the rest there, and note whether the position is certain.
+
+        refused: the engine refused an earlier chunk, so none of these can have been committed.
+        """
+        answered = []
+        while in_flight and in_flight[0].done() and not in_flight[0].cancelled() and not in_flight[0].exception():
+            answered.append(in_flight.popleft().result())
+        for task in in_flight:
+            task.cancel()
+        if in_flight:
+            await asyncio.wait(in_flight)
+            for task in in_flight:  # look at every outcome, so that none is reported as never retrieved
+                if not task.cancelled():
+                    task.exception()
+            self.in_step = self.in_step and refused
+        for result in answered:
+            await self._render(run, self._advance(run, result, ()))
+        if not self.started and not refused:
+            self.forget_world()  # the first chunk may have been committed all the same
+
+    # -- journal -------------------------------------------------------------------------------------------------
+
+    def missed_since(self, last_chunk: int | None) -> list[tuple[Run, int]]:
+        """Runs and reply numbers from which to replay what came after `last_chunk` (None: from the beginning).
+
+        Raises `DoorError("resync_required", next_chunk_index=...)` if a part of it is no longer kept.
+        """
+        wanted = 0 if last_chunk is None else last_chunk + 1
+        missed: list[tuple[Run, int]] = []
+        for run in self.runs.values():
+            skipped = sum(reply.chunk_index < wanted for reply in run.replies)
+            kept = list(run.replies)[skipped:]
+            if kept and kept[0].chunk_index == wanted and kept[0].part == 0:
+                missed.append((run, run.first_kept + skipped))
+                wanted = kept[-1].chunk_index + 1
+            elif not run.finished:
+                missed.append((run, run.num_replies))
+        if wanted < self.next_chunk:
+            raise DoorError(
+                "resync_required",
+                "not everything since then is kept; go on from here",
+                next_chunk_index=self.next_chunk,
+            )
+        return missed
+
+    def _trim_journal(self) -> None:
+        total = sum(run.kept_bytes for run in self.runs.values())
+        for run in self.runs.values():  # oldest first
+            while total > self._manager.limits.journal_bytes and (freed := run.drop_oldest()):
+                total -= freed
+        for request_id, run in list(self.runs.items())[: max(0, len(self.runs) - _REMEMBERED_RUNS)]:
+            if run.finished and not run.has_follower:
+                del self.runs[request_id]
+
+    # -- the world -----------------------------------------------------------------------------------------------
+
+    def forget_world(self, in_engine: bool = True) -> None:
+        """Let go of the world; the next request needs an image. `in_engine`: the engine may still hold it."""
+        if in_engine:
+            self._manager.close_world(self.engine_id)
+        self.engine_id = new_session_id()
+        self.started, self.in_step = False, True
+        self.next_chunk = self.next_frame = 0
+        self.prompt = self.seed = None
+        for request_id, run in list(self.runs.items()):
+            if run.finished:
+                del self.runs[request_id]
+
+    async def stop(self) -> None:
+        """Cancel all requests; the world stays as it is."""
+        self._waiting += 1
+        self.cancel()
+        try:
+            async with self._turn:
+                pass
+        finally:
+            self._waiting -= 1
+            self._manager.forget_if_empty(self)
+
+    async def reset(self) -> None:
+        """Cancel all requests and free the world; a session nobody then waits for is gone from the table."""
+        self._waiting += 1
+        self.cancel()
+        try:
+            async with self._turn:
+                if self.started:
+                    self.forget_world()
+        finally:
+            self._waiting -= 1
+            self._manager.forget_if_empty(self)
+
+    async def fork(self, new: "Session") -> None:
+        """Copy this world into `new`, between two chunks."""
+        self._waiting += 1
+        try:
+            async with self._turn:
+                if not self.started:
+                    raise DoorError("missing_image", "the session has no world to branch from yet")
+                await self._manager.engine.fork(self.engine_id, new.engine_id)
+                new.started, new.in_step = True, self.in_step
+                new.next_chunk, new.next_frame = self.next_chunk, self.next_frame
+                new.height, new.width, new.prompt, new.seed = self.height, self.width, self.prompt, self.seed
+        finally:
+            self._waiting -= 1
+
+
+class SessionManager:
+    """All sessions of one API server process.
+
+    executor: where images are decoded and frames encoded. Sessions without use for `session_idle_s` are closed, and the
+    least recently used one that no connection holds makes room for a new one.
+    """
+
+    def __init__(self, engine: WorldEngine, facts: WorldFacts, limits: DoorLimits, executor: Executor) -> None:
+        self.engine, self.facts, self.limits = engine, facts, limits
+        self._executor = executor
+        self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
+        self._evicted: OrderedDict[SessionKey, None] = OrderedDict()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def find(self, key: SessionKey) -> Session | None:
+        return self._sessions.get(key)
+
+    def was_evicted(self, key: SessionKey) -> bool:
+        return key in self._evicted
+
+    def open(self, key: SessionKey) -> Session:
+        """Return the session of that key, a new one if there is none. Raises `DoorError("capacity")`."""
+        if self._sweeper is None:
+            self._sweeper = self.spawn(self._sweep())
+        session = self._sessions.get(key)
+        if session is None:
+            if len(self._sessions) >= self.facts.max_sessions:
+                self._make_room()
+            session = self._sessions[key] = Session(key, self)
+        self._sessions.move_to_end(key)
+        return session
+
+    def _make_room(self) -> None:
+        for session in self._sessions.values():  # least recently used first
+            if not session.is_busy and not session.connections:
+                self._evict(session)
+                return
+        raise DoorError(
+            "capacity",
+            f"all {self.facts.max_sessions} sessions are in use; try again later",
+            retry_after_ms=1000,
+        )
+
+    def _evict(self, session: Session) -> None:
+        """Free a session that is not busy, and remember that it was not the client who closed it."""
+        session.forget_world()
+        self.forget_if_empty(session)
+        self._evicted[session.key] = None
+        while len(self._evicted) > _REMEMBERED_EVICTIONS:
+            self._evicted.popitem(last=False)
+
+    async def branch(self, source: Session, key: SessionKey) -> Session:
+        """Copy a session's world under a new key. Raises `DoorError` `invalid_request` or `capacity`."""
+        if key in self._sessions:
+            raise DoorError("invalid_request", "a session with this id exists; choose another", param="new_session_id")
+        new = self.open(key)
+        new._waiting += 1  # nobody may use or evict it until the engine has made it
+        try:
+            await source.fork(new)
+        finally:
+            new._waiting -= 1
+            self.forget_if_empty(new)
+        return new
+
+    def forget_if_empty(self, session: Session) -> None:
+        """A session without a world and without requests is nothing: its id is free again."""
+        if not session.started and not session.is_busy and self._sessions.get(session.key) is session:
+            del self._sessions[session.key]
+        elif session.started:
+            self._evicted.pop(session.key, None)
+
+    def close_world(self, engine_id: str) -> None:
+        """Have the engine free a world, in the background."""
+        task = self.spawn(self._close_world(engine_id))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close_world(self, engine_id: str) -> None:
+        try:
+            await self.engine.close(engine_id)
+        except DoorError as error:
+            logger.warning("the engine did not close a session: %s", error)
+
+    async def worlds_closed(self) -> None:
+        """Return when every world that was being closed is; a new one may need its room."""
+        if self._closing:
+            await asyncio.wait(set(self._closing))
+
+    async def _sweep(self) -> None:
+        """Close sessions that nobody has used for `session_idle_s`."""
+        idle_s = self.facts.session_idle_s
+        while True:
+            await asyncio.sleep(min(5.0, idle_s / 4))
+            for session in list(self._sessions.values()):
+                if not session.is_busy and time.monotonic() - session.last_used_s >= idle_s:
+                    self._evict(session)
+
+    # -- work ----------------------------------------------------------------------------------------------------
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run `work` as a task that is not lost if nobody keeps it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def off_loop(self, function: Any, *args: Any) -> Any:
+        """Run CPU work on the executor's threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    async def shutdown(self) -> None:
+        """Cancel everything; for tests and the end of the process."""
+        for task in list(self._tasks):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*self._tasks, return_exceptions=True)
