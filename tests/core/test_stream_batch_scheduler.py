@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StreamBatchScheduler on its own: one micro-step in flight, session order, batch limit, spreading over stages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_omni.core.sched import StreamBatchScheduler
+from vllm_omni.inputs import DiffusionParams
+
+
+class Harness:
+    """A scheduler and a pretended worker."""
+
+    def __init__(self, model: Path, stages: int = 1, max_requests_per_step: int = 4) -> None:
+        args = EngineArgs(
+            model=str(model),
+            config_format="omni",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            additional_config={"omni": {"max_requests_per_step": max_requests_per_step}},
+        )
+        config = args.create_engine_config()
+        config.parallel_config.pipeline_parallel_size = stages
+        config.scheduler_config.enable_chunked_prefill = False
+        config.cache_config.num_gpu_blocks = 1
+        self.scheduler = StreamBatchScheduler(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=16,
+        )
+
+    def add(self, name: str, session: str, chunk: int | None = None) -> None:
+        params = DiffusionParams(session_id=session, chunk_index=chunk).to_pooling_params()
+        self.scheduler.add_request(
+            Request(request_id=name, prompt_token_ids=[0], sampling_params=None, pooling_params=params)
+        )
+
+    def schedule(self) -> tuple[list[str], SchedulerOutput]:
+        output = self.scheduler.schedule()
+        return list(output.num_scheduled_tokens), output
+
+    def answer(self, output: SchedulerOutput, done: Any = ()) -> None:
+        """The worker's output for one step: a result for `done`, nothing yet for the others."""
+        names = list(output.num_scheduled_tokens)
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                pooler_output=[torch.zeros(1, dtype=torch.uint8) if name in done else None for name in names],
+            ),
+        )
+
+    def step(self, done: Any = ()) -> list[str]:
+        names, output = self.schedule()
+        self.answer(output, done)
+        return names
+
+
+def test_a_request_is_scheduled_until_it_has_a_result(null_world: Path) -> None:
+    """Each step once; after the result never again."""
+    harness = Harness(null_world)
+    harness.add("r", "s")
+    assert [harness.step(), harness.step(), harness.step(done="r"), harness.step()] == [["r"], ["r"], ["r"], []]
+
+
+def test_a_request_never_has_two_steps_in_flight(null_world: Path) -> None:
+    """While its output is outstanding a second schedule() leaves it out; others may go."""
+    harness = Harness(null_world, stages=2)
+    harness.add("a", "a")
+    harness.add("b", "b")
+    first, first_output = harness.schedule()
+    second, second_output = harness.schedule()
+    third, _ = harness.schedule()
+    assert (first, second, third) == (["a"], ["b"], [])
+    harness.answer(first_output)
+    assert harness.schedule()[0] == ["a"]
+    harness.answer(second_output)
+    assert harness.schedule()[0] == ["b"]
+
+
+def test_chunks_of_a_session_run_in_the_order_of_their_index(null_world: Path) -> None:
+    """2 arrived before 1 and before it could start; other sessions are not held up."""
+    harness = Harness(null_world)
+    harness.add("s2", "s", 2)
+    harness.add("s1", "s", 1)
+    harness.add("t", "t", 0)
+    assert harness.step() == ["s1", "t"]
+    assert harness.step(done=["s1"]) == ["s1", "t"]
+    assert sorted(harness.step(done=["s2", "t"])) == ["s2", "t"]
+
+
+def test_a_chunk_that_runs_is_not_overtaken(null_world: Path) -> None:
+    """An earlier index that arrives late waits for the running one (the runner then says it is out of order)."""
+    harness = Harness(null_world)
+    harness.add("s2", "s", 2)
+    assert harness.step() == ["s2"]
+    harness.add("s1", "s", 1)
+    assert harness.step(done=["s2"]) == ["s2"]
+    assert harness.step() == ["s1"]
+
+
+def test_chunks_without_index_run_in_order_of_arrival(null_world: Path) -> None:
+    harness = Harness(null_world)
+    harness.add("first", "s")
+    harness.add("second", "s")
+    assert harness.step(done=["first"]) == ["first"]
+    assert harness.step() == ["second"]
+
+
+@pytest.mark.parametrize("aborted", ["s1", "s2"])
+def test_aborting_a_chunk_lets_the_next_one_go(null_world: Path, aborted: str) -> None:
+    """Whether the aborted chunk was running or waiting; nothing of it stays behind."""
+    harness = Harness(null_world)
+    harness.add("s1", "s", 1)
+    harness.add("s2", "s", 2)
+    harness.step()
+    harness.scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
+    left = "s2" if aborted == "s1" else "s1"
+    assert harness.step(done=[left]) == [left]
+    assert not harness.scheduler.has_unfinished_requests() and not harness.scheduler._turns
+
+
+def test_a_batch_has_at_most_the_configured_number_of_requests(null_world: Path) -> None:
+    harness = Harness(null_world, max_requests_per_step=2)
+    for name in "abc":
+        harness.add(name, name)
+    assert harness.step() == ["a", "b"]
+    assert harness.step(done="a") == ["a", "b"]
+    assert harness.step() == ["b", "c"]
+
+
+def test_requests_are_spread_over_the_stages(null_world: Path) -> None:
+    """Four sessions on two stages: two batches of two in flight, not one of four; queued chunks do not count."""
+    harness = Harness(null_world, stages=2)
+    for name in "abcd":
+        harness.add(name, name, 0)
+        harness.add(f"{name}-next", name, 1)
+    first, _ = harness.schedule()
+    second, _ = harness.schedule()
+    assert (first, second) == (["a", "b"], ["c", "d"])
+
+
+def test_malformed_requests_still_reach_the_runner(null_world: Path) -> None:
+    """Fields of the wrong type must not upset the scheduler: the runner answers them."""
+    harness = Harness(null_world)
+    for number, extra in enumerate(({}, {"omni": 1}, {"omni": {"session_id": 3, "chunk_index": "x"}})):
+        params = DiffusionParams(session_id="s").to_pooling_params()
+        params.extra_kwargs = extra
+        harness.scheduler.add_request(
+            Request(request_id=str(number), prompt_token_ids=[0], sampling_params=None, pooling_params=params)
+        )
+    assert harness.step(done="012") == ["0", "1", "2"]

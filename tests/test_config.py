@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--additional-config '{"omni": {...}}'`: defaults, and errors that say what arrived and what is allowed."""
+
+import pytest
+
+from vllm_omni.config import OmniConfig
+
+
+def test_nothing_given_means_all_defaults() -> None:
+    """No additional_config at all is fine."""
+    assert OmniConfig.from_additional_config(None) == OmniConfig.from_additional_config({"other": 1}) == OmniConfig()
+
+
+@pytest.mark.parametrize(
+    ("omni", "told"),
+    [
+        ({"max_sesions": 3}, "max_sesions"),
+        ({"height": 8}, "height"),
+        ({"max_requests_per_step": 0}, "max_requests_per_step"),
+        ({"session_idle_s": "5"}, "session_idle_s"),
+        ({"model": 3}, "model"),
+    ],
+)
+def test_mistakes_are_named_with_the_allowed_keys(omni: dict[str, object], told: str) -> None:
+    """Unknown keys, values out of range, wrong types: one line naming the key."""
+    with pytest.raises(ValueError, match=told) as error:
+        OmniConfig.from_additional_config({"omni": omni})
+    assert "allowed keys" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_config_is_frozen() -> None:
+    """Parsed once, never changed."""
+    with pytest.raises(AttributeError):
+        OmniConfig().height = 3  # type: ignore[misc]

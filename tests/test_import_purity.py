@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing of vLLM is changed: importing the package rebinds no attribute, registering only adds to three registries."""
+
+import json
+import subprocess
+import sys
+
+SNAPSHOT = """
+import importlib, json, sys
+import vllm, vllm.v1.core.sched.scheduler, vllm.v1.worker.gpu_worker, vllm.v1.engine.core, vllm.v1.engine.async_llm
+import vllm.model_executor.models.config, vllm.model_executor.models.registry, vllm.transformers_utils.config
+import vllm.model_executor.layers.pooler, vllm.entrypoints.openai.api_server, vllm.sequence, vllm.inputs
+import vllm.model_executor.models.interfaces, vllm.model_executor.model_loader, vllm.v1.outputs, vllm.pooling_params
+
+def objects():
+    found = {}
+    for module_name, module in list(sys.modules.items()):
+        if module is None or not (module_name == "vllm" or module_name.startswith("vllm.")):
+            continue
+        for name, value in list(vars(module).items()):
+            found[module_name, name] = value
+            if isinstance(value, type) and value.__module__ == module_name:
+                found.update({(module_name, f"{name}.{attr}"): inner for attr, inner in list(vars(value).items())})
+    return found
+
+def changed(before, after):
+    return sorted(".".join(key) for key, value in before.items() if key not in after or after[key] is not value)
+
+def contents():
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER
+    return {"models": dict(ModelRegistry.models), "hooks": dict(MODELS_CONFIG_MAP),
+            "parsers": dict(_CONFIG_FORMAT_TO_CONFIG_PARSER)}
+"""
+
+
+def run(script: str) -> dict[str, object]:
+    output = subprocess.run(
+        [sys.executable, "-c", SNAPSHOT + script], capture_output=True, text=True, check=True, timeout=180
+    ).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def test_importing_every_module_rebinds_nothing_in_vllm() -> None:
+    """Every attribute of every loaded vllm module and of its classes is the same object after all our imports.
+
+    The CPU worker module is left out: it imports vLLM's own CPU worker, which patches torch (not vLLM) by itself.
+    """
+    result = run(
+        """
+import pkgutil, vllm_omni
+before = objects()
+names = [m.name for m in pkgutil.walk_packages(vllm_omni.__path__, "vllm_omni.")]
+imported = 0
+for name in names:
+    if name.endswith("diffusion_cpu_worker"):
+        continue
+    importlib.import_module(name)
+    imported += 1
+after = objects()
+# A submodule imported for the first time becomes an attribute of its package: an addition, not a change.
+print(json.dumps({"imported": imported, "checked": len(before), "changed": changed(before, after)}))
+"""
+    )
+    assert result["changed"] == []
+    assert result["imported"] > 20 and result["checked"] > 5000
+
+
+def test_registering_touches_three_registries_and_only_adds() -> None:
+    """register(), twice: architectures, one config hook each, one config parser; nothing is replaced."""
+    result = run(
+        """
+from vllm_omni.model_executor.models.registry import ARCHITECTURES
+import vllm_omni.registration
+before, entries = objects(), contents()
+vllm_omni.register()
+vllm_omni.register()
+after, new = objects(), contents()
+print(json.dumps({
+    "changed": changed(before, after),
+    "added": {kind: sorted(set(new[kind]) - set(entries[kind])) for kind in new},
+    "replaced": [key for kind in new for key in entries[kind] if new[kind].get(key) is not entries[kind][key]],
+    "architectures": sorted(ARCHITECTURES),
+}))
+"""
+    )
+    assert result["changed"] == [] and result["replaced"] == []
+    assert result["added"] == {
+        "models": result["architectures"],
+        "hooks": result["architectures"],
+        "parsers": ["omni"],
+    }
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    """`import vllm_omni` happens in every vLLM process: it must not import torch, vllm or itself further."""
+    script = "import sys, json, vllm_omni; print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(output.stdout.splitlines()[-1]) == []

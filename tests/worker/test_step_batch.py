@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouping: equal keys share a batch up to the limit, the scheduler's order is kept."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_omni.worker.step_batch import group_requests
+
+
+@pytest.mark.parametrize(
+    ("keys", "limit", "groups"),
+    [
+        ("", 4, []),
+        ("aaaa", 4, ["aaaa"]),
+        ("aaaa", 3, ["aaa", "a"]),
+        ("abab", 4, ["aa", "bb"]),
+        ("aabaa", 2, ["aa", "b", "aa"]),
+        ("abc", 1, ["a", "b", "c"]),
+    ],
+)
+def test_groups(keys: str, limit: int, groups: list[str]) -> None:
+    """Letters are batch keys."""
+    model = SimpleNamespace(batch_key=lambda request: request.key)
+    requests = [SimpleNamespace(key=key, number=number) for number, key in enumerate(keys)]
+    result = group_requests(model, requests, limit)  # type: ignore[arg-type]
+    assert ["".join(request.key for request in group) for group in result] == groups
+    for group in result:
+        numbers = [request.number for request in group]
+        assert numbers == sorted(numbers)
