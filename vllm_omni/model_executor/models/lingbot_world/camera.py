@@ -21,7 +21,13 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_omni.model_executor.models.lingbot_world.config import NATIVE_HEIGHT, NATIVE_WIDTH, VAE_SPATIAL, VAE_TEMPORAL
+from vllm_omni.model_executor.models.lingbot_world.config import (
+    NATIVE_HEIGHT,
+    NATIVE_WIDTH,
+    VAE_SPATIAL,
+    VAE_TEMPORAL,
+    first_pixel_frame,
+)
 from vllm_omni.outputs import RequestFailed
 
 MOVE_UNIT = 0.05
@@ -145,8 +151,7 @@ def _finite(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 def latent_poses(per_pixel: torch.Tensor, frames: range) -> torch.Tensor:
     """Pick the rows of latent `frames` (absolute) from a chunk's per-pixel-frame rows: latent i shows pixel 4 i."""
-    first_pixel = 0 if frames.start == 0 else VAE_TEMPORAL * (frames.start - 1) + 1
-    return per_pixel[[VAE_TEMPORAL * frame - first_pixel for frame in frames]]
+    return per_pixel[[VAE_TEMPORAL * frame - first_pixel_frame(frames.start) for frame in frames]]
 
 
 def integrate_actions(

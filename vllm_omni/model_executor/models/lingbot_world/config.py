@@ -23,9 +23,11 @@ CAMERA_CHANNELS = 6
 NATIVE_HEIGHT, NATIVE_WIDTH = 480, 832
 """The size camera intrinsics are expressed for."""
 
-_DENOISE_INDICES = {"v1": (0, 179, 358, 679), "v2": (0, 250, 500, 750)}
-_SHIFTS = {"v1": 10.0, "v2": 5.0}
-_SINKS = {"v1": 9, "v2": 6}
+Version = Literal["v1", "v2"]
+
+_DENOISE_INDICES: dict[Version, tuple[int, ...]] = {"v1": (0, 179, 358, 679), "v2": (0, 250, 500, 750)}
+_SHIFTS: dict[Version, float] = {"v1": 10.0, "v2": 5.0}
+_SINKS: dict[Version, int] = {"v1": 9, "v2": 6}
 _WINDOW = 18
 
 
@@ -172,7 +174,7 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Serving options; each is one of the choices on which the public implementations differ.
 
     version: `v1` (LingBot-World-Fast) or `v2` (LingBot-World 2.0 causal fast): same network, other defaults for
-        `shift` (10 / 5), `denoise_indices`, `sink_frames` (9 / 6).
+        `shift` (10 / 5), `denoise_indices`, `sink_frames` (9 / 6). None = the checkpoint's.
     schedule: `exact` float timesteps, or `original` integer timesteps with two sigmas a step.
     shift, denoise_indices: override the version's schedule.
     latent_frames_per_chunk; first_chunk_latent_frames: None = same as later chunks.
@@ -190,7 +192,7 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     compile: fuse elementwise chains with torch.compile.
     """
 
-    version: Literal["v1", "v2"] = "v1"
+    version: Version | None = None
     schedule: Literal["exact", "original"] = "exact"
     shift: Annotated[float, msgspec.Meta(gt=0)] | None = None
     denoise_indices: list[int] | None = None
@@ -210,9 +212,9 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     compile: bool = False
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> "LingBotOptions":
+    def parse(cls, options: Mapping[str, Any], checkpoint_version: Version = "v1") -> "LingBotOptions":
         """Raises ValueError saying what arrived and what is allowed."""
-        parsed = parse_options(cls, options, "omni.model")
+        parsed = parse_options(cls, {"version": checkpoint_version, **options}, "omni.model")
         try:
             parsed.denoise_schedule()
         except ValueError as error:
@@ -222,8 +224,8 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return parsed
 
     def denoise_schedule(self) -> FewStepSchedule:
-        shift = _SHIFTS[self.version] if self.shift is None else self.shift
-        indices = _DENOISE_INDICES[self.version] if self.denoise_indices is None else self.denoise_indices
+        shift = _SHIFTS[self.version or "v1"] if self.shift is None else self.shift
+        indices = _DENOISE_INDICES[self.version or "v1"] if self.denoise_indices is None else self.denoise_indices
         return few_step_schedule(self.schedule, shift, indices)
 
     def vae_torch_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
@@ -249,7 +251,7 @@ class ChunkPlan:
         if window == -1:
             window = sink = options.global_frames
         else:
-            sink = _first_set(options.sink_frames, config.sink_frames, _SINKS[options.version])
+            sink = _first_set(options.sink_frames, config.sink_frames, _SINKS[options.version or "v1"])
             if sink + chunk > window:
                 raise ValueError(
                     f"a window of {window} latent frames with {sink} sink frames leaves no room for chunks of {chunk}; "
@@ -268,10 +270,15 @@ class ChunkPlan:
         start = self.first_chunk_frames + (chunk_index - 1) * self.chunk_frames
         return range(start, start + self.chunk_frames)
 
-    def pixel_frames(self, chunk_index: int) -> int:
-        """Return how many video frames a chunk decodes to: 9 for a first chunk of 3 latents, 12 later."""
+    def pixel_frames(self, chunk_index: int) -> range:
+        """Return the video frames a chunk decodes to, by absolute index: 9 for a first chunk of 3 latents, 12 later."""
         frames = self.frames(chunk_index)
-        return VAE_TEMPORAL * len(frames) - (VAE_TEMPORAL - 1 if frames.start == 0 else 0)
+        return range(first_pixel_frame(frames.start), first_pixel_frame(frames.stop))
+
+
+def first_pixel_frame(latent_frame: int) -> int:
+    """Return the first video frame of a latent frame: latent 0 is frame 0, latent i > 0 is frames 4i - 3 .. 4i."""
+    return max(0, VAE_TEMPORAL * (latent_frame - 1) + 1)
 
 
 def _first_set(*values: int | None) -> int:

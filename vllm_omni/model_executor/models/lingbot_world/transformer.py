@@ -305,6 +305,12 @@ class LingBotTransformer(nn.Module):
         """Heads whose cross-attention K/V this rank keeps (all of them under sequence parallelism)."""
         return self.config.num_heads // self.parallel.tensor_size
 
+    @property
+    def cross_kv_nbytes(self) -> int:
+        """Bytes of one prompt's `cross_attention_kv`."""
+        elements = self.num_cross_heads * self.config.head_dim * self.config.text_len
+        return 2 * self.num_local_layers * elements * self.dtype.itemsize
+
     def _blocks(self) -> list[Block]:
         return [block for block in self.blocks.values() if isinstance(block, Block)]
 

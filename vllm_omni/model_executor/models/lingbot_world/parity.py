@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LingBot-World against golden files: transformer rollouts, camera, schedules, VAE.
+
+Everything is driven by each file's metadata and shapes, so any directory of the same layout can be verified: other
+sizes, layers, heads, windows, chunk lengths, seeds. Weights are read under their original names.
+
+Tolerances. fp32: flow and K/V 2e-5, latents 1e-4 after several chunks (differences of both codes' rounding, larger
+only through the roll-out). bf16: 2 % of the recorded tensor's largest value; bf16 keeps 8 bits, and emulating the
+original's autocast moves the flow by 0.7 % against fp32. Camera 1e-5, schedules exact where the reference is fp32 and
+1e-9 where it is fp64, VAE 5e-5, streamed against whole-clip 1e-5.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.parallel import checkpoint_slots
+from vllm_omni.model_executor.layers.rope import rope_tables
+from vllm_omni.model_executor.models.lingbot_world import camera as cam
+from vllm_omni.model_executor.models.lingbot_world.config import NATIVE_HEIGHT, NATIVE_WIDTH, LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
+from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE, VAEConfig, to_uint8
+from vllm_omni.model_executor.models.lingbot_world.weights import VAE_RULES, load_vae, rename
+from vllm_omni.model_executor.parity import Report, Scenario, read_tensors, run_scenarios
+from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, unipc_flow_table
+
+_FLOW, _KV, _LATENT = 2e-5, 2e-5, 1e-4
+_BF16_RELATIVE = 2e-2
+_CAMERA = 1e-5
+_SIGMA = 1e-9
+_VAE, _STREAMED = 5e-5, 1e-5
+
+_DIT_WEIGHTS, _DIT_INPUTS = "dit_tiny_weights.safetensors", "dit_inputs.safetensors"
+_VAE_WEIGHTS = "vae_tiny_weights_orig_names.safetensors"
+
+
+def verify(golden_dir: Path) -> Report:
+    """Run every scenario file of `golden_dir`."""
+    return run_scenarios(
+        "lingbot_world",
+        golden_dir,
+        {
+            "dit_*.safetensors": run_rollout,
+            "camera*.safetensors": run_camera,
+            "schedule*.json": run_schedules,
+            "vae.safetensors": run_vae,
+            "vae_key_map.json": run_vae_names,
+            "vae_dec_cache_shapes.json": run_vae_cache_shapes,
+        },
+        auxiliary=("README*", ".*", _DIT_WEIGHTS, _DIT_INPUTS, _VAE_WEIGHTS),
+    )
+
+
+# -- transformer -------------------------------------------------------------------------------------------------------
+
+
+def run_rollout(scenario: Scenario) -> None:
+    """Roll a tiny transformer out over several chunks with the recorded noise and compare every recorded stage."""
+    values = json.loads(scenario.meta("cfg"))
+    config = LingBotWorldConfig.from_checkpoint(values)
+    bf16 = "bf16" in scenario.meta("dtype")
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    model = _load_transformer(scenario.directory / _DIT_WEIGHTS, config, dtype)
+    inputs, _ = read_tensors(scenario.directory / _DIT_INPUTS)
+    window = _window(scenario, values, config, dtype)
+    schedule = _recorded_schedule(scenario)
+    chunk_frames = int(scenario.meta("chunk"))
+
+    def compare(stage: str, ours: torch.Tensor, name: str, tolerance: float) -> None:
+        if name in scenario:
+            if bf16:
+                tolerance = _BF16_RELATIVE * float(scenario.get(name).abs().max())
+            scenario.compare_recorded(stage, ours, name, tolerance)
+
+    cross_kv = model.cross_attention_kv(inputs["context"])
+    for layer in range(config.num_layers):
+        for kind, ours in zip("kv", cross_kv[layer], strict=True):
+            compare("cross-attention K/V", ours.unsqueeze(0), f"xattn{layer}.{kind}", _KV)
+
+    for chunk in range(int(scenario.meta("nchunks"))):
+        frames = range(chunk * chunk_frames, (chunk + 1) * chunk_frames)
+        part = slice(frames.start, frames.stop)
+        window.check_fits(frames)
+        x, y = inputs["noise"][:, part], inputs["y"][:, part]
+        _, _, height, width = x.shape
+        if x.shape[1] != chunk_frames:
+            raise ValueError(
+                f"{_DIT_INPUTS} holds {inputs['noise'].shape[1]} frames, chunk {chunk} needs {frames.stop}"
+            )
+        row: dict[str, Any] = {
+            "condition": y,
+            "frames": frames,
+            "rope": rope_tables(config.head_dim, frames, height // 2, width // 2),
+            "camera": model.camera_modulation(inputs["camera"][0][:, part]),
+            "cross_kv": cross_kv,
+            "window": window,
+        }
+        for step, timestep in enumerate(schedule.timesteps):
+            name = f"c{chunk}.s{step}"
+            compare("noisy latents", x, f"{name}.x", _LATENT)
+            flow = model([ChunkRow(latents=x, timestep=timestep, **row)])[0]
+            scenario.get(f"{name}.flow")  # every step's flow must have been recorded
+            compare("flow", flow, f"{name}.flow", _FLOW)
+            x0 = (x.double() - schedule.sigmas_x0[step] * flow.double()).float()
+            compare("predicted clean latents", x0, f"{name}.x0", _LATENT)
+            if step + 1 < schedule.num_steps:
+                sigma = schedule.sigmas_noise[step + 1]
+                x = ((1 - sigma) * x0.double() + sigma * scenario.get(f"{name}.eps").double()).float()
+        model([ChunkRow(latents=x0, timestep=0.0, **row)], kv_only=True)
+        window.commit(frames.stop)
+        compare("latents", x0, f"c{chunk}.latent", _LATENT)
+        for layer in range(config.num_layers):
+            for kind, ours in zip("kv", window.chronological(layer), strict=True):
+                compare("self-attention K/V", ours.unsqueeze(0), f"c{chunk}.kv{layer}.{kind}", _KV)
+        if f"c{chunk}.ends" in scenario:
+            scenario.compare_recorded("cache ends", torch.tensor(window.ends()), f"c{chunk}.ends", 0.0)
+
+
+def _load_transformer(path: Path, config: LingBotWorldConfig, dtype: torch.dtype) -> LingBotTransformer:
+    weights, _ = read_tensors(path)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = LingBotTransformer(config)
+    finally:
+        torch.set_default_dtype(before)
+    slots = checkpoint_slots(model)
+    if slots.keys() != weights.keys():
+        raise ValueError(f"{path.name}: names differ from the model's: {sorted(slots.keys() ^ weights.keys())[:3]}")
+    for name, slot in slots.items():
+        try:
+            slot.load(weights[name])
+        except ValueError as error:
+            raise ValueError(f"{path.name}: {name} {error}") from error
+    return model
+
+
+def _window(scenario: Scenario, values: dict[str, Any], config: LingBotWorldConfig, dtype: torch.dtype) -> KVWindow:
+    tokens = int(scenario.meta("frame_seqlen"))
+    cache_tokens, attention_tokens = int(scenario.meta("kv_size")), int(scenario.meta("max_attention_size"))
+    if cache_tokens % tokens:
+        raise ValueError(f"kv_size {cache_tokens} is not a whole number of frames of {tokens} tokens")
+    cache_frames = cache_tokens // tokens
+    slides = values.get("local_attn_size", -1) != -1
+    return KVWindow(
+        num_layers=config.num_layers,
+        window_frames=cache_frames,
+        sink_frames=values.get("sink_size", 0) if slides else cache_frames,
+        tokens_per_frame=tokens,
+        num_heads=config.num_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device="cpu",
+        max_attention_tokens=attention_tokens if attention_tokens < cache_tokens else None,
+    )
+
+
+def _recorded_schedule(scenario: Scenario) -> FewStepSchedule:
+    """Rebuild the schedule from shift and indices; integer timesteps mean the original's convention."""
+    timesteps = scenario.get("sched.timesteps")
+    convention = "exact" if timesteps.is_floating_point() else "original"
+    indices = json.loads(scenario.meta("index"))
+    schedule = few_step_schedule(convention, float(scenario.meta("shift")), indices)  # type: ignore[arg-type]
+    tolerance = 1e-3 if convention == "exact" else 0.0  # floats may have been computed in fp32
+    scenario.compare("timesteps", torch.tensor(schedule.timesteps, dtype=torch.float64), timesteps, tolerance)
+    return schedule
+
+
+# -- camera ------------------------------------------------------------------------------------------------------------
+
+
+def run_camera(scenario: Scenario) -> None:
+    """Compare uploaded trajectories, action integration and every convention of chunk-wise camera maps."""
+    height, width = int(scenario.meta("h")), int(scenario.meta("w"))
+    clips = sorted(
+        (name.removesuffix(".poses_in") for name in scenario.tensors if name.endswith(".poses_in")),
+        key=lambda clip: len(scenario.tensors[f"{clip}.poses_in"]),
+    )
+    for clip in clips:
+        _compare_clip(scenario, clip, height, width)
+    if "full.values" in scenario:
+        _compare_full_size(scenario, clips)
+    if any(name.startswith("act.") for name in scenario.tensors):
+        _compare_actions(scenario, height, width)
+
+
+def _clip(scenario: Scenario, clip: str, height: int, width: int) -> cam.Trajectory:
+    named = re.fullmatch(r"f(\d+)", clip)
+    return cam.prepare_trajectory(
+        scenario.get(f"{clip}.poses_in"),
+        scenario.get(f"{clip}.intrinsics_in"),
+        height,
+        width,
+        num_frames=int(named[1]) if named else None,
+        chunk_frames=int(scenario.metadata.get("chunk", 3)),
+    )
+
+
+def _compare_clip(scenario: Scenario, clip: str, height: int, width: int) -> None:
+    path = _clip(scenario, clip, height, width)
+    maps = cam.camera_map(path.relative_N44, path.intrinsics_N4, height, width).unsqueeze(0)
+    stages = {
+        "interp": path.poses_N44,
+        "rel": path.relative_N44,
+        "K": path.intrinsics_N4[0],
+        "folded": maps,
+        "folded_last": maps[:, :, -1:],
+    }
+    for name in [name for name in scenario.tensors if name.startswith(f"{clip}.folded_first")]:
+        stages[name.removeprefix(f"{clip}.")] = maps[:, :, : scenario.get(name).shape[2]]
+    for stage, ours in stages.items():
+        if f"{clip}.{stage}" in scenario:
+            scenario.compare_recorded(f"{clip} {stage}", ours, f"{clip}.{stage}", _CAMERA)
+
+
+def _compare_full_size(scenario: Scenario, clips: list[str]) -> None:
+    """Spot cells (frame, row, column) of the longest clip at the native size."""
+    if not clips:
+        raise ValueError("full.values needs a recorded clip (`*.poses_in`)")
+    path = _clip(scenario, clips[-1], NATIVE_HEIGHT, NATIVE_WIDTH)
+    frame, row, column = scenario.get("full.cells").unbind(1)
+    used = sorted(set(frame.tolist()))
+    maps = cam.camera_map(path.relative_N44[used], path.intrinsics_N4[used], NATIVE_HEIGHT, NATIVE_WIDTH)
+    index = torch.tensor([used.index(f) for f in frame.tolist()])
+    scenario.compare_recorded("full size cells", maps[:, index, row, column].T, "full.values", _CAMERA)
+    if "full.K" in scenario:
+        scenario.compare_recorded("full size K", path.intrinsics_N4[0], "full.K", _CAMERA)
+
+
+def _compare_actions(scenario: Scenario, height: int, width: int) -> None:
+    held = cam.read_actions(actions := json.loads(scenario.meta("actions")), len(actions))
+    start = cam.CameraTail.origin()
+    poses, _ = cam.integrate_actions(held, start)
+    offline, _ = cam.integrate_actions(held, start, yaw_degrees=2.0, pitch_degrees=2.0)  # one entry per video frame
+    origin = start.pose_44.unsqueeze(0)
+    for name, ours in (
+        ("original_c2ws", torch.cat((origin, offline))),
+        ("sglang_c2ws", torch.cat((origin, poses))),
+        ("vllm_c2ws", poses),
+    ):
+        if f"act.{name}" in scenario:
+            scenario.compare_recorded(f"actions {name}", ours, f"act.{name}", _CAMERA)
+    pattern = re.compile(r"act\.(sglang|vllm_action|vllm_realtime)_chunk(\d+)")
+    for name in sorted(scenario.tensors):
+        if match := pattern.fullmatch(name):
+            frames = scenario.get(name).shape[2]
+            relative = _chunk_relative(match[1], poses, range(int(match[2]) * frames, (int(match[2]) + 1) * frames))
+            maps = cam.camera_map(relative, cam.action_intrinsics(frames, height, width), height, width)
+            scenario.compare_recorded(f"actions {match[1]} chunks", maps.unsqueeze(0), name, _CAMERA)
+
+
+def _chunk_relative(convention: str, poses_N44: torch.Tensor, frames: range) -> torch.Tensor:
+    """Return a chunk's scaled frame-to-frame poses as each public implementation makes them from an action history."""
+    chunk = poses_N44[frames.start : frames.stop]
+    if len(chunk) != len(frames):
+        raise ValueError(f"{len(poses_N44)} actions are recorded, a chunk needs {frames.stop}")
+    if convention == "sglang":  # the whole history, its first pose only a reference, scaled by the largest step so far
+        return cam.scaled_translations(cam.relative_poses(poses_N44[: frames.stop]))[frames.start :]
+    before = poses_N44[frames.start - 1] if frames.start else cam.CameraTail.origin().pose_44
+    relative = cam.relative_poses(chunk, before)
+    return cam.scaled_translations(relative, cam.MOVE_UNIT if convention == "vllm_realtime" else None)
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+def run_schedules(scenario: Scenario) -> None:
+    """Recompute each recorded table from the shift in its name and its indices."""
+    tables = json.loads(scenario.path.read_text())
+    if not tables:
+        raise ValueError("no schedule is recorded")
+    for name, rows in tables.items():
+        match = re.search(r"shift([\d.]+)", name)
+        if match is None:
+            raise ValueError(f"schedule {name!r} does not name its shift")
+        compare = _compare_original if name.startswith("original") else _compare_exact
+        compare(scenario, name, float(match[1]), rows)
+
+
+def _compare_original(scenario: Scenario, name: str, shift: float, rows: list[dict[str, Any]]) -> None:
+    schedule = few_step_schedule("original", shift, [row["index"] for row in rows])
+    timesteps, sigmas = unipc_flow_table(shift)
+    for step, row in enumerate(rows):
+        same_t = np.flatnonzero(timesteps == row["t_model"]).tolist()
+        if same_t != row["duplicates"]:
+            raise ValueError(f"{name}: entries {same_t} share t = {row['t_model']}, recorded {row['duplicates']}")
+        _compare_numbers(scenario, f"{name} t", schedule.timesteps[step], row["t_model"], 0.0)
+        for ours, key in (
+            (schedule.sigmas_x0[step], "sigma_x0"),
+            (schedule.sigmas_noise[step], "sigma_addnoise"),
+            (float(sigmas[row["index"]]), "sigma_at_index"),
+        ):
+            _compare_numbers(scenario, f"{name} sigma", ours, row[key], _SIGMA)
+
+
+def _compare_exact(scenario: Scenario, name: str, shift: float, rows: list[dict[str, Any]]) -> None:
+    """A reference whose every number is an fp32 number was computed in fp32; then so is ours, to the same bits."""
+    default = (0, 250, 500, 750) if "v2" in name else (0, 179, 358, 679)
+    indices = [row.get("idx", default[min(step, len(default) - 1)]) for step, row in enumerate(rows)]
+    single = all(float(np.float32(row[key])) == row[key] for row in rows for key in ("sigma", "t_model"))
+    schedule = few_step_schedule("exact", shift, indices, np.float32 if single else np.float64)
+    tolerance = 0.0 if single else _SIGMA
+    for step, row in enumerate(rows):
+        _compare_numbers(scenario, f"{name} t", schedule.timesteps[step], row["t_model"], tolerance)
+        _compare_numbers(scenario, f"{name} sigma", schedule.sigmas_x0[step], row["sigma"], tolerance)
+
+
+def _compare_numbers(scenario: Scenario, stage: str, ours: float, recorded: float, tolerance: float) -> None:
+    pair = torch.tensor([ours, recorded], dtype=torch.float64)
+    scenario.compare(stage, pair[0], pair[1], tolerance)
+
+
+# -- VAE ---------------------------------------------------------------------------------------------------------------
+
+
+def run_vae(scenario: Scenario) -> None:
+    """Compare the encoder on [image, grey ...] and the decoder, as whole clips and as streams of chunks."""
+    vae = _load_vae(scenario)
+    if "cond_latent" in scenario:
+        latents = scenario.get("cond_latent").shape[2]
+        clip = scenario.get("image")[None, :, None]
+        grey = torch.zeros(*clip.shape[:2], vae.config.temporal_factor * (latents - 1), *clip.shape[3:])
+        clip = torch.cat((clip, grey), dim=2)
+        whole, _ = vae.encode(clip, None)
+        scenario.compare_recorded("encode whole clip", whole, "cond_latent", _VAE)
+        scenario.compare("encode streamed = whole", _encode_stream(vae, clip), whole, _STREAMED)
+    if "latents" in scenario:
+        recorded = scenario.get("latents")
+        whole, _ = vae.decode(recorded, None)
+        scenario.compare_recorded("decode whole clip", whole, "decoded_whole", _VAE)
+        scenario.compare("decode streamed = whole", _decode_stream(vae, recorded), whole, _STREAMED)
+        if "decoded_whole_u8_round" in scenario:
+            frames = to_uint8(whole).permute(3, 0, 1, 2).unsqueeze(0)
+            scenario.compare_recorded("uint8 frames", frames, "decoded_whole_u8_round", 1.0)
+    if "pr3701_ext_cond_latent" in scenario:  # a continuation that re-encodes grey frames and drops the first latent
+        expected = scenario.get("pr3701_ext_cond_latent")
+        size = [vae.config.spatial_factor * cells for cells in expected.shape[3:]]
+        grey_clip = torch.zeros(1, 3, 1 + vae.config.temporal_factor * expected.shape[2], *size)
+        grey_latents, _ = vae.encode(grey_clip, None)
+        scenario.compare_recorded("encode grey clip", grey_latents[:, :, 1:], "pr3701_ext_cond_latent", _VAE)
+    if "pr3701_warm_decode_chunk1" in scenario:  # a decode restarted two latents early, warm-up frames dropped
+        expected = scenario.get("pr3701_warm_decode_chunk1")
+        chunk = expected.shape[2] // vae.config.temporal_factor
+        restarted, _ = vae.decode(scenario.get("latents")[:, :, chunk - 2 : 2 * chunk], None)
+        ours = restarted[:, :, -expected.shape[2] :]
+        scenario.compare_recorded("decode restarted", ours, "pr3701_warm_decode_chunk1", _VAE)
+
+
+def run_vae_names(scenario: Scenario) -> None:
+    """Compare the renaming rules with the recorded map of all original names."""
+    recorded = json.loads(scenario.path.read_text())
+    wrong = [name for name, target in recorded.items() if rename(name, VAE_RULES) != target]
+    if wrong or not recorded:
+        raise ValueError(f"{len(wrong)} of {len(recorded)} names are mapped differently: {', '.join(wrong[:3])}")
+    scenario.compare("VAE tensor names", torch.tensor(len(recorded)), torch.tensor(len(recorded)), 0.0)
+
+
+def run_vae_cache_shapes(scenario: Scenario) -> None:
+    """Compare the shapes of the decoder's cache after the recorded stream."""
+    clip = Scenario(scenario.directory / "vae.safetensors", scenario.report)
+    vae = _load_vae(clip)
+    recorded = [shape for shape in json.loads(scenario.path.read_text()) if shape is not None]
+    _, cache = vae.decode(clip.get("latents"), None)
+    ours = [list(feature.shape) for feature in cache.features]
+    if ours != recorded:
+        raise ValueError(f"the cache has shapes {ours}, recorded {recorded}")
+    scenario.compare("cache tensors", torch.tensor(len(ours)), torch.tensor(len(recorded)), 0.0)
+
+
+def _load_vae(scenario: Scenario) -> StreamingWanVAE:
+    values = json.loads(scenario.meta("cfg"))
+    vae = StreamingWanVAE(
+        VAEConfig.from_dict(
+            {
+                "base_dim": values["dim"],
+                "z_dim": values["z_dim"],
+                "dim_mult": values["dim_mult"],
+                "num_res_blocks": values["num_res_blocks"],
+                "attn_scales": values["attn_scales"],
+                "dropout": values["dropout"],
+                "temperal_downsample": values["temperal_downsample"],
+                "latents_mean": json.loads(scenario.meta("mean")),
+                "latents_std": json.loads(scenario.meta("std")),
+            }
+        )
+    )
+    load_vae(vae, scenario.directory / _VAE_WEIGHTS)
+    return vae
+
+
+def _encode_stream(vae: StreamingWanVAE, clip: torch.Tensor) -> torch.Tensor:
+    """Encode 9 frames, then 12 at a time (as sessions do), then what is left."""
+    chunk = 3 * vae.config.temporal_factor
+    first = min(clip.shape[2], chunk - 3)
+    cache, parts = None, []
+    for piece in (clip[:, :, :first], *clip[:, :, first:].split(chunk, dim=2)):
+        if piece.shape[2]:
+            latents, cache = vae.encode(piece, cache)
+            parts.append(latents)
+    return torch.cat(parts, dim=2)
+
+
+def _decode_stream(vae: StreamingWanVAE, latents: torch.Tensor) -> torch.Tensor:
+    cache, parts = None, []
+    for piece in latents.split(3, dim=2):
+        pixels, cache = vae.decode(piece, cache)
+        parts.append(pixels)
+    return torch.cat(parts, dim=2)

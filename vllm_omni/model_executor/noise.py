@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise that depends on what it is for, not on when it is drawn.
+
+Every draw has its own generator, seeded by a hash of (seed, chunk, step). So a replayed session is bit-identical,
+whatever else the server does, in whatever order, on however many ranks. Held by tests/model_executor/test_noise.py.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+
+def noise_seed(seed: int, chunk_index: int, step: int) -> int:
+    """Return the 63-bit generator seed: the head of BLAKE2b over the three numbers in decimal, joined by colons."""
+    digest = hashlib.blake2b(f"{seed}:{chunk_index}:{step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def standard_normal(shape: Sequence[int], seed: int, chunk_index: int, step: int) -> torch.Tensor:
+    """Return fp32 N(0, 1) noise on the CPU: torch's Mersenne Twister, the same bits on every machine."""
+    generator = torch.Generator().manual_seed(noise_seed(seed, chunk_index, step))
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare a model with golden tensors recorded from its original implementation: `vllm-omni verify MODEL --golden DIR`.
+
+A family says which file is which kind of scenario and how to run it; this file finds the files, runs each scenario,
+keeps the largest difference of each stage beside its tolerance, and reports. Nothing passes by default: a file nobody
+knows, a scenario that raises, a recorded tensor nobody compared, a NaN, or a directory without a scenario is a failure.
+Held by tests/model_executor/test_parity.py.
+"""
+
+import fnmatch
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Stage:
+    """One stage of one scenario: the largest absolute difference over everything compared, and what is allowed."""
+
+    scenario: str
+    stage: str
+    tolerance: float
+    max_abs_diff: float = 0.0
+    compared: int = 0
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.compared > 0 and self.max_abs_diff <= self.tolerance
+
+
+@dataclass
+class Report:
+    """The outcome for one golden directory."""
+
+    model: str
+    golden: str
+    rows: list[Stage] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.rows) and all(row.ok for row in self.rows)
+
+    def to_json(self) -> str:
+        """Return one JSON object: `{"model", "golden", "ok", "rows": [...]}`; no number is null."""
+        rows = [
+            {
+                "scenario": row.scenario,
+                "stage": row.stage,
+                "max_abs_diff": row.max_abs_diff if math.isfinite(row.max_abs_diff) else None,
+                "tolerance": row.tolerance,
+                "compared": row.compared,
+                "ok": row.ok,
+                "error": row.error,
+            }
+            for row in self.rows
+        ]
+        return json.dumps({"model": self.model, "golden": self.golden, "ok": self.ok, "rows": rows}, indent=2)
+
+    def to_text(self) -> str:
+        """Return a table for people, one line per stage, the verdict last."""
+        left = max((len(row.scenario) for row in self.rows), default=8)
+        middle = max((len(row.stage) for row in self.rows), default=5)
+        lines = [f"{'scenario':<{left}} {'stage':<{middle}} {'max abs diff':>12} {'tolerance':>9}  result"]
+        for row in self.rows:
+            name = f"{row.scenario:<{left}} {row.stage:<{middle}}"
+            if row.error is not None:
+                lines.append(f"{name} could not be run: {row.error}")
+                continue
+            verdict = "ok" if row.ok else "OVER"
+            lines.append(f"{name} {row.max_abs_diff:>12.3e} {row.tolerance:>9.1e}  {verdict}")
+        scenarios = {row.scenario for row in self.rows}
+        failed = {row.scenario for row in self.rows if not row.ok}
+        if not self.rows:
+            lines.append(f"FAILED: {self.golden} holds no scenario of {self.model}")
+        elif failed:
+            lines.append(f"FAILED: {len(failed)} of {len(scenarios)} scenarios: {', '.join(sorted(failed))}")
+        else:
+            lines.append(f"OK: {len(scenarios)} scenarios, {len(self.rows)} stages within tolerance")
+        return "\n".join(lines)
+
+
+class Scenario:
+    """One golden file while it is compared: its tensors and metadata, and the stages reported so far.
+
+    Every tensor of the file must be taken (`get` or `take`); `finish` fails the scenario for those that were not.
+    """
+
+    def __init__(self, path: Path, report: Report) -> None:
+        self.path = path
+        self.directory = path.parent
+        self.name = path.stem
+        self.report = report
+        self.metadata: dict[str, str] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._untaken: set[str] = set()
+        if path.suffix == ".safetensors":
+            self.tensors, self.metadata = read_tensors(path)
+            self._untaken = set(self.tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def get(self, name: str) -> torch.Tensor:
+        """Return a recorded tensor. Raises ValueError when the file has none of that name."""
+        if name not in self.tensors:
+            raise ValueError(f"{self.path.name} has no tensor {name!r}")
+        self._untaken.discard(name)
+        return self.tensors[name]
+
+    def meta(self, key: str) -> str:
+        """Return a metadata value. Raises ValueError when the file has none of that key."""
+        if key not in self.metadata:
+            raise ValueError(f"{self.path.name} has no metadata {key!r}")
+        return self.metadata[key]
+
+    def compare(self, stage: str, ours: torch.Tensor, recorded: torch.Tensor, tolerance: float) -> None:
+        """Fold max |ours - recorded| into `stage`; NaN counts as infinite. Raises ValueError on unequal shapes."""
+        if ours.shape != recorded.shape:
+            raise ValueError(f"{stage}: shape {tuple(ours.shape)} against recorded {tuple(recorded.shape)}")
+        if recorded.numel() == 0:
+            raise ValueError(f"{stage}: the recorded tensor is empty")
+        difference = float((ours.double().cpu() - recorded.double()).abs().max())
+        row = self._row(stage, tolerance)
+        row.max_abs_diff = max(row.max_abs_diff, math.inf if math.isnan(difference) else difference)
+        row.compared += 1
+
+    def compare_recorded(self, stage: str, ours: torch.Tensor, name: str, tolerance: float) -> None:
+        """`compare` with the recorded tensor `name`."""
+        self.compare(stage, ours, self.get(name), tolerance)
+
+    def finish(self) -> None:
+        """Raise ValueError if a recorded tensor was compared with nothing."""
+        if self._untaken:
+            left = sorted(self._untaken)
+            raise ValueError(f"{len(left)} recorded tensors are not understood: {', '.join(left[:3])}")
+
+    def _row(self, stage: str, tolerance: float) -> Stage:
+        for row in self.report.rows:
+            if (row.scenario, row.stage) == (self.name, stage):
+                row.tolerance = max(row.tolerance, tolerance)
+                return row
+        row = Stage(self.name, stage, tolerance)
+        self.report.rows.append(row)
+        return row
+
+
+Runner = Callable[[Scenario], None]
+
+
+def run_scenarios(
+    model: str, directory: Path, runners: Mapping[str, Runner], auxiliary: Iterable[str] = ("README*", ".*")
+) -> Report:
+    """Run every file of `directory`; returns a report, never raises for what a file holds.
+
+    runners: file name pattern -> how to run such a file, first match wins. auxiliary: patterns of files that scenarios
+    read beside themselves.
+    """
+    report = Report(model, str(directory))
+    auxiliary = tuple(auxiliary)
+    for path in sorted(directory.iterdir()):
+        if any(fnmatch.fnmatch(path.name, pattern) for pattern in auxiliary):
+            continue
+        runner = next((run for pattern, run in runners.items() if fnmatch.fnmatch(path.name, pattern)), None)
+        try:
+            if runner is None:
+                raise ValueError("no scenario of this model has such a file name")
+            scenario = Scenario(path, report)
+            with torch.no_grad():
+                runner(scenario)
+            scenario.finish()
+        except Exception as error:  # boundary: whatever is wrong with one file is that file's result
+            logger.debug("%s failed", path, exc_info=True)
+            text = " ".join(str(error).split()) or "no message"
+            report.rows.append(Stage(path.stem, "run", 0.0, error=f"{type(error).__name__}: {text}"))
+    return report
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return all tensors of a safetensors file and its metadata. Raises ValueError when it cannot be read."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path.name} can not be read as safetensors ({type(error).__name__})") from error
