@@ -16,9 +16,7 @@ CHUNKS = 4
 async def failing(client: EngineClient, session_id: str, index: int, **options: object) -> str:
     """Send a chunk that must fail; returns its error code."""
     with pytest.raises(RequestFailed) as failure:
-        await client.send(
-            session_id=session_id, chunk_index=index, prompt="a field", output="latents", options=options
-        )
+        await client.send(session_id=session_id, chunk_index=index, prompt="a field", output="latents", options=options)
     return failure.value.code
 
 
@@ -55,9 +53,7 @@ def test_abort_mid_chunk_takes_effect_and_leaves_the_session_as_it_was(null_worl
             reference = await client.chunks("reference", 2, seed=1)
             await client.chunks("s", 1, seed=1)
             slow = asyncio.create_task(
-                client.send(
-                    session_id="s", chunk_index=1, request_id="slow", options={"step_ms": 100, "steps": 100}
-                )
+                client.send(session_id="s", chunk_index=1, request_id="slow", options={"step_ms": 100, "steps": 100})
             )
             await asyncio.sleep(0.5)
             await client.engine.abort("slow")

@@ -41,7 +41,9 @@ def test_two_ranks_equal_one(null_world: Path, one_rank: list[list[torch.Tensor]
                 with pytest.raises(RequestFailed, match=code):
                     await client.send(session_id="s0", chunk_index=CHUNKS, options=options)
             slow = asyncio.create_task(
-                client.send(session_id="s1", chunk_index=CHUNKS, request_id="slow", options={"step_ms": 50, "steps": 99})
+                client.send(
+                    session_id="s1", chunk_index=CHUNKS, request_id="slow", options={"step_ms": 50, "steps": 99}
+                )
             )
             await asyncio.sleep(0.3)
             await client.engine.abort("slow")

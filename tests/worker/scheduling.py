@@ -11,9 +11,7 @@ from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
 
 
-def new_request(
-    request_id: str, tensors: Mapping[str, torch.Tensor] | None = None, **fields: Any
-) -> NewRequestData:
+def new_request(request_id: str, tensors: Mapping[str, torch.Tensor] | None = None, **fields: Any) -> NewRequestData:
     """A newly scheduled request as the runner sees it; `fields` are those of `DiffusionParams`."""
     features = []
     if tensors:

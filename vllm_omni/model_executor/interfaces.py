@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed
 
 Inputs = tuple[DiffusionParams, dict[str, torch.Tensor]]
@@ -76,8 +77,8 @@ class DiffusionRequest:
     step: int = 0
     state: Any = None
     """The model's working set for this chunk: latents, noise, conditions. Dropped with the request."""
-    timings_ms: dict[str, float] = field(default_factory=dict)
-    """Filled by runner and model (`encode`, `denoise`, `decode`, ...); returned in the envelope's meta."""
+    timer: StageTimer = field(default_factory=lambda: StageTimer(torch.device("cpu")))
+    """Runner and model time their stages with it (`encode`, `step`, `decode`, ...); the result's meta carries them."""
 
 
 @runtime_checkable

@@ -11,6 +11,7 @@ Invariants (tests/worker/test_diffusion_model_runner.py, tests/engine/):
 - with several ranks, every decision before a collective is the same on all of them.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution, require_finite
+from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed, pack, pack_error
 from vllm_omni.registration import steps_one_at_a_time
 from vllm_omni.worker.memory import MemoryBudget
@@ -210,8 +212,6 @@ class DiffusionGPUModelRunner:
             if not self.pp.is_last_rank:
                 assert result is not None
                 handed_on[f"hidden.{number}"] = result
-                for request in group:
-                    request.step += 1
                 assert self._channel is not None
                 self._channel.expect(group, self.model)
             else:
@@ -227,11 +227,13 @@ class DiffusionGPUModelRunner:
     def _forward(self, states: Sequence[RequestState], hidden: torch.Tensor | None) -> torch.Tensor | None:
         """One forward for one batch; on one rank, an exception costs only the request that causes it."""
         batch = [state.chunk for state in states if state.chunk is not None]
-        start = time.perf_counter()
         try:
-            result = self.model.denoise_step(batch, hidden)
-            if self.pp.is_last_rank:
-                self.model.step_scheduler(batch, result)
+            with contextlib.ExitStack() as timed:
+                for request in batch:
+                    timed.enter_context(request.timer.stage("steps"))
+                result = self.model.denoise_step(batch, hidden)
+                if self.pp.is_last_rank:
+                    self.model.step_scheduler(batch, result)
         except Exception as error:
             if get_world_group().world_size > 1:
                 raise  # other ranks are inside this batch's collectives: only a clean death is left
@@ -241,11 +243,8 @@ class DiffusionGPUModelRunner:
             else:
                 states[0].failure = _as_failure(error)
             return None
-        if self.pp.is_last_rank:
-            elapsed_ms = (time.perf_counter() - start) * 1e3
-            for request in batch:
-                request.step += 1
-                request.timings_ms["denoise"] = request.timings_ms.get("denoise", 0.0) + elapsed_ms
+        for request in batch:
+            request.step += 1
         return result
 
     def _after_step(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> None:
@@ -269,16 +268,16 @@ class DiffusionGPUModelRunner:
         try:
             require_finite(self.model.latents(request), "the chunk's latents")
             if self.tp.is_first_rank:
-                start = time.perf_counter()
-                meta, tensors = self.model.post_decode(request)
-                request.timings_ms["decode"] = (time.perf_counter() - start) * 1e3
-                request.timings_ms["total"] = (time.perf_counter() - state.started_s) * 1e3
+                with request.timer.stage("decode"):
+                    meta, tensors = self.model.post_decode(request)
+                stages = request.timer.milliseconds()
+                elapsed_ms = (time.perf_counter() - state.started_s) * 1e3
                 envelope = pack(
                     {
                         "session_id": request.session.session_id,
                         "chunk_index": request.session.chunk_index,
                         **meta,
-                        "timings_ms": {name: round(value, 3) for name, value in request.timings_ms.items()},
+                        "timings_ms": {**stages, "total": [round(elapsed_ms, 3)]},
                     },
                     tensors,
                 )
@@ -312,10 +311,9 @@ class DiffusionGPUModelRunner:
                     f"chunk_index {params.chunk_index} arrived, session {params.session_id!r} expects "
                     f"{session.chunk_index}",
                 )
-            request = DiffusionRequest(state.request_id, params, state.tensors, session)
-            start = time.perf_counter()
-            self.model.prepare_encode(request)
-            request.timings_ms["encode"] = (time.perf_counter() - start) * 1e3
+            request = DiffusionRequest(state.request_id, params, state.tensors, session, timer=StageTimer(self.device))
+            with request.timer.stage("encode"):
+                self.model.prepare_encode(request)
             assert request.num_steps > 0, "prepare_encode must set num_steps"
             self.sessions.pin(params.session_id)
             state.chunk = request

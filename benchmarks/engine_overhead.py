@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one chunk costs beyond the model: engine steps, transport of the result, everything between client and runner.
+
+A world that does nothing is served by a real engine (front end, EngineCore and worker are three processes). For
+every chunk of five denoise steps the client's wall time is measured from request to unpacked result; the model's own
+time (what it reports for encode, denoise and decode) is subtracted.
+
+    python benchmarks/engine_overhead.py
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import add_output_arguments, quantiles, save
+
+SIZES = {"1.2 MB": (200, 168), "14.4 MB": (480, 832)}
+"""12 frames of RGB at these heights and widths: 1.21 MB and 14.38 MB."""
+TARGET_MS = {"1.2 MB": 4.0, "14.4 MB": 10.0}
+
+
+async def measure(model: Path, height: int, width: int, chunks: int) -> dict[str, object]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from vllm_omni.inputs import DiffusionParams, engine_prompt
+    from vllm_omni.outputs import unpack
+
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=str(model),
+            config_format="omni",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            additional_config={"omni": {"height": height, "width": width}},
+        )
+    )
+    wall_ms, overhead_ms, result_bytes = [], [], 0
+    warm_up = 5
+    for index in range(chunks + warm_up):
+        params = DiffusionParams(session_id="s", chunk_index=index, prompt="nothing" if index == 0 else None)
+        start = time.perf_counter()
+        async for output in engine.encode(engine_prompt(), params.to_pooling_params(), f"r{index}"):
+            pass
+        meta, tensors = unpack(output.outputs.data)
+        elapsed = (time.perf_counter() - start) * 1e3
+        if index >= warm_up:
+            model_ms = sum(sum(meta["timings_ms"][stage]) for stage in ("encode", "steps", "decode"))
+            wall_ms.append(elapsed)
+            overhead_ms.append(elapsed - model_ms)
+            result_bytes = tensors["frames"].numel()
+    engine.shutdown()
+    return {
+        "result_bytes": result_bytes,
+        "steps": 5,
+        "chunks": chunks,
+        "wall_ms": quantiles(wall_ms),
+        "overhead_ms": quantiles(overhead_ms),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chunks", type=int, default=200)
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    from vllm_omni.model_executor.models.registry import get_family
+
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder)
+        get_family("null_world").make_tiny(model, 0, "original")
+        for name, (height, width) in SIZES.items():
+            results[name] = asyncio.run(measure(model, height, width, args.chunks))
+            results[name]["target_ms"] = TARGET_MS[name]
+    save("engine_overhead", {"results": results}, args)
+    print(f"\n{'result':>10} {'overhead p50':>13} {'p90':>8} {'p99':>8} {'target':>8}")
+    for name, row in results.items():
+        overhead = row["overhead_ms"]
+        print(
+            f"{name:>10} {overhead['p50']:10.2f} ms {overhead['p90']:8.2f} {overhead['p99']:8.2f} {TARGET_MS[name]:8.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
