@@ -213,6 +213,8 @@ def stream(url: str, image: bytes, prompt: str, height: int, width: int, num_chu
         ):
             task = progress.add_task("", total=num_chunks)
             hello = msgspec.msgpack.decode(_binary(socket_.recv(timeout=30)))
+            ref_width, ref_height = hello["intrinsics_reference_size"]
+            intrinsics = [0.8 * ref_width, 0.8 * ref_width, ref_width / 2, ref_height / 2]
             poses = walk(hello["first_chunk_frames"] + (num_chunks - 1) * hello["chunk_frames"])
             start = 0
             for index in range(num_chunks):
@@ -221,7 +223,7 @@ def stream(url: str, image: bytes, prompt: str, height: int, width: int, num_chu
                     "endpoint": "infer",
                     "camera": {
                         "poses": poses[start:stop],
-                        "intrinsics": [[0.8 * width, 0.8 * width, width / 2, height / 2]] * (stop - start),
+                        "intrinsics": [intrinsics] * (stop - start),
                     },
                     "extra_body": {"height": height, "width": width, "seed": 7, "video_format": "mp4"},
                 }

@@ -34,7 +34,7 @@ def _dispatch(argv: list[str]) -> int:
         return serve.run(rest[1:]) if rest[:1] == ["serve"] else _run_stock(rest)
     if argv[:1] == ["serve"]:  # everything behind it belongs to vLLM's own parser
         return serve.run(argv[1:])
-    parser = _make_parser()
+    parser = make_parser()
     args = parser.parse_args(argv)
     if "run" not in args:
         parser.print_help()
@@ -42,7 +42,7 @@ def _dispatch(argv: list[str]) -> int:
     return int(args.run(args))
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-omni", description="Video world models on stock vLLM.", allow_abbrev=False
     )

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An image and a camera path in, a video out, without a server: vLLM's `LLM` class, one `encode` call a chunk.
+
+    vllm-omni make-tiny lingbot_world my_world
+    python examples/offline_inference/lingbot_world.py my_world --image start.png --camera walk/ --out walk.mp4
+
+The camera folder holds `poses.npy` ([N, 4, 4], absolute camera-to-world, OpenCV axes, one per video frame) and
+`intrinsics.npy` ([N, 4], [N, 3, 3] or [N, 4, 4], in pixels of an 832x480 picture). Without `--camera` the camera walks
+straight on for `--chunks` chunks; without `--image` the start is the demo's landscape.
+"""
+
+import argparse
+import io
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vllm_omni.entrypoints.cli.demo import start_image
+from vllm_omni.entrypoints.media import encode_mp4
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.inputs import DiffusionParams, engine_prompt
+from vllm_omni.outputs import RequestFailed, unpack
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Image and camera path to video, offline.")
+    parser.add_argument("model", type=Path, help="checkpoint directory")
+    parser.add_argument("--image", type=Path, help="start image")
+    parser.add_argument("--camera", type=Path, help="folder with poses.npy and intrinsics.npy")
+    parser.add_argument("--chunks", type=int, default=3, help="chunks to make without --camera (default: 3)")
+    parser.add_argument("--prompt", default="A path through green hills towards the evening sun")
+    parser.add_argument("--height", type=int, default=96)
+    parser.add_argument("--width", type=int, default=160)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=Path("lingbot_world.mp4"))
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--model-options", type=json.loads, default={}, help="JSON for additional_config.omni.model")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    from vllm import LLM  # takes seconds; `--help` should not
+
+    image_HWC = read_image(args.image)
+    omni = {"height": args.height, "width": args.width, "model": args.model_options}
+    llm = LLM(
+        model=str(args.model),
+        config_format="omni",
+        skip_tokenizer_init=True,
+        tensor_parallel_size=args.tensor_parallel_size,
+        additional_config={"omni": omni},
+    )
+    facts = WorldFacts.from_vllm_config(llm.llm_engine.vllm_config, model=args.model.name)
+    poses_N44, intrinsics = read_camera(args.camera) if args.camera else straight_on(facts, args.chunks)
+    sizes, left = facts.split(len(poses_N44), first=True)
+    if left or not sizes:
+        raise SystemExit(
+            f"{len(poses_N44)} poses do not fill whole chunks: the first takes {facts.first_chunk_frames}, later ones "
+            f"{facts.chunk_frames}; send {facts.first_chunk_frames} + a multiple of {facts.chunk_frames}"
+        )
+
+    frames = []
+    start = 0
+    for index, size in enumerate(sizes):
+        params = DiffusionParams(
+            session_id="walk",
+            chunk_index=index,
+            prompt=args.prompt if index == 0 else None,
+            seed=args.seed if index == 0 else None,
+            height=args.height,
+            width=args.width,
+        )
+        tensors = {"poses": poses_N44[start : start + size], "intrinsics": intrinsics[start : start + size]}
+        if index == 0:
+            tensors["image"] = image_HWC
+        began_s = time.perf_counter()
+        [output] = llm.encode(
+            [engine_prompt(tensors)], params.to_pooling_params(), pooling_task="plugin", use_tqdm=False
+        )
+        try:
+            meta, results = unpack(output.outputs.data)
+        except RequestFailed as error:
+            raise SystemExit(f"chunk {index} was refused: {error}") from error
+        frames.append(results["frames"].numpy().copy())
+        took_ms = 1000 * (time.perf_counter() - began_s)
+        print(f"chunk {index}: {len(frames[-1])} frames in {took_ms:.0f} ms, stages {meta.get('timings_ms', {})}")
+        start += size
+
+    args.out.write_bytes(encode_mp4(np.concatenate(frames), facts.fps))
+    print(f"wrote {args.out}: {sum(map(len, frames))} frames, {args.width}x{args.height}")
+
+
+def read_image(path: Path | None) -> torch.Tensor:
+    """Return the start image, uint8 `[H, W, 3]`."""
+    picture = Image.open(path if path is not None else io.BytesIO(start_image()))
+    return torch.from_numpy(np.array(picture.convert("RGB")))
+
+
+def read_camera(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return poses `[N, 4, 4]` and intrinsics of a folder, as saved; the model checks them."""
+    poses, intrinsics = (np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("poses", "intrinsics"))
+    if len(poses) != len(intrinsics):
+        raise SystemExit(
+            f"{folder}: {len(poses)} poses and {len(intrinsics)} intrinsics; one of each per frame is needed"
+        )
+    return torch.from_numpy(poses), torch.from_numpy(intrinsics)
+
+
+def straight_on(facts: WorldFacts, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A path for `num_chunks` chunks: forward, without turning."""
+    count = facts.first_chunk_frames + (num_chunks - 1) * facts.chunk_frames
+    poses_N44 = torch.eye(4).repeat(count, 1, 1)
+    poses_N44[:, 2, 3] = 0.0125 * torch.arange(count)
+    width, height = facts.intrinsics_reference_size
+    return poses_N44, torch.tensor([0.8 * width, 0.8 * width, width / 2, height / 2]).expand(count, 4)
+
+
+if __name__ == "__main__":
+    main(make_parser().parse_args())

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes documentation apart: fenced blocks, the commands in shell blocks, and a check for each kind of command.
+
+A command of a kind that no check knows is a failure, so that documentation cannot gain untested commands unnoticed.
+"""
+
+import argparse
+import ast
+import contextlib
+import importlib
+import importlib.util
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+REPO = Path(__file__).parents[2]
+
+NOT_RUN = {
+    "git": "needs the network",
+    "cd": "belongs to the reader's shell",
+    "source": "belongs to the reader's shell",
+    "export": "belongs to the reader's shell",
+    "apt": "installs system packages",
+    "curl": "needs a running server",
+    "docker": "needs a container runtime",
+    "nvidia-smi": "needs a GPU",
+    "torchrun": "needs several ranks",
+    "ray": "needs a cluster",
+}
+"""Commands that are only looked at, and why."""
+
+_FENCE = re.compile(
+    r"^(?P<indent>[ ]*)(?P<ticks>`{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)(?P=ticks)[ ]*$", re.M | re.S
+)
+_ASSIGNMENT = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*=")
+_LINK = re.compile(r"\[[^\]]*\]\((?!https?://|#|mailto:)([^)#\s]+)[^)]*\)")
+
+
+class DocsError(Exception):
+    """A snippet that is not real."""
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One fenced block: where it stands, its language, its text."""
+
+    path: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.path.relative_to(REPO) if self.path.is_relative_to(REPO) else self.path}:{self.line}"
+
+
+def documents() -> list[Path]:
+    """README, docs/, and the pages beside code and examples."""
+    patterns = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md", "vllm_omni/**/*.md")
+    return sorted({path for pattern in patterns for path in REPO.glob(pattern)})
+
+
+def snippets(path: Path) -> Iterator[Snippet]:
+    text = path.read_text()
+    for match in _FENCE.finditer(text):
+        language = match["info"].split()[0] if match["info"].split() else ""
+        body = "\n".join(line.removeprefix(match["indent"]) for line in match["body"].splitlines())
+        yield Snippet(path, text.count("\n", 0, match.start()) + 1, language, body)
+
+
+def links(path: Path) -> list[str]:
+    """Relative link targets, outside fenced blocks."""
+    return _LINK.findall(_FENCE.sub("", path.read_text()))
+
+
+def commands(script: str) -> list[list[str]]:
+    """Split a shell block into commands: continuation lines joined, comments, prompts and `&&` taken out."""
+    result: list[list[str]] = []
+    for line in script.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars="&;|")
+        lexer.whitespace_split = True
+        command: list[str] = []
+        for word in [*lexer, ";"]:
+            if set(word) <= set("&;|"):
+                if command:
+                    result.append(command)
+                command = []
+            else:
+                command.append(word)
+    return result
+
+
+# ---- checks; each raises DocsError ------------------------------------------------------------------------------
+
+
+def check_command(command: list[str], runs_in: Path, *, execute: bool = True) -> None:
+    """Check one command by its kind, running it in `runs_in` if that is cheap (and `execute`)."""
+    while command and _ASSIGNMENT.match(command[0]):
+        command = command[1:]
+    if not command:
+        return
+    name, arguments = command[0], command[1:]
+    if name == "make":
+        _check_make(arguments)
+    elif name == "vllm":
+        _check_vllm(arguments)
+    elif name == "vllm-omni":
+        _check_vllm_omni(arguments, runs_in, execute)
+    elif name in ("python", "python3", "python3.11"):
+        _check_python(arguments)
+    elif name == "pip":
+        _check_pip(arguments)
+    elif name not in NOT_RUN:
+        raise DocsError(f"no check knows the command {name!r}; add one, or a reason to NOT_RUN: {shlex.join(command)}")
+
+
+def _check_make(arguments: list[str]) -> None:
+    result = subprocess.run(["make", "-n", "-C", REPO, *arguments], capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise DocsError(f"make {shlex.join(arguments)}: {result.stderr.strip()}")
+
+
+def _check_vllm(arguments: list[str]) -> None:
+    if arguments[:1] != ["serve"]:
+        raise DocsError(f"only `vllm serve` is documented, got: vllm {shlex.join(arguments)}")
+    if "--omni" in arguments:
+        from vllm_omni.entrypoints.cli.serve import serve_parser
+
+        _parse(serve_parser(), [argument for argument in arguments if argument != "--omni"])
+    else:
+        _parse(_stock_parser(), arguments)
+
+
+def _stock_parser() -> argparse.ArgumentParser:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser: argparse.ArgumentParser = FlexibleArgumentParser(prog="vllm")
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    return parser
+
+
+def _check_vllm_omni(arguments: list[str], runs_in: Path, execute: bool) -> None:
+    from vllm_omni.entrypoints.cli.main import make_parser
+
+    if arguments[:1] == ["serve"]:
+        _check_vllm([*arguments, "--omni"])
+        return
+    if arguments not in (["--version"], ["--help"]):
+        _parse(make_parser(), arguments)
+    cheap = (
+        arguments[:1] in (["--version"], ["--help"], ["make-tiny"], ["doctor"], ["verify"]) or "--dry-run" in arguments
+    )
+    if cheap and execute:
+        result = subprocess.run(
+            [Path(sys.executable).with_name("vllm-omni"), *arguments],
+            cwd=runs_in,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        if result.returncode != 0:
+            raise DocsError(f"vllm-omni {shlex.join(arguments)} ended with {result.returncode}: {result.stderr[-500:]}")
+
+
+def _check_python(arguments: list[str]) -> None:
+    if arguments[:2] in (["-m", "pytest"], ["-m", "venv"]) or arguments[:1] == ["-c"]:
+        return
+    path = REPO / (arguments[0] if arguments else "")
+    if not path.is_file():
+        raise DocsError(f"there is no script {arguments[:1]}")
+    if "argparse" in path.read_text():
+        _parse(load_script(path).make_parser(), arguments[1:])
+
+
+def load_script(path: Path) -> ModuleType:
+    """Import a script by its file; scripts keep their parser in `make_parser()`."""
+    spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_pip(arguments: list[str]) -> None:
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for argument in arguments:
+        for group in re.findall(r"(?:vllm.omni|^\.)\[([^\]]*)\]", argument):
+            unknown = [name for name in group.split(",") if name not in extras]
+            if unknown:
+                raise DocsError(f"pip install {argument}: unknown extra {unknown}; there are {', '.join(extras)}")
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> None:
+    if any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in arguments):
+        return
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            parser.parse_args(arguments)
+    except (SystemExit, ValueError) as error:
+        last = (complaint.getvalue().strip().splitlines() or [str(error)])[-1]
+        raise DocsError(f"{shlex.join(arguments)}: {last}") from error
+
+
+def check_python_code(text: str) -> None:
+    """The code compiles, and everything it imports exists."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise DocsError(f"does not compile: {error}") from error
+    for node in ast.walk(tree):
+        try:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    importlib.import_module(alias.name)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    if not hasattr(module, alias.name):
+                        importlib.import_module(f"{node.module}.{alias.name}")
+        except ImportError as error:
+            raise DocsError(f"line {node.lineno}: {error}") from error
+
+
+def check_json(text: str) -> None:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DocsError(f"is not JSON: {error}") from error

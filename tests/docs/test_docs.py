@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command, code block and link in the documentation is real."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import snippets as docs
+
+SHELL = ("bash", "sh", "shell", "console")
+ALL = [snippet for path in docs.documents() for snippet in docs.snippets(path)]
+
+
+def of(*languages: str) -> pytest.MarkDecorator:
+    chosen = [pytest.param(snippet, id=snippet.where) for snippet in ALL if snippet.language in languages]
+    return pytest.mark.parametrize("snippet", chosen)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Callable[[docs.Snippet], Path]:
+    """The folder a page's reader works in, like a fresh checkout; the commands of one page share it, in order."""
+
+    @cache
+    def folder_for(page: Path) -> Path:
+        folder = tmp_path_factory.mktemp("reader")
+        for name in ("tests", "examples", "benchmarks"):
+            (folder / name).symlink_to(docs.REPO / name)
+        return folder
+
+    return lambda snippet: folder_for(snippet.path)
+
+
+@of(*SHELL)
+def test_commands_are_real(snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]) -> None:
+    """Each command runs, or is parsed by the program it calls, or has a stated reason not to."""
+    for command in docs.commands(snippet.text):
+        docs.check_command(command, reader(snippet))
+
+
+@of("python", "py")
+def test_code_compiles_and_its_imports_exist(snippet: docs.Snippet) -> None:
+    """Names that were renamed or removed are found here."""
+    docs.check_python_code(snippet.text)
+
+
+def test_json_is_json() -> None:
+    """Options shown can be pasted."""
+    for snippet in ALL:
+        if snippet.language == "json":
+            docs.check_json(snippet.text)
+
+
+def test_every_block_names_its_language() -> None:
+    """A block without a language would escape the tests above; plain text is `text`."""
+    known = {*SHELL, "python", "py", "json", "text", "yaml", "toml", "mermaid", "html", "javascript", "make"}
+    assert [f"{snippet.where} ({snippet.language!r})" for snippet in ALL if snippet.language not in known] == []
+
+
+@pytest.mark.parametrize("path", docs.documents(), ids=lambda path: str(path.relative_to(docs.REPO)))
+def test_links_lead_somewhere(path: Path) -> None:
+    """Relative links name files that exist."""
+    assert [target for target in docs.links(path) if not (path.parent / target).exists()] == []
+
+
+def test_the_readme_shows_the_two_commands() -> None:
+    """A newcomer needs `make demo` and `make test`, and no more than that."""
+    shown = [
+        command
+        for s in ALL
+        if s.path == docs.REPO / "README.md" and s.language in SHELL
+        for command in docs.commands(s.text)
+    ]
+    assert ["make", "demo"] in shown
+    assert ["make", "test"] in shown
+
+
+# ---- the checks themselves --------------------------------------------------------------------------------------
+
+
+def test_a_page_is_taken_apart(tmp_path: Path) -> None:
+    """Continuations, comments, prompts, chains and indented fences."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Text [there](page.md) and [gone](gone.md#x), [web](https://x.y).\n\n"
+        "```bash\n# a comment\n$ vllm serve D \\\n    --omni  # why\nmake demo && make test\n```\n"
+        '1. item\n   ```json\n   {"a": 1}\n   ```\n'
+    )
+    first, second = docs.snippets(page)
+    assert (first.language, first.line, second.language, second.line) == ("bash", 3, "json", 10)
+    assert docs.commands(first.text) == [["vllm", "serve", "D", "--omni"], ["make", "demo"], ["make", "test"]]
+    docs.check_json(second.text)
+    assert docs.links(page) == ["page.md", "gone.md"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "vllm serve DIR --omni --no-such-flag 3",
+        "vllm serve DIR --ws-max-size 4096",
+        "vllm chat",
+        "vllm-omni no-such-command",
+        "vllm-omni verify lingbot_world",
+        "vllm-omni make-tiny no_such_model out",
+        "make no-such-target",
+        "python examples/no_such.py",
+        "python examples/offline_inference/lingbot_world.py --no-such-flag",
+        "pip install 'vllm-omni[gpu]'",
+        "frobnicate now",
+    ],
+)
+def test_a_command_that_is_not_real_is_found(command: str, tmp_path: Path) -> None:
+    """The checks can fail."""
+    [words] = docs.commands(command)
+    with pytest.raises(docs.DocsError):
+        docs.check_command(words, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import vllm_omni.no_such", "from vllm_omni.inputs import NoSuch", "def f(:\n  pass", "from no_such import x"],
+)
+def test_code_that_is_not_real_is_found(code: str) -> None:
+    """Missing modules, missing names, syntax errors."""
+    with pytest.raises(docs.DocsError):
+        docs.check_python_code(code)
