@@ -96,9 +96,11 @@ class FrameRenderer:
 
 def _timing(chunk: FinishedChunk, mux_ms: float) -> dict[str, float]:
     """Milliseconds. `queue` is what the request waited for its turn in the engine and on the way there and back."""
-    stages: dict[str, float] = chunk.result.meta.get("timings_ms", {})
-    timing = {f"{name}_ms": stages[name] for name in ("encode", "denoise", "decode") if name in stages}
-    busy_ms = stages.get("total", sum(timing.values()))
+    stages: dict[str, list[float]] = chunk.result.meta.get("timings_ms", {})
+    spent_ms = {name: sum(times) for name, times in stages.items()}
+    names = {"encode": "encode_ms", "steps": "denoise_ms", "decode": "decode_ms"}
+    timing = {told: spent_ms[name] for name, told in names.items() if name in spent_ms}
+    busy_ms = spent_ms.get("total", sum(timing.values()))
     timing |= {
         "queue_ms": max(0.0, chunk.result.wall_ms - busy_ms),
         "mux_ms": mux_ms,
