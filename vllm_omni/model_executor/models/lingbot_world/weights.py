@@ -10,6 +10,7 @@ Held by tests/model_executor/models/lingbot_world/test_weights.py.
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,6 +19,10 @@ from vllm_omni.model_executor.layers.parallel import checkpoint_slots
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.tensor_files import Shape, TensorSource, open_tensors
 from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE
+
+if TYPE_CHECKING:
+    from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout
+    from vllm_omni.model_executor.models.lingbot_world.text_encoder import TextEncoder
 
 Rules = Sequence[tuple[str, str]]
 """(regular expression, replacement), applied in order."""
@@ -194,6 +199,27 @@ def check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], wher
     if any(problems.values()):
         listed = "; ".join(f"{kind}: {_some(names)}" for kind, names in problems.items() if names)
         raise ValueError(f"{where} does not fit this model ({len(expected)} tensors expected): {listed}")
+
+
+def load_pipeline_weights(
+    layout: "CheckpointLayout",
+    config: LingBotWorldConfig,
+    transformer: nn.Module,
+    vae: StreamingWanVAE | None = None,
+    text_encoder: "TextEncoder | None" = None,
+) -> None:
+    """Fill every component this rank has (None = not here); a missing piece is reported before anything is read."""
+    if text_encoder is not None:
+        layout.require("text_encoder", "tokenizer")
+    if vae is not None:
+        layout.require("vae")
+    layout.require("transformer")
+    load_transformer(transformer, layout.transformer, config)
+    if vae is not None and layout.vae is not None:
+        load_vae(vae, layout.vae)
+    if text_encoder is not None and layout.text_encoder is not None:
+        load_text_encoder(text_encoder.model, layout.text_encoder)
+        text_encoder.forget()
 
 
 def load_transformer(transformer: nn.Module, path: Path, config: LingBotWorldConfig) -> None:

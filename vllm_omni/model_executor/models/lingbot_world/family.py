@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `lingbot_world` family: what the command line and the config parser ask about it."""
+
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.lingbot_world.checkpoint import hf_config, is_checkpoint
+from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan, LingBotOptions, LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.tiny import LAYOUTS, make_tiny
+from vllm_omni.model_executor.models.registry import ModelFamily
+
+
+def _verify(golden: Path) -> Any:
+    from vllm_omni.model_executor.models.lingbot_world import parity
+
+    return parity.verify(golden)
+
+
+def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
+    options = LingBotOptions.parse(omni.model)
+    transformer = LingBotWorldConfig.from_checkpoint(config["lingbot_world"]["transformer"])
+    ChunkPlan.resolve(transformer, options)
+    transformer.latent_size(omni.height, omni.width)
+
+
+FAMILY = ModelFamily(
+    name="lingbot_world",
+    title="LingBot World Fast: causal, camera-controlled image-to-video",
+    architecture="LingBotWorldPipeline",
+    detect=is_checkpoint,
+    hf_config=hf_config,
+    make_tiny=make_tiny,
+    layouts=LAYOUTS,
+    verify=_verify,
+    check_options=_check_options,
+)

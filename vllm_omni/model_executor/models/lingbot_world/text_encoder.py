@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt -> text rows: cleaning, the umt5-xxl tokenizer and encoder, and a bounded cache of recent prompts.
+
+Only the valid tokens are encoded (attention is bidirectional and padding is masked in the original, so its valid rows
+are the same); the transformer pads with zero rows itself. Knows nothing of sessions.
+Cleaning: Robbyant/lingbot-world @ a43bec7, wan/modules/tokenizers.py, mode `whitespace`.
+
+`tokenizer.json` is read with the `tokenizers` library itself: transformers 5 rebuilds a T5 tokenizer from its
+vocabulary alone and so loses byte fallback and the unknown token's id, which changes the ids of rarer characters.
+Held by tests/model_executor/models/lingbot_world/test_text_encoder.py.
+"""
+
+# S valid tokens of a prompt, E text width
+
+import hashlib
+import html
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import ftfy
+import sentencepiece
+import tokenizers
+import torch
+from torch import nn
+from transformers import UMT5Config, UMT5EncoderModel
+
+from vllm_omni.model_executor.models.lingbot_world.tensor_files import confined
+
+UMT5_XXL: dict[str, Any] = {
+    "model_type": "umt5",
+    "vocab_size": 256384,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+}
+"""The released encoder. Everything else is `UMT5Config`'s default: gated tanh-GELU, 32 buckets up to 128, eps 1e-6."""
+
+
+class TextEncoder(nn.Module):
+    """The umt5 encoder with its tokenizer. Parameters are created empty; `weights.load_text_encoder` fills them.
+
+    config: `UMT5Config` values. tokenizer: a folder with `tokenizer.json` or `spiece.model`; None = weights only.
+    max_tokens: longer prompts are cut, the end-of-sequence token kept. device: `model` = torch's default device now,
+    `cpu` = host memory, results are sent to the caller's device. cache_bytes: rows of recent prompts kept.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tokenizer: Path | None,
+        *,
+        max_tokens: int = 512,
+        device: Literal["model", "cpu"] = "model",
+        dtype: torch.dtype = torch.bfloat16,
+        cache_bytes: int = 64 << 20,
+    ) -> None:
+        super().__init__()
+        target = torch.device("cpu") if device == "cpu" else torch.get_default_device()
+        with torch.device("meta"):
+            model = UMT5EncoderModel(UMT5Config(**{**config, "dtype": None}))
+        self.model = model.to(dtype).to_empty(device=target).eval().requires_grad_(False)  # type: ignore[arg-type]
+        self.model.encoder.embed_tokens.weight = self.model.shared.weight
+        self.tokenizer = None if tokenizer is None else open_tokenizer(tokenizer, max_tokens)
+        rows = self.model.config.vocab_size
+        if self.tokenizer is not None and self.tokenizer.size > rows:
+            raise ValueError(
+                f"{tokenizer} has {self.tokenizer.size} tokens, the text encoder only {rows}; "
+                "use the tokenizer that came with the checkpoint"
+            )
+        self.cache_bytes = cache_bytes
+        self._cache: OrderedDict[tuple[str, torch.device], torch.Tensor] = OrderedDict()
+        self._cached_bytes = 0
+
+    @property
+    def text_dim(self) -> int:
+        return int(self.model.config.d_model)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes the prompt cache holds, at most `cache_bytes`."""
+        return self._cached_bytes
+
+    def tokenize(self, prompt: str) -> list[int]:
+        """Return the token ids of a prompt after cleaning, end-of-sequence included, at most `max_tokens`."""
+        if self.tokenizer is None:
+            raise ValueError("this checkpoint has no tokenizer; put google/umt5-xxl (or tokenizer/) into it")
+        return self.tokenizer.encode(clean_prompt(prompt))
+
+    @torch.no_grad()
+    def encode(self, prompt: str, device: torch.device | str | None = None) -> torch.Tensor:
+        """Return the rows [S, E] of a prompt, S <= max_tokens, in the encoder's dtype on `device` (default: its own).
+
+        The result belongs to the cache and is shared by everyone who asks for the prompt: read it only.
+        """
+        own = self.model.shared.weight.device
+        target = torch.empty(0, device=own if device is None else device).device
+        key = (prompt_key(prompt), target)
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        ids_1S = torch.tensor([self.tokenize(prompt)], device=own)
+        rows_SE = self.model(input_ids=ids_1S).last_hidden_state[0].to(target)
+        self._remember(key, rows_SE)
+        return rows_SE
+
+    def forget(self) -> None:
+        """Drop every cached prompt."""
+        self._cache.clear()
+        self._cached_bytes = 0
+
+    def _remember(self, key: tuple[str, torch.device], rows_SE: torch.Tensor) -> None:
+        self._cache[key] = rows_SE
+        self._cached_bytes += rows_SE.nbytes
+        while self._cached_bytes > self.cache_bytes:
+            _, dropped = self._cache.popitem(last=False)
+            self._cached_bytes -= dropped.nbytes
+
+
+def clean_prompt(prompt: str) -> str:
+    """Repair broken encodings, undo HTML escapes (twice: `&amp;lt;`), make every run of white space one blank."""
+    text = prompt.encode("utf-8", "replace").decode()  # lone surrogates are no text
+    text = html.unescape(html.unescape(ftfy.fix_text(text)))
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def prompt_key(prompt: str) -> str:
+    """Return the sha256 of a cleaned prompt: equal keys have equal rows."""
+    return hashlib.sha256(clean_prompt(prompt).encode("utf-8", "replace")).hexdigest()
+
+
+class Tokenizer(Protocol):
+    """Text -> ids. `size`: number of tokens."""
+
+    size: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class JsonTokenizer:
+    """A `tokenizer.json`; its own template appends the end-of-sequence token."""
+
+    def __init__(self, path: Path, max_tokens: int) -> None:
+        self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        self.tokenizer.no_padding()
+        self.tokenizer.enable_truncation(max_tokens)
+        self.size = self.tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text).ids)
+
+
+class SentencePieceTokenizer:
+    """A `spiece.model`; the end-of-sequence token is appended here."""
+
+    def __init__(self, path: Path, max_tokens: int) -> None:
+        self.processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        self.max_tokens = max_tokens
+        self.size = self.processor.vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        return [*self.processor.encode(text)[: self.max_tokens - 1], self.processor.eos_id()]
+
+
+def open_tokenizer(folder: Path, max_tokens: int) -> Tokenizer:
+    """Open the tokenizer in `folder`. Raises ValueError of one line when there is none or it cannot be read."""
+    readers: dict[str, Callable[[Path, int], Tokenizer]] = {
+        "tokenizer.json": JsonTokenizer,
+        "spiece.model": SentencePieceTokenizer,
+    }
+    for name, reader in readers.items():
+        if (folder / name).exists():
+            path = confined(folder, name)
+            try:
+                return reader(path, max_tokens)
+            except Exception as error:  # both libraries raise bare Exception or RuntimeError on a damaged file
+                raise ValueError(
+                    f"{path} is no tokenizer that can be read ({type(error).__name__}); get it again"
+                ) from error
+    raise ValueError(f"{folder} has neither {' nor '.join(readers)}; take them from google/umt5-xxl")
