@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a session stay flat once its window is full? Runs one long session and compares late chunks with early ones.
+
+    python benchmarks/long_session.py                         # 200 chunks of the tiny world
+    python benchmarks/long_session.py --chunks 500
+
+Prints the ratio of the median chunk time of the last ten chunks to that of chunks 20-30, and the session's bytes at
+both points (they must be equal).
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import add_output_arguments, save
+
+TARGET_RATIO = 1.05
+
+
+async def run(model: Path, chunks: int, height: int, width: int) -> dict[str, object]:
+    import torch
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from vllm_omni.inputs import DiffusionParams, engine_prompt
+    from vllm_omni.outputs import unpack
+
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=str(model),
+            config_format="omni",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            additional_config={"omni": {"height": height, "width": width}},
+        )
+    )
+    wall_ms, session_bytes, digests = [], [], set()
+    keys = [[["w"]] * 3, [["w", "j"]] * 3, [["d"]] * 3, [["l"]] * 3]
+    for index in range(chunks):
+        first = index == 0
+        params = DiffusionParams(
+            session_id="long",
+            chunk_index=index,
+            prompt="a walk without end" if first else None,
+            seed=1 if first else None,
+            actions=keys[index % len(keys)],
+        )
+        tensors = {"image": torch.full((height, width, 3), 128, dtype=torch.uint8)} if first else None
+        start = time.perf_counter()
+        async for output in engine.encode(engine_prompt(tensors), params.to_pooling_params(), f"r{index}"):
+            pass
+        wall_ms.append((time.perf_counter() - start) * 1e3)
+        frames = unpack(output.outputs.data)[1]["frames"]
+        digests.add(hash(frames.numpy().tobytes()))
+        stats = (await engine.collective_rpc("session_stats"))[0]
+        session_bytes.append(stats["bytes"])
+    engine.shutdown()
+    early, late = statistics.median(wall_ms[20:30]), statistics.median(wall_ms[-10:])
+    return {
+        "chunks": chunks,
+        "size": [height, width],
+        "different_chunks": len(digests),
+        "early_ms": round(early, 3),
+        "late_ms": round(late, 3),
+        "ratio": round(late / early, 4),
+        "target_ratio": TARGET_RATIO,
+        "session_bytes_early": session_bytes[20],
+        "session_bytes_late": session_bytes[-1],
+        "bytes_constant": len(set(session_bytes[20:])) == 1,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chunks", type=int, default=200)
+    parser.add_argument("--model", type=Path, help="a checkpoint directory (default: a tiny LingBot World)")
+    parser.add_argument("--height", type=int, default=64)
+    parser.add_argument("--width", type=int, default=96)
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    from vllm_omni.model_executor.models.registry import get_family
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model
+        if model is None:
+            model = Path(folder) / "world"
+            get_family("lingbot_world").make_tiny(model, 0, "original")
+        result = asyncio.run(run(model, args.chunks, args.height, args.width))
+    save("long_session", {"result": result}, args)
+    print(
+        f"\nchunk time {result['early_ms']} ms -> {result['late_ms']} ms, ratio {result['ratio']} "
+        f"(target <= {TARGET_RATIO}); session bytes {result['session_bytes_early']} -> {result['session_bytes_late']}"
+    )
+
+
+if __name__ == "__main__":
+    main()
