@@ -8,7 +8,7 @@
   trades tokens for heads, so each rank attends with `heads / size` heads over the whole sequence.
 
 Pipeline stages cut the layers; the runner, not this file, carries hidden states between stages.
-Held by tests/model_executor/layers/test_parallel.py and tests/model_executor/models/lingbot_world/test_parallel.py.
+Held by tests/model_executor/models/lingbot_world/test_lingbot_parallel.py.
 """
 
 # B requests, T tokens (T_r: tokens of rank r), N heads (N_r = N / size), H head dim, D channels

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor, sequence and pipeline parallel runs give what one rank gives (fp32, gloo, two processes)."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from lingbot_rollout import inputs, load_tiny, make_window, roll_out
+
+from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots, split_evenly
+
+TOLERANCE = 1e-5
+"""Four chunks in fp32; ranks only change the order of sums."""
+
+
+def _compare(rank: int, rendezvous: str, sequence_parallel: bool, height: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    try:
+        data = inputs(height)
+        expected = roll_out([load_tiny()], data)
+        parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel)
+        model = load_tiny(parallel)
+        assert make_window(model, data).buffer.shape[3] == 1, "each of two ranks keeps one of two heads"
+        for ours, one_rank in zip(roll_out([model], data), expected, strict=True):
+            torch.testing.assert_close(ours, one_rank, atol=TOLERANCE, rtol=0)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "height"),
+    [(False, 4), (True, 4), (True, 2)],
+    ids=["tensor", "sequence", "sequence of 9 tokens"],
+)
+def test_two_ranks_equal_one(sequence_parallel: bool, height: int, tmp_path: Path) -> None:
+    """18 tokens a chunk, and 9, which do not divide over two ranks."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(_compare, (str(tmp_path / "rendezvous"), sequence_parallel, height), nprocs=2)
+
+
+def test_two_pipeline_stages_equal_one() -> None:
+    """Stage 0 owns the patch embedding, stage 1 the head; each computes conditions for its own blocks. Bit for bit."""
+    data = inputs()
+    stages = [load_tiny(ParallelContext(stage=stage, num_stages=2)) for stage in range(2)]
+    for ours, one_stage in zip(roll_out(stages, data), roll_out([load_tiny()], data), strict=True):
+        assert torch.equal(ours, one_stage)
+
+
+def test_stages_split_the_checkpoint_between_them() -> None:
+    """Blocks, patch embedding and head are on one stage only; together the stages need every tensor."""
+    first, last = (set(checkpoint_slots(load_tiny(ParallelContext(stage=stage, num_stages=2)))) for stage in range(2))
+    assert first | last == set(checkpoint_slots(load_tiny()))
+    assert not [name for name in first & last if name.startswith(("blocks.", "head.", "patch_embedding."))]
+
+
+@pytest.mark.parametrize(("total", "parts", "lengths"), [(7, 2, [4, 3]), (4680, 4, [1170] * 4), (2, 3, [1, 1, 0])])
+def test_uneven_splits_are_as_even_as_possible(total: int, parts: int, lengths: list[int]) -> None:
+    assert split_evenly(total, parts) == lengths
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_heads = 2 does not divide over 3 parallel ranks"):
+        load_tiny(ParallelContext(0, 3))
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 layers can not be cut into 3 pipeline stages"):
+        load_tiny(ParallelContext(stage=0, num_stages=3))
