@@ -11,6 +11,7 @@ import contextlib
 import importlib.resources
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 DOOR = "/v1/realtime/world/camera"
 TINY_MODEL = "lingbot_world"
 _HOST = "127.0.0.1"
-_LOG_LINES_SHOWN = 25
+_LOG_LINES_SHOWN = 20
+_EXCEPTION = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S.*")
 _STOP_S = 20.0
 _CHUNK_TIMEOUT_S = 300.0
 _SPEED = 0.0125  # scene units each frame: 0.05 for each latent frame, the step of the reference's `w` key
@@ -94,13 +96,17 @@ class ServerProcess:
     port: int
     log: Path
 
-    def tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_LOG_LINES_SHOWN:])
+    def excerpt(self) -> str:
+        """What the log says went wrong: the named exceptions of all processes, else its last lines."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        serious = [line for line in lines if " WARNING " not in line and " INFO " not in line]
+        causes = dict.fromkeys(match[0] for line in serious if (match := _EXCEPTION.search(line)))
+        return "\n".join([*causes][:_LOG_LINES_SHOWN] or lines[-_LOG_LINES_SHOWN:])
 
     def failure(self, what: str) -> CommandError:
-        """Show the end of the log and return the error to raise."""
-        print(f"---- last lines of {self.log} ----\n{self.tail()}\n----", file=sys.stderr)
-        return CommandError(f"{what}; the lines above are the end of {self.log}")
+        """Show what the log says and return the error to raise."""
+        print(f"---- from {self.log} ----\n{self.excerpt()}\n----", file=sys.stderr)
+        return CommandError(f"{what}; the lines above are from its log {self.log}")
 
     def stop(self) -> None:
         """End the server and its children; they get time to clean up."""
@@ -274,14 +280,14 @@ def _binary(message: str | bytes) -> bytes:
 
 
 def describe(index: int, chunk: Chunk) -> str:
-    count, height, width, _ = chunk.frames.shape
-    stages = ", ".join(
-        f"{name.removesuffix('_ms')} {value:.0f}" for name, value in chunk.timing.items() if value >= 0.5
-    )
+    """One line: frames, time from request to last byte, rate, size, and where the server spent it."""
+    count = len(chunk.frames)
+    stages = [
+        f"{name.removesuffix('_ms')} {ms:.0f}" for name, ms in chunk.timing.items() if name != "total_ms" and ms >= 0.5
+    ]
     return (
-        f"chunk {index}: {count} frames {width}x{height} in {1000 * chunk.wall_s:6.0f} ms, "
-        f"{count / chunk.wall_s:5.1f} frames/s, {chunk.wire_bytes / 1000:.0f} kB"
-        + (f" (ms: {stages})" if stages else "")
+        f"chunk {index}: {count} frames in {1000 * chunk.wall_s:.0f} ms ({count / chunk.wall_s:.0f}/s), "
+        f"{chunk.wire_bytes / 1000:.0f} kB" + (f"; ms: {', '.join(stages)}" if stages else "")
     )
 
 

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo succeeds only if a world really moved; every way it can fail is told apart."""
+
+import contextlib
+import io
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+from rich.console import Console
+from websockets.sync.server import ServerConnection, serve
+
+from vllm_omni.entrypoints.cli import demo
+from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
+
+CONSOLE = Console(quiet=True)
+HELLO = {"first_chunk_frames": 9, "chunk_frames": 12, "intrinsics_reference_size": [832, 480]}
+
+
+def noise(num_frames: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (num_frames, 32, 48, 3), np.uint8)
+
+
+def chunk(frames_THWC: np.ndarray) -> demo.Chunk:
+    return demo.Chunk(frames_THWC, 0.1, 1000, {"queue_ms": 1.0, "denoise_ms": 60.0, "total_ms": 90.0})
+
+
+def running(belongs: Callable[[psutil.Process], bool]) -> list[str]:
+    """Command lines of the live processes that belong; a killed one may need a moment to go."""
+    deadline = time.monotonic() + 5
+    while True:
+        left = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.status() != psutil.STATUS_ZOMBIE and belongs(process):
+                    left.append(" ".join(process.cmdline()))
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+# ---- the walk -------------------------------------------------------------------------------------------------------
+
+
+def test_the_walk_is_a_path_of_rotations_that_goes_on() -> None:
+    """Every pose is a rigid motion, and each chunk moves and turns."""
+    poses_N44 = np.array(demo.walk(9 + 12 * 4))
+    rotation_N33 = poses_N44[:, :3, :3]
+    np.testing.assert_allclose(
+        rotation_N33 @ rotation_N33.transpose(0, 2, 1), np.tile(np.eye(3), (57, 1, 1)), atol=1e-12
+    )
+    assert np.linalg.det(rotation_N33).min() > 0.999
+    steps = np.linalg.norm(np.diff(poses_N44[:, :3, 3], axis=0), axis=1)
+    np.testing.assert_allclose(steps, 0.0125)
+    assert poses_N44[-1, 2, 3] > 0.5  # forward is +z
+    assert np.abs(poses_N44[:, 0, 2]).max() > 0.05  # it looks aside
+
+
+def test_the_bundled_start_image_is_small_and_a_picture() -> None:
+    """It ships with the package."""
+    data = demo.start_image()
+    assert len(data) < 10_000
+    assert Image.open(io.BytesIO(data)).size == (416, 240)
+
+
+class Door:
+    """A WebSocket server that speaks the door's messages; `answer` makes the reply to each request."""
+
+    def __init__(self, answer: Callable[[int, dict[str, Any]], list[Any]]) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self._answer = answer
+        self._server = serve(self._handle, "127.0.0.1", 0)
+        self.url = f"ws://127.0.0.1:{self._server.socket.getsockname()[1]}{demo.DOOR}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+
+    def _handle(self, connection: ServerConnection) -> None:
+        connection.send(msgspec.msgpack.encode(HELLO))
+        for data in connection:
+            request = msgspec.msgpack.decode(data)
+            self.requests.append(request)
+            for message in self._answer(len(self.requests) - 1, request):
+                connection.send(message if isinstance(message, str) else msgspec.msgpack.encode(message))
+
+    def __enter__(self) -> "Door":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+
+
+def frame(video: bytes, index: int = 0, total: int = 1) -> dict[str, Any]:
+    return {"type": "frame", "index": index, "total": total, "video": video, "timing": {"denoise_ms": 5.0}}
+
+
+def test_each_chunk_is_asked_for_with_its_part_of_the_path() -> None:
+    """The first request carries image and prompt; poses continue; a chunk in two messages is put together."""
+
+    def answer(index: int, request: dict[str, Any]) -> list[Any]:
+        count = len(request["camera"]["poses"])
+        frames = noise(count, index)
+        half = count // 2
+        return [
+            {"type": "started"},
+            frame(encode_mp4(frames[:half], 16), 0, 2),
+            frame(encode_mp4(frames[half:], 16), 1, 2),
+        ]
+
+    with Door(answer) as door:
+        chunks = demo.stream(door.url, b"picture", "hills", 32, 48, 3, CONSOLE)
+    assert [len(part.frames) for part in chunks] == [9, 12, 12]
+    assert [len(request["camera"]["intrinsics"]) for request in door.requests] == [9, 12, 12]
+    assert [("image" in request, "prompt" in request) for request in door.requests] == [(True, True)] + [
+        (False, False)
+    ] * 2
+    assert [pose for request in door.requests for pose in request["camera"]["poses"]] == demo.walk(33)
+    assert all(part.wall_s > 0 and part.wire_bytes > 0 and part.timing for part in chunks)
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        ([{"type": "error", "code": "capacity", "error": "full"}], r"refused the request: .*capacity"),
+        ([frame(encode_mp4(noise(5), 16))], r"chunk 0 has 5 frames, 9 were asked for"),
+        ([frame(b"not a video")], r"streaming from .* failed: ValueError: not a readable video"),
+        (["hello in text"], r"expected a binary message, got text"),
+        ([{"type": "frame", "index": 0}], r"streaming from .* failed: KeyError"),
+    ],
+)
+def test_a_wrong_answer_is_a_failure_that_says_what_came(answer: list[Any], complaint: str) -> None:
+    """Nothing that is not the asked-for video passes."""
+    with Door(lambda index, request: answer) as door, pytest.raises(CommandError, match=complaint):
+        demo.stream(door.url, b"picture", "hills", 32, 48, 2, CONSOLE)
+
+
+def test_no_server_is_a_failure() -> None:
+    """A refused connection is named with its address."""
+    with pytest.raises(CommandError, match=r"streaming from ws://127.0.0.1:1/x failed: ConnectionRefusedError"):
+        demo.stream("ws://127.0.0.1:1/x", b"", "", 32, 48, 1, CONSOLE)
+
+
+# ---- the files ------------------------------------------------------------------------------------------------------
+
+
+def test_the_video_holds_every_frame(tmp_path: Path) -> None:
+    """What is written is what arrived; the contact sheet shows the first and the last frame."""
+    chunks = [chunk(noise(9, 0)), chunk(noise(12, 1))]
+    demo.write_files(chunks, tmp_path, CONSOLE)
+    frames_THWC, fps = decode_mp4((tmp_path / "demo.mp4").read_bytes())
+    assert (len(frames_THWC), fps) == (21, 16)
+    sheet = np.asarray(Image.open(tmp_path / "demo.png"))
+    np.testing.assert_array_equal(sheet[4:36, 4:52], chunks[0].frames[0])
+    np.testing.assert_array_equal(sheet[2 * 36 + 4 : 2 * 36 + 36, 3 * 52 + 4 : 4 * 52], chunks[1].frames[-1])
+
+
+def test_a_world_that_does_not_move_is_a_failure(tmp_path: Path) -> None:
+    """All frames the same: the demo must not claim success."""
+    with pytest.raises(CommandError, match=r"all 9 frames .* are the same picture"):
+        demo.write_files([chunk(np.full((9, 32, 48, 3), 90, np.uint8))], tmp_path, CONSOLE)
+
+
+def test_a_video_that_lost_frames_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is read back and counted."""
+    import vllm_omni.entrypoints.media as media
+
+    monkeypatch.setattr(media, "encode_mp4", lambda frames_THWC, fps: encode_mp4(frames_THWC[:-1], fps))
+    with pytest.raises(CommandError, match=r"holds 8 frames, 9 arrived"):
+        demo.write_files([chunk(noise(9))], tmp_path, CONSOLE)
+
+
+def test_a_chunk_is_described_on_one_line() -> None:
+    """Frames, time, rate, size and the stages."""
+    assert demo.describe(3, chunk(noise(12))) == "chunk 3: 12 frames in 100 ms (120/s), 1 kB; ms: queue 1, denoise 60"
+
+
+# ---- the server -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Run a Python snippet in place of `vllm serve`."""
+
+    def run(code: str) -> Any:
+        monkeypatch.setattr(demo, "serve_command", lambda *args: [sys.executable, "-c", code])
+        return demo.server(tmp_path, 1, 32, 48, tmp_path / "server.log")
+
+    return run
+
+
+def test_a_server_that_dies_shows_the_cause(
+    fake_server: Callable[[str], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exceptions in its log are shown, not the traceback's last lines; warnings are left out."""
+    code = (
+        "print('WARNING x'); print('(A) WARNING may cause OSError: files')\n"
+        "print('(E) ERROR ValueError: no such key'); print('  File x'); raise SystemExit(3)"
+    )
+    with pytest.raises(CommandError, match="ended with status 3 while starting"), fake_server(code) as process:
+        demo.wait_until_healthy(process, 30, CONSOLE)
+    shown = capsys.readouterr().err
+    assert "ValueError: no such key" in shown
+    assert "OSError" not in shown
+    assert "File x" not in shown
+
+
+def test_a_server_that_does_not_start_in_time_is_stopped(fake_server: Callable[[str], Any]) -> None:
+    """The child and its children are gone afterwards."""
+    sleep = "import time; time.sleep(600)"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
+    with pytest.raises(CommandError, match="not ready within 1 s"), fake_server(code) as process:
+        demo.wait_until_healthy(process, 1, CONSOLE)
+    assert process.popen.returncode is not None
+    assert running(lambda child: os.getpgid(child.pid) == process.popen.pid) == []
+
+
+def test_a_busy_port_is_replaced() -> None:
+    """The wanted port is taken if it is free, else any other."""
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        taken = busy.getsockname()[1]
+        other = demo.free_port(taken)
+    assert other != taken
+    assert demo.free_port(other) == other
+
+
+def test_the_command_is_the_documented_one(tmp_path: Path) -> None:
+    """vLLM's own `vllm serve ... --omni`, on the loopback address."""
+    command = demo.serve_command(tmp_path, 8123, 96, 160)
+    assert Path(command[0]).name == "vllm"
+    assert command[1:4] == ["serve", str(tmp_path), "--omni"]
+
+
+# ---- all of it ------------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_walks_through_the_tiny_world(tmp_path: Path) -> None:
+    """`make demo ONCE=1`: a real server on the tiny LingBot world, both files, status 0, nothing left running."""
+    result = subprocess.run(
+        [Path(sys.executable).with_name("vllm-omni"), "demo", "--once", "--chunks", "2", "--port", "0"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    frames_THWC, _ = decode_mp4((tmp_path / "demo.mp4").read_bytes())
+    assert frames_THWC.shape == (21, 96, 160, 3)
+    assert Image.open(tmp_path / "demo.png").size == (4 * 164 + 4, 3 * 100 + 4)
+    assert result.stdout.count("chunk ") >= 2
+    assert running(lambda child: child.cwd() == str(tmp_path)) == []
