@@ -42,6 +42,13 @@ class DiffusionWorkerMixin:
         """`collective_rpc("session_stats")`: sessions and bytes held on this rank, JSON types only."""
         return self.model_runner.sessions.stats()
 
+    def device_memory(self) -> dict[str, int]:
+        """`collective_rpc("device_memory")`: bytes in use on this rank's device, and torch's peak since start."""
+        if self.device.type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info(self.device)
+        return {"used": total - free, "total": total, "torch_peak": torch.cuda.max_memory_allocated(self.device)}
+
     def close_session(self, session_id: str) -> bool:
         """`collective_rpc("close_session", args=(id,))`: drop a session; True if it existed."""
         return self.model_runner.sessions.close(session_id)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LingBot World Fast at full size with random weights, through the real engine: chunk time, its stages, memory.
+
+    python benchmarks/lingbot_world.py                                  # one GPU, 480x832, window 18, sink 9
+    python benchmarks/lingbot_world.py --sequence-parallel 2            # Ulysses over two GPUs
+    python benchmarks/lingbot_world.py --pipeline-parallel 2 --sessions 2
+    python benchmarks/lingbot_world.py --layers 2 --height 64 --width 96   # try it without a GPU
+
+Random weights at real shapes take the time of real ones. A chunk is 12 frames; the first has 9. Steady state is the
+median over the chunks after the window is full. Stage times are device times from the runner.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import add_output_arguments, save
+
+ORIGINAL_MS = 3073
+"""The original code on an H200: denoise and context passes of one chunk at 480x832, window 18, sink 9."""
+
+
+def write_checkpoint(root: Path, layers: int) -> None:
+    """A checkpoint directory of the released architecture without weights (they come from --load-format dummy)."""
+    from vllm_omni.model_executor.models.lingbot_world.tiny_tokenizer import write_tokenizer
+
+    transformer = root / "lingbot_world_fast"
+    transformer.mkdir(parents=True)
+    config = {"_class_name": "WanModelFast", "model_type": "i2v", "control_type": "cam", "num_layers": layers}
+    (transformer / "config.json").write_text(json.dumps(config))
+    write_tokenizer(root / "google" / "umt5-xxl")
+
+
+async def one_session(engine: Any, name: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
+    """Run one session's chunks, each asked for while the one before is running; returns chunk records."""
+    import torch
+
+    from vllm_omni.inputs import DiffusionParams, engine_prompt
+    from vllm_omni.outputs import unpack
+
+    image = torch.randint(0, 256, (args.height, args.width, 3), dtype=torch.uint8)
+
+    async def chunk(index: int) -> dict[str, Any]:
+        params = DiffusionParams(
+            session_id=name,
+            chunk_index=index,
+            prompt="a coast road in the evening" if index == 0 else None,
+            seed=1 if index == 0 else None,
+            height=args.height,
+            width=args.width,
+            actions=[["w"], ["w", "j"], ["w"]],
+        )
+        tensors = {"image": image} if index == 0 else None
+        sent = time.perf_counter()
+        async for output in engine.encode(engine_prompt(tensors), params.to_pooling_params(), f"{name}-{index}"):
+            pass
+        meta, result = unpack(output.outputs.data)
+        done = time.perf_counter()
+        frames = result["frames"]
+        return {"sent": sent, "done": done, "timings_ms": meta["timings_ms"], "frames": len(frames),
+                "mean": float(frames.float().mean())}
+
+    start = time.perf_counter()
+    pending = [asyncio.create_task(chunk(0))]
+    records = []
+    for index in range(args.chunks):
+        if index + 1 < args.chunks:
+            pending.append(asyncio.create_task(chunk(index + 1)))
+        records.append(await pending.pop(0))
+    return records, start
+
+
+async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    options: dict[str, Any] = json.loads(args.model_options)
+    ranks = args.tensor_parallel
+    if args.sequence_parallel > 1:
+        options["sequence_parallel"], ranks = True, args.sequence_parallel
+    loading = time.perf_counter()
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=str(model),
+            config_format="omni",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            load_format="dummy",
+            tensor_parallel_size=ranks,
+            pipeline_parallel_size=args.pipeline_parallel,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            additional_config={"omni": {"height": args.height, "width": args.width, "model": options}},
+        )
+    )
+    load_s = time.perf_counter() - loading
+    runs = await asyncio.gather(*(one_session(engine, f"world{n}", args) for n in range(args.sessions)))
+    memory = await engine.collective_rpc("device_memory")
+    sessions = await engine.collective_rpc("session_stats")
+    engine.shutdown()
+
+    records = runs[0][0]
+    steady = records[args.warm_chunks :]
+    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in zip(records, records[1:], strict=False)][args.warm_chunks - 1 :]
+
+    def stage(name: str) -> float | None:
+        values = [sum(record["timings_ms"][name]) for record in steady if name in record["timings_ms"]]
+        return round(statistics.median(values), 2) if values else None
+
+    steps = [record["timings_ms"]["steps"] for record in steady]
+    return {
+        "size": [args.height, args.width],
+        "parallel": {"tensor": args.tensor_parallel, "sequence": args.sequence_parallel, "pipeline": args.pipeline_parallel},
+        "sessions": args.sessions,
+        "model_options": options,
+        "layers": args.layers,
+        "chunks": args.chunks,
+        "load_and_warm_up_s": round(load_s, 1),
+        "time_to_first_frame_ms": round((records[0]["done"] - runs[0][1]) * 1e3, 1),
+        "chunk_interval_ms": round(statistics.median(gaps_ms), 1),
+        "chunk_interval_ms_all": [round(gap, 1) for gap in gaps_ms],
+        "fps_all_sessions": round(12 * args.sessions / (statistics.median(gaps_ms) / 1e3), 2),
+        "stages_ms": {name: stage(name) for name in ("encode", "text", "condition", "camera", "steps", "decode", "total")},
+        "steps_ms": [round(statistics.median(values), 2) for values in zip(*steps, strict=True)],
+        "original_ms": ORIGINAL_MS,
+        "first_chunk_timings_ms": records[0]["timings_ms"],
+        "device_memory": memory,
+        "session_bytes": sessions[0]["bytes"],
+        "frame_means": [round(record["mean"], 2) for record in records],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chunks", type=int, default=12)
+    parser.add_argument("--warm-chunks", type=int, default=6, help="chunks before the window is full")
+    parser.add_argument("--height", type=int, default=480)
+    parser.add_argument("--width", type=int, default=832)
+    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--sessions", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--sequence-parallel", type=int, default=1)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
+    parser.add_argument("--name", default="lingbot_world", help="name of the result file")
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "world"
+        write_checkpoint(model, args.layers)
+        result = asyncio.run(run(model, args))
+    save(args.name, {"result": result}, args)
+
+
+if __name__ == "__main__":
+    main()
