@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoint layouts and tiny checkpoints: every real layout is found, what is missing is said in one line."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.layers.parallel import checkpoint_slots
+from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
+from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.family import FAMILY
+from vllm_omni.model_executor.models.lingbot_world.text_encoder import TextEncoder
+from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
+from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE, VAEConfig
+from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
+from vllm_omni.model_executor.models.registry import detect_family, get_family
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory) -> dict[str, Path]:
+    folders = {}
+    for layout in FAMILY.layouts:
+        folders[layout] = tmp_path_factory.mktemp(layout)
+        FAMILY.make_tiny(folders[layout], 3, layout)
+    return folders
+
+
+@pytest.fixture
+def checkpoints(originals, tmp_path) -> dict[str, Path]:
+    """Copies that a test may damage."""
+    return {name: Path(shutil.copytree(folder, tmp_path / name)) for name, folder in originals.items()}
+
+
+def load(layout: CheckpointLayout) -> dict[str, torch.Tensor]:
+    config = LingBotWorldConfig.from_checkpoint(layout.transformer_config())
+    transformer = LingBotTransformer(config)
+    vae = StreamingWanVAE(layout.vae_config())
+    text_encoder = TextEncoder(layout.text_config(), layout.tokenizer, max_tokens=config.text_len)
+    load_pipeline_weights(layout, config, transformer, vae, text_encoder)
+    tensors = {name: slot.target for name, slot in checkpoint_slots(transformer).items()}
+    tensors |= dict(vae.named_parameters(prefix="vae"))
+    return tensors | dict(text_encoder.named_parameters(prefix="text"))
+
+
+def digest(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+# Tiny checkpoints
+
+
+def test_a_tiny_checkpoint_has_the_files_of_a_real_one(originals):
+    """Original: the base-cam tree with its fast folder. Diffusers: every folder that `model_index.json` names."""
+    original = set(digest(originals["original"]))
+    assert {
+        "google/umt5-xxl/spiece.model",
+        "google/umt5-xxl/tokenizer.json",
+        "google/umt5-xxl/tokenizer_config.json",
+        "google/umt5-xxl/special_tokens_map.json",
+        "models_t5_umt5-xxl-enc-bf16.pth",
+        "Wan2.1_VAE.pth",
+        "lingbot_world_fast/config.json",
+        "lingbot_world_fast/diffusion_pytorch_model-00001-of-00002.safetensors",
+        "lingbot_world_fast/diffusion_pytorch_model.safetensors.index.json",
+    } <= original
+    diffusers = originals["diffusers"]
+    index = json.loads((diffusers / "model_index.json").read_text())
+    folders = {name for name, value in index.items() if isinstance(value, list) and value[0]}
+    assert folders == {path.name for path in diffusers.iterdir() if path.is_dir()}
+    assert (originals["v2"] / "transformers" / "config.json").exists()
+
+
+@pytest.mark.parametrize("layout", FAMILY.layouts)
+def test_a_tiny_checkpoint_is_small_and_the_same_for_the_same_seed(originals, tmp_path, layout):
+    """Byte for byte the same files from one seed, others from another, below 10 MB."""
+    FAMILY.make_tiny(tmp_path / "a" / layout, 3, layout)
+    FAMILY.make_tiny(tmp_path / "b" / layout, 4, layout)
+    assert digest(tmp_path / "a" / layout) == digest(originals[layout])
+    assert digest(tmp_path / "b" / layout) != digest(originals[layout])
+    assert sum(path.stat().st_size for path in originals[layout].rglob("*") if path.is_file()) < 10e6
+
+
+def test_all_layouts_of_one_seed_hold_the_same_model(originals):
+    """Loaded from any layout, every tensor of transformer, VAE and text encoder is the same."""
+    loaded = [load(find_layout(originals[layout])) for layout in FAMILY.layouts]
+    for other in loaded[1:]:
+        assert other.keys() == loaded[0].keys()
+        assert all(torch.equal(tensor, loaded[0][name]) for name, tensor in other.items())
+
+
+def test_an_unknown_layout_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="allowed: original, diffusers, v2"):
+        FAMILY.make_tiny(tmp_path, 0, "gguf")
+
+
+# Finding
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "version"),
+    [("original", "original", "v1"), ("diffusers", "diffusers", "v1"), ("v2", "original", "v2")],
+)
+def test_every_layout_is_detected_with_all_pieces(originals, layout, kind, version):
+    """`detect_family` knows the directory, and each piece is found in its place."""
+    assert detect_family(originals[layout]) is get_family("lingbot_world_fast")
+    found = find_layout(originals[layout])
+    assert (found.kind, found.version) == (kind, version)
+    found.require("transformer", "vae", "text_encoder", "tokenizer")
+
+
+def test_the_other_folder_name_and_the_folder_itself_are_found(checkpoints):
+    """`Lingbot-World-Fast` is the same as `lingbot_world_fast`; pointed at directly, the rest is beside it."""
+    folder = checkpoints["original"] / "lingbot_world_fast"
+    other = folder.rename(folder.with_name("Lingbot-World-Fast"))
+    assert find_layout(checkpoints["original"]).transformer == other
+    direct = find_layout(other)
+    assert direct.root == checkpoints["original"]
+    direct.require("transformer", "vae", "text_encoder", "tokenizer")
+
+
+def test_without_config_the_released_model_is_assumed(checkpoints):
+    """A fast folder without `config.json` is the released architecture."""
+    (checkpoints["original"] / "lingbot_world_fast" / "config.json").unlink()
+    layout = find_layout(checkpoints["original"])
+    assert LingBotWorldConfig.from_checkpoint(layout.transformer_config()) == LingBotWorldConfig()
+
+
+def test_unindexed_shards_load_too(checkpoints):
+    """Without an index all safetensors of the folder together are the transformer."""
+    (checkpoints["original"] / "lingbot_world_fast" / "diffusion_pytorch_model.safetensors.index.json").unlink()
+    assert load(find_layout(checkpoints["original"]))
+
+
+def test_the_base_models_experts_are_not_taken_for_the_fast_model(checkpoints):
+    """`high_noise_model/` has the same keys but is neither distilled nor causal."""
+    folder = checkpoints["original"] / "lingbot_world_fast"
+    expert = folder.rename(folder.with_name("high_noise_model"))
+    assert not FAMILY.detect(checkpoints["original"])
+    assert not FAMILY.detect(expert)
+
+
+@pytest.mark.parametrize("content", [{}, {"config.json": '{"model_type": "llama"}'}, {"config.json": "{"}])
+def test_other_directories_are_not_ours(tmp_path, content):
+    """Detection says no without raising, whatever is in the directory."""
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    assert not FAMILY.detect(tmp_path)
+    assert not FAMILY.detect(tmp_path / "absent")
+    with pytest.raises(ValueError, match="holds no LingBot World transformer"):
+        find_layout(tmp_path) if content != {"config.json": "{"} else find_layout(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("layout", "gone", "message"),
+    [
+        ("original", "Wan2.1_VAE.pth", r"lacks vae .*Wan2\.1_VAE\.pth.*vllm-omni download"),
+        ("original", "models_t5_umt5-xxl-enc-bf16.pth", r"lacks text_encoder .*models_t5"),
+        ("original", "google/umt5-xxl", r"lacks tokenizer .*google/umt5-xxl"),
+        ("diffusers", "vae/diffusion_pytorch_model.safetensors", "lacks vae"),
+        ("diffusers", "text_encoder/model.safetensors", "lacks text_encoder"),
+        ("diffusers", "tokenizer", "lacks tokenizer"),
+    ],
+)
+def test_a_missing_piece_is_named_before_anything_is_read(checkpoints, layout, gone, message):
+    """One line: what is missing, where it was looked for, how to get it."""
+    path = checkpoints[layout] / gone
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    found = find_layout(checkpoints[layout])
+    with pytest.raises(ValueError, match=message) as caught:
+        found.require("transformer", "vae", "text_encoder", "tokenizer")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_truncated_shard_is_named(checkpoints):
+    shard = next((checkpoints["original"] / "lingbot_world_fast").glob("*-00002-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=rf"{shard.name} is no complete safetensors file"):
+        load(find_layout(checkpoints["original"]))
+
+
+def test_a_wrong_file_under_the_vaes_name_is_refused(checkpoints):
+    """The text encoder's file renamed to the VAE's is noticed when its shapes are read."""
+    shutil.copy(checkpoints["original"] / "models_t5_umt5-xxl-enc-bf16.pth", checkpoints["original"] / "Wan2.1_VAE.pth")
+    with pytest.raises(ValueError, match="not the file its name says"):
+        find_layout(checkpoints["original"]).vae_config()
+
+
+# What vLLM sees
+
+
+@pytest.mark.parametrize("layout", FAMILY.layouts)
+def test_hf_config_is_plain_json_and_complete(originals, layout):
+    """What vLLM carries to its workers is JSON, and the pipeline can be built from it alone."""
+    config = FAMILY.hf_config(originals[layout])
+    assert json.loads(json.dumps(config)) == config
+    assert config["architectures"] == ["LingBotWorldPipeline"]
+    assert config["dtype"] == "float32"
+    assert (config["num_attention_heads"], config["num_hidden_layers"], config["hidden_size"]) == (4, 4, 64)
+    world = config["lingbot_world"]
+    assert VAEConfig.from_dict(world["vae"]) == VAEConfig(base_dim=4)
+    assert TextEncoder(world["umt5"], None).text_dim == 32
+    assert LingBotWorldConfig.from_checkpoint(world["transformer"]).num_layers == 4
+
+
+def test_hf_config_needs_no_weight_files(tmp_path):
+    """With a config alone (dummy weights) the released sizes are assumed and bfloat16 is chosen."""
+    (tmp_path / "lingbot_world_fast").mkdir()
+    (tmp_path / "lingbot_world_fast" / "config.json").write_text('{"_class_name": "WanModelFast"}')
+    assert FAMILY.detect(tmp_path)
+    config = FAMILY.hf_config(tmp_path)
+    assert config["dtype"] == "bfloat16"
+    assert (config["num_attention_heads"], config["num_hidden_layers"], config["vocab_size"]) == (40, 40, 256384)
+    assert VAEConfig.from_dict(config["lingbot_world"]["vae"]) == VAEConfig()
+
+
+def test_pieces_of_different_checkpoints_are_refused(checkpoints):
+    """A text encoder of another width is noticed at start, not in the first request."""
+    path = checkpoints["original"] / "lingbot_world_fast" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "text_dim": 4096}))
+    with pytest.raises(ValueError, match="gives rows of 32, the transformer takes 4096"):
+        FAMILY.hf_config(checkpoints["original"])
+
+
+def test_a_broken_config_of_ours_is_explained(checkpoints):
+    """A damaged `config.json` in a fast folder is still ours, and the error names the file."""
+    (checkpoints["original"] / "lingbot_world_fast" / "config.json").write_text("{")
+    assert FAMILY.detect(checkpoints["original"])
+    with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
+        FAMILY.hf_config(checkpoints["original"])
+
+
+@pytest.mark.parametrize(
+    ("omni", "message"),
+    [
+        ({"model": {"windw_frames": 5}}, "windw_frames"),
+        ({"model": {"window_frames": 4}}, "leaves no room"),
+        ({"height": 470}, "multiples of 16"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_at_start(originals, omni, message):
+    """The family checks options against the checkpoint before any process starts."""
+    assert FAMILY.check_options is not None
+    config = FAMILY.hf_config(originals["original"])
+    FAMILY.check_options(config, OmniConfig())
+    with pytest.raises(ValueError, match=message):
+        FAMILY.check_options(config, OmniConfig.from_additional_config({"omni": omni}))

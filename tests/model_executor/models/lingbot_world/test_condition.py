@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The streamed condition: bit-equal to encoding the whole clip, settled once it no longer changes, per session."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vllm_omni.model_executor.models.lingbot_world.condition import (
+    ConditionState,
+    GreyCondition,
+    output_size,
+    prepare_image,
+)
+from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE, VAEConfig
+from vllm_omni.model_executor.models.lingbot_world.weights import load_vae
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
+
+
+@pytest.fixture(scope="module")
+def condition() -> GreyCondition:
+    vae = StreamingWanVAE(VAEConfig(base_dim=4), decoder=False)
+    load_vae(vae, GOLDEN / "vae_tiny_weights_orig_names.safetensors")
+    return GreyCondition(vae)
+
+
+@pytest.fixture(scope="module")
+def image() -> torch.Tensor:
+    return load_file(GOLDEN / "vae.safetensors")["image"][None, :, None]
+
+
+def stream(condition: GreyCondition, image: torch.Tensor, chunks: list[int]) -> tuple[torch.Tensor, ConditionState]:
+    parts, state = [], None
+    for index, num_latents in enumerate(chunks):
+        y, state = condition.next(image if index == 0 else None, num_latents, state)
+        parts.append(y)
+    assert state is not None
+    return torch.cat(parts, dim=1), state
+
+
+@pytest.mark.parametrize("chunks", [[3, 3, 3], [1, 4, 4], [9]])
+def test_streamed_condition_equals_the_original_whole_clip(condition, image, chunks):
+    """In chunks of any size: mask 1 on the image's frame only, then the latents of image and grey frames."""
+    y, _ = stream(condition, image, chunks)
+    assert y.shape == (20, 9, 2, 3)
+    assert y.dtype == torch.float32
+    mask = torch.zeros(4, 9, 2, 3)
+    mask[:, 0] = 1
+    assert torch.equal(y[:4], mask)
+    recorded = load_file(GOLDEN / "vae.safetensors")["cond_latent"][0]
+    torch.testing.assert_close(y[4:], recorded, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_condition_settles_without_changing_a_bit(image, dtype):
+    """After some chunks the encoder is no longer run, and what is repeated is what it would have returned."""
+    vae = StreamingWanVAE(VAEConfig(base_dim=4), decoder=False, dtype=dtype)
+    load_vae(vae, GOLDEN / "vae_tiny_weights_orig_names.safetensors")
+    condition = GreyCondition(vae)
+    y, state = stream(condition, image, [3] * 14)
+    clip = torch.zeros(1, 3, 165, 16, 24)
+    clip[:, :, :1] = image
+    whole, _ = vae.encode(clip, None)
+    assert state.settled
+    assert torch.equal(y[4:], whole[0])
+
+
+def test_a_settled_condition_costs_no_encoder_run_and_almost_no_memory(condition, image, monkeypatch):
+    """Once settled, later chunks come without the encoder and the encoder's cache is gone."""
+    _, state = stream(condition, image, [3] * 14)
+    monkeypatch.setattr(condition.vae, "encode", None)
+    y, after = condition.next(None, 3, state)
+    assert after is state
+    assert state.nbytes == 16 * 2 * 3 * 4
+    assert torch.equal(y[4:, 0], y[4:, 2])
+
+
+def test_a_dropped_chunk_leaves_the_state_as_it_was(condition, image):
+    """A state is a value: asking for the next chunk twice gives the same chunk twice."""
+    _, state = condition.next(image, 3, None)
+    before = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    first, _ = condition.next(None, 3, state)
+    second, _ = condition.next(None, 3, state)
+    assert torch.equal(first, second)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors().items())
+
+
+def test_two_images_have_two_conditions(condition, image):
+    """Later chunks still depend on the image, until long after it."""
+    first, _ = stream(condition, image, [3, 3])
+    second, _ = stream(condition, -image, [3, 3])
+    assert not torch.equal(first[4:, 3:], second[4:, 3:])
+
+
+def test_a_new_image_restarts_the_condition(condition, image):
+    """An image in the middle of a session starts over: mask on its frame, latents as in a new session."""
+    _, state = stream(condition, image, [3, 3])
+    switched, _ = condition.next(-image, 3, state)
+    fresh, _ = condition.next(-image, 3, None)
+    assert torch.equal(switched, fresh)
+
+
+def test_state_bytes_are_known_in_advance(condition, image):
+    """Until it settles a state holds exactly the predicted bytes."""
+    _, state = condition.next(image, 1, None)
+    assert state.nbytes == condition.state_nbytes(16, 24)
+    _, state = condition.next(None, 3, state)
+    assert state.nbytes == condition.state_nbytes(16, 24)
+
+
+def test_a_condition_without_image_or_state_is_refused(condition):
+    with pytest.raises(ValueError, match="starts with an image"):
+        condition.next(None, 3, None)
+
+
+def test_the_condition_needs_an_encoder():
+    with pytest.raises(ValueError, match="encoder=True"):
+        GreyCondition(StreamingWanVAE(VAEConfig(base_dim=4), encoder=False))
+
+
+def test_prepare_image_keeps_an_image_of_the_right_size():
+    """A uint8 image of the wanted size is only mapped from 0..255 to -1..1."""
+    image = torch.arange(16 * 16 * 3, dtype=torch.int64).remainder(256).to(torch.uint8).view(16, 16, 3)
+    pixels = prepare_image(image, 16, 16)
+    assert pixels.shape == (1, 3, 1, 16, 16)
+    torch.testing.assert_close(pixels[0, :, 0].permute(1, 2, 0), image.float() / 127.5 - 1, atol=1e-6, rtol=0)
+
+
+def test_prepare_image_exact_stretches_and_cover_cuts_the_middle():
+    """`exact` keeps the picture's edges and changes its aspect; `cover` keeps the aspect and cuts the edges."""
+    image = torch.zeros(3, 32, 64)
+    image[:, :, :8] = 1  # a white stripe at the left edge
+    exact = prepare_image(image, 32, 32, "exact")[0, 0, 0]
+    cover = prepare_image(image, 32, 32, "cover")[0, 0, 0]
+    assert exact[:, 0].mean() > 0.9
+    assert cover.max() < -0.9
+
+
+def test_prepare_image_resizes_as_torch_bicubic_without_antialiasing():
+    """The reference pre-processing: bicubic on -1..1 values, no antialiasing, overshoot kept."""
+    image = torch.rand(3, 40, 50, generator=torch.Generator().manual_seed(0))
+    expected = torch.nn.functional.interpolate((image * 2 - 1)[None], size=(16, 32), mode="bicubic")
+    assert torch.equal(prepare_image(image, 16, 32)[:, :, 0], expected)
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (torch.zeros(3, 8, 8, dtype=torch.uint8), r"uint8 image must be \[height, width, 3\], got \[3, 8, 8\]"),
+        (torch.zeros(8, 8, 3), r"float \[3, h, w\]"),
+        (torch.zeros(3, 8, 8, dtype=torch.int32), "torch.int32"),
+        (torch.full((3, 8, 8), 1.5), "from 0 to 1"),
+        (torch.full((3, 8, 8), float("nan")), "from 0 to 1"),
+        (torch.zeros(0, 8, 3, dtype=torch.uint8), "empty: 0 x 8"),
+    ],
+)
+def test_images_of_another_form_are_refused(image, message):
+    """The error names what arrived and what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        prepare_image(image, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("image_size", "expected"),
+    [((720, 1280), (464, 832)), ((1080, 1920), (464, 832)), ((1024, 1536), (512, 768)), ((1280, 720), (832, 464))],
+)
+def test_output_size_is_the_originals(image_size, expected):
+    """The original's sizes for 480 * 832 pixels: multiples of 16 with the image's aspect."""
+    assert output_size(*image_size, 480 * 832) == expected
+
+
+def test_output_size_refuses_slivers():
+    with pytest.raises(ValueError, match="too narrow"):
+        output_size(1, 10_000, 480 * 832)

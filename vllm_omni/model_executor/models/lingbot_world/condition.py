@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The condition `y` of each chunk: which latent frame is given, and the latents of `[image, grey, grey, ...]`.
+
+The original encodes image and grey frames as one clip; here the causal encoder is streamed chunk by chunk, which gives
+the same bits without knowing the length in advance. After the image the encoder settles: once a latent frame comes out
+as the one before it and leaves the encoder's cache as it was, every later one must be equal, so it is kept and the
+encoder is not run again. Held by tests/model_executor/models/lingbot_world/test_condition.py.
+"""
+
+# C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE, VAECache
+
+MASK_CHANNELS = 4
+_SIZE_MULTIPLE = 16
+"""Pixels per token along each side: 8 of the VAE times a patch of 2."""
+
+
+@dataclass(frozen=True, eq=False)
+class ConditionState:
+    """Where a session's condition stream stands. Immutable; shared by forks.
+
+    cache: the encoder's cache, None once settled. settled_1C1hw: the latent frame that all later ones equal, fp32.
+    last_1C1hw: the newest latent frame, to compare the next one with. Exactly one of cache and settled is set.
+    """
+
+    height: int
+    width: int
+    cache: VAECache | None
+    last_1C1hw: torch.Tensor
+    settled: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.last_1C1hw.nbytes + (self.cache.nbytes if self.cache is not None else 0)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by stable name, for digests and snapshots."""
+        cached = self.cache.tensors() if self.cache is not None else {}
+        return {"last": self.last_1C1hw, **cached}
+
+    def to(self, device: torch.device | str) -> "ConditionState":
+        """Return the state on `device`; the same tensors if they are there already."""
+        cache = self.cache.to(device) if self.cache is not None else None
+        return ConditionState(self.height, self.width, cache, self.last_1C1hw.to(device), self.settled)
+
+
+class GreyCondition:
+    """Makes the condition of one chunk after another. Owns no session; `vae` needs its encoder."""
+
+    def __init__(self, vae: StreamingWanVAE) -> None:
+        if not vae.has_encoder:
+            raise ValueError("the condition is made by the VAE's encoder; build the VAE with encoder=True")
+        self.vae = vae
+
+    def next(
+        self, image_1CTHW: torch.Tensor | None, num_latents: int, state: ConditionState | None
+    ) -> tuple[torch.Tensor, ConditionState]:
+        """Return y [20, F, h, w] fp32 for the next `num_latents` latent frames, and the state after them.
+
+        image_1CTHW: [1, 3, 1, H, W] in [-1, 1] (`prepare_image`) starts a condition, at a session's start or when its
+        image is switched; None goes on from `state`. Raises ValueError when neither is given.
+        """
+        if num_latents < 1:
+            raise ValueError(f"num_latents must be at least 1, got {num_latents}")
+        starts = image_1CTHW is not None
+        if image_1CTHW is not None:
+            height, width = image_1CTHW.shape[3:]
+            latent, cache = self.vae.encode(image_1CTHW, None)
+            state = ConditionState(height, width, cache, latent)
+        elif state is None:
+            raise ValueError("a condition starts with an image, got neither image nor state")
+        latents = [state.last_1C1hw] if starts else []
+        while len(latents) < num_latents:
+            state = self._grey(state)
+            latents.append(state.last_1C1hw)
+        cond_CFhw = torch.cat(latents, dim=2)[0]
+        mask_CFhw = cond_CFhw.new_zeros(MASK_CHANNELS, *cond_CFhw.shape[1:])
+        mask_CFhw[:, : int(starts)] = 1
+        return torch.cat([mask_CFhw, cond_CFhw]), state
+
+    def state_nbytes(self, height: int, width: int) -> int:
+        """Most bytes a state of this size holds (until it settles); runs nothing."""
+        cells = (height // self.vae.config.spatial_factor) * (width // self.vae.config.spatial_factor)
+        return self.vae.encoder_cache_nbytes(height, width) + 4 * self.vae.config.z_dim * cells
+
+    def _grey(self, state: ConditionState) -> ConditionState:
+        """Advance by one latent frame of grey."""
+        if state.settled or state.cache is None:
+            return state
+        frames = self.vae.config.temporal_factor
+        grey_1CTHW = torch.zeros(1, 3, frames, state.height, state.width, device=state.last_1C1hw.device)
+        latent, cache = self.vae.encode(grey_1CTHW, state.cache)
+        if torch.equal(latent, state.last_1C1hw) and cache.equal(state.cache):
+            return ConditionState(state.height, state.width, None, latent, settled=True)
+        return ConditionState(state.height, state.width, cache, latent)
+
+
+def prepare_image(
+    image: torch.Tensor, height: int, width: int, fit: Literal["exact", "cover"] = "exact"
+) -> torch.Tensor:
+    """Return an image as the VAE takes it: [1, 3, 1, height, width], fp32 in about [-1, 1], on the image's device.
+
+    image: uint8 [h, w, 3], or float [3, h, w] in [0, 1]. fit: `exact` resizes both sides (the original: its output
+    size already follows the image's aspect, see `output_size`), `cover` keeps the aspect and cuts the middle.
+    Bicubic without antialiasing and without clamping its overshoot, as the original. Raises ValueError on other shapes, types and non-finite values.
+    """
+    if image.dtype == torch.uint8:
+        if image.ndim != 3 or image.shape[2] != 3:
+            raise ValueError(f"a uint8 image must be [height, width, 3], got {list(image.shape)}")
+        unit_CHW = image.permute(2, 0, 1).float() / 255
+    else:
+        if image.ndim != 3 or image.shape[0] != 3 or not image.is_floating_point():
+            raise ValueError(
+                f"an image must be uint8 [h, w, 3] or float [3, h, w], got {image.dtype} {list(image.shape)}"
+            )
+        unit_CHW = image.float()
+        if not bool(((unit_CHW >= 0) & (unit_CHW <= 1)).all()):
+            raise ValueError("a float image must have values from 0 to 1")
+    source_height, source_width = unit_CHW.shape[1:]
+    if min(source_height, source_width) < 1:
+        raise ValueError(f"the image is empty: {source_height} x {source_width}")
+    size = (height, width)
+    if fit == "cover":
+        scale = max(height / source_height, width / source_width)
+        size = (max(height, round(source_height * scale)), max(width, round(source_width * scale)))
+    pixels_1CHW = nn.functional.interpolate((unit_CHW * 2 - 1)[None], size=size, mode="bicubic")
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    return pixels_1CHW[:, :, top : top + height, left : left + width][:, :, None].contiguous()
+
+
+def output_size(image_height: int, image_width: int, max_area: int) -> tuple[int, int]:
+    """Return the video size (height, width) the original derives from an image: its aspect, about `max_area` pixels.
+
+    Multiples of 16, rounded down in floating point: 16:9 -> 464 x 832 and 3:2 -> 512 x 768 for 480 * 832 pixels, and
+    480 x 832 itself -> 464 x 832, as in the original. Raises ValueError when nothing fits.
+    Source: Robbyant/lingbot-world @ a43bec7, wan/image2video_fast.py.
+    """
+    if min(image_height, image_width) < 1:
+        raise ValueError(f"the image is empty: {image_height} x {image_width}")
+    aspect = image_height / image_width
+    height = int(math.sqrt(max_area * aspect) // _SIZE_MULTIPLE) * _SIZE_MULTIPLE
+    width = int(math.sqrt(max_area / aspect) // _SIZE_MULTIPLE) * _SIZE_MULTIPLE
+    if min(height, width) == 0:
+        raise ValueError(f"an image of {image_height} x {image_width} is too narrow for {max_area} pixels of video")
+    return height, width
