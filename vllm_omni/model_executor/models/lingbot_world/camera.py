@@ -11,7 +11,7 @@ Two conventions differ in what a chunk's first frame is relative to and in the s
 - interactive: the previous chunk's last pose, so every frame's action takes effect; a constant unit of translation;
 - trajectory: nothing (the clip's first frame stands still); the clip's largest translation.
 
-Held by tests/model_executor/models/lingbot_world/test_camera.py.
+Held by tests/model_executor/models/lingbot_world/test_lingbot_camera.py.
 """
 
 # N frames; poses_N44 camera-to-world; intrinsics_N4 = fx, fy, cx, cy in pixels
@@ -149,7 +149,7 @@ def _finite(tensor: torch.Tensor, name: str) -> torch.Tensor:
 # -- poses -------------------------------------------------------------------------------------------------------------
 
 
-def latent_poses(per_pixel: torch.Tensor, frames: range) -> torch.Tensor:
+def latent_rows(per_pixel: torch.Tensor, frames: range) -> torch.Tensor:
     """Pick the rows of latent `frames` (absolute) from a chunk's per-pixel-frame rows: latent i shows pixel 4 i."""
     return per_pixel[[VAE_TEMPORAL * frame - first_pixel_frame(frames.start) for frame in frames]]
 

@@ -3,7 +3,7 @@
 
 The architecture comes from the checkpoint and is checked key by key: an unknown key or a value this code does not
 implement is an error, never a guess. The options come from `additional_config["omni"]["model"]`.
-Held by tests/model_executor/models/lingbot_world/test_config.py.
+Held by tests/model_executor/models/lingbot_world/test_lingbot_config.py.
 """
 
 from collections.abc import Mapping

@@ -35,14 +35,15 @@ from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldCon
 class ChunkRow:
     """What one row of a forward brings; tensors on the model's device, made once per chunk except `latents`.
 
-    latents: fp32 [16, F, h, w], noisy (or clean, at timestep 0). condition: [20, F, h, w]. timestep: in [0, 1000].
+    latents: fp32 [16, F, h, w], noisy (or clean, at timestep 0). condition: [20, F, h, w], needed on the first
+    stage. timestep: in [0, 1000].
     frames: absolute latent frames of the chunk. rope: (cos_TC, sin_TC) fp32. camera: [layers, 2, T, D], the factors
     and shifts of `camera_modulation`. cross_kv: [layers, 2, S, N, H] of `cross_attention_kv`. window: written at
     `frames`. Layers are those of this stage.
     """
 
     latents: torch.Tensor
-    condition: torch.Tensor
+    condition: torch.Tensor | None
     timestep: float
     frames: range
     rope: tuple[torch.Tensor, torch.Tensor]
@@ -362,7 +363,7 @@ class LingBotTransformer(nn.Module):
         num_tokens = self.num_tokens(rows[0].latents)
         own = self.parallel.token_slice(num_tokens)
         if hidden_BTD is None:
-            tokens = [patchify(torch.cat((row.latents, row.condition.to(row.latents))))[own] for row in rows]
+            tokens = [patchify(_with_condition(row))[own] for row in rows]
             x = self.patch_embedding(_stack(tokens))
             x = x.float() if self.residual_fp32 else x
         else:
@@ -404,6 +405,12 @@ def unpatchify(tokens_BLP: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     frames, height, width = size
     cells = tokens_BLP.view(-1, frames, height // 2, width // 2, 2, 2, tokens_BLP.shape[-1] // 4)
     return cells.permute(0, 6, 1, 2, 4, 3, 5).reshape(tokens_BLP.shape[0], -1, frames, height, width)
+
+
+def _with_condition(row: ChunkRow) -> torch.Tensor:
+    """Return the 36 input channels: noisy latents, then mask and condition."""
+    assert row.condition is not None, "the first stage needs the condition"
+    return torch.cat((row.latents, row.condition.to(row.latents)))
 
 
 def _linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

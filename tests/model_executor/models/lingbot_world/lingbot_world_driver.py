@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drive a `LingBotWorld` chunk by chunk in this process, as the runner does, without an engine around it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout, hf_config
+from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, WorldSetup
+
+HEIGHT, WIDTH = 32, 48
+Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+
+def load_world(
+    checkpoint: Path, parallel: ParallelContext | None = None, dtype: torch.dtype = torch.float32, **options: Any
+) -> LingBotWorld:
+    omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options)
+    layout = find_layout(checkpoint)
+    setup = WorldSetup.of(hf_config(checkpoint)["lingbot_world"], layout, omni, dtype, parallel or ParallelContext())
+    world = LingBotWorld(setup)
+    world.load_checkpoint(layout)
+    return world
+
+
+def start_image(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (HEIGHT, WIDTH, 3), dtype=torch.uint8, generator=generator)
+
+
+def make_request(
+    world: LingBotWorld, session: SessionState, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+) -> DiffusionRequest:
+    """Make a chunk's request, walking ahead unless told otherwise; a first chunk gets an image."""
+    tensors = dict(tensors or {})
+    if session.chunk_index == 0 and "image" not in tensors:
+        tensors["image"] = start_image()
+    if "poses" not in tensors:
+        params.setdefault("actions", [["w"], ["w", "j"], ["i"]])
+    params = {"session_id": session.session_id, **params}
+    return DiffusionRequest("request", DiffusionParams(**params), tensors, session)
+
+
+def step(world: LingBotWorld, batch: Sequence[DiffusionRequest]) -> None:
+    """One denoise step of requests that may be at different steps."""
+    world.step_scheduler(batch, world.denoise_step(batch))
+    for request in batch:
+        request.step += 1
+
+
+def finish(world: LingBotWorld, request: DiffusionRequest) -> Result:
+    result = world.post_decode(request)
+    world.commit(request)
+    return result
+
+
+def run_chunk(
+    world: LingBotWorld, session: SessionState, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+) -> Result:
+    request = make_request(world, session, tensors, **params)
+    world.prepare_encode(request)
+    while request.step < request.num_steps:
+        step(world, [request])
+    return finish(world, request)
+
+
+def open_session(world: LingBotWorld, session_id: str = "a", **params: Any) -> SessionState:
+    return world.new_session(DiffusionParams(session_id=session_id, **{"prompt": "a beach", **params}))

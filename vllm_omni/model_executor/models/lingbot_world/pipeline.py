@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LingBot-World served chunk by chunk: encode, four denoise steps, one clean-context pass, decode, commit.
+
+    x = noise(seed, chunk, 0)
+    for i, t in enumerate(timesteps):
+        v  = transformer(x, y, camera, t)                    denoise_step
+        x0 = x - sigma_i v                                   step_scheduler
+        x  = (1 - s) x0 + s noise(seed, chunk, i + 1)
+    transformer(x0, y, camera, 0): only its K/V matter       the last denoise_step
+    frames = vae.decode(x0)                                  post_decode
+    the session moves on                                     commit
+
+`LingBotWorld` is the algorithm and needs no engine; `LingBotWorldPipeline` is the same thing as vLLM loads it.
+Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch import nn
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
+from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.rope import rope_tables
+from vllm_omni.model_executor.models.lingbot_world.camera import camera_map
+from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
+from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition, prepare_image
+from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan, LingBotOptions, LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
+from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, SessionShape
+from vllm_omni.model_executor.models.lingbot_world.text_encoder import TextEncoder
+from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
+from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE, VAEConfig, to_uint8
+from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
+from vllm_omni.model_executor.noise import standard_normal
+from vllm_omni.model_executor.vllm_model import StepPipeline
+from vllm_omni.outputs import RequestFailed
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_SHARED_PROMPTS = 2
+"""Prompts whose cross-attention K/V are kept for the next session (400 MiB each at full size)."""
+
+
+@dataclass(frozen=True)
+class WorldSetup:
+    """Everything a `LingBotWorld` is built from, resolved and checked. dtype: the transformer's."""
+
+    config: LingBotWorldConfig
+    vae_config: VAEConfig
+    text_config: Mapping[str, Any]
+    tokenizer: Path | None
+    options: LingBotOptions
+    omni: OmniConfig
+    parallel: ParallelContext
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Mapping[str, Any],
+        layout: CheckpointLayout,
+        omni: OmniConfig,
+        dtype: torch.dtype,
+        parallel: ParallelContext | None = None,
+    ) -> "WorldSetup":
+        """Read a checkpoint's `hf_config(...)["lingbot_world"]`; `parallel` None = vLLM's groups. Raises ValueError."""
+        options = LingBotOptions.parse(omni.model, checkpoint["version"])
+        return cls(
+            config=LingBotWorldConfig.from_checkpoint(checkpoint["transformer"]),
+            vae_config=VAEConfig.from_dict(checkpoint["vae"]),
+            text_config=checkpoint["umt5"],
+            tokenizer=layout.tokenizer,
+            options=options,
+            omni=omni,
+            parallel=parallel or ParallelContext.from_vllm(options.sequence_parallel),
+            dtype=dtype,
+        )
+
+
+class LingBotWorld(nn.Module):
+    """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
+
+    def __init__(self, setup: WorldSetup) -> None:
+        super().__init__()
+        self.build(setup)
+
+    def build(self, setup: WorldSetup) -> None:
+        """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
+        self.config = setup.config
+        self.options = setup.options
+        self.omni = setup.omni
+        self.parallel = setup.parallel
+        self.plan = ChunkPlan.resolve(setup.config, setup.options)
+        self.schedule = setup.options.denoise_schedule()
+        self.text_encoder = TextEncoder(
+            setup.text_config,
+            setup.tokenizer,
+            max_tokens=setup.config.text_len,
+            device=setup.options.text_encoder_device or "model",
+            dtype=setup.dtype,
+        )
+        with _default_dtype(setup.dtype):
+            self.transformer = LingBotTransformer(
+                setup.config,
+                setup.parallel,
+                residual_fp32=setup.options.residual_dtype == "fp32",
+                compiled=setup.options.compile,
+            )
+        decodes = setup.parallel.last_stage and setup.parallel.rank == 0
+        self.vae = StreamingWanVAE(
+            setup.vae_config,
+            encoder=setup.parallel.first_stage,
+            decoder=decodes,
+            dtype=setup.options.vae_torch_dtype(setup.dtype),
+        )
+        self.condition = GreyCondition(self.vae) if setup.parallel.first_stage else None
+        self._prompts: OrderedDict[str, torch.Tensor] = OrderedDict()
+
+    def load_checkpoint(self, layout: CheckpointLayout) -> None:
+        """Fill every parameter this rank has, strictly. Raises ValueError."""
+        vae = self.vae if self.vae.has_encoder or self.vae.has_decoder else None
+        load_pipeline_weights(layout, self.config, self.transformer, vae, self.text_encoder)
+        self._prompts.clear()
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    def session_nbytes(self, params: DiffusionParams) -> int:
+        shape = read_shape(params, self.config, self.omni)
+        window = kv_window_nbytes(
+            num_layers=self.transformer.num_local_layers,
+            window_frames=self.plan.window_frames,
+            tokens_per_frame=self._tokens_per_frame(shape),
+            num_heads=self.transformer.num_cache_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.transformer.dtype,
+        )
+        return window + self._reserved_bytes(shape)
+
+    def new_session(self, params: DiffusionParams) -> LingBotSession:
+        shape = read_shape(params, self.config, self.omni)
+        if not params.prompt:
+            raise RequestFailed("invalid_request", "a session's first chunk needs a prompt")
+        tokens = self._tokens_per_frame(shape)
+        limit = self.plan.max_attention_frames
+        window = KVWindow(
+            num_layers=self.transformer.num_local_layers,
+            window_frames=self.plan.window_frames,
+            sink_frames=self.plan.sink_frames,
+            tokens_per_frame=tokens,
+            num_heads=self.transformer.num_cache_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.transformer.dtype,
+            device=self.transformer.device,
+            max_attention_tokens=None if limit is None else limit * tokens,
+        )
+        return LingBotSession(params.session_id, shape, self.plan, window, self._reserved_bytes(shape))
+
+    def _tokens_per_frame(self, shape: SessionShape) -> int:
+        latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
+        return latent_height * latent_width // (self.config.patch_size[1] * self.config.patch_size[2])
+
+    def _reserved_bytes(self, shape: SessionShape) -> int:
+        """Bytes a session may come to hold beside its K/V window: VAE caches and cross-attention K/V."""
+        total = self.transformer.cross_kv_nbytes
+        if self.condition is not None:
+            total += self.condition.state_nbytes(shape.height, shape.width)
+        if self.vae.has_decoder and shape.output == "rgb":
+            total += self.vae.decoder_cache_nbytes(shape.height, shape.width)
+        return total
+
+    # -- one chunk -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prepare_encode(self, request: DiffusionRequest) -> None:
+        session = _session_of(request)
+        inputs = read_chunk(request, session, self.options)
+        frames = session.next_frames()
+        shape, device = session.shape, self.transformer.device
+        latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
+        size = (self.config.out_channels, len(frames), latent_height, latent_width)
+        draws = [
+            standard_normal(size, inputs.seed, session.chunk_index, step) for step in range(self.schedule.num_steps)
+        ]
+        noise = torch.stack(draws).to(device)
+        with request.timer.stage("text"):
+            known = inputs.prompt == session.prompt and session.cross_kv is not None
+            text = None if known else self.text_encoder.encode(inputs.prompt, device)
+        with request.timer.stage("condition"):
+            y, condition = self._condition(inputs.image, session, frames)
+        with request.timer.stage("camera"):
+            rays = camera_map(inputs.relative_F44, inputs.intrinsics_F4, shape.height, shape.width, device)
+        cos, sin = rope_tables(self.config.head_dim, frames, latent_height // 2, latent_width // 2)
+        own = self.parallel.token_slice(len(cos))
+        request.state = Chunk(
+            frames=frames,
+            latents=noise[0],
+            renoise=noise[1:],
+            y=y,
+            rope=(cos[own].to(device), sin[own].to(device)),
+            camera_map=rays,
+            text=text,
+            prompt=inputs.prompt,
+            seed=inputs.seed,
+            tail=inputs.tail,
+            condition=condition,
+        )
+        request.num_steps = self.schedule.num_steps + 1
+
+    def batch_key(self, request: DiffusionRequest) -> Hashable:
+        return _chunk_of(request).latents.shape
+
+    @torch.no_grad()
+    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        for request in batch:
+            if _chunk_of(request).camera is None:
+                self._condition_blocks(request)
+        clean = [self._at_clean_pass(request) for request in batch]
+        rows = [self._row(request, clean_pass) for request, clean_pass in zip(batch, clean, strict=True)]
+        prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=all(clean))
+        return prediction
+
+    @torch.no_grad()
+    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
+        for request, flow in zip(batch, prediction, strict=True):
+            if self._at_clean_pass(request):
+                continue
+            chunk, step = _chunk_of(request), request.step
+            x0 = chunk.latents.double() - self.schedule.sigmas_x0[step] * flow.double()
+            if step + 1 < self.schedule.num_steps:
+                sigma = self.schedule.sigmas_noise[step + 1]
+                x0 = (1 - sigma) * x0.float().double() + sigma * chunk.renoise[step].double()
+            chunk.latents = x0.float()
+
+    def latents(self, request: DiffusionRequest) -> torch.Tensor:
+        return _chunk_of(request).latents
+
+    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
+        _chunk_of(request).latents = latents.clone()
+
+    @torch.no_grad()
+    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        session, chunk = _session_of(request), _chunk_of(request)
+        pixel_frames = self.plan.pixel_frames(session.chunk_index)
+        meta = {
+            "first_frame": pixel_frames.start,
+            "num_frames": len(pixel_frames),
+            "height": session.shape.height,
+            "width": session.shape.width,
+            "seed": chunk.seed,
+        }
+        if session.shape.output == "latents":
+            return meta, {"latents": chunk.latents}
+        pixels, chunk.decoder_cache = self.vae.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
+        return meta, {"frames": to_uint8(pixels).cpu()}
+
+    def commit(self, request: DiffusionRequest) -> None:
+        session, chunk = _session_of(request), _chunk_of(request)
+        session.window.commit(chunk.frames.stop)
+        session.prompt, session.seed, session.tail = chunk.prompt, chunk.seed, chunk.tail
+        session.cross_kv, session.condition = chunk.cross_kv, chunk.condition
+        session.decoder_cache = chunk.decoder_cache
+        session.chunk_index += 1
+
+    def warmup_inputs(self) -> list[Inputs]:
+        """A first and a later chunk of the largest size: a later one decodes more frames."""
+        image = torch.zeros(self.omni.height, self.omni.width, 3, dtype=torch.uint8)
+        params = DiffusionParams(session_id="warm-up", prompt="warm-up", actions=[])
+        return [(params, {"image": image}), (msgspec.structs.replace(params, prompt=None), {})]
+
+    # -- parts of the above --------------------------------------------------------------------------------------------
+
+    def _condition(
+        self, image: torch.Tensor | None, session: LingBotSession, frames: range
+    ) -> tuple[torch.Tensor | None, ConditionState | None]:
+        """Return (y, the condition stream's next state); only the first stage, which embeds patches, needs them."""
+        if self.condition is None:
+            return None, None
+        pixels = None
+        if image is not None:
+            pixels = prepare_image(image.to(self.transformer.device), session.shape.height, session.shape.width)
+        return self.condition.next(pixels, len(frames), session.condition)
+
+    def _condition_blocks(self, request: DiffusionRequest) -> None:
+        """Compute what every block needs of camera and prompt, once per chunk (collective under tensor parallelism)."""
+        session, chunk = _session_of(request), _chunk_of(request)
+        assert chunk.camera_map is not None
+        chunk.cross_kv = session.cross_kv if chunk.text is None else self._shared_cross_kv(chunk.prompt, chunk.text)
+        chunk.camera = self.transformer.camera_modulation(chunk.camera_map)
+        chunk.camera_map = None
+
+    def _shared_cross_kv(self, prompt: str, text: torch.Tensor) -> torch.Tensor:
+        """Return the prompt's K/V, computed once for all sessions that ask for it in a row."""
+        cross_kv = self._prompts.get(prompt)
+        if cross_kv is None:
+            cross_kv = self.transformer.cross_attention_kv(text)
+            while len(self._prompts) >= _SHARED_PROMPTS:
+                self._prompts.popitem(last=False)
+        self._prompts[prompt] = cross_kv
+        self._prompts.move_to_end(prompt)
+        return cross_kv
+
+    def _row(self, request: DiffusionRequest, clean_pass: bool) -> ChunkRow:
+        chunk = _chunk_of(request)
+        assert chunk.camera is not None and chunk.cross_kv is not None
+        return ChunkRow(
+            latents=chunk.latents,
+            condition=chunk.y,
+            timestep=0.0 if clean_pass else self.schedule.timesteps[request.step],
+            frames=chunk.frames,
+            rope=chunk.rope,
+            camera=chunk.camera,
+            cross_kv=chunk.cross_kv,
+            window=_session_of(request).window,
+        )
+
+    def _at_clean_pass(self, request: DiffusionRequest) -> bool:
+        return request.step >= self.schedule.num_steps
+
+
+def _session_of(request: DiffusionRequest) -> LingBotSession:
+    assert isinstance(request.session, LingBotSession)
+    return request.session
+
+
+def _chunk_of(request: DiffusionRequest) -> Chunk:
+    assert isinstance(request.state, Chunk), "prepare_encode has not run"
+    return request.state
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class LingBotWorldPipeline(LingBotWorld, StepPipeline):
+    """`LingBotWorld` as vLLM's model loader builds and fills it."""
+
+    def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
+        StepPipeline.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        self.model_config = vllm_config.model_config
+        assert isinstance(self.model_config.dtype, torch.dtype)
+        omni = OmniConfig.from_additional_config(vllm_config.additional_config)  # type: ignore[arg-type]
+        checkpoint = self.model_config.hf_config.lingbot_world
+        self.build(WorldSetup.of(checkpoint, self._layout(), omni, self.model_config.dtype))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load every piece of the checkpoint strictly; `weights` (vLLM's flat file iterator) is not touched."""
+        self.load_checkpoint(self._layout())
+        return {name for name, _ in self.named_parameters()}
+
+    def _layout(self) -> CheckpointLayout:
+        return find_layout(Path(self.model_config.model))

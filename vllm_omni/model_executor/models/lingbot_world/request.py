@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything a client may send with one chunk, checked: here and nowhere else.
+
+Reads a request beside its session and returns `ChunkInputs`, or raises `RequestFailed` naming the field, what arrived
+and what is allowed. Changes nothing, allocates nothing on the device, gives the same answer on every rank.
+Held by tests/model_executor/models/lingbot_world/test_lingbot_request.py.
+"""
+
+# F latent frames of the chunk
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from vllm_omni.config import OmniConfig, parse_options
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.models.lingbot_world import camera as cam
+from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession, SessionShape
+from vllm_omni.outputs import RequestFailed
+
+_DEFAULT_SEED = 0
+_MAX_IMAGE_SIDE = 8192
+_TENSORS = ("image", "poses", "intrinsics")
+
+
+class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`DiffusionParams.options` of one chunk.
+
+    camera_scale: divide this chunk's camera translations by it (a client that knows its whole path sends the path's
+    largest step, the original's normalisation); None = as served.
+    """
+
+    camera_scale: float | None = None
+
+
+@dataclass(frozen=True)
+class ChunkInputs:
+    """A checked request. relative_F44, intrinsics_F4: fp64, CPU; `tail` is where the camera ends.
+
+    image: uint8 [H, W, 3] of any size, or None to go on from the session's.
+    """
+
+    prompt: str
+    seed: int
+    image: torch.Tensor | None
+    relative_F44: torch.Tensor
+    intrinsics_F4: torch.Tensor
+    tail: cam.CameraTail
+
+
+def read_shape(params: DiffusionParams, config: LingBotWorldConfig, omni: OmniConfig) -> SessionShape:
+    """Read what a session's first chunk fixes. Raises `RequestFailed("unsupported_size", ...)`."""
+    height = omni.height if params.height is None else params.height
+    width = omni.width if params.width is None else params.width
+    try:
+        config.latent_size(height, width)
+    except ValueError as error:
+        raise RequestFailed("unsupported_size", str(error)) from error
+    if height * width > omni.max_area:
+        raise RequestFailed(
+            "unsupported_size",
+            f"{height}x{width} has {height * width} pixels; this server makes at most {omni.max_area}",
+        )
+    return SessionShape(height, width, params.output)
+
+
+def read_chunk(request: DiffusionRequest, session: LingBotSession, served: LingBotOptions) -> ChunkInputs:
+    """Check one chunk's request against its session. Raises `RequestFailed`."""
+    params = request.params
+    session.window.check_fits(session.next_frames())
+    _check_unchanged(params, session.shape)
+    unknown = sorted(set(request.tensors) - set(_TENSORS))
+    if unknown:
+        raise RequestFailed("invalid_request", f"unknown tensors {unknown[:3]}; this model takes {', '.join(_TENSORS)}")
+    prompt = session.prompt if params.prompt is None else params.prompt
+    if not prompt:
+        raise RequestFailed("invalid_request", "prompt must not be empty; a session's first chunk needs one")
+    seed = session.seed if params.seed is None else params.seed
+    relative, intrinsics, tail = _read_camera(request, session, served)
+    return ChunkInputs(
+        prompt=prompt,
+        seed=_DEFAULT_SEED if seed is None else seed,
+        image=_read_image(request.tensors.get("image"), first_chunk=session.chunk_index == 0),
+        relative_F44=relative,
+        intrinsics_F4=intrinsics,
+        tail=tail,
+    )
+
+
+def _check_unchanged(params: DiffusionParams, shape: SessionShape) -> None:
+    for name, sent, fixed in (
+        ("height", params.height, shape.height),
+        ("width", params.width, shape.width),
+        ("output", params.output, shape.output),
+    ):
+        if sent is not None and sent != fixed:
+            raise RequestFailed(
+                "invalid_request", f"{name} is fixed at {fixed} by the session's first chunk, got {sent}"
+            )
+
+
+def _read_image(image: torch.Tensor | None, *, first_chunk: bool) -> torch.Tensor | None:
+    if image is None:
+        if first_chunk:
+            raise RequestFailed("missing_image", "a session's first chunk needs an image, uint8 [H, W, 3]")
+        return None
+    if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 or image.numel() == 0:
+        raise RequestFailed(
+            "invalid_image", f"image must be uint8 of shape [H, W, 3], got {image.dtype} {list(image.shape)}"
+        )
+    if max(image.shape[:2]) > _MAX_IMAGE_SIDE:
+        raise RequestFailed(
+            "image_too_large",
+            f"image is {image.shape[1]}x{image.shape[0]}; each side may have at most {_MAX_IMAGE_SIDE} pixels",
+        )
+    return image
+
+
+def _read_camera(
+    request: DiffusionRequest, session: LingBotSession, served: LingBotOptions
+) -> tuple[torch.Tensor, torch.Tensor, cam.CameraTail]:
+    """Return (frame-to-frame poses, intrinsics at output size, new tail), a row for each latent frame of the chunk."""
+    frames, shape = session.next_frames(), session.shape
+    pixel_frames = len(session.plan.pixel_frames(session.chunk_index))
+    actions, poses = request.params.actions, request.tensors.get("poses")
+    if (poses is None) == (actions is None):
+        raise RequestFailed(
+            "missing_camera" if poses is None else "invalid_camera",
+            "send either the tensors `poses` and `intrinsics`, or `actions`: one of the two",
+        )
+    intrinsics = request.tensors.get("intrinsics")
+    if intrinsics is not None:
+        given = cam.latent_rows(cam.read_intrinsics(intrinsics, pixel_frames), frames)
+        intrinsics_F4 = cam.scale_intrinsics(given, shape.height, shape.width)
+    elif actions is not None:
+        intrinsics_F4 = cam.action_intrinsics(len(frames), shape.height, shape.width)
+    else:
+        raise RequestFailed("missing_camera", f"poses need intrinsics: [{pixel_frames}, 4] of fx, fy, cx, cy")
+
+    before = session.tail
+    if actions is not None:
+        before = before or cam.CameraTail.origin()
+        path, tail = cam.integrate_actions(cam.read_actions(actions, len(frames)), before)
+    else:
+        assert poses is not None
+        path = cam.latent_rows(cam.read_poses(poses, pixel_frames), frames)
+        tail = cam.CameraTail.at(path[-1])
+    relative = cam.relative_poses(path, None if before is None else before.pose_44)
+    return cam.scaled_translations(relative, _camera_scale(request.params, served)), intrinsics_F4, tail
+
+
+def _camera_scale(params: DiffusionParams, served: LingBotOptions) -> float | None:
+    """Return what translations are divided by; None = the chunk's largest."""
+    try:
+        scale = parse_options(ChunkOptions, params.options, "options").camera_scale
+    except ValueError as error:
+        raise RequestFailed("invalid_request", str(error)) from error
+    if scale is None:
+        return served.camera_translation_unit if served.camera_scale == "constant" else None
+    if not (math.isfinite(scale) and scale > 0):
+        raise RequestFailed("invalid_camera", f"options.camera_scale must be finite and > 0, got {scale}")
+    return scale

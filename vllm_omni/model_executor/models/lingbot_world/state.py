@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LingBotSession`: all that one live world keeps between chunks on one rank, and `Chunk`, one chunk's working set.
+
+A session's K/V window has its full size from the start; what else it holds has a known largest size that `nbytes`
+counts from the start. Caches of the VAE are immutable values: a chunk makes new ones and `commit` swaps the
+references, so an abandoned chunk leaves no trace.
+Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_omni.model_executor.interfaces import SessionState
+from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail
+from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState
+from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
+from vllm_omni.model_executor.models.lingbot_world.vae import VAECache
+
+
+@dataclass(frozen=True)
+class SessionShape:
+    """What a session's first chunk fixes. output: `rgb` sessions keep a decoder cache, `latents` sessions none."""
+
+    height: int
+    width: int
+    output: str
+
+
+class LingBotSession(SessionState):
+    """See the module docstring. `None` in an optional field: this chunk has not happened, or not on this rank.
+
+    reserved_bytes: the largest size of everything but the K/V window.
+    """
+
+    def __init__(
+        self, session_id: str, shape: SessionShape, plan: ChunkPlan, window: KVWindow, reserved_bytes: int
+    ) -> None:
+        super().__init__(session_id)
+        self.shape = shape
+        self.plan = plan
+        self.window = window
+        self.reserved_bytes = reserved_bytes
+        self.prompt: str | None = None
+        self.seed: int | None = None
+        self.tail: CameraTail | None = None
+        self.cross_kv: torch.Tensor | None = None
+        """A function of `prompt`; kept so that it is computed once."""
+        self.condition: ConditionState | None = None
+        self.decoder_cache: VAECache | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.window.nbytes + self.reserved_bytes
+
+    def next_frames(self) -> range:
+        """Return the latent frames of the next chunk."""
+        return self.plan.frames(self.chunk_index)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        named = self.window.tensors(len(self.next_frames()))
+        if self.decoder_cache is not None:
+            named |= {f"decoder.{name}": tensor for name, tensor in self.decoder_cache.tensors().items()}
+        if self.condition is not None:
+            named |= {f"condition.{name}": tensor for name, tensor in self.condition.tensors().items()}
+        if self.tail is not None:
+            named["camera.pose"] = self.tail.pose_44
+        return named
+
+    def scalars(self) -> dict[str, Any]:
+        return {
+            "chunk_index": self.chunk_index,
+            "committed_frames": self.window.committed_frames,
+            "prompt": self.prompt,
+            "seed": self.seed,
+            "height": self.shape.height,
+            "width": self.shape.width,
+            "output": self.shape.output,
+            "pitch_degrees": None if self.tail is None else self.tail.pitch_degrees,
+            "condition_settled": None if self.condition is None else self.condition.settled,
+        }
+
+    def fork(self, session_id: str) -> "LingBotSession":
+        other = LingBotSession(session_id, self.shape, self.plan, self.window.fork(), self.reserved_bytes)
+        other.chunk_index = self.chunk_index
+        other.prompt, other.seed = self.prompt, self.seed
+        # Immutable values: sharing them is as good as copying.
+        other.tail, other.cross_kv = self.tail, self.cross_kv
+        other.condition, other.decoder_cache = self.condition, self.decoder_cache
+        return other
+
+    def to(self, device: torch.device | str) -> None:
+        self.window.to(device)
+        self.cross_kv = None if self.cross_kv is None else self.cross_kv.to(device)
+        self.condition = None if self.condition is None else self.condition.to(device)
+        self.decoder_cache = None if self.decoder_cache is None else self.decoder_cache.to(device)
+
+    def close(self) -> None:
+        self.window.close()
+        self.cross_kv = self.condition = self.decoder_cache = None
+
+
+@dataclass(eq=False)
+class Chunk:
+    """One chunk in flight. The first group is made by `prepare_encode`, the second by the first denoise step.
+
+    latents: fp32 [16, F, h, w]. renoise: fp32 [steps - 1, 16, F, h, w], what re-enters before steps 1, 2, ...
+    y: [20, F, h, w], None on stages that embed no patches. camera_map: [384, F, h, w], dropped once `camera` is there.
+    text: the encoded prompt, None if the session's `cross_kv` still stands.
+    The others are what the session becomes when the chunk succeeds.
+    """
+
+    frames: range
+    latents: torch.Tensor
+    renoise: torch.Tensor
+    y: torch.Tensor | None
+    rope: tuple[torch.Tensor, torch.Tensor]
+    camera_map: torch.Tensor | None
+    text: torch.Tensor | None
+    prompt: str
+    seed: int
+    tail: CameraTail
+    condition: ConditionState | None
+
+    camera: torch.Tensor | None = None
+    cross_kv: torch.Tensor | None = None
+    decoder_cache: VAECache | None = None
