@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni download lingbot_world_fast` against a hub in this process, through the real hub client."""
+
+import hashlib
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
+from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.hub import PIECES
+from vllm_omni.model_executor.models.lingbot_world.tiny import make_tiny
+
+COMMIT = "a" * 40
+BASE, FAST = (piece.repo for piece in PIECES)
+
+# The released weights need 86 GB of disk and have thousands of transfer chunks a file; the stand-in has neither.
+COMMAND = """
+import argparse, sys
+from pathlib import Path
+from vllm_omni.entrypoints.cli import download
+from vllm_omni.entrypoints.cli.errors import CommandError
+from huggingface_hub import constants
+constants.DOWNLOAD_CHUNK_SIZE = 1 << 16
+download._check_disk = lambda out, gigabytes: None
+try:
+    sys.exit(download.run(argparse.Namespace(model="lingbot_world_fast", out=Path(sys.argv[1]), dry_run=False)))
+except CommandError as error:
+    sys.exit(f"error: {error}")
+"""
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """Serves files as the hub does. `cut`: this file's body stops half-way, once. `ranges`: partial requests seen."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files: dict[str, dict[str, bytes]] = {BASE: {"README.md": b"base"}, FAST: {"README.md": b"fast"}}
+        self.cut: str | None = None
+        self.ranges: list[str] = []
+
+    def serve_checkpoint(self, folder: Path) -> None:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                name = path.relative_to(folder).as_posix()
+                repo = FAST if name.startswith("lingbot_world_fast/") else BASE
+                self.files[repo][name.removeprefix("lingbot_world_fast/")] = path.read_bytes()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Hub
+
+    def answer(self, with_body: bool) -> None:
+        path = self.path.split("?")[0]
+        if match := re.match(r"/api/models/([^/]+/[^/]+)/(revision|tree)/", path):
+            files = self.server.files[match[1]]
+            if match[2] == "tree":
+                answer: object = [
+                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    for name, data in files.items()
+                ]
+            else:
+                answer = {"id": match[1], "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+            self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"}, with_body)
+        elif match := re.match(r"/([^/]+/[^/]+)/resolve/[^/]+/(.*)$", path):
+            self.send_file(match[2], self.server.files[match[1]][match[2]], with_body)
+        else:
+            self.send(404, b"", {}, with_body)
+
+    def send_file(self, name: str, data: bytes, with_body: bool) -> None:
+        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if with_body and (match := re.match(r"bytes=(\d+)-", self.headers.get("Range") or "")):
+            start = int(match[1])
+            self.server.ranges.append(name)
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            self.send(206, data[start:], headers, True)
+        elif with_body and name == self.server.cut:
+            self.server.cut = None
+            self.send(200, data, headers, True, sent=len(data) // 2)
+            self.close_connection = True
+        else:
+            self.send(200, data, headers, with_body)
+
+    def send(self, status: int, data: bytes, headers: dict[str, str], with_body: bool, sent: int | None = None) -> None:
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(data[:sent])
+
+    def do_GET(self) -> None:
+        self.answer(True)
+
+    def do_HEAD(self) -> None:
+        self.answer(False)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def download(endpoint: str, out: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND, str(out)], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and ".cache" not in path.parts
+    }
+
+
+def test_a_broken_transfer_resumes_and_the_result_is_a_checkpoint(hub, tmp_path):
+    """Both repositories arrive as one original layout, byte for byte; the cut file goes on where it stopped."""
+    make_tiny(tmp_path / "released", 0, "original")
+    hub.serve_checkpoint(tmp_path / "released")
+    hub.files[BASE]["high_noise_model/diffusion_pytorch_model.safetensors"] = b"not needed"
+    hub.cut = "Wan2.1_VAE.pth"
+    endpoint, out = f"http://127.0.0.1:{hub.server_port}", tmp_path / "world"
+    result = download(endpoint, out, tmp_path)
+    if result.returncode:  # a client that does not retry by itself: run the command again, as its message says
+        assert "Run the same command again to resume" in result.stderr
+        result = download(endpoint, out, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert hub.ranges == ["Wan2.1_VAE.pth"]
+    assert contents(out) == contents(tmp_path / "released")
+    find_layout(out).require("transformer", "vae", "text_encoder", "tokenizer")
+
+
+def test_a_repository_without_config_gets_the_released_one(hub, tmp_path):
+    """The written `config.json` is the released architecture and names its causal window."""
+    hub.files[BASE] |= {"Wan2.1_VAE.pth": b"v", "models_t5_umt5-xxl-enc-bf16.pth": b"t"}
+    hub.files[FAST]["model.safetensors"] = b"w"
+    out = tmp_path / "world"
+    result = download(f"http://127.0.0.1:{hub.server_port}", out, tmp_path)
+    assert result.returncode == 0, result.stderr
+    config = LingBotWorldConfig.from_checkpoint(find_layout(out).transformer_config())
+    released = LingBotWorldConfig(window_frames=18, sink_frames=9, frames_per_chunk=3)
+    assert config == released
+
+
+def test_without_a_hub_every_file_and_its_place_is_named(tmp_path):
+    """No connection: the plan, then one line that says how to go on; exit status 1."""
+    result = download("http://127.0.0.1:9", tmp_path / "world", tmp_path)
+    assert result.returncode == 1
+    assert f"https://huggingface.co/{FAST} -> {tmp_path / 'world' / 'lingbot_world_fast'}" in result.stdout
+    assert "models_t5_umt5-xxl-enc-bf16.pth" in result.stdout
+    assert "bring the files listed above" in result.stderr.splitlines()[-1]
