@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni verify lingbot_world` on the recorded directory, and that it notices damage to each kind of file."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from lingbot_rollout import GOLDEN
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from vllm_omni.model_executor.models.lingbot_world.parity import verify
+
+_AUXILIARY = ("dit_inputs.safetensors", "dit_tiny_weights.safetensors", "vae_tiny_weights_orig_names.safetensors")
+
+
+def copy(directory: Path, *names: str) -> Path:
+    """Copy scenario files, and what scenarios read beside themselves."""
+    for name in (*names, *_AUXILIARY):
+        shutil.copyfile(GOLDEN / name, directory / name)
+    return directory
+
+
+def change(path: Path, name: str, amount: float) -> None:
+    """Add `amount` to one value of one recorded tensor."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    tensors[name].view(-1)[0] += amount
+    save_file(tensors, path, metadata)
+
+
+def test_every_recorded_scenario_holds() -> None:
+    report = verify(GOLDEN)
+    assert report.ok, report.to_text()
+    scenarios = {path.stem for path in GOLDEN.iterdir() if path.name not in (*_AUXILIARY, "README.md")}
+    assert {row.scenario for row in report.rows} == scenarios
+
+
+@pytest.mark.parametrize(
+    ("file", "tensor", "amount"),
+    [
+        ("dit_window7_sink2_c3.safetensors", "c4.s3.flow", 1e-4),
+        ("dit_window7_sink2_c3.safetensors", "c2.kv1.v", 1e-4),
+        ("dit_window7_sink2_c3.safetensors", "c3.latent", 1e-3),
+        ("dit_window7_sink2_c3.safetensors", "c3.ends", 1),
+        ("dit_window7_sink2_c3.safetensors", "sched.timesteps", 1),
+        ("dit_global_c3.safetensors", "xattn0.k", 1e-4),
+        ("dit_global_c3_bf16.safetensors", "c2.s1.flow", 1.0),
+        ("camera.safetensors", "f25.rel", 1e-4),
+        ("camera.safetensors", "full.values", 1e-4),
+        ("camera.safetensors", "act.sglang_chunk2", 1e-4),
+        ("vae.safetensors", "cond_latent", 1e-3),
+        ("vae.safetensors", "pr3701_warm_decode_chunk1", 1e-3),
+    ],
+)
+def test_a_changed_recording_is_noticed(file: str, tensor: str, amount: float, tmp_path: Path) -> None:
+    change(copy(tmp_path, file) / file, tensor, amount)
+    report = verify(tmp_path)
+    assert not report.ok
+    assert [row.scenario for row in report.rows if not row.ok] == [Path(file).stem]
+
+
+def test_a_changed_weight_is_noticed(tmp_path: Path) -> None:
+    change(copy(tmp_path, "dit_window9_sink3_c3.safetensors") / _AUXILIARY[1], "blocks.1.cam_shift_layer.bias", 1e-3)
+    assert not verify(tmp_path).ok
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("sink_size", 2), ("local_attn_size", 8), ("eps", 1e-2)], ids=["sink", "window", "eps"]
+)
+def test_another_architecture_gives_other_results(key: str, value: float, tmp_path: Path) -> None:
+    """The recording's metadata drives the run: change it and the recorded values no longer match."""
+    path = copy(tmp_path, "dit_window9_sink3_c3.safetensors") / "dit_window9_sink3_c3.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    metadata["cfg"] = json.dumps({**json.loads(metadata["cfg"]), key: value})
+    if key == "local_attn_size":
+        metadata["kv_size"] = str(int(value) * int(metadata["frame_seqlen"]))
+    save_file(load_file(path), path, metadata)
+    assert not verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("name", ["original_v1_fast__shift3", "sglang_v2__shift5", "vllm_omni_v2__shift5"])
+def test_a_changed_schedule_is_noticed(name: str, tmp_path: Path) -> None:
+    tables = json.loads((GOLDEN / "schedule.json").read_text())
+    tables[name][1]["t_model"] += 1
+    (tmp_path / "schedule.json").write_text(json.dumps(tables))
+    assert not verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("file", _AUXILIARY)
+def test_a_missing_companion_is_a_failure(file: str, tmp_path: Path) -> None:
+    copy(tmp_path, "dit_window9_sink3_c3.safetensors", "vae.safetensors")
+    (tmp_path / file).unlink()
+    report = verify(tmp_path)
+    assert not report.ok
+    assert "could not be run" in report.to_text()
+
+
+def test_an_unheard_of_control_type_is_a_failure(tmp_path: Path) -> None:
+    path = copy(tmp_path, "dit_window9_sink3_c3.safetensors") / "dit_window9_sink3_c3.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    metadata["cfg"] = metadata["cfg"].replace('"cam"', '"act"')
+    save_file(load_file(path), path, metadata)
+    assert "control_type = 'act'" in verify(tmp_path).to_text()
+
+
+def test_recorded_bf16_stays_bf16() -> None:
+    """The bf16 scenario's K/V are bf16 on both sides, so its tolerance is about arithmetic, not storage."""
+    assert load_file(GOLDEN / "dit_global_c3_bf16.safetensors")["c0.kv1.k"].dtype == torch.bfloat16
