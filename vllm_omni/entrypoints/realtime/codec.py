@@ -217,7 +217,8 @@ def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
         except (ValueError, OverflowError):  # an empty array may claim any length in its other dimensions
             raise CodecError("array shape has an absurd dimension") from None
     if dtype.kind == "b":
-        return np.frombuffer(data, np.uint8).reshape(shape) != 0  # any byte is legal here, unlike in a bool array
+        # Any byte is legal in the message; in a boolean array only 0 and 1 are.
+        return np.frombuffer(data, np.uint8).reshape(shape).astype(np.bool_)
     return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
 

@@ -58,6 +58,8 @@ def _from_file(data: Any, limits: DoorLimits) -> Image.Image:
                 return _as_rgb(ImageOps.exif_transpose(picture))
     except DoorError:
         raise
+    except Image.DecompressionBombError:  # Pillow's limit, before ours could be looked at
+        raise DoorError("image_too_large", "the image has far too many pixels", param="image") from None
     except Exception:  # Pillow's parsers raise a dozen types; their texts hold addresses and file names
         raise DoorError("invalid_image", f"the image cannot be read; {_ALLOWED}", param="image") from None
 

@@ -40,7 +40,7 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     width: Annotated[int, msgspec.Meta(ge=8, le=8192)] | None = None
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
     fps: Annotated[float, msgspec.Meta(ge=1, le=240)] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
     frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     session_id: SessionId | None = None
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None

@@ -183,6 +183,14 @@ class Session:
                 param="chunk_index",
                 expected=self.next_chunk,
             )
+        if not self.started and job.load_image is None:
+            if self._manager.was_evicted(self.key):
+                raise DoorError("session_evicted", "the session was closed to make room; send it again with an image")
+            raise DoorError(
+                "missing_image",
+                "a session begins with an image; to continue another one, name its session_id",
+                param="image",
+            )
         run.first_chunk = self.next_chunk if job.chunk_index is None else job.chunk_index
         run.sizes = self._plan(job)
         warnings = []
@@ -199,14 +207,7 @@ class Session:
             if job.seed not in (None, self.seed):
                 warnings.append("seed ignored: it is fixed when a session begins")
             return None, tuple(warnings)
-        if job.load_image is None:
-            if self._manager.was_evicted(self.key):
-                raise DoorError("session_evicted", "the session was closed to make room; send it again with an image")
-            raise DoorError(
-                "missing_image",
-                "a session begins with an image; to continue another one, name its session_id",
-                param="image",
-            )
+        assert job.load_image is not None
         facts.check_size(*size)
         image = await self._manager.off_loop(job.load_image, *size)
         await self._manager.worlds_closed()

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for vLLM's engine client, so that doors are tested in milliseconds; and a real server around a door.
+
+`FakeEngine` keeps the engine's contract: one pooling request a chunk, chunks of a session one after the other and in
+order, `encode` does not abort when dropped, an aborted chunk commits nothing, errors come as envelopes.
+"""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import uvicorn
+from fastapi import FastAPI
+from websockets.sync.client import ClientConnection, connect
+
+from vllm_omni.entrypoints.realtime import codec
+from vllm_omni.entrypoints.realtime.engine import WorldEngine
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.session import SessionManager
+from vllm_omni.entrypoints.realtime.world_camera import PATHS, WorldCameraDoor
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed, pack, pack_error
+
+FIRST, LATER = 9, 12  # pixel frames of the first and of every later chunk
+
+
+def first_frame_of(chunk_index: int) -> int:
+    return 0 if chunk_index == 0 else FIRST + LATER * (chunk_index - 1)
+
+
+@dataclass
+class World:
+    """One session inside the engine."""
+
+    height: int
+    width: int
+    chunk_index: int = 0
+    prompts: list[str] = field(default_factory=list)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass
+class Call:
+    """What one `encode` was asked."""
+
+    params: DiffusionParams
+    arrays: dict[str, np.ndarray]
+    started_s: float = field(default_factory=time.monotonic)
+
+
+class FakeEngine:
+    """`delay_s`: time a chunk takes. `fail`: called with each generate request, may raise. Frames show chunk and frame:
+    all pixels of session frame n are n % 256, pixel (0, 0) has the chunk's index in red."""
+
+    def __init__(self) -> None:
+        self.delay_s = 0.0
+        self.fail: Callable[[DiffusionParams], None] = lambda params: None
+        self.calls: list[Call] = []
+        self.aborted: list[str] = []
+        self.worlds: dict[str, World] = {}
+        self.running = 0
+        self.most_running = 0
+        self._live: dict[str, asyncio.Task[Any]] = {}
+
+    @property
+    def chunks(self) -> list[Call]:
+        return [call for call in self.calls if call.params.op == "generate"]
+
+    async def encode(self, prompt: Any, pooling_params: Any, request_id: str) -> AsyncIterator[Any]:
+        params = DiffusionParams.from_extra_kwargs(pooling_params.extra_kwargs)
+        self.calls.append(Call(params, _arrays(prompt)))
+        task = asyncio.create_task(self._work(params))
+        self._live[request_id] = task
+        try:
+            envelope = await asyncio.shield(task)
+        finally:
+            if task.done():
+                self._live.pop(request_id, None)
+        yield SimpleNamespace(outputs=SimpleNamespace(data=envelope), finished=True)
+
+    async def abort(self, request_id: str) -> None:
+        task = self._live.pop(request_id, None)
+        if task is not None:
+            self.aborted.append(request_id)
+            task.cancel()
+
+    async def _work(self, params: DiffusionParams) -> torch.Tensor:
+        try:
+            if params.op != "generate":
+                return pack(self._operate(params))
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            try:
+                return await self._generate(params)
+            finally:
+                self.running -= 1
+        except RequestFailed as failure:
+            return pack_error(failure.code, failure.message)
+
+    def _operate(self, params: DiffusionParams) -> dict[str, Any]:
+        if params.op == "fork":
+            source = self._world(params)
+            assert params.fork_to is not None
+            self.worlds[params.fork_to] = World(source.height, source.width, source.chunk_index, list(source.prompts))
+        else:
+            self.worlds.pop(params.session_id, None)
+        return {"op": params.op}
+
+    def _world(self, params: DiffusionParams) -> World:
+        if params.session_id not in self.worlds:
+            raise RequestFailed("unknown_session", f"session {params.session_id!r} is not live here")
+        return self.worlds[params.session_id]
+
+    async def _generate(self, params: DiffusionParams) -> torch.Tensor:
+        if params.session_id not in self.worlds and params.chunk_index == 0:
+            assert params.height is not None
+            assert params.width is not None
+            self.worlds[params.session_id] = World(params.height, params.width)
+        world = self._world(params)
+        async with world.turn:
+            index = world.chunk_index
+            if params.chunk_index not in (None, index):
+                raise RequestFailed("out_of_order", f"session {params.session_id!r} expects {index}")
+            self.fail(params)
+            await asyncio.sleep(self.delay_s)
+            world.chunk_index += 1
+            world.prompts.append(params.prompt or "")
+        count = FIRST if index == 0 else LATER
+        numbers = torch.arange(first_frame_of(index), first_frame_of(index) + count) % 256
+        frames_THWC = numbers.to(torch.uint8)[:, None, None, None].expand(-1, world.height, world.width, 3).contiguous()
+        frames_THWC[:, 0, 0, 0] = index
+        meta = {
+            "chunk_index": index,
+            "first_frame": first_frame_of(index),
+            "num_frames": count,
+            "timings_ms": {"encode": [1.0], "denoise": [1.0, 1.0], "decode": [3.0], "total": [6.0]},
+        }
+        return pack(meta, {"frames": frames_THWC})
+
+
+def _arrays(prompt: Any) -> dict[str, np.ndarray]:
+    items = prompt.get("mm_kwargs", {}).get("omni", [])
+    return {name: elem.data.numpy() for item in items for name, elem in item.items()}
+
+
+class DoorServer:
+    """A door behind a real uvicorn server on a loopback port, in a thread of its own."""
+
+    def __init__(self, engine: FakeEngine, limits: DoorLimits, facts: WorldFacts) -> None:
+        self.engine = engine
+        self.manager = SessionManager(WorldEngine(engine), facts, limits, ThreadPoolExecutor(2))  # type: ignore[arg-type]
+        door = WorldCameraDoor(self.manager, max_message_bytes=1 << 20)
+        app = FastAPI()
+        for path in PATHS:
+            app.add_api_websocket_route(path, door.serve)
+        config = uvicorn.Config(app, log_level="warning", ws_per_message_deflate=False, ws_max_size=1 << 20)
+        self.server = uvicorn.Server(config)
+        app.state.server = self.server
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._socket]}, daemon=True)
+
+    def __enter__(self) -> "DoorServer":
+        self._thread.start()
+        wait_until(lambda: self.server.started)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.server.should_exit = True
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def client(self, path: str = PATHS[0], **options: Any) -> "Client":
+        return Client(connect(f"ws://127.0.0.1:{self.port}{path}", compression=None, max_size=None, **options))
+
+
+class Client:
+    """A WebSocket client that speaks this package's codec. `hello` has been received."""
+
+    def __init__(self, connecting: ClientConnection) -> None:
+        self._connecting = connecting
+        self.connection = connecting.__enter__()
+        self.hello = self.receive()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._connecting.__exit__(None, None, None)
+
+    def send(self, message: Any, dialect: codec.Dialect = codec.Dialect.OPENPI) -> None:
+        self.connection.send(message if isinstance(message, bytes | str) else codec.encode(message, dialect))
+
+    def receive(self, timeout_s: float = 10.0) -> Any:
+        data = self.connection.recv(timeout=timeout_s)
+        return data if isinstance(data, str) else codec.decode(data).value
+
+    def ask(self, message: Any, dialect: codec.Dialect = codec.Dialect.OPENPI) -> Any:
+        self.send(message, dialect)
+        return self.receive()
+
+    def frames(self) -> list[dict[str, Any]]:
+        """The frame messages of one request, up to its last. Fails on an error message."""
+        messages = []
+        while not messages or not messages[-1]["final"]:
+            messages.append(self.receive())
+            assert messages[-1]["type"] == "frame", messages[-1]
+        return messages
+
+    def error(self, message: Any) -> str:
+        """Send a message that must be refused; returns the code."""
+        answer = self.ask(message)
+        assert answer["type"] == "error", answer
+        return answer["code"]
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    """Return when `condition` holds; fail when it does not in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "condition not reached in time"
+        time.sleep(0.005)
+
+
+def camera(num_frames: int) -> dict[str, np.ndarray]:
+    """Walk straight ahead, 0.01 units a frame."""
+    poses_N44 = np.tile(np.eye(4, dtype=np.float32), (num_frames, 1, 1))
+    poses_N44[:, 2, 3] = 0.01 * np.arange(num_frames)
+    return {"poses": poses_N44, "intrinsics": np.array([40.0, 40.0, 24.0, 16.0])}
+
+
+def infer(num_frames: int = FIRST, **fields: Any) -> dict[str, Any]:
+    """A valid first request; fields override, None removes."""
+    message = {
+        "endpoint": "infer",
+        "image": np.full((32, 48, 3), 7, np.uint8),
+        "prompt": "a path",
+        "cameras": camera(num_frames),
+        "extra_body": {"height": 32, "width": 48, "video_format": "ndarray_u8"},
+        **fields,
+    }
+    return {key: value for key, value in message.items() if value is not None}

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small parts of the doors: limits from the environment, facts of a model, start images, the reader's back-pressure."""
+
+import asyncio
+import io
+import re
+import zlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.images import load_image
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.run import Reply, Run
+
+LIMITS = DoorLimits(max_image_bytes=1 << 20, max_image_pixels=1 << 20)
+
+
+# -- limits and facts --------------------------------------------------------------------------------------------------
+
+
+def test_limits_come_from_the_environment() -> None:
+    """Each field is a variable; the rest keep their defaults."""
+    limits = DoorLimits.from_env({"VLLM_OMNI_IDLE_TIMEOUT_S": "1.5", "VLLM_OMNI_MAX_CONNECTIONS": "3", "OTHER": "x"})
+    assert limits == DoorLimits(idle_timeout_s=1.5, max_connections=3)
+
+
+@pytest.mark.parametrize("value", ["", "x", "0", "-1", "1.5"])
+def test_a_bad_limit_names_its_variable(value: str) -> None:
+    """What arrived and what is allowed, in one line."""
+    with pytest.raises(ValueError, match=f"VLLM_OMNI_MAX_CONNECTIONS='{value}': Expected"):
+        DoorLimits.from_env({"VLLM_OMNI_MAX_CONNECTIONS": value})
+
+
+def config(**world: Any) -> Any:
+    hf_config = SimpleNamespace(to_dict=lambda: {"world": world} if world else {})
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=hf_config),
+        additional_config={"omni": {"height": 64, "width": 128, "max_sessions": 3}},
+    )
+
+
+def test_a_family_states_only_what_differs() -> None:
+    """Defaults are a causal Wan-like world; sizes and session limits come from the deployment."""
+    assert WorldFacts.from_vllm_config(config(), "m") == WorldFacts(height=64, width=128, max_sessions=3, model="m")
+    facts = WorldFacts.from_vllm_config(config(vae_stride=[2, 16, 8], latent_frames_per_chunk=4, fps=24), "m")
+    assert (facts.first_chunk_frames, facts.chunk_frames, facts.size_multiple) == (7, 8, (16, 32))
+    with pytest.raises(ValueError, match="allowed keys"):
+        WorldFacts.from_vllm_config(config(colour="red"), "m")
+
+
+@pytest.mark.parametrize(
+    ("frames", "first", "sizes", "rest"),
+    [(9, True, [9], 0), (8, True, [], 8), (33, True, [9, 12, 12], 0), (24, False, [12, 12], 0), (20, False, [12], 8)],
+)
+def test_frames_are_cut_into_whole_chunks(frames: int, first: bool, sizes: list[int], rest: int) -> None:
+    """9 + 12k at the start of a session, 12k later."""
+    assert WorldFacts().split(frames, first) == (sizes, rest)
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def encoded(picture: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+GREY = Image.new("RGB", (8, 8), (100, 100, 100))
+SIDEWAYS = Image.fromarray(np.repeat(np.array([[[255, 0, 0]], [[0, 0, 255]]], np.uint8), 16, axis=1).repeat(8, axis=0))
+ROTATED = Image.Exif()
+ROTATED[0x0112] = 3  # upside down
+
+
+@pytest.mark.parametrize(
+    ("data", "colour"),
+    [
+        pytest.param(encoded(GREY, "PNG"), 100, id="png"),
+        pytest.param(encoded(GREY, "JPEG"), 100, id="jpeg"),
+        pytest.param(encoded(GREY, "WEBP", lossless=True), 100, id="webp"),
+        pytest.param(encoded(GREY.convert("L"), "PNG"), 100, id="grey"),
+        pytest.param(encoded(Image.fromarray(np.full((8, 8), 25700, np.uint16)), "PNG"), 100, id="16-bit"),
+        pytest.param(encoded(GREY.convert("CMYK"), "JPEG"), 100, id="cmyk"),
+        pytest.param(encoded(GREY.convert("P"), "PNG", transparency=0), 100, id="palette"),
+        pytest.param(encoded(GREY.convert("RGBA"), "PNG"), 100, id="alpha"),
+        pytest.param(encoded(Image.new("RGB", (1, 1), (100, 100, 100)), "PNG"), 100, id="1x1"),
+    ],
+)
+def test_odd_but_legal_images_keep_their_colours(data: bytes, colour: int) -> None:
+    """RGB of the asked size; within JPEG's and the palette's rounding."""
+    image = load_image(data, 16, 24, LIMITS)
+    assert (image.dtype, image.shape) == (np.uint8, (16, 24, 3))
+    assert np.abs(image.astype(int) - colour).max() <= 3
+
+
+def test_photos_are_turned_upright() -> None:
+    """EXIF orientation is obeyed: red was stored above, blue is on top."""
+    image = load_image(encoded(SIDEWAYS, "JPEG", exif=ROTATED, quality=95), 16, 16, LIMITS)
+    assert image[2, 8, 2] > 200
+    assert image[13, 8, 0] > 200
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG whose header claims a huge picture."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return len(body).to_bytes(4) + kind + body + zlib.crc32(kind + body).to_bytes(4)
+
+    header = width.to_bytes(4) + height.to_bytes(4) + bytes([8, 2, 0, 0, 0])
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (bomb(10_000, 10_000), "image_too_large"),
+        (bomb(60_000, 60_000), "image_too_large"),
+        (encoded(GREY, "PNG") + bytes(1 << 20), "image_too_large"),
+        ("data:image/png;base64," + "A" * (3 << 20), "image_too_large"),
+        (encoded(SIDEWAYS, "PNG")[:60], "invalid_image"),
+        (encoded(GREY, "JPEG")[:300], "invalid_image"),
+        (encoded(GREY, "GIF"), "invalid_image"),
+        (encoded(GREY, "TIFF"), "invalid_image"),
+        (encoded(GREY, "BMP"), "invalid_image"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "invalid_image"),
+        (b"%PDF-1.7", "invalid_image"),
+        ("http://127.0.0.1/x.png", "invalid_image"),
+        ({"path": "/etc/passwd"}, "invalid_image"),
+        (None, "invalid_image"),
+    ],
+)
+def test_what_is_no_allowed_image_is_refused_by_content(data: Any, code: str) -> None:
+    """From the header where it can be, with a fixed text."""
+    with pytest.raises(DoorError) as refused:
+        load_image(data, 16, 16, LIMITS)
+    assert refused.value.code == code
+    assert not re.search(r"\b0x", refused.value.message)
+    assert "/" not in refused.value.message.replace("data:image/", "")
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def make_run() -> Run:
+    from vllm_omni.entrypoints.realtime.run import Job
+
+    fields = dict.fromkeys(Job.__dataclass_fields__)
+    return Run(Job(**{**fields, "request_id": "r", "digest": b""}))
+
+
+def test_a_slow_reader_holds_the_producer_back() -> None:
+    """`wait_for_reader` returns only when few enough chunks are undelivered, however many messages they are."""
+
+    async def scenario() -> None:
+        run = make_run()
+        for number in range(6):
+            run.append(Reply(chunk_index=number // 2, part=number % 2, payload=b"x"))
+        await run.wait_for_reader(3)
+        held = asyncio.create_task(run.wait_for_reader(1))
+        taken: list[bytes] = []
+        gate = asyncio.Semaphore(0)
+
+        async def deliver(payload: bytes) -> None:
+            await gate.acquire()
+            taken.append(payload)
+
+        reader = asyncio.create_task(run.follow(deliver, owner=object()))
+        for released in range(4):
+            await asyncio.sleep(0.01)
+            assert not held.done(), released
+            gate.release()
+        await asyncio.wait_for(held, 1)
+        reader.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_undelivered_replies_are_never_dropped() -> None:
+    """A run that is followed keeps what its reader has not had."""
+
+    async def scenario() -> None:
+        run = make_run()
+        run.append(Reply(0, 0, b"abc"))
+        assert run.drop_oldest() == 0
+        run.finish()
+        assert run.drop_oldest() == 3
+        with pytest.raises(DoorError, match="resync_required"):
+            await run.follow(lambda payload: asyncio.sleep(0), owner=object())
+
+    asyncio.run(scenario())

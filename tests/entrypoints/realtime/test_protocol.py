@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages: any decoded value is a message or a `DoorError`, never a surprise."""
+
+import random
+import re
+
+import numpy as np
+import pytest
+from fake_engine import camera, infer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_codec import MESSAGES, SEEDS, mutated
+
+from vllm_omni.entrypoints.realtime import protocol
+from vllm_omni.entrypoints.realtime.codec import CodecError, Dialect, decode, encode
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+
+LIMITS = DoorLimits()
+CODES = {
+    "invalid_request",
+    "unknown_endpoint",
+    "prompt_too_long",
+    "unsupported_codec",
+    "missing_camera",
+    "invalid_camera",
+    "non_finite_pose",
+}
+
+
+def understand(value: object) -> None:
+    """What the door does with a decoded value before it looks for a session."""
+    refusal: DoorError | None = None
+    try:
+        message = protocol.parse(value, LIMITS)
+        if isinstance(message, protocol.Infer):
+            message.camera_path(max_poses=100)
+    except DoorError as error:
+        refusal = error
+    if refusal is not None:
+        assert refusal.code in CODES
+        assert not re.search(r"0x[0-9a-f]|/|Traceback", refusal.message)
+
+
+def test_whole_floats_are_integers() -> None:
+    """JavaScript sends 100000.0 where it means 100000; fractions are refused."""
+    message = protocol.parse(infer(extra_body={"seed": 100000.0, "height": 32.0, "fps": 16}), LIMITS)
+    assert isinstance(message, protocol.Infer)
+    assert (message.extra_body.seed, message.extra_body.height, message.extra_body.fps) == (100000, 32, 16.0)
+    with pytest.raises(DoorError, match="invalid_request"):
+        protocol.parse(infer(extra_body={"seed": 1.5}), LIMITS)
+
+
+def test_unknown_keys_are_ignored_and_null_is_absent() -> None:
+    """Other clients of this protocol send keys of their own, and null for what they do not set."""
+    message = protocol.parse(infer(robot="arm", session_id=None, extra_body={"session_id": None, "zoom": 3}), LIMITS)
+    assert message.session_id is None
+
+
+def test_infer_is_the_default_endpoint() -> None:
+    """A map without `endpoint` is a request for frames."""
+    assert isinstance(protocol.parse({"camera": camera(9)}, LIMITS), protocol.Infer)
+
+
+def test_only_the_models_options_that_were_sent_reach_it() -> None:
+    """Named settings and `options` are one map; unset ones are left to the model."""
+    extra = {"num_inference_steps": 3, "options": {"shift": 5.0}}
+    message = protocol.parse(infer(extra_body=extra), LIMITS)
+    assert isinstance(message, protocol.Infer)
+    assert message.extra_body.model_options() == {"num_inference_steps": 3, "shift": 5.0}
+
+
+def test_session_ids_are_unguessable_and_legal() -> None:
+    """128 bits, in the alphabet that ids are checked against."""
+    ids = {protocol.new_session_id() for _ in range(100)}
+    assert len(ids) == 100
+    for session_id in ids:
+        assert len(session_id) >= 22
+        protocol.parse({"endpoint": "ping", "session_id": session_id}, LIMITS)
+
+
+@given(MESSAGES | st.dictionaries(st.sampled_from(list(infer())), st.integers() | st.text() | st.lists(st.integers())))
+@settings(max_examples=300, deadline=None)
+def test_any_decoded_value_is_a_message_or_a_door_error(value: object) -> None:
+    """Types, ranges and keys of all kinds."""
+    understand(decode(encode(value)).value if isinstance(value, dict) and _fits(value) else value)
+
+
+def _fits(value: dict) -> bool:
+    return all(not isinstance(item, int) or -(2**63) <= item < 2**64 for item in value.values()) and not any(
+        isinstance(item, list) and any(not -(2**63) <= n < 2**64 for n in item if isinstance(n, int))
+        for item in value.values()
+    )
+
+
+def test_mutated_messages_end_in_a_message_or_a_typed_error() -> None:
+    """Bytes to message, the whole way: nothing but `CodecError` and `DoorError`."""
+    random_ = random.Random(7)
+    seeds = [*SEEDS, *(encode(infer(image=np.zeros((2, 2, 3), np.uint8)), dialect) for dialect in Dialect)]
+    understood = 0
+    for _ in range(10_000):
+        try:
+            value = decode(mutated(random_.choice(seeds), random_)).value
+        except CodecError:
+            continue
+        understood += 1
+        understand(value)
+    assert understood > 500
