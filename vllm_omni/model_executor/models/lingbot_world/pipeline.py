@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import torch
@@ -90,6 +90,8 @@ class WorldSetup:
 
 class LingBotWorld(nn.Module):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
+
+    supports_step_execution: ClassVar[bool] = True
 
     def __init__(self, setup: WorldSetup) -> None:
         super().__init__()

@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A LingBot world driven as the runner drives it: sessions, chunks, and that nothing leaks between them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lingbot_world_driver import (
+    HEIGHT,
+    WIDTH,
+    finish,
+    load_world,
+    make_request,
+    open_session,
+    run_chunk,
+    start_image,
+    step,
+)
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState, SupportsStepExecution
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail, integrate_actions
+from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
+from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession
+from vllm_omni.model_executor.models.lingbot_world.tiny import make_tiny
+from vllm_omni.outputs import RequestFailed
+
+PIXELS_TOLERANCE = 1
+"""uint8 levels: sums in another order move a value across a rounding step at most once."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("lingbot")
+    make_tiny(out, 0, "original")
+    return out
+
+
+@pytest.fixture(scope="module")
+def world(checkpoint: Path) -> LingBotWorld:
+    """Window 7, sink 2: full after three chunks."""
+    return load_world(checkpoint, window_frames=7, sink_frames=2)
+
+
+def snapshot(session: SessionState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
+
+
+def assert_same(session: SessionState, before: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
+    tensors, scalars = session.tensors(), session.scalars()
+    assert scalars == before[1]
+    assert tensors.keys() == before[0].keys()
+    assert all(torch.equal(tensors[name], before[0][name]) for name in tensors)
+
+
+def frames_of(result: tuple[dict[str, Any], dict[str, torch.Tensor]]) -> torch.Tensor:
+    return result[1]["frames"]
+
+
+def run_chunks(world: LingBotWorld, count: int, **params: Any) -> list[torch.Tensor]:
+    session = open_session(world)
+    return [frames_of(run_chunk(world, session, prompt="a beach", **params)) for _ in range(count)]
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_what_the_runner_asks_for(world: LingBotWorld) -> None:
+    assert isinstance(world, SupportsStepExecution)
+
+
+def test_a_session_streams_9_then_12_frames(world: LingBotWorld) -> None:
+    session = open_session(world)
+    metas = []
+    for _ in range(5):
+        meta, tensors = run_chunk(world, session, prompt="a beach")
+        metas.append((meta["first_frame"], meta["num_frames"]))
+        assert tensors["frames"].shape == (meta["num_frames"], HEIGHT, WIDTH, 3)
+        assert tensors["frames"].dtype == torch.uint8
+    assert metas == [(0, 9), (9, 12), (21, 12), (33, 12), (45, 12)]
+    assert session.chunk_index == 5
+
+
+def test_a_replayed_session_is_bit_identical(world: LingBotWorld) -> None:
+    for first, again in zip(run_chunks(world, 4), run_chunks(world, 4), strict=True):
+        assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 5}, {"actions": [["s"]] * 3}, {"actions": [["w"]] * 3, "options": {"camera_scale": 0.02}}],
+    ids=["seed", "actions", "camera_scale"],
+)
+def test_what_a_client_sends_changes_the_frames(world: LingBotWorld, change: dict[str, Any]) -> None:
+    base = run_chunks(world, 1, actions=[["w"]] * 3)[0]
+    assert not torch.equal(run_chunks(world, 1, **{"actions": [["w"]] * 3, **change})[0], base)
+
+
+def test_prompt_and_image_change_the_frames(world: LingBotWorld) -> None:
+    def first_chunk(prompt: str, image: torch.Tensor) -> torch.Tensor:
+        return frames_of(run_chunk(world, open_session(world, prompt=prompt), {"image": image}, prompt=prompt))
+
+    base = first_chunk("a beach", start_image())
+    assert not torch.equal(first_chunk("a forest", start_image()), base)
+    assert not torch.equal(first_chunk("a beach", start_image(1)), base)
+    assert torch.equal(first_chunk("a beach", start_image()), base)
+
+
+def test_poses_and_the_actions_that_make_them_are_the_same_camera(world: LingBotWorld) -> None:
+    """One pose per pixel frame, of which every fourth counts; intrinsics expressed for 480 x 832."""
+    held = ["w", "wj", "i", "w", "d", "d"]
+    path, _ = integrate_actions(held, CameraTail.origin())
+    scale = torch.tensor([832 / WIDTH, 480 / HEIGHT, 832 / WIDTH, 480 / HEIGHT])
+    intrinsics = torch.tensor([500.0, 500.0, WIDTH / 2, HEIGHT / 2]) * scale
+    by_keys, by_poses = open_session(world), open_session(world)
+    by_poses.tail = CameraTail.origin()  # keys start at the origin; uploaded poses start where they start
+    for chunk, pixel_frames in ((0, 9), (1, 12)):
+        rows = torch.eye(4).repeat(pixel_frames, 1, 1)
+        rows[[0, 4, 8] if chunk == 0 else [3, 7, 11]] = path[3 * chunk : 3 * chunk + 3].float()
+        actions = [list(keys) for keys in held[3 * chunk : 3 * chunk + 3]]
+        expected = frames_of(run_chunk(world, by_keys, prompt="a beach", actions=actions))
+        given = {"poses": rows, "intrinsics": intrinsics}
+        ours = frames_of(run_chunk(world, by_poses, given, prompt="a beach"))
+        assert (ours.int() - expected.int()).abs().max() <= PIXELS_TOLERANCE
+
+
+def test_latents_are_returned_as_they_are_and_the_choice_holds_for_the_session(world: LingBotWorld) -> None:
+    session = open_session(world, output="latents")
+    meta, tensors = run_chunk(world, session, prompt="a beach", output="latents")
+    assert meta["num_frames"] == 9
+    assert tensors["latents"].shape == (16, 3, HEIGHT // 8, WIDTH // 8)
+    with pytest.raises(RequestFailed, match="output is fixed at latents"):
+        world.prepare_encode(make_request(world, session))
+
+
+def test_decoding_the_latents_of_a_session_gives_its_frames(world: LingBotWorld) -> None:
+    from vllm_omni.model_executor.models.lingbot_world.vae import to_uint8
+
+    frames = run_chunks(world, 3)
+    session = open_session(world, output="latents")
+    latents = [run_chunk(world, session, prompt="a beach", output="latents")[1]["latents"] for _ in range(3)]
+    pixels, _ = world.vae.decode(torch.cat(latents, dim=1).unsqueeze(0), None)
+    assert torch.equal(to_uint8(pixels), torch.cat(frames))
+
+
+def test_the_exact_and_the_original_schedule_differ_a_little(checkpoint: Path, world: LingBotWorld) -> None:
+    original = load_world(checkpoint, window_frames=7, sink_frames=2, schedule="original")
+    ours, theirs = run_chunks(world, 1)[0].int(), run_chunks(original, 1)[0].int()
+    assert 0 < (ours - theirs).abs().max() < 64
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(world: LingBotWorld) -> None:
+    """Three worlds enter one after another, so every batch mixes steps; latents within 1e-4 of solo runs."""
+    names = ("a", "b", "c")
+    solo: dict[str, list[torch.Tensor]] = {}
+    for seed, name in enumerate(names):
+        session = open_session(world, name, output="latents")
+        solo[name] = [
+            run_chunk(world, session, prompt="a beach", seed=seed, output="latents")[1]["latents"] for _ in range(3)
+        ]
+    sessions = {name: open_session(world, name, output="latents") for name in names}
+    done: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    live: list[DiffusionRequest] = []
+    waiting = list(names)
+    mixed = 0
+    while any(len(chunks) < 3 for chunks in done.values()):
+        if waiting:
+            name = waiting.pop(0)
+            request = make_request(world, sessions[name], prompt="a beach", seed=names.index(name), output="latents")
+            world.prepare_encode(request)
+            live.append(request)
+        assert len({world.batch_key(request) for request in live}) == 1
+        mixed += len({request.step for request in live}) > 1
+        step(world, live)
+        for request in [request for request in live if request.step == request.num_steps]:
+            name = request.session.session_id
+            done[name].append(finish(world, request)[1]["latents"])
+            live.remove(request)
+            if len(done[name]) < 3:
+                waiting.append(name)
+    assert mixed > 5
+    for name in names:
+        for ours, alone in zip(done[name], solo[name], strict=True):
+            torch.testing.assert_close(ours, alone, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("steps", range(6))
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_an_aborted_chunk_leaves_the_session_byte_identical(world: LingBotWorld, chunks: int, steps: int) -> None:
+    """Abandoned before, between and after denoise steps, even after decoding; then the chunk comes out as if new."""
+    session = open_session(world)
+    for _ in range(chunks):
+        run_chunk(world, session, prompt="a beach")
+    twin = session.fork("twin")
+    before = snapshot(session)
+    abandoned = make_request(world, session, {"image": start_image(3)}, prompt="a volcano", seed=9, actions=[["k"]])
+    world.prepare_encode(abandoned)
+    for _ in range(steps):
+        step(world, [abandoned])
+    if steps == abandoned.num_steps:
+        world.post_decode(abandoned)
+    assert_same(session, before)
+    assert torch.equal(frames_of(run_chunk(world, session)), frames_of(run_chunk(world, twin)))
+
+
+def test_an_aborted_first_chunk_leaves_a_new_session(world: LingBotWorld) -> None:
+    session = open_session(world)
+    before = snapshot(session)
+    request = make_request(world, session, prompt="a beach")
+    world.prepare_encode(request)
+    step(world, [request])
+    assert_same(session, before)
+    assert torch.equal(frames_of(run_chunk(world, session, prompt="a beach")), run_chunks(world, 1)[0])
+
+
+def test_a_fork_goes_its_own_way(world: LingBotWorld) -> None:
+    session = open_session(world)
+    for _ in range(4):
+        run_chunk(world, session, prompt="a beach")
+    fork = session.fork("b")
+    assert fork.nbytes == session.nbytes
+    assert_same(fork, snapshot(session))
+    before = snapshot(session)
+    other = frames_of(run_chunk(world, fork, actions=[["s"]] * 3))
+    assert_same(session, before)
+    assert not torch.equal(frames_of(run_chunk(world, session)), other)
+
+
+def test_a_prompt_switch_takes_effect_from_its_chunk_on(world: LingBotWorld) -> None:
+    session = open_session(world)
+    run_chunk(world, session, prompt="a beach")
+    plain, switched = session.fork("plain"), session.fork("switched")
+    same = frames_of(run_chunk(world, plain, prompt="a beach"))
+    changed = frames_of(run_chunk(world, switched, prompt="a snow storm"))
+    assert torch.equal(same, frames_of(run_chunk(world, session)))
+    assert not torch.equal(changed, same)
+    assert switched.scalars()["prompt"] == "a snow storm"
+    again = switched.fork("again")
+    assert torch.equal(frames_of(run_chunk(world, switched)), frames_of(run_chunk(world, again, prompt="a snow storm")))
+
+
+def test_sessions_with_one_prompt_share_its_cross_attention_keys(world: LingBotWorld) -> None:
+    one, two = open_session(world, "a"), open_session(world, "b")
+    run_chunk(world, one, prompt="a shared beach")
+    run_chunk(world, two, prompt="a shared beach")
+    assert isinstance(one, LingBotSession)
+    assert isinstance(two, LingBotSession)
+    assert one.cross_kv is two.cross_kv
+
+
+def test_an_image_switch_restarts_the_condition(world: LingBotWorld) -> None:
+    session = open_session(world)
+    run_chunk(world, session, prompt="a beach")
+    fork = session.fork("b")
+    kept = frames_of(run_chunk(world, session))
+    assert not torch.equal(frames_of(run_chunk(world, fork, {"image": start_image(5)})), kept)
+
+
+def test_the_decoder_streams_across_chunks(world: LingBotWorld) -> None:
+    """Committed caches matter: decoding a chunk without them gives other frames."""
+    session = open_session(world)
+    run_chunk(world, session, prompt="a beach")
+    fork = session.fork("b")
+    assert isinstance(fork, LingBotSession)
+    fork.decoder_cache = None
+    assert frames_of(run_chunk(world, fork)).shape[0] != frames_of(run_chunk(world, session)).shape[0]
+
+
+def test_bytes_are_known_beforehand_and_never_change(world: LingBotWorld) -> None:
+    params = DiffusionParams(session_id="a", prompt="a beach")
+    session = open_session(world)
+    assert session.nbytes == world.session_nbytes(params)
+    for _ in range(6):
+        run_chunk(world, session, prompt="a beach")
+        assert session.nbytes == world.session_nbytes(params)
+        assert isinstance(session, LingBotSession)
+        assert session.decoder_cache is not None
+        held = session.window.nbytes + session.decoder_cache.nbytes
+        assert session.condition is not None
+        assert session.cross_kv is not None
+        assert held + session.condition.nbytes + session.cross_kv.nbytes <= session.nbytes
+    session.close()
+    session.close()
+
+
+def test_a_session_of_full_size_holds_what_the_arithmetic_says() -> None:
+    """bf16, 40 layers, 480x832, window 18: 800 KiB per token of K/V (21.4 GiB), 400 MiB of cross-attention K/V."""
+    from vllm_omni.model_executor.layers.kv_cache import kv_window_nbytes
+
+    size = kv_window_nbytes(
+        num_layers=40, window_frames=18, tokens_per_frame=1560, num_heads=40, head_dim=128, dtype=torch.bfloat16
+    )
+    assert size == 28_080 * 800 * 1024
+
+
+def test_moving_a_session_away_and_back_changes_nothing(world: LingBotWorld) -> None:
+    session = open_session(world)
+    run_chunk(world, session, prompt="a beach")
+    before = snapshot(session)
+    session.to("cpu")
+    assert_same(session, before)
+
+
+def test_global_attention_ends_with_a_named_error(checkpoint: Path) -> None:
+    world = load_world(checkpoint, window_frames=-1, global_frames=6)
+    session = open_session(world)
+    for _ in range(2):
+        run_chunk(world, session, prompt="a beach")
+    before = snapshot(session)
+    with pytest.raises(RequestFailed, match="session_full"):
+        run_chunk(world, session)
+    assert_same(session, before)
+
+
+def test_a_first_chunk_of_one_latent_frame(checkpoint: Path) -> None:
+    world = load_world(checkpoint, first_chunk_latent_frames=1)
+    session = open_session(world)
+    counts = [run_chunk(world, session, prompt="a beach", actions=[["w"]])[0]["num_frames"] for _ in range(3)]
+    assert counts == [1, 12, 12]
+
+
+# -- parallel ----------------------------------------------------------------------------------------------------------
+
+
+def test_pipeline_stages_equal_one_rank_bit_for_bit(checkpoint: Path, world: LingBotWorld) -> None:
+    """The runner's part is played by hand: hidden states forward, latents back."""
+    stages = [
+        load_world(checkpoint, ParallelContext(stage=stage, num_stages=2), window_frames=7, sink_frames=2)
+        for stage in range(2)
+    ]
+    assert not stages[0].vae.has_decoder
+    assert not stages[1].vae.has_encoder
+    sessions = [open_session(stage) for stage in stages]
+    for expected in run_chunks(world, 4):
+        requests = [
+            make_request(stage, session, prompt="a beach") for stage, session in zip(stages, sessions, strict=True)
+        ]
+        for stage, request in zip(stages, requests, strict=True):
+            stage.prepare_encode(request)
+        first, last = requests
+        while last.step < last.num_steps:
+            hidden = stages[0].denoise_step([first])
+            stages[1].step_scheduler([last], stages[1].denoise_step([last], hidden))
+            stages[0].set_latents(first, stages[1].latents(last))
+            first.step += 1
+            last.step += 1
+        frames = finish(stages[1], last)[1]["frames"]
+        stages[0].commit(first)
+        assert torch.equal(frames, expected)
+
+
+# -- what a client may not send ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "code"),
+    [
+        ({"height": 40}, "unsupported_size"),
+        ({"height": 480, "width": 832}, "unsupported_size"),
+        ({"prompt": ""}, "invalid_request"),
+        ({"prompt": None}, "invalid_request"),
+    ],
+)
+def test_a_session_that_cannot_be_is_refused(world: LingBotWorld, params: dict[str, Any], code: str) -> None:
+    with pytest.raises(RequestFailed) as failure:
+        open_session(world, **params)
+    assert failure.value.code == code
+
+
+POSES = {"poses": torch.eye(4).repeat(9, 1, 1), "intrinsics": torch.tensor([416.0, 416.0, 416.0, 240.0])}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "params", "code", "message"),
+    [
+        ({}, {"height": 48}, "invalid_request", "height is fixed at 32"),
+        ({"pose": torch.eye(4)}, {}, "invalid_request", r"unknown tensors \['pose'\]"),
+        ({}, {"options": {"scale": 1}}, "invalid_request", "allowed keys: camera_scale"),
+        ({}, {"options": {"camera_scale": 0}}, "invalid_camera", "must be finite and > 0, got 0"),
+        ({}, {"options": {"camera_scale": float("nan")}}, "invalid_camera", "finite"),
+        ({}, {"actions": None}, "missing_camera", "either the tensors"),
+        (POSES, {"actions": [["w"]]}, "invalid_camera", "one of the two"),
+        ({"poses": POSES["poses"]}, {}, "missing_camera", "poses need intrinsics"),
+        ({**POSES, "poses": POSES["poses"][:8]}, {}, "invalid_camera", r"\[9, 4, 4\]"),
+        (
+            {"image": torch.zeros(3, HEIGHT, WIDTH, dtype=torch.uint8)},
+            {},
+            "invalid_image",
+            r"uint8 of shape \[H, W, 3\]",
+        ),
+        ({"image": torch.zeros(HEIGHT, WIDTH, 3)}, {}, "invalid_image", "torch.float32"),
+        ({"image": torch.zeros(1, 9000, 3, dtype=torch.uint8)}, {}, "image_too_large", "9000x1"),
+    ],
+)
+def test_a_bad_first_request_is_named_and_changes_nothing(
+    world: LingBotWorld, tensors: dict[str, torch.Tensor], params: dict[str, Any], code: str, message: str
+) -> None:
+    session = open_session(world)
+    before = snapshot(session)
+    with pytest.raises(RequestFailed, match=message) as failure:
+        world.prepare_encode(make_request(world, session, tensors, prompt="a beach", **params))
+    assert failure.value.code == code
+    assert_same(session, before)
+
+
+def test_a_first_chunk_needs_an_image(world: LingBotWorld) -> None:
+    session = open_session(world)
+    params = DiffusionParams(session_id="a", prompt="a beach", actions=[])
+    with pytest.raises(RequestFailed, match="missing_image"):
+        world.prepare_encode(DiffusionRequest("request", params, {}, session))
+
+
+def test_warm_up_runs_the_largest_shape(world: LingBotWorld) -> None:
+    inputs = world.warmup_inputs()
+    session = world.new_session(inputs[0][0])
+    counts = []
+    for params, tensors in inputs:
+        request = DiffusionRequest("warm-up", params, tensors, session)
+        world.prepare_encode(request)
+        while request.step < request.num_steps:
+            step(world, [request])
+        counts.append(len(finish(world, request)[1]["frames"]))
+    assert counts == [9, 12]
