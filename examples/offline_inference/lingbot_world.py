@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An image and a camera path in, a video out, without a server: vLLM's `LLM` class, one `encode` call a chunk.
+"""An image and a camera path in, a video out, without a server: vLLM's `LLM` class, one request a chunk.
 
     vllm-omni make-tiny lingbot_world my_world
     python examples/offline_inference/lingbot_world.py my_world --image start.png --camera walk/ --out walk.mp4
@@ -14,6 +14,7 @@ import io
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +25,10 @@ from vllm_omni.entrypoints.media import encode_mp4
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
+
+if TYPE_CHECKING:
+    from vllm import LLM, PoolingParams
+    from vllm.outputs import PoolingRequestOutput
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -56,12 +61,7 @@ def main(args: argparse.Namespace) -> None:
     )
     facts = WorldFacts.from_vllm_config(llm.llm_engine.vllm_config, model=args.model.name)
     poses_N44, intrinsics = read_camera(args.camera) if args.camera else straight_on(facts, args.chunks)
-    sizes, left = facts.split(len(poses_N44), first=True)
-    if left or not sizes:
-        raise SystemExit(
-            f"{len(poses_N44)} poses do not fill whole chunks: the first takes {facts.first_chunk_frames}, later ones "
-            f"{facts.chunk_frames}; send {facts.first_chunk_frames} + a multiple of {facts.chunk_frames}"
-        )
+    sizes = chunk_sizes(facts, len(poses_N44))
 
     frames = []
     start = 0
@@ -78,20 +78,45 @@ def main(args: argparse.Namespace) -> None:
         if index == 0:
             tensors["image"] = image_HWC
         began_s = time.perf_counter()
-        [output] = llm.encode(
-            [engine_prompt(tensors)], params.to_pooling_params(), pooling_task="plugin", use_tqdm=False
-        )
+        output = run_request(llm, f"chunk-{index}", engine_prompt(tensors), params.to_pooling_params())
         try:
             meta, results = unpack(output.outputs.data)
         except RequestFailed as error:
             raise SystemExit(f"chunk {index} was refused: {error}") from error
         frames.append(results["frames"].numpy().copy())
         took_ms = 1000 * (time.perf_counter() - began_s)
-        print(f"chunk {index}: {len(frames[-1])} frames in {took_ms:.0f} ms, stages {meta.get('timings_ms', {})}")
+        stages = ", ".join(f"{name} {sum(ms):.0f}" for name, ms in meta["timings_ms"].items())
+        print(f"chunk {index}: {len(frames[-1])} frames in {took_ms:.0f} ms ({stages})")
         start += size
 
     args.out.write_bytes(encode_mp4(np.concatenate(frames), facts.fps))
     print(f"wrote {args.out}: {sum(map(len, frames))} frames, {args.width}x{args.height}")
+
+
+def chunk_sizes(facts: WorldFacts, num_poses: int) -> list[int]:
+    """Cut a path of one pose per frame into whole chunks."""
+    sizes, left = facts.split(num_poses, first=True)
+    if left or not sizes:
+        raise SystemExit(
+            f"{num_poses} poses do not fill whole chunks: the first takes {facts.first_chunk_frames}, later ones "
+            f"{facts.chunk_frames}; send {facts.first_chunk_frames} + a multiple of {facts.chunk_frames}"
+        )
+    return sizes
+
+
+def run_request(llm: "LLM", request_id: str, prompt: Any, params: "PoolingParams") -> "PoolingRequestOutput":
+    """Run one request to its end on the engine of `llm`.
+
+    `LLM.encode` renders its prompts again and would drop the tensors of one that is already rendered; the engine behind
+    it takes such a prompt as it is.
+    """
+    from vllm.outputs import PoolingRequestOutput
+
+    llm.llm_engine.add_request(request_id, prompt, params)
+    while True:
+        for output in llm.llm_engine.step():
+            if isinstance(output, PoolingRequestOutput) and output.finished:
+                return output
 
 
 def read_image(path: Path | None) -> torch.Tensor:

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The offline example turns an image and a camera folder into a video, as its own command line."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "offline_inference" / "lingbot_world.py"
+
+
+@pytest.fixture
+def camera(tmp_path: Path) -> Path:
+    """A folder with a path of 21 frames to the right."""
+    folder = tmp_path / "walk"
+    folder.mkdir()
+    poses_N44 = np.tile(np.eye(4, dtype=np.float32), (21, 1, 1))
+    poses_N44[:, 0, 3] = 0.02 * np.arange(21)
+    np.save(folder / "poses.npy", poses_N44)
+    np.save(folder / "intrinsics.npy", np.tile(np.float32([660, 660, 416, 240]), (21, 1)))
+    return folder
+
+
+def load_example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("offline_lingbot_world", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+EXAMPLE = load_example()
+
+
+def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, SCRIPT, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_image_and_camera_folder_become_a_video(lingbot_world: Path, camera: Path, tmp_path: Path) -> None:
+    """Two chunks, 9 and 12 frames, at the asked size, moving."""
+    picture = tmp_path / "start.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save(picture)
+    out = tmp_path / "walk.mp4"
+    result = run(
+        *(lingbot_world, "--image", picture, "--camera", camera, "--out", out),
+        *("--height", 32, "--width", 48),
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    frames_THWC, _ = decode_mp4(out.read_bytes())
+    assert frames_THWC.shape == (21, 32, 48, 3)
+    assert not (frames_THWC == frames_THWC[0]).all()
+
+
+@pytest.mark.parametrize(("num_poses", "sizes"), [(9, [9]), (21, [9, 12]), (33, [9, 12, 12])])
+def test_a_path_is_cut_into_whole_chunks(num_poses: int, sizes: list[int]) -> None:
+    """The first chunk is shorter."""
+    assert EXAMPLE.chunk_sizes(WorldFacts(), num_poses) == sizes
+
+
+@pytest.mark.parametrize("num_poses", [0, 8, 15])
+def test_a_path_that_fills_no_chunk_is_refused(num_poses: int) -> None:
+    """The message says how many poses the chunks take."""
+    with pytest.raises(
+        SystemExit, match=f"{num_poses} poses do not fill whole chunks: the first takes 9, later ones 12"
+    ):
+        EXAMPLE.chunk_sizes(WorldFacts(), num_poses)
