@@ -54,8 +54,10 @@ def versions() -> dict[str, str]:
 def save(name: str, result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Add date, command, hardware and versions; print the JSON and write `results/<date>_<name>.json`."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    # Only the script's name: a result must not tell where it was made.
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, sys.argv[1:])])
+    # The command as a reader would type it: where the result was written is no part of it.
+    words = iter(sys.argv[1:])
+    kept = [word for word in words if word != "--out" or next(words) is None]
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, kept)])
     document = {"date": today, "command": command, "hardware": hardware(), "versions": versions(), **result}
     text = json.dumps(document, indent=2)
     print(text)

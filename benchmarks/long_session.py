@@ -57,9 +57,9 @@ async def run(model: Path, chunks: int, height: int, width: int) -> dict[str, ob
         tensors = {"image": torch.full((height, width, 3), 128, dtype=torch.uint8)} if first else None
         start = time.perf_counter()
         async for output in engine.encode(engine_prompt(tensors), params.to_pooling_params(), f"r{index}"):
-            pass
+            last = output
         wall_ms.append((time.perf_counter() - start) * 1e3)
-        frames = unpack(output.outputs.data)[1]["frames"]
+        frames = unpack(last.outputs.data)[1]["frames"]
         digests.add(hash(frames.numpy().tobytes()))
         stats = (await engine.collective_rpc("session_stats"))[0]
         session_bytes.append(stats["bytes"])

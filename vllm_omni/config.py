@@ -22,7 +22,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_sessions: live sessions kept; one more is refused with `capacity`.
     max_session_bytes: bytes all sessions together may hold; None = what the device has left after loading.
     session_idle_s: a session unused for this many seconds may be closed to make room.
-    max_requests_per_step: requests that may share one denoise step.
+    max_requests_per_step: requests that may take their denoise step in one engine step.
+    batch_invariant: run those requests' forwards one by one, so that a session's result is bit for bit the same whoever
+    else is served. False = one forward for all of equal shape: results then agree within float tolerance, and small
+    models run faster (at thousands of tokens per request a forward is limited by arithmetic, not by its batch).
     model: options of the model itself.
     """
 
@@ -32,6 +35,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_session_bytes: Positive | None = None
     session_idle_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     max_requests_per_step: Positive = 4
+    batch_invariant: bool = True
     model: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property

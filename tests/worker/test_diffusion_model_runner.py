@@ -14,7 +14,7 @@ from vllm_omni.outputs import RequestFailed
 STEPS = 5
 
 
-@pytest.fixture()
+@pytest.fixture
 def runner(make_runner: Any, null_world: Path) -> Any:
     return make_runner(null_world)
 
@@ -215,3 +215,18 @@ def test_params_survive_the_wire(runner: Any) -> None:
     """to_pooling_params / from_extra_kwargs is the identity."""
     params = DiffusionParams(session_id="s", prompt="p", seed=3, actions=[["w"], []], options={"x": 1})
     assert DiffusionParams.from_extra_kwargs(params.to_pooling_params().extra_kwargs) == params
+
+
+@pytest.mark.parametrize(("batch_invariant", "sizes"), [(True, [1, 1]), (False, [2])])
+def test_batch_invariance_decides_how_forwards_are_shared(
+    make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, batch_invariant: bool, sizes: list[int]
+) -> None:
+    """True (default): one forward per request; False: one forward for all of equal shape."""
+    runner = make_runner(null_world, {"batch_invariant": batch_invariant})
+    seen: list[int] = []
+    forward = runner.model.denoise_step
+    monkeypatch.setattr(
+        runner.model, "denoise_step", lambda batch, hidden=None: (seen.append(len(batch)), forward(batch, hidden))[1]
+    )
+    execute(runner, step(new=[chunk("a", "a", 0), chunk("b", "b", 0)]))
+    assert seen == sizes

@@ -43,12 +43,12 @@ class Clock:
         return self.now
 
 
-@pytest.fixture()
+@pytest.fixture
 def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture()
+@pytest.fixture
 def store(clock: Clock) -> SessionStore:
     return SessionStore(max_sessions=3, idle_s=60.0, max_bytes=25, clock=clock)
 
@@ -109,5 +109,5 @@ def test_closing_is_idempotent(store: SessionStore) -> None:
 
 def test_an_unknown_session_is_named(store: SessionStore) -> None:
     """The error says which id and what to do."""
-    with pytest.raises(RequestFailed, match="unknown_session.*'x'"):
+    with pytest.raises(RequestFailed, match=r"unknown_session.*'x'"):
         store.get("x")

@@ -201,9 +201,8 @@ class DiffusionGPUModelRunner:
         # The same list on every rank; a finished chunk may be here once more to deliver a result held back.
         chunks = [state for state in states if not state.is_session_operation and not state.done]
         alive = self._agree(chunks, received)
-        groups = group_requests(
-            self.model, [state.chunk for state in alive if state.chunk], self.omni.max_requests_per_step
-        )
+        limit = 1 if self.omni.batch_invariant else self.omni.max_requests_per_step
+        groups = group_requests(self.model, [state.chunk for state in alive if state.chunk], limit)
         by_id = {state.request_id: state for state in alive}
         handed_on: dict[str, torch.Tensor] = {}
         for number, group in enumerate(groups):

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LingBot World (tiny) through the real engine: sessions side by side, both schedulers, several ranks.
+
+Runs on whatever vLLM's platform is: on CPU with gloo, on GPUs with NCCL (two of them for the parallel rows).
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_client import STOCK_SCHEDULER, EngineClient, running_engine
+
+from vllm_omni.outputs import RequestFailed
+
+CHUNKS, SESSIONS = 4, 2
+TOLERANCE = 2e-4
+"""fp32 latents of order 1 after four chunks of five passes; sums are ordered differently on several ranks."""
+SMALL_WINDOW = {"window_frames": 7, "sink_frames": 2}
+"""Full after the third chunk, and no multiple of the chunk: eviction and ring wrap are exercised."""
+
+
+def image() -> torch.Tensor:
+    y, x = torch.meshgrid(torch.arange(32), torch.arange(48), indexing="ij")
+    return torch.stack((y * 7, x * 5, x + y), dim=-1).to(torch.uint8)
+
+
+async def walk(client: EngineClient, name: str, seed: int, chunks: int = CHUNKS, **fields: Any) -> list[torch.Tensor]:
+    """Latents of a short walk; the keys held differ from session to session."""
+    keys = [["w"], ["w", "j"]] if seed % 2 else [["d"], ["l"]]
+    latents = []
+    for index in range(chunks):
+        first = index == 0
+        _, tensors = await client.send(
+            {"image": image()} if first else None,
+            session_id=name,
+            chunk_index=index,
+            prompt=f"a field in season {seed}" if first else None,
+            seed=seed if first else None,
+            actions=[keys[index % 2]] * 3,
+            output="latents",
+            **fields,
+        )
+        latents.append(tensors["latents"].clone())
+    return latents
+
+
+def largest_difference(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> float:
+    return max((x - y).abs().max().item() for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+
+
+async def walks(client: EngineClient) -> list[list[torch.Tensor]]:
+    return await asyncio.gather(*(walk(client, f"s{seed}", seed) for seed in range(SESSIONS)))
+
+
+@pytest.fixture(scope="module")
+def alone(lingbot_world: Path) -> list[list[torch.Tensor]]:
+    """Each session by itself, one rank, fp32."""
+
+    async def run() -> list[list[torch.Tensor]]:
+        async with running_engine(lingbot_world, {"model": SMALL_WINDOW}, dtype="float32") as client:
+            return [await walk(client, f"alone{seed}", seed) for seed in range(SESSIONS)]
+
+    latents = asyncio.run(run())
+    assert all(torch.isfinite(x).all() and x.std() > 0.1 for session in latents for x in session)
+    assert largest_difference([latents[0]], [latents[1]]) > 0.1
+    return latents
+
+
+def test_worlds_side_by_side_equal_worlds_alone_bit_for_bit(
+    lingbot_world: Path, alone: list[list[torch.Tensor]]
+) -> None:
+    """Two live worlds at different steps, a third that fails and one that is aborted; also after an abort."""
+
+    async def scenario() -> None:
+        async with running_engine(lingbot_world, {"model": SMALL_WINDOW}, dtype="float32") as client:
+
+            async def troublemaker() -> None:
+                await walk(client, "trouble", 5, chunks=1)
+                bad_poses = torch.full((12, 4, 4), float("nan"))
+                with pytest.raises(RequestFailed) as failure:
+                    await client.send(
+                        {"poses": bad_poses, "intrinsics": torch.ones(4)}, session_id="trouble", output="latents"
+                    )
+                assert failure.value.code == "non_finite_pose"
+                task = asyncio.create_task(
+                    client.send(session_id="trouble", request_id="gone", actions=[["w"]] * 3, output="latents")
+                )
+                await asyncio.sleep(0.02)
+                await client.engine.abort("gone")
+                task.cancel()
+
+            together, _ = await asyncio.gather(walks(client), troublemaker())
+            assert largest_difference(together, alone) == 0.0
+
+    asyncio.run(scenario())
+
+
+def test_one_forward_for_several_worlds_agrees_within_tolerance(
+    lingbot_world: Path, alone: list[list[torch.Tensor]]
+) -> None:
+    """omni.batch_invariant=false: requests of equal shape share a forward."""
+
+    async def scenario() -> None:
+        omni = {"model": SMALL_WINDOW, "batch_invariant": False}
+        async with running_engine(lingbot_world, omni, dtype="float32") as client:
+            assert largest_difference(await walks(client), alone) < TOLERANCE
+
+    asyncio.run(scenario())
+
+
+def test_the_stock_scheduler_gives_identical_chunks(lingbot_world: Path, alone: list[list[torch.Tensor]]) -> None:
+    """A whole chunk per engine step is the same chunk."""
+
+    async def scenario() -> None:
+        async with running_engine(
+            lingbot_world, {"model": SMALL_WINDOW}, dtype="float32", scheduler_cls=STOCK_SCHEDULER
+        ) as client:
+            assert largest_difference(await walks(client), alone) == 0.0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="this machine has a single GPU")
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({"pipeline_parallel_size": 2}, id="pipeline"),
+        pytest.param({"tensor_parallel_size": 2}, id="tensor"),
+        pytest.param({"tensor_parallel_size": 2, "sequence_parallel": True}, id="sequence"),
+    ],
+)
+def test_two_ranks_agree_with_one(
+    lingbot_world: Path, alone: list[list[torch.Tensor]], parallel: dict[str, Any]
+) -> None:
+    """Two sessions at once: with stages, two micro-batches are in flight. A pipeline computes the same sums."""
+    engine_args = dict(parallel)
+    omni: dict[str, Any] = {"model": dict(SMALL_WINDOW)}
+    if engine_args.pop("sequence_parallel", False):
+        omni["model"]["sequence_parallel"] = True
+
+    async def scenario() -> None:
+        async with running_engine(lingbot_world, omni, dtype="float32", **engine_args) as client:
+            difference = largest_difference(await walks(client), alone)
+            assert difference <= (0.0 if "pipeline_parallel_size" in parallel else TOLERANCE)
+
+    asyncio.run(scenario())
