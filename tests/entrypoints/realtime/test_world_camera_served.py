@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door behind the real thing: `vllm serve --omni` as a subprocess, its engine, its API key; the null world.
+
+One server for the whole file; the last test kills its engine.
+"""
+
+import os
+import re
+import socket
+import struct
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fake_engine import FIRST, LATER, Client, camera, infer, wait_until
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+KEY = "a-key-for-tests"
+START_TIMEOUT_S = 300.0
+
+
+class Served:
+    """A running server; `client()` connects with the key unless told otherwise."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.process, self.port = process, port
+
+    def client(self, **headers: str) -> Client:
+        url = f"ws://127.0.0.1:{self.port}/v1/realtime/world/camera"
+        headers = headers or {"Authorization": f"Bearer {KEY}"}
+        return Client(connect(url, compression=None, max_size=None, additional_headers=headers))
+
+    def running_requests(self) -> float:
+        """What stock vLLM's own metrics say."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+            found = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.M)
+        assert found is not None
+        return float(found[1])
+
+
+def healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def served(null_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("served") / "server.log"
+    omni = '{"omni": {"height": 96, "width": 160, "max_sessions": 3}}'
+    command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve", str(null_world), "--omni"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--api-key", KEY, "--additional-config", omni]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "VLLM_OMNI_MAX_FRAMES_PER_REQUEST": "105"},
+        )
+    try:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not healthy(port):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline_s, log.read_text()[-3000:]
+            time.sleep(0.25)
+        yield Served(process, port)
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        for child in children:
+            if child.is_running():
+                child.kill()
+
+
+def request(num_frames: int = FIRST, options: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    extra = {"height": 96, "width": 160, "video_format": "ndarray_u8", "seed": 3, "options": options or {}}
+    return infer(num_frames, extra_body=extra, **fields)
+
+
+def pixels(messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    """(frame number of every frame, signature of every chunk) as the null world paints them."""
+    numbers = [int(frame[5, 5, 0]) for message in messages for frame in message["video"]]
+    return numbers, [int(message["video"][0, 0, 0, 1]) for message in messages]
+
+
+def test_the_api_key_guards_the_door(served: Served) -> None:
+    """Stock vLLM's middleware refuses the handshake without the key."""
+    for headers in ({"X": "y"}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+        with pytest.raises(InvalidStatus) as refused:
+            served.client(**headers)
+        assert refused.value.response.status_code == 401
+
+
+def test_hello_tells_the_deployments_limits(served: Served) -> None:
+    """Sizes from `--additional-config`, the message limit from the WebSocket options, the rest from the environment."""
+    with served.client() as client:
+        assert client.hello["max_area"] == 96 * 160
+        assert client.hello["limits"]["max_message_bytes"] == 64 << 20
+        assert client.hello["max_frames_per_request"] == 105
+
+
+def test_a_world_streams_continues_and_is_reproducible(served: Served) -> None:
+    """33 frames, then 12 more; the same inputs in another session, cut differently, give the same pixels."""
+    path = camera(FIRST + 3 * LATER)
+    with served.client() as client:
+        client.send(request(cameras={**path, "poses": path["poses"][:33]}))
+        messages = client.frames()
+        client.send(request(cameras={**path, "poses": path["poses"][33:]}, image=None))
+        messages += client.frames()
+        assert client.ask({"endpoint": "reset"}) == "reset successful"
+        client.send(request(cameras=path))
+        again = client.frames()
+        client.send({"endpoint": "close"})
+    assert pixels(messages)[0] == list(range(45))
+    assert pixels(messages) == pixels(again)
+    assert set(messages[1]["timing"]) == {"encode_ms", "denoise_ms", "decode_ms", "queue_ms", "mux_ms", "total_ms"}
+
+
+def test_a_branch_starts_from_its_parents_state(served: Served) -> None:
+    """Parent and branch, steered alike, stay alike; steered differently, they part."""
+    with served.client() as client:
+        client.send(request(session_id="parent"))
+        client.frames()
+        client.ask({"endpoint": "branch", "session_id": "parent", "new_session_id": "child"})
+        signatures = {}
+        for session_id in ("parent", "child"):
+            client.send(request(LATER, image=None, session_id=session_id))
+            signatures[session_id] = pixels(client.frames())[1]
+        assert signatures["parent"] == signatures["child"]
+        client.send(request(LATER, image=None, session_id="child", prompt="rain"))
+        child = pixels(client.frames())[1]
+        client.send(request(LATER, image=None, session_id="parent"))
+        assert pixels(client.frames())[1] != child
+        for session_id in ("parent", "child"):
+            assert client.ask({"endpoint": "close", "session_id": session_id})["type"] == "closed"
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"fail_in": "denoise", "fail_at": 2}, "engine_error"),
+        ({"fail_in": "decode"}, "engine_error"),
+        ({"nan_at": 1}, "non_finite"),
+        ({"bogus": 1}, "invalid_request"),
+    ],
+)
+def test_a_failed_chunk_harms_nobody(served: Served, options: dict[str, Any], code: str) -> None:
+    """The error is typed, says nothing of the server, and the next request gives what it would have given."""
+    path = camera(FIRST + LATER)
+    later = {**path, "poses": path["poses"][FIRST:]}
+    with served.client() as client:
+        client.send(request())
+        client.frames()
+        error = client.ask(request(cameras=later, image=None, options=options))
+        assert error["code"] == code
+        assert not re.search(r"/|\b0x|Traceback|File ", error["message"])
+        client.send(request(cameras=later, image=None))
+        numbers, signature = pixels(client.frames())
+        assert numbers == list(range(FIRST, FIRST + LATER))
+        client.ask({"endpoint": "reset"})
+        client.send(request(cameras=path))
+        assert pixels(client.frames())[1][1:] == signature
+        client.send({"endpoint": "close"})
+
+
+def test_a_disconnect_frees_the_engine_within_a_step(served: Served) -> None:
+    """A chunk of 10 s with steps of 0.1 s: killed without a close frame, it is gone long before its end."""
+    client = served.client()
+    client.send(request(FIRST + LATER, options={"steps": 100, "step_ms": 100.0}))
+    wait_until(lambda: served.running_requests() == 1)
+    raw = client.connection.socket
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    raw.shutdown(socket.SHUT_RD)
+    raw.close()
+    started_s = time.monotonic()
+    wait_until(lambda: served.running_requests() == 0, 5.0)
+    assert time.monotonic() - started_s < 2.0
+    client.connection.close()
+
+
+def test_a_full_server_says_so_and_closing_makes_room(served: Served) -> None:
+    """Three sessions fit; the engine agrees with the door on that."""
+    with served.client() as client:
+        for number in range(3):
+            client.send(request(session_id=f"full-{number}"))
+            client.frames()
+        assert client.error(request(session_id="full-3")) == "capacity"
+        client.ask({"endpoint": "close", "session_id": "full-1"})
+        client.send(request(session_id="full-3"))
+        client.frames()
+        for number in (0, 2, 3):
+            client.ask({"endpoint": "close", "session_id": f"full-{number}"})
+
+
+def test_a_dead_engine_is_told_to_every_client_at_once(served: Served) -> None:
+    """One terminal error and close code 1011 within a second of `kill -9`."""
+    with served.client() as client:
+        client.send(request(options={"steps": 100, "step_ms": 100.0}))
+        wait_until(lambda: served.running_requests() == 1)
+        family = psutil.Process(served.process.pid).children(recursive=True)
+        engine = next(child for child in family if "EngineCore" in " ".join(child.cmdline()))
+        engine.kill()
+        started_s = time.monotonic()
+        error = client.receive()
+        assert (error["type"], error["code"]) == ("error", "engine_error")
+        with pytest.raises(ConnectionClosed) as closed:
+            client.receive()
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1011
+        assert time.monotonic() - started_s < 1.0
