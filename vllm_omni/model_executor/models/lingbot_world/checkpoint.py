@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm_omni.model_executor.models.lingbot_world.components import UMT5_XXL, VAEConfig
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.tensor_files import confined, open_tensors, read_json
-from vllm_omni.model_executor.models.lingbot_world.text_encoder import UMT5_XXL
-from vllm_omni.model_executor.models.lingbot_world.vae import VAEConfig
 from vllm_omni.model_executor.models.lingbot_world.weights import TEXT_RULES, VAE_RULES, rename
 
 Piece = Literal["transformer", "vae", "text_encoder", "tokenizer"]
+
+LAYOUTS = ("original", "diffusers", "v2")
+"""The real layouts this file understands, by the names `make-tiny` takes."""
 
 _FAST_FOLDERS = ("lingbot_world_fast", "Lingbot-World-Fast")
 _TRANSFORMER_FOLDERS = (*_FAST_FOLDERS, "transformers", "transformer")

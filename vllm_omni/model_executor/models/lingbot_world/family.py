@@ -5,10 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.lingbot_world.checkpoint import hf_config, is_checkpoint
+from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS, hf_config, is_checkpoint
 from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan, LingBotOptions, LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.tiny import LAYOUTS, make_tiny
 from vllm_omni.model_executor.models.registry import ModelFamily
+
+
+def _make_tiny(out: Path, seed: int, layout: str) -> None:
+    from vllm_omni.model_executor.models.lingbot_world.tiny import make_tiny  # transformers and diffusers
+
+    make_tiny(out, seed, layout)
 
 
 def _verify(golden: Path) -> Any:
@@ -30,7 +35,7 @@ FAMILY = ModelFamily(
     architecture="LingBotWorldPipeline",
     detect=is_checkpoint,
     hf_config=hf_config,
-    make_tiny=make_tiny,
+    make_tiny=_make_tiny,
     layouts=LAYOUTS,
     verify=_verify,
     check_options=_check_options,

@@ -29,17 +29,6 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from vllm_omni.model_executor.models.lingbot_world.tensor_files import confined
 
-UMT5_XXL: dict[str, Any] = {
-    "model_type": "umt5",
-    "vocab_size": 256384,
-    "d_model": 4096,
-    "d_kv": 64,
-    "d_ff": 10240,
-    "num_layers": 24,
-    "num_heads": 64,
-}
-"""The released encoder. Everything else is `UMT5Config`'s default: gated tanh-GELU, 32 buckets up to 128, eps 1e-6."""
-
 
 class TextEncoder(nn.Module):
     """The umt5 encoder with its tokenizer. Parameters are created empty; `weights.load_text_encoder` fills them.

@@ -18,11 +18,11 @@ from torch import nn
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.tensor_files import Shape, TensorSource, open_tensors
-from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE
 
 if TYPE_CHECKING:
     from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout
     from vllm_omni.model_executor.models.lingbot_world.text_encoder import TextEncoder
+    from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE
 
 Rules = Sequence[tuple[str, str]]
 """(regular expression, replacement), applied in order."""
@@ -205,7 +205,7 @@ def load_pipeline_weights(
     layout: "CheckpointLayout",
     config: LingBotWorldConfig,
     transformer: nn.Module,
-    vae: StreamingWanVAE | None = None,
+    vae: "StreamingWanVAE | None" = None,
     text_encoder: "TextEncoder | None" = None,
 ) -> None:
     """Fill every component this rank has (None = not here); a missing piece is reported before anything is read."""
@@ -235,8 +235,10 @@ def load_text_encoder(model: nn.Module, path: Path) -> None:
     load_strict(model, source, shapes_of(model), TEXT_RULES, what="text encoder", ignored=ignored)
 
 
-def load_vae(vae: StreamingWanVAE, path: Path) -> None:
+def load_vae(vae: "StreamingWanVAE", path: Path) -> None:
     """Load a VAE, or the half of it that `vae` is, from Wan's `.pth` or from a diffusers folder."""
+    from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE
+
     with torch.device("meta"):
         whole = StreamingWanVAE(vae.config)
     load_strict(vae, open_tensors(path), shapes_of(whole), VAE_RULES, what="VAE")
