@@ -17,6 +17,7 @@ import pytest
 from fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, infer, wait_until
 from PIL import Image
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.entrypoints.realtime import codec
@@ -759,3 +760,43 @@ def test_the_event_loop_is_never_blocked_long(make_door: MakeDoor, engine: FakeE
         thread.join()
     assert len(delays_ms) > 20
     assert np.median(delays_ms) < 20  # this process shares two cores and one GIL with server and clients
+
+
+def test_a_first_version_client_works_with_its_own_codec(door: DoorServer) -> None:
+    """The message loop of the first example client for this path: msgpack with OpenPI's hooks, a connection a call."""
+    msgpack = pytest.importorskip("msgpack")
+
+    def pack_array(value: Any) -> Any:
+        fields = {b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
+        return {b"__ndarray__": True, **fields}
+
+    def unpack_array(fields: dict[Any, Any]) -> Any:
+        if b"__ndarray__" in fields:
+            return np.ndarray(buffer=fields[b"data"], dtype=np.dtype(fields[b"dtype"]), shape=fields[b"shape"])
+        return fields
+
+    path, video = camera(48), []
+    path["intrinsics"] = np.tile(path["intrinsics"], (48, 1))
+    for start in (0, 24):
+        extra = {"height": 32, "width": 48, "num_frames": 24, "fps": 16, "session_id": "w1", "frames_per_chunk": 4}
+        request = {
+            "prompt": "a path",
+            "camera": {name: array[start : start + 24] for name, array in path.items()},
+            "extra_body": {**extra, "seed": 42},
+            "session_id": "w1",
+        }
+        if start == 0:
+            request["image"] = np.zeros((48, 64, 3), np.uint8)
+        with connect(f"ws://127.0.0.1:{door.port}{PATHS[0]}", max_size=None, ping_interval=None) as world:
+            assert msgpack.unpackb(world.recv(), object_hook=unpack_array)["latent_frames_per_chunk"] == 3
+            world.send(msgpack.packb(request, default=pack_array))
+            chunks: list[Any] = []
+            total = None
+            while total is None or len(chunks) < total:
+                message = msgpack.unpackb(world.recv(), object_hook=unpack_array)
+                assert message["type"] == "frame", message
+                total = message["total"]
+                chunks.append(message["video"])
+            video.append(np.concatenate(chunks, axis=0))
+    assert [part.shape for part in video] == [(21, 32, 48, 3), (24, 32, 48, 3)]
+    np.testing.assert_allclose(np.concatenate(video)[:, 9, 9, 2] * 255, np.arange(45), atol=1e-4)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walk through a served world: start image and camera path (or keys) in, a video file out.
+
+    python examples/online_serving/world_camera.py --image start.png --camera-path walk/ --output walk.mp4
+    python examples/online_serving/world_camera.py --image start.png --keys "w*12 wl*6 l*6" --output walk.mp4
+
+`walk/` holds `poses.npy` (float [N, 4, 4], camera to world, OpenCV axes, one pose per frame) and `intrinsics.npy`
+([N, 4] or [4]: fx, fy, cx, cy). Keys are held per latent frame (4 video frames): w a s d move, i k j l look, `-` is
+nothing. A lost connection is taken up again: the same request under the same id goes on where it stopped.
+"""
+
+import argparse
+import io
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from websockets.sync.client import ClientConnection, connect
+
+from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
+from vllm_omni.entrypoints.realtime.codec import decode, encode
+
+PATH = "/v1/realtime/world/camera"
+MAX_RECONNECTS = 5
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Walk through a world that `vllm serve --omni` serves.")
+    parser.add_argument("--image", "-i", type=Path, required=True, help="start image: PNG, JPEG or WebP")
+    steering = parser.add_mutually_exclusive_group()
+    steering.add_argument("--camera-path", "-c", type=Path, help="directory with poses.npy and intrinsics.npy")
+    steering.add_argument(
+        "--keys", default="w*9", help="held keys per latent frame, such as 'w*6 wl*3 -' (default: w*9)"
+    )
+    parser.add_argument("--prompt", "-p", default="A walk through a landscape, steady camera", help="scene prompt")
+    parser.add_argument("--server", "-s", default="ws://127.0.0.1:8000", help="ws:// or wss:// address of the server")
+    parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), help="default: the variable VLLM_API_KEY")
+    parser.add_argument("--session-id", help="continue this session (default: a new one)")
+    parser.add_argument("--output", "-o", type=Path, default=Path("world.mp4"), help=".mp4, or .npy for raw frames")
+    parser.add_argument("--width", type=int, help="default: the server's")
+    parser.add_argument("--height", type=int, help="default: the server's")
+    parser.add_argument("--fps", type=float, help="default: the model's")
+    parser.add_argument("--num-frames", type=int, help="frames of one call (default: all poses in one call)")
+    parser.add_argument("--num-calls", type=int, default=1, help="calls that continue one another (default: 1)")
+    parser.add_argument("--frames-per-chunk", type=int, help="frames in one message (default: a whole chunk)")
+    parser.add_argument(
+        "--codec", default="mp4", choices=("mp4", "jpeg", "ndarray_u8", "ndarray_f32"), help="frames on the wire"
+    )
+    parser.add_argument("--seed", type=int, default=42)
+    return parser
+
+
+def main() -> int:
+    args = make_parser().parse_args()
+    console = Console(stderr=True)
+    try:
+        frames_THWC, fps = walk(args, console)
+    except (WorldError, OSError, ValueError) as error:
+        console.print(f"[red]error:[/red] {error}", markup=True, highlight=False)
+        return 1
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    if args.output.suffix == ".npy":
+        np.save(args.output, frames_THWC)
+    else:
+        args.output.write_bytes(encode_mp4(frames_THWC, fps))
+    console.print(f"wrote {args.output}: {len(frames_THWC)} frames, {len(frames_THWC) / fps:.1f} s")
+    return 0
+
+
+class WorldError(Exception):
+    """The server refused a request."""
+
+
+def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]:
+    """Make all calls; returns uint8 frames `[T, H, W, 3]` and their rate. Raises WorldError."""
+    parts: list[np.ndarray] = []
+    fps = args.fps or 16.0
+    session_id = args.session_id or f"walk-{uuid.uuid4().hex}"
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("messages"))
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        for number, steering in enumerate(calls(args)):
+            request: dict[str, Any] = {
+                "endpoint": "infer",
+                "protocol_version": 1,
+                "session_id": session_id,
+                "request_id": uuid.uuid4().hex,
+                "prompt": args.prompt,
+                "extra_body": extra_body(args),
+                **steering,
+            }
+            if number == 0 and args.session_id is None:
+                request["image"] = args.image.read_bytes()
+            task = progress.add_task(f"call {number + 1}", total=None)
+            arrived_s = time.monotonic()
+            for message in answers(args, request, console):
+                progress.update(task, total=message["total"], completed=message["index"] + 1)
+                now_s = time.monotonic()
+                progress.console.print(describe(message, now_s - arrived_s))
+                arrived_s, fps = now_s, message["fps"]
+                parts.append(frames_of(message))
+    return np.concatenate(parts), fps
+
+
+def extra_body(args: argparse.Namespace) -> dict[str, Any]:
+    """Only what the user set; the server knows the rest."""
+    named = {name: getattr(args, name) for name in ("width", "height", "fps", "frames_per_chunk", "seed")}
+    policy = {"video_format": args.codec, "pose_policy": "hold_last" if args.camera_path is None else "trim"}
+    return {**{name: value for name, value in named.items() if value is not None}, **policy}
+
+
+def calls(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What steers each call: a part of the camera path, or keys."""
+    if args.camera_path is None:
+        for _ in range(args.num_calls):
+            yield {"actions": parse_keys(args.keys)}
+        return
+    poses_N44 = np.load(args.camera_path / "poses.npy").astype(np.float32)
+    intrinsics = np.load(args.camera_path / "intrinsics.npy").astype(np.float32)
+    count = args.num_frames or len(poses_N44)
+    for start in range(0, min(args.num_calls * count, len(poses_N44)), count):
+        part = slice(start, start + count)
+        per_frame = intrinsics.ndim > 1 and len(intrinsics) == len(poses_N44)
+        yield {"cameras": {"poses": poses_N44[part], "intrinsics": intrinsics[part] if per_frame else intrinsics}}
+
+
+def parse_keys(text: str) -> list[list[str]]:
+    """`"w*2 wl -"` -> `[["w"], ["w"], ["w", "l"], []]`. Raises ValueError."""
+    held: list[list[str]] = []
+    for token in text.split():
+        keys, _, times = token.partition("*")
+        if not set(keys) <= set("wasdijkl-") or (times and not times.isdecimal()):
+            raise ValueError(f"--keys takes tokens of w a s d i j k l (or -) with an optional *count, got {token!r}")
+        held += [[key for key in keys if key != "-"]] * int(times or 1)
+    return held
+
+
+def answers(args: argparse.Namespace, request: dict[str, Any], console: Console) -> Iterator[dict[str, Any]]:
+    """The frame messages of one request, each once, across lost connections. Raises WorldError."""
+    seen = 0
+    for attempt in range(MAX_RECONNECTS + 1):
+        try:
+            with open_world(args) as world:
+                world.send(encode(request))
+                while True:
+                    message = receive(world)
+                    if message["type"] == "done":
+                        return
+                    if message["type"] == "error":
+                        raise WorldError(f"{message['code']}: {message['message']}")
+                    if message["type"] == "frame" and message["index"] >= seen:
+                        seen = message["index"] + 1
+                        yield message
+        except InvalidHandshake as error:
+            raise WorldError(f"{args.server} refused the connection: {error}") from error
+        except ConnectionClosed as error:
+            console.print(f"connection lost ({error}); trying again")
+            time.sleep(min(5.0, 0.2 * 2**attempt))
+    raise WorldError(f"{args.server} went away {MAX_RECONNECTS + 1} times")
+
+
+def open_world(args: argparse.Namespace) -> ClientConnection:
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    return connect(args.server.rstrip("/") + PATH, max_size=None, compression=None, additional_headers=headers)
+
+
+def receive(world: ClientConnection) -> dict[str, Any]:
+    """The next message that is not the greeting."""
+    while True:
+        data = world.recv()
+        message = decode(data).value if isinstance(data, bytes) else {}
+        if "type" in message:
+            return message
+
+
+def frames_of(message: dict[str, Any]) -> np.ndarray:
+    """uint8 `[T, H, W, 3]` of one frame message, whatever its codec."""
+    video = message["video"]
+    match message["codec"]:
+        case "mp4":
+            return decode_mp4(video)[0]
+        case "jpeg":
+            return np.stack([np.asarray(Image.open(io.BytesIO(data)).convert("RGB")) for data in video])
+        case "ndarray_f32":
+            return (np.stack(video) * 255).round().astype(np.uint8)
+    return np.asarray(video)
+
+
+def describe(message: dict[str, Any], seconds: float) -> str:
+    timing = ", ".join(f"{name.removesuffix('_ms')} {value:.0f}" for name, value in message["timing"].items())
+    warnings = "".join(f" [{text}]" for text in message.get("warnings", []))
+    return (
+        f"chunk {message['chunk_id']}: {message['num_frames']} frames in {1000 * seconds:.0f} ms ({timing}){warnings}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example client under examples/online_serving, run as a program against a real server with a fake engine."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_engine import FIRST, LATER, DoorServer, FakeEngine, camera
+from PIL import Image
+
+from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "online_serving" / "world_camera.py"
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    path = tmp_path / "start.png"
+    Image.new("RGB", (96, 64), (90, 120, 60)).save(path)
+    return path
+
+
+def run(door: DoorServer, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(SCRIPT), "--server", f"ws://127.0.0.1:{door.port}", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_camera_path_becomes_a_video(door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path) -> None:
+    """Two calls of 24 poses continue one another; the file holds every frame that arrived."""
+    path = camera(48)
+    np.save(tmp_path / "poses.npy", path["poses"])
+    np.save(tmp_path / "intrinsics.npy", np.tile(path["intrinsics"], (48, 1)))
+    output = tmp_path / "out" / "walk.mp4"
+    arguments = ("--camera-path", tmp_path, "--num-frames", 24, "--num-calls", 2, "--fps", 8, "--output", output)
+    finished = run(door, "--image", image, *arguments)
+    assert finished.returncode == 0, finished.stderr
+    frames_THWC, fps = decode_mp4(output.read_bytes())
+    assert (len(frames_THWC), fps) == (FIRST + LATER + 2 * LATER, 8.0)
+    assert len({call.params.session_id for call in engine.chunks}) == 1
+
+
+@pytest.mark.parametrize("codec", ["mp4", "jpeg", "ndarray_u8", "ndarray_f32"])
+def test_keys_and_every_codec(door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path, codec: str) -> None:
+    """Frames are the same whatever they travelled as, up to the codec's loss."""
+    output = tmp_path / "walk.npy"
+    finished = run(door, "--image", image, "--keys", "w*2 wl - j", "--codec", codec, "--output", output)
+    assert finished.returncode == 0, finished.stderr
+    frames_THWC = np.load(output)
+    assert frames_THWC.shape == (FIRST + LATER, 32, 48, 3)
+    assert np.abs(frames_THWC[:, 16, 24, 0].astype(int) - np.arange(FIRST + LATER)).max() <= 3
+    assert [call.params.actions for call in engine.chunks] == [[["w"], ["w"], ["w", "l"]], [[], ["j"], []]]
+
+
+def test_a_refusal_is_one_line_and_status_1(door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path) -> None:
+    """The server's own words."""
+
+    def fail(params: DiffusionParams) -> None:
+        raise RequestFailed("oom", "the device ran out of memory")
+
+    engine.fail = fail
+    finished = run(door, "--image", image, "--output", tmp_path / "x.mp4")
+    assert finished.returncode == 1
+    assert "oom: the device ran out of memory" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert not (tmp_path / "x.mp4").exists()
+
+
+def test_a_cut_connection_is_taken_up_again(
+    make_door: Callable[..., DoorServer], engine: FakeEngine, image: Path, tmp_path: Path
+) -> None:
+    """The connection is cut in the middle of the walk; the video is complete all the same."""
+    door = make_door()
+    cut = []
+
+    def cut_once(params: DiffusionParams) -> None:
+        if params.chunk_index == 2 and not cut:
+            cut.append(params)
+            for protocol in list(door.server.server_state.connections):
+                protocol.transport.abort()
+
+    engine.fail, engine.delay_s = cut_once, 0.1
+    output = tmp_path / "walk.npy"
+    finished = run(door, "--image", image, "--keys", "w*15", "--codec", "ndarray_u8", "--output", output)
+    assert finished.returncode == 0, finished.stderr
+    assert cut
+    assert "connection lost" in finished.stderr
+    np.testing.assert_array_equal(np.load(output)[:, 16, 24, 0], np.arange(FIRST + 4 * LATER))
