@@ -27,6 +27,7 @@ class KVWindow:
 
     max_attention_tokens: if set, a chunk sees only that many of the newest visible tokens in chronological order
     (dropping sinks first, as the original does when its attention size is below its cache size).
+    written_from: ring frames before this one were never written (a window that is being rebuilt); they stay invisible.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class KVWindow:
         self.sink_frames = sink_frames
         self.tokens_per_frame = tokens_per_frame
         self.max_attention_tokens = max_attention_tokens
+        self.written_from = 0
         self.committed_frames = 0
         shape = (num_layers, 2, window_frames * tokens_per_frame, num_heads, head_dim)
         self.buffer = torch.zeros(shape, dtype=dtype, device=device)
-        self._newest: tuple[int, torch.Tensor] | None = None
+        self._seen: tuple[int, torch.Tensor] | None = None
 
     @property
     def ring_frames(self) -> int:
@@ -99,11 +101,13 @@ class KVWindow:
         k, v = self.buffer[layer].unbind(0)
         valid = min(frames.stop, self.window_frames) * self.tokens_per_frame
         limit = self.max_attention_tokens
-        if limit is None or limit >= valid:
-            return k[:valid], v[:valid]
-        if frames.stop <= self.window_frames:  # slot order is still chronological
-            return k[valid - limit : valid], v[valid - limit : valid]
-        index = self._newest_tokens(frames.stop, limit)
+        has_gap = self.sink_frames < self.written_from > self._oldest_ring_frame(frames.stop)
+        if not has_gap:
+            if limit is None or limit >= valid:
+                return k[:valid], v[:valid]
+            if frames.stop <= self.window_frames:  # slot order is still chronological
+                return k[valid - limit : valid], v[valid - limit : valid]
+        index = self._seen_tokens(frames.stop)
         return k.index_select(0, index), v.index_select(0, index)
 
     def commit(self, end_frame: int) -> None:
@@ -142,14 +146,23 @@ class KVWindow:
         other.buffer = self.buffer.clone()
         return other
 
+    def rebuild(self, written_from: int) -> "KVWindow":
+        """Return an empty window of the same kind, to be filled again with sink frames and frames `written_from` on."""
+        other = object.__new__(KVWindow)
+        other.__dict__.update(self.__dict__)
+        other.buffer = torch.zeros_like(self.buffer)
+        other.written_from = written_from
+        other._seen = None
+        return other
+
     def to(self, device: torch.device | str) -> None:
         self.buffer = self.buffer.to(device)
-        self._newest = None
+        self._seen = None
 
     def close(self) -> None:
         """Free the buffer; idempotent."""
         self.buffer = self.buffer.new_empty(0)
-        self._newest = None
+        self._seen = None
 
     def _runs(self, frames: range) -> list[tuple[int, int, int]]:
         """Return (frame offset in the chunk, first slot, frames) for each stretch of consecutive slots."""
@@ -164,21 +177,25 @@ class KVWindow:
 
     def _visible_frames(self, end_frame: int) -> list[int]:
         """Return the frames a chunk ending at `end_frame` sees, oldest first."""
-        if end_frame <= self.window_frames:
-            return list(range(end_frame))
-        return [*range(self.sink_frames), *range(end_frame - self.ring_frames, end_frame)]
+        ring = range(max(self.sink_frames, self._oldest_ring_frame(end_frame), self.written_from), end_frame)
+        return [*range(min(self.sink_frames, end_frame)), *ring]
+
+    def _oldest_ring_frame(self, end_frame: int) -> int:
+        """Return the first frame behind the sinks that a chunk ending at `end_frame` may see."""
+        return max(self.sink_frames, end_frame - self.ring_frames)
 
     def _tokens(self, slots: list[int]) -> torch.Tensor:
         size = self.tokens_per_frame
         starts = torch.tensor(slots, dtype=torch.int64).unsqueeze(1) * size
         return (starts + torch.arange(size)).flatten().to(self.buffer.device)
 
-    def _newest_tokens(self, end_frame: int, limit: int) -> torch.Tensor:
-        """Return positions of the `limit` newest visible tokens; kept for the steps and layers of one chunk."""
-        if self._newest is None or self._newest[0] != end_frame:
+    def _seen_tokens(self, end_frame: int) -> torch.Tensor:
+        """Return positions of the visible tokens, oldest first, where that is no plain slice; kept for one chunk."""
+        if self._seen is None or self._seen[0] != end_frame:
             order = self._tokens([self.slot(frame) for frame in self._visible_frames(end_frame)])
-            self._newest = (end_frame, order[-limit:])
-        return self._newest[1]
+            limit = self.max_attention_tokens
+            self._seen = (end_frame, order if limit is None else order[-limit:])
+        return self._seen[1]
 
 
 def kv_window_nbytes(

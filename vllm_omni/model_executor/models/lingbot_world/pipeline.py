@@ -35,6 +35,7 @@ from vllm_omni.model_executor.models.lingbot_world.camera import camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition, prepare_image
 from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan, LingBotOptions, LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk, past_nbytes, rebuilt_from, still_visible
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, SessionShape
 from vllm_omni.model_executor.models.lingbot_world.text_encoder import TextEncoder
@@ -42,6 +43,7 @@ from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, 
 from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
 from vllm_omni.model_executor.noise import standard_normal
+from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed
 
@@ -179,6 +181,10 @@ class LingBotWorld(nn.Module):
             total += self.condition.state_nbytes(shape.height, shape.width)
         if self.vae.has_decoder and shape.output == "rgb":
             total += self.vae.decoder_cache_nbytes(shape.height, shape.width)
+        if self.options.reprime_on_prompt_switch:
+            latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
+            channels = self.config.out_channels + (self.config.condition_channels if self.condition is not None else 0)
+            total += past_nbytes(self.plan, 4 * channels * latent_height * latent_width)
         return total
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
@@ -202,42 +208,46 @@ class LingBotWorld(nn.Module):
             y, condition = self._condition(inputs.image, session, frames)
         with request.timer.stage("camera"):
             rays = camera_map(inputs.relative_F44, inputs.intrinsics_F4, shape.height, shape.width, device)
-        cos, sin = rope_tables(self.config.head_dim, frames, latent_height // 2, latent_width // 2)
-        own = self.parallel.token_slice(len(cos))
+        replay = self._replay(session, inputs.prompt)
         request.state = Chunk(
             frames=frames,
             latents=noise[0],
             renoise=noise[1:],
             y=y,
-            rope=(cos[own].to(device), sin[own].to(device)),
+            rope=self._rope(frames, size),
             camera_map=rays,
             text=text,
+            window=session.window.rebuild(rebuilt_from(replay)) if replay else session.window,
+            replay=replay,
+            relative_F44=inputs.relative_F44,
+            intrinsics_F4=inputs.intrinsics_F4,
             prompt=inputs.prompt,
             seed=inputs.seed,
             tail=inputs.tail,
             condition=condition,
         )
-        request.num_steps = self.schedule.num_steps + 1
+        request.num_steps = len(replay) + self.schedule.num_steps + 1
 
     def batch_key(self, request: DiffusionRequest) -> Hashable:
-        return _chunk_of(request).latents.shape
+        chunk = _chunk_of(request)
+        return (chunk.replay[request.step] if request.step < len(chunk.replay) else chunk).latents.shape
 
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
         for request in batch:
             if _chunk_of(request).camera is None:
                 self._condition_blocks(request)
-        clean = [self._at_clean_pass(request) for request in batch]
-        rows = [self._row(request, clean_pass) for request, clean_pass in zip(batch, clean, strict=True)]
-        prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=all(clean))
+        rows = [self._row(request) for request in batch]
+        kv_only = all(_denoise_index(request, self.schedule) is None for request in batch)
+        prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
         return prediction
 
     @torch.no_grad()
     def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
         for request, flow in zip(batch, prediction, strict=True):
-            if self._at_clean_pass(request):
+            chunk, step = _chunk_of(request), _denoise_index(request, self.schedule)
+            if step is None:
                 continue
-            chunk, step = _chunk_of(request), request.step
             x0 = chunk.latents.double() - self.schedule.sigmas_x0[step] * flow.double()
             if step + 1 < self.schedule.num_steps:
                 sigma = self.schedule.sigmas_noise[step + 1]
@@ -268,11 +278,15 @@ class LingBotWorld(nn.Module):
 
     def commit(self, request: DiffusionRequest) -> None:
         session, chunk = _session_of(request), _chunk_of(request)
+        session.window = chunk.window
         session.window.commit(chunk.frames.stop)
         session.prompt, session.seed, session.tail = chunk.prompt, chunk.seed, chunk.tail
         session.cross_kv, session.condition = chunk.cross_kv, chunk.condition
         session.decoder_cache = chunk.decoder_cache
         session.chunk_index += 1
+        if self.options.reprime_on_prompt_switch:
+            past = PastChunk(chunk.frames, chunk.latents, chunk.y, chunk.relative_F44, chunk.intrinsics_F4)
+            session.past = still_visible((*session.past, past), self.plan, session.next_frames())
 
     def warmup_inputs(self) -> list[Inputs]:
         """A first and a later chunk of the largest size: a later one decodes more frames."""
@@ -312,22 +326,55 @@ class LingBotWorld(nn.Module):
         self._prompts.move_to_end(prompt)
         return cross_kv
 
-    def _row(self, request: DiffusionRequest, clean_pass: bool) -> ChunkRow:
+    def _replay(self, session: LingBotSession, prompt: str) -> tuple[PastChunk, ...]:
+        """Return the chunks to run again before this one: those in the window, if it was made under another prompt."""
+        switched = session.prompt is not None and prompt != session.prompt
+        return session.past if switched and self.options.reprime_on_prompt_switch else ()
+
+    def _rope(self, frames: range, size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's rotations of a chunk of latent `size` [16, F, h, w], on the device."""
+        cos, sin = rope_tables(self.config.head_dim, frames, size[2] // 2, size[3] // 2)
+        own, device = self.parallel.token_slice(len(cos)), self.transformer.device
+        return cos[own].to(device), sin[own].to(device)
+
+    def _row(self, request: DiffusionRequest) -> ChunkRow:
         chunk = _chunk_of(request)
         assert chunk.camera is not None and chunk.cross_kv is not None
+        if request.step < len(chunk.replay):
+            return self._replay_row(request, chunk.replay[request.step])
+        step = _denoise_index(request, self.schedule)
         return ChunkRow(
             latents=chunk.latents,
             condition=chunk.y,
-            timestep=0.0 if clean_pass else self.schedule.timesteps[request.step],
+            timestep=0.0 if step is None else self.schedule.timesteps[step],
             frames=chunk.frames,
             rope=chunk.rope,
             camera=chunk.camera,
             cross_kv=chunk.cross_kv,
-            window=_session_of(request).window,
+            window=chunk.window,
         )
 
-    def _at_clean_pass(self, request: DiffusionRequest) -> bool:
-        return request.step >= self.schedule.num_steps
+    def _replay_row(self, request: DiffusionRequest, past: PastChunk) -> ChunkRow:
+        """The clean-context pass of an earlier chunk, under this chunk's prompt."""
+        chunk, shape = _chunk_of(request), _session_of(request).shape
+        assert chunk.cross_kv is not None
+        rays = camera_map(past.relative_F44, past.intrinsics_F4, shape.height, shape.width, self.transformer.device)
+        return ChunkRow(
+            latents=past.latents,
+            condition=past.y,
+            timestep=0.0,
+            frames=past.frames,
+            rope=self._rope(past.frames, past.latents.shape),
+            camera=self.transformer.camera_modulation(rays),
+            cross_kv=chunk.cross_kv,
+            window=chunk.window,
+        )
+
+
+def _denoise_index(request: DiffusionRequest, schedule: FewStepSchedule) -> int | None:
+    """Return which denoise step the request is at; None at a clean-context pass, its own or a replayed one."""
+    step = request.step - len(_chunk_of(request).replay)
+    return step if 0 <= step < schedule.num_steps else None
 
 
 def _session_of(request: DiffusionRequest) -> LingBotSession:

@@ -17,6 +17,7 @@ from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState
 from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
+from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk
 from vllm_omni.model_executor.models.lingbot_world.vae import VAECache
 
 
@@ -50,6 +51,8 @@ class LingBotSession(SessionState):
         """A function of `prompt`; kept so that it is computed once."""
         self.condition: ConditionState | None = None
         self.decoder_cache: VAECache | None = None
+        self.past: tuple[PastChunk, ...] = ()
+        """Chunks still in the window; remembered only when a prompt switch may recompute it."""
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +70,8 @@ class LingBotSession(SessionState):
             named |= {f"condition.{name}": tensor for name, tensor in self.condition.tensors().items()}
         if self.tail is not None:
             named["camera.pose"] = self.tail.pose_44
+        for chunk in self.past:
+            named |= {f"past.frame{chunk.frames.start}.{name}": tensor for name, tensor in chunk.tensors().items()}
         return named
 
     def scalars(self) -> dict[str, Any]:
@@ -88,7 +93,7 @@ class LingBotSession(SessionState):
         other.prompt, other.seed = self.prompt, self.seed
         # Immutable values: sharing them is as good as copying.
         other.tail, other.cross_kv = self.tail, self.cross_kv
-        other.condition, other.decoder_cache = self.condition, self.decoder_cache
+        other.condition, other.decoder_cache, other.past = self.condition, self.decoder_cache, self.past
         return other
 
     def to(self, device: torch.device | str) -> None:
@@ -96,10 +101,12 @@ class LingBotSession(SessionState):
         self.cross_kv = None if self.cross_kv is None else self.cross_kv.to(device)
         self.condition = None if self.condition is None else self.condition.to(device)
         self.decoder_cache = None if self.decoder_cache is None else self.decoder_cache.to(device)
+        self.past = tuple(chunk.to(device) for chunk in self.past)
 
     def close(self) -> None:
         self.window.close()
         self.cross_kv = self.condition = self.decoder_cache = None
+        self.past = ()
 
 
 @dataclass(eq=False)
@@ -108,8 +115,9 @@ class Chunk:
 
     latents: fp32 [16, F, h, w]. renoise: fp32 [steps - 1, 16, F, h, w], what re-enters before steps 1, 2, ...
     y: [20, F, h, w], None on stages that embed no patches. camera_map: [384, F, h, w], dropped once `camera` is there.
-    text: the encoded prompt, None if the session's `cross_kv` still stands.
-    The others are what the session becomes when the chunk succeeds.
+    text: the encoded prompt, None if the session's `cross_kv` still stands. window: where the chunk writes its K/V,
+    the session's own or, after `replay` has filled it, the one that will replace it. relative_F44, intrinsics_F4: the
+    camera behind `camera_map`. The others are what the session becomes when the chunk succeeds.
     """
 
     frames: range
@@ -119,6 +127,10 @@ class Chunk:
     rope: tuple[torch.Tensor, torch.Tensor]
     camera_map: torch.Tensor | None
     text: torch.Tensor | None
+    window: KVWindow
+    replay: tuple[PastChunk, ...]
+    relative_F44: torch.Tensor
+    intrinsics_F4: torch.Tensor
     prompt: str
     seed: int
     tail: CameraTail

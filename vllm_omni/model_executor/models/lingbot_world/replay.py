@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a session must remember so that its K/V window can be computed again under another prompt.
+
+A frame's keys and values depend on the prompt, through the cross-attention of the layers below. After a prompt switch
+the original keeps those of the old prompt. With `reprime_on_prompt_switch` the clean-context pass of every chunk still
+in the window is run again, oldest first, into a second window that replaces the first when the chunk succeeds. An old
+chunk then sees sinks and replayed chunks only, as it once saw what came before it.
+Held by tests/model_executor/models/lingbot_world/test_lingbot_replay.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
+
+_CAMERA_BYTES = 8 * (16 + 4)
+
+
+@dataclass(frozen=True, eq=False)
+class PastChunk:
+    """The inputs of a committed chunk's clean-context pass. Immutable; shared by forks.
+
+    latents: clean, fp32 [16, F, h, w]. y: [20, F, h, w], None on stages that embed no patches. relative_F44,
+    intrinsics_F4: its camera, fp64, CPU.
+    """
+
+    frames: range
+    latents: torch.Tensor
+    y: torch.Tensor | None
+    relative_F44: torch.Tensor
+    intrinsics_F4: torch.Tensor
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        named = {"latents": self.latents, "relative": self.relative_F44, "intrinsics": self.intrinsics_F4}
+        return named if self.y is None else {**named, "y": self.y}
+
+    def to(self, device: torch.device | str) -> "PastChunk":
+        y = None if self.y is None else self.y.to(device)
+        return PastChunk(self.frames, self.latents.to(device), y, self.relative_F44, self.intrinsics_F4)
+
+
+def still_visible(past: Sequence[PastChunk], plan: ChunkPlan, next_frames: range) -> tuple[PastChunk, ...]:
+    """Return the chunks of which chunk `next_frames` sees at least one frame, oldest first."""
+    oldest = oldest_ring_frame(plan, next_frames)
+    return tuple(chunk for chunk in past if chunk.frames.start < plan.sink_frames or chunk.frames.stop > oldest)
+
+
+def oldest_ring_frame(plan: ChunkPlan, next_frames: range) -> int:
+    """Return the first frame behind the sinks that chunk `next_frames` sees; 0 while it sees everything."""
+    if next_frames.stop <= plan.window_frames:
+        return 0
+    return next_frames.stop - (plan.window_frames - plan.sink_frames)
+
+
+def rebuilt_from(past: Sequence[PastChunk]) -> int:
+    """Return the frame from which on `past` has no gap: ring frames before it are not in a rebuilt window."""
+    start = past[-1].frames.start
+    for chunk in reversed(past):
+        if chunk.frames.stop < start:
+            break
+        start = chunk.frames.start
+    return start
+
+
+def past_nbytes(plan: ChunkPlan, frame_bytes: int) -> int:
+    """Return the most bytes remembered chunks hold: `frame_bytes` of latents and condition a frame, and its camera."""
+    partly_visible = 2 * max(plan.first_chunk_frames, plan.chunk_frames)
+    return (plan.window_frames + partly_visible) * (frame_bytes + _CAMERA_BYTES)
