@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a family's released weights are on the Hugging Face hub; used by `vllm-omni download`.
+"""What a family's checkpoint consists of and where its released weights are on the Hugging Face hub.
 
 A family that has released weights defines, in `models/<name>/hub.py`, `PIECES` (what to fetch, and where it goes in the
-checkpoint directory) and `complete(out)` (writes what the repositories leave out). This file names no model.
+checkpoint directory), `complete(out)` (writes what the repositories leave out) and `check_complete(path)` (says in a
+second what a directory lacks). `vllm-omni download` and `vllm serve --omni` use them; this file names no model.
 """
 
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _MODELS = "vllm_omni.model_executor.models"
 
@@ -41,13 +43,27 @@ class HubSource:
 
 def hub_source(family_name: str) -> HubSource:
     """Return the source of a family's weights. Raises ValueError when there are none to fetch."""
+    module = _hub_module(family_name)
+    if module is None:
+        raise ValueError(
+            f"{family_name} has no released weights; `vllm-omni make-tiny {family_name} DIR` writes small random ones"
+        )
+    return HubSource(module.PIECES, module.complete)
+
+
+def check_complete(family_name: str, path: Path) -> None:
+    """Raise ValueError of one line if a checkpoint directory lacks a piece; cheap, reads no weights."""
+    module = _hub_module(family_name)
+    if module is not None:
+        module.check_complete(path)
+
+
+def _hub_module(family_name: str) -> Any:
+    """The family's `hub` module, or None if it has none."""
     name = f"{_MODELS}.{family_name}.hub"
     try:
-        module = importlib.import_module(name)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise ValueError(
-            f"{family_name} has no released weights; `vllm-omni make-tiny {family_name} DIR` writes small random ones"
-        ) from error
-    return HubSource(module.PIECES, module.complete)
+        return None

@@ -3,6 +3,7 @@
 
 import json
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from vllm_omni.entrypoints.cli import serve
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.make_tiny import write_tiny
 
 
 @pytest.fixture
@@ -130,6 +132,57 @@ def test_options_in_every_spelling_mean_the_same(world: str, tmp_path: Path) -> 
     assert flags.count("tensor-parallel-size", "tp") == 2
 
 
+def test_on_a_cpu_the_machine_need_not_be_empty(world: str) -> None:
+    """vLLM's CPU worker wants nearly all memory free unless told how much it may use; the user's own word wins."""
+    argv = [world, "--port", "0"]
+    planned = serve.plan(argv, {}, [], on_cpu=True)
+    assert planned.environ["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    assert "VLLM_CPU_KVCACHE_SPACE=4 vllm serve" in planned.plain_command
+    for environ, flags in (({"VLLM_CPU_KVCACHE_SPACE": "1"}, []), ({}, ["--gpu-memory-utilization", "0.3"])):
+        planned = serve.plan([*argv, *flags], environ, [], on_cpu=True)
+        assert list(planned.environ) == ["VLLM_PLUGINS"]
+    assert list(serve.plan(argv, {}, [], on_cpu=False).environ) == ["VLLM_PLUGINS"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "piece", "complaint"),
+    [
+        ("original", "Wan2.1_VAE.pth", r"lacks vae \(looked for vae: Wan2.1_VAE.pth or"),
+        ("original", "models_t5_umt5-xxl-enc-bf16.pth", r"lacks text_encoder"),
+        ("original", "google", r"lacks tokenizer"),
+        ("diffusers", "transformer/diffusion_pytorch_model-00001-of-00002.safetensors", r"00001-of-00002"),
+        ("v2", "transformers/config.json", r"does not fit this model|belong to different checkpoints|holds no"),
+    ],
+)
+def test_a_missing_piece_is_named_before_anything_loads(
+    tmp_path: Path, layout: str, piece: str, complaint: str
+) -> None:
+    """One line; with `--load-format dummy` weights need not be there."""
+    world = tmp_path / "world"
+    write_tiny("lingbot_world", world, layout=layout)
+    plan(str(world))
+    gone = world / piece
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    with pytest.raises(CommandError, match=complaint) as refused:
+        plan(str(world))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_tensor_is_named_before_anything_loads(tmp_path: Path) -> None:
+    """Names and shapes of the transformer's tensors are read from the files' headers."""
+    from safetensors.torch import load_file, save_file
+
+    world = tmp_path / "world"
+    write_tiny("lingbot_world", world)
+    [shard, *_] = sorted((world / "lingbot_world_fast").glob("*.safetensors"))
+    tensors = load_file(shard)
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name].flatten()[:-1].clone()}, shard)
+    with pytest.raises(CommandError, match=rf"misshapen: 1 \({name}"):
+        plan(str(world))
+    plan(str(world), "--load-format", "dummy")
+
+
 def test_a_directory_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     """The error says what was looked for and what was found."""
     (tmp_path / "notes.txt").write_text("x")
@@ -164,8 +217,10 @@ def test_stock_vllm_hands_over_and_a_bad_directory_ends_within_10_s(tmp_path: Pa
     assert elapsed_s < 10
 
 
-def test_the_checks_import_neither_vllm_nor_torchs_compiler(world: str) -> None:
-    """A refusal must come at once: importing vLLM takes seconds."""
+@pytest.mark.parametrize("family", ["null_world", "lingbot_world"])
+def test_the_checks_import_neither_vllm_nor_networks(family: str, request: pytest.FixtureRequest) -> None:
+    """A refusal must come at once: importing vLLM, transformers or diffusers takes seconds each."""
+    world = str(request.getfixturevalue(family))
     code = (
         "import sys, json\n"
         "from vllm_omni.entrypoints.cli import serve\n"

@@ -124,7 +124,7 @@ def server(model: Path, port: int, height: int, width: int, log: Path) -> Iterat
     """Run `vllm serve MODEL --omni` on the loopback address while the block runs."""
     command = serve_command(model, port, height, width)
     print("starting:", " ".join(command), flush=True)
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
+    env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     with log.open("wb") as output:
         popen = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True

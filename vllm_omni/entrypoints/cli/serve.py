@@ -26,6 +26,10 @@ CONFIG_FORMAT = "omni"
 WORKER_CLS = "vllm_omni.worker.DiffusionGPUWorker"
 SCHEDULER_CLS = "vllm_omni.core.sched.StreamBatchScheduler"
 
+# Without it the CPU worker wants 92 % of the machine's memory to be free. It bounds what all sessions may hold.
+_CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+_CPU_SPACE_GIB = "4"
+
 _STOCK_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 # Groups whose plugins vLLM loads unasked; endpoint plugins it loads only by name.
 _PLUGIN_GROUPS = (
@@ -39,9 +43,9 @@ _PLUGIN_GROUPS = (
 def run(argv: list[str]) -> int:
     """Serve with the arguments behind `serve`, `--omni` already removed."""
     if not any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in argv):
-        planned = plan(argv, os.environ, installed_plugins())
+        planned = plan(argv, os.environ, installed_plugins(), on_cpu=is_cpu_build())
         print(f"vllm-omni: serving {planned.title}; the same without --omni: {planned.plain_command}", flush=True)
-        os.environ["VLLM_PLUGINS"] = planned.plugins
+        os.environ.update(planned.environ)
         argv = planned.argv
     launch(argv)
     return 0
@@ -49,18 +53,19 @@ def run(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What will run. `argv` goes behind `vllm serve`; `plugins` is the value of VLLM_PLUGINS."""
+    """What will run: `argv` behind `vllm serve`, with the variables `environ` set."""
 
     title: str
     argv: list[str]
-    plugins: str
+    environ: dict[str, str]
     plain_command: str
 
 
-def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]) -> ServePlan:
+def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str], *, on_cpu: bool = False) -> ServePlan:
     """Check the arguments behind `vllm serve` and complete them.
 
-    plugins: names of the installed plugins that vLLM would load by default. Raises CommandError with one line.
+    environ: the variables now. plugins: names of the installed plugins that vLLM would load by default. on_cpu: whether
+    vLLM is a CPU build. Raises CommandError with one line.
     """
     flags = ServeFlags.scan(argv)
     title = check(flags)
@@ -72,13 +77,15 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
     added = [item for name, value in wanted.items() if name not in flags.values for item in (f"--{name}", value)]
     if "skip-tokenizer-init" not in flags.values and "no-skip-tokenizer-init" not in flags.values:
         added.append("--skip-tokenizer-init")
-    names = plugin_names(environ.get("VLLM_PLUGINS"), plugins)
-    plain = [*_without_websocket_flags(argv), *added]
+    variables = {"VLLM_PLUGINS": plugin_names(environ.get("VLLM_PLUGINS"), plugins)}
+    if on_cpu and not {_CPU_SPACE, "kv-cache-memory-bytes", "gpu-memory-utilization"} & {*environ, *flags.values}:
+        variables[_CPU_SPACE] = _CPU_SPACE_GIB
+    plain = shlex.join(["vllm", "serve", *_without_websocket_flags(argv), *added])
     return ServePlan(
         title=title,
         argv=[*argv, *added],
-        plugins=names,
-        plain_command=f"VLLM_PLUGINS={shlex.quote(names)} {shlex.join(['vllm', 'serve', *plain])}",
+        environ=variables,
+        plain_command=" ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), plain]),
     )
 
 
@@ -120,6 +127,14 @@ def installed_plugins() -> list[str]:
     return [entry.name for group in _PLUGIN_GROUPS for entry in importlib.metadata.entry_points(group=group)]
 
 
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is a CPU build, as vLLM itself decides: by its version."""
+    try:
+        return "cpu" in importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def plugin_names(user_value: str | None, installed: Iterable[str]) -> str:
     """Return VLLM_PLUGINS: what the user named (or, unset, all that would load anyway) and ours."""
     names = installed if user_value is None else [name for name in user_value.split(",") if name]
@@ -132,6 +147,7 @@ def plugin_names(user_value: str | None, installed: Iterable[str]) -> str:
 def check(flags: "ServeFlags") -> str:
     """Refuse what cannot work, cheapest first; return the model family's title. Raises CommandError."""
     from vllm_omni.config import OmniConfig
+    from vllm_omni.model_executor.hub import check_complete
     from vllm_omni.model_executor.models.registry import detect_family
 
     if flags.model is None:
@@ -141,8 +157,11 @@ def check(flags: "ServeFlags") -> str:
         )
     try:
         omni = OmniConfig.from_additional_config(flags.additional_config())
-        family = detect_family(Path(flags.model))
-        hf_config = family.hf_config(Path(flags.model))
+        path = Path(flags.model)
+        family = detect_family(path)
+        if flags.values.get("load-format") != "dummy":
+            check_complete(family.name, path)
+        hf_config = family.hf_config(path)
         if family.check_options is not None:
             family.check_options(hf_config, omni)
     except (ValueError, OSError) as error:

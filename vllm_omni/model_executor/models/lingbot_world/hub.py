@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World Fast on the hub, put together in the original layout: shared text encoder and VAE, the fast transformer.
+"""The pieces of a LingBot World checkpoint, and LingBot World Fast on the hub, put together in the original layout.
 
 Sizes are those of the repositories' file lists. The licences of the weights are on their model cards.
 """
@@ -39,6 +39,22 @@ _CONFIG = {
     "num_frames_per_block": 3,
     "sliding_window_num_frames": 18,
 }
+
+
+def check_complete(path: Path) -> None:
+    """Raise ValueError unless every piece is there and the transformer's tensors have the right names and shapes.
+
+    Only file names and headers are read. The other components' tensors are checked when they are loaded.
+    """
+    from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
+    from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+    from vllm_omni.model_executor.models.lingbot_world.tensor_files import open_tensors
+    from vllm_omni.model_executor.models.lingbot_world.weights import check_shapes, transformer_shapes
+
+    layout = find_layout(path)
+    layout.require("transformer", "vae", "text_encoder", "tokenizer")
+    config = LingBotWorldConfig.from_checkpoint(layout.transformer_config())
+    check_shapes(open_tensors(layout.transformer).shapes, transformer_shapes(config), str(layout.transformer))
 
 
 def complete(out: Path) -> list[str]:
