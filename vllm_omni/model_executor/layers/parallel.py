@@ -249,22 +249,15 @@ class RowParallelLinear(ShardedModule):
         yield f"{prefix}.bias", CheckpointSlot((shape[0],), self.bias.data)
 
 
-class ParallelRMSNorm(ShardedModule):
-    """RMS normalisation over all channels when each rank holds a part of them; fp32 inside and out."""
+class ChannelWeight(ShardedModule):
+    """A weight per channel, of which each rank holds the part for its channels (the gain of a full-width norm)."""
 
-    def __init__(self, dim: int, eps: float, parallel: ParallelContext) -> None:
+    def __init__(self, dim: int, parallel: ParallelContext) -> None:
         super().__init__()
         self.dim = dim
-        self.eps = eps
-        self.parallel = parallel
+        self.tensor_rank = parallel.tensor_rank
         self.weight = nn.Parameter(torch.empty(dim // parallel.tensor_size), requires_grad=False)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """[..., D / tensor_size] of any float type -> fp32 of the same shape."""
-        x = x_TD.float()
-        squares = self.parallel.all_reduce(x.square().sum(-1, keepdim=True))
-        return x * torch.rsqrt(squares / self.dim + self.eps) * self.weight.float()
-
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        start = self.parallel.tensor_rank * self.weight.shape[0]
+        start = self.tensor_rank * self.weight.shape[0]
         yield f"{prefix}.weight", CheckpointSlot((self.dim,), self.weight.data, (0, start))

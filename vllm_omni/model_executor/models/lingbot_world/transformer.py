@@ -12,7 +12,7 @@ normalisation, rotation, the time MLPs and the head run in fp32. In an fp32 mode
 # B rows (one chunk of one session each), L tokens of a chunk, T of them on this rank, D width, N heads (of this rank
 # where sharded), H head dim, C = H/2 rotary lanes, S text tokens
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +22,12 @@ from torch.nn import functional
 from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.parallel import (
+    ChannelWeight,
     ColumnParallelLinear,
     ParallelContext,
-    ParallelRMSNorm,
     RowParallelLinear,
 )
-from vllm_omni.model_executor.layers.rope import apply_rope
+from vllm_omni.model_executor.models.lingbot_world.chains import Chains
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 
 
@@ -52,47 +52,6 @@ class ChunkRow:
     window: KVWindow
 
 
-# Elementwise chains, pure so that torch.compile can fuse each into one kernel.
-
-
-def modulated_norm(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
-    """LN(x) * (1 + scale) + shift in fp32; shift and scale are fp32 and broadcast over tokens."""
-    return functional.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift
-
-
-def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x + gate * update, in the residual's type; the product in fp32."""
-    return (x + gate * update.float()).to(x.dtype)
-
-
-def inject_camera(x: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """factor * x + shift on the residual stream."""
-    return (x * factor + shift).to(x.dtype)
-
-
-def affine_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """LayerNorm with weight and bias, in fp32."""
-    return functional.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps)
-
-
-@dataclass(frozen=True)
-class Elementwise:
-    """The chains above, plain or compiled."""
-
-    modulated_norm: Callable[..., torch.Tensor] = modulated_norm
-    gated_add: Callable[..., torch.Tensor] = gated_add
-    inject_camera: Callable[..., torch.Tensor] = inject_camera
-    affine_norm: Callable[..., torch.Tensor] = affine_norm
-    apply_rope: Callable[..., torch.Tensor] = apply_rope
-
-    @classmethod
-    def build(cls, compiled: bool) -> "Elementwise":
-        if not compiled:
-            return cls()
-        chains = (modulated_norm, gated_add, inject_camera, affine_norm, apply_rope)
-        return cls(*(torch.compile(chain, dynamic=False) for chain in chains))
-
-
 class PatchEmbedding(nn.Module):
     """The (1, 2, 2) patch convolution as a matrix product over `patchify`'s tokens."""
 
@@ -107,14 +66,14 @@ class PatchEmbedding(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, config: LingBotWorldConfig, parallel: ParallelContext, elementwise: Elementwise) -> None:
+    def __init__(self, config: LingBotWorldConfig, parallel: ParallelContext, chains: Chains) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.dim, self.eps = config.dim, config.eps
         self.parallel = parallel
-        self.elementwise = elementwise
+        self.chains = chains
         self.qkv = ColumnParallelLinear(config.dim, config.dim, parallel, names=("q", "k", "v"))
-        self.norm_q = ParallelRMSNorm(config.dim, config.eps, parallel)
-        self.norm_k = ParallelRMSNorm(config.dim, config.eps, parallel)
+        self.norm_q = ChannelWeight(config.dim, parallel)
+        self.norm_k = ChannelWeight(config.dim, parallel)
         self.o = RowParallelLinear(config.dim, config.dim, parallel)
 
     def forward(
@@ -127,12 +86,12 @@ class SelfAttention(nn.Module):
         write_only: bool,
     ) -> torch.Tensor | None:
         """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`."""
-        dtype = self.qkv.weight.dtype
-        q, k, v = self.qkv(x_BTD.to(dtype)).chunk(3, dim=-1)
-        heads = (-1, self.head_dim)
-        q = self.elementwise.apply_rope(self.norm_q(q).unflatten(-1, heads), *rope).to(dtype)
-        k = self.elementwise.apply_rope(self.norm_k(k).unflatten(-1, heads), *rope).to(dtype)
-        v = v.unflatten(-1, heads)
+        q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
+        squares = torch.cat((self.chains.sum_of_squares(q), self.chains.sum_of_squares(k)), dim=-1)
+        squares_q, squares_k = self.parallel.all_reduce(squares).split(1, dim=-1)
+        q = self.chains.rms_rope(q, squares_q, self.norm_q.weight, *rope, self.dim, self.eps)
+        k = self.chains.rms_rope(k, squares_k, self.norm_k.weight, *rope, self.dim, self.eps)
+        v = v.unflatten(-1, k.shape[-2:])
         if self.parallel.sequence_parallel:
             qkv = self.parallel.tokens_to_heads(torch.stack((q, k, v), dim=2), num_tokens)
             q, k, v = qkv.unbind(2)
@@ -147,23 +106,29 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    def __init__(self, config: LingBotWorldConfig, parallel: ParallelContext) -> None:
+    def __init__(self, config: LingBotWorldConfig, parallel: ParallelContext, chains: Chains) -> None:
         super().__init__()
+        self.dim, self.eps = config.dim, config.eps
         self.head_dim = config.head_dim
+        self.parallel = parallel
+        self.chains = chains
         self.q = ColumnParallelLinear(config.dim, config.dim, parallel)
         self.kv = ColumnParallelLinear(config.dim, config.dim, parallel, names=("k", "v"))
-        self.norm_q = ParallelRMSNorm(config.dim, config.eps, parallel)
-        self.norm_k = ParallelRMSNorm(config.dim, config.eps, parallel)
+        self.norm_q = ChannelWeight(config.dim, parallel)
+        self.norm_k = ChannelWeight(config.dim, parallel)
         self.o = RowParallelLinear(config.dim, config.dim, parallel)
 
     def keys_values(self, text_SD: torch.Tensor) -> torch.Tensor:
         """Return K and V [2, S, N, H] of a prompt."""
         k, v = self.kv(text_SD).chunk(2, dim=-1)
-        return torch.stack((self.norm_k(k).to(v.dtype), v)).unflatten(-1, (-1, self.head_dim))
+        return torch.stack((self._normed(k, self.norm_k), v)).unflatten(-1, (-1, self.head_dim))
+
+    def _normed(self, x_TD: torch.Tensor, norm: ChannelWeight) -> torch.Tensor:
+        squares = self.parallel.all_reduce(self.chains.sum_of_squares(x_TD))
+        return self.chains.rms_scale(x_TD, squares, norm.weight, self.dim, self.eps)
 
     def forward(self, x_BTD: torch.Tensor, rows: Sequence[ChunkRow], index: int) -> torch.Tensor:
-        dtype = self.q.weight.dtype
-        q = self.norm_q(self.q(x_BTD.to(dtype))).to(dtype).unflatten(-1, (-1, self.head_dim))
+        q = self._normed(self.q(x_BTD), self.norm_q).unflatten(-1, (-1, self.head_dim))
         attended = [attention(q_TNH, *row.cross_kv[index]) for row, q_TNH in zip(rows, q, strict=True)]
         return self.o(_stack(attended).flatten(-2))
 
@@ -171,18 +136,16 @@ class CrossAttention(nn.Module):
 class Block(nn.Module):
     """One transformer block; `index` is its place among this stage's blocks."""
 
-    def __init__(
-        self, config: LingBotWorldConfig, parallel: ParallelContext, elementwise: Elementwise, index: int
-    ) -> None:
+    def __init__(self, config: LingBotWorldConfig, parallel: ParallelContext, chains: Chains, index: int) -> None:
         super().__init__()
         dim = config.dim
         self.index = index
         self.eps = config.eps
-        self.elementwise = elementwise
+        self.chains = chains
         self.modulation = nn.Parameter(torch.empty(1, 6, dim), requires_grad=False)
-        self.self_attn = SelfAttention(config, parallel, elementwise)
+        self.self_attn = SelfAttention(config, parallel, chains)
         self.norm3 = nn.LayerNorm(dim, eps=config.eps)
-        self.cross_attn = CrossAttention(config, parallel)
+        self.cross_attn = CrossAttention(config, parallel, chains)
         self.ffn = nn.Sequential(
             ColumnParallelLinear(dim, config.ffn_dim, parallel),
             nn.GELU(approximate="tanh"),
@@ -210,36 +173,39 @@ class Block(nn.Module):
         write_only: bool,
     ) -> torch.Tensor:
         """One block; if `write_only`, stop once K/V are written and return `x_BTD` as it came."""
-        ops = self.elementwise
+        chains, dtype = self.chains, self.norm3.weight.dtype
         modulation = (self.modulation.float() + time_B6D).unsqueeze(2)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(1)
-        attended = self.self_attn(
-            ops.modulated_norm(x_BTD, shift1, scale1, self.eps), rows, rope, self.index, num_tokens, write_only
-        )
+        hidden = chains.modulated_norm(x_BTD, shift1, scale1, self.eps, dtype)
+        attended = self.self_attn(hidden, rows, rope, self.index, num_tokens, write_only)
         if attended is None:
             return x_BTD
-        x = ops.gated_add(x_BTD, attended, gate1)
-        x = _stack([ops.inject_camera(x_TD, *row.camera[self.index]) for row, x_TD in zip(rows, x, strict=True)])
-        normed = ops.affine_norm(x, self.norm3.weight, self.norm3.bias, self.eps)
-        x = x + self.cross_attn(normed, rows, self.index)
-        hidden = ops.modulated_norm(x, shift2, scale2, self.eps).to(self.norm3.weight.dtype)
-        return ops.gated_add(x, self.ffn(hidden), gate2)
+        camera_injected = [
+            chains.after_self_attention(
+                x_TD, update_TD, gate, *row.camera[self.index], self.norm3.weight, self.norm3.bias, self.eps
+            )
+            for row, x_TD, update_TD, gate in zip(rows, x_BTD, attended, gate1, strict=True)
+        ]
+        x = _stack([x_TD for x_TD, _ in camera_injected])
+        hidden = _stack([hidden_TD for _, hidden_TD in camera_injected])
+        x, hidden = chains.after_cross_attention(x, self.cross_attn(hidden, rows, self.index), shift2, scale2, self.eps)
+        return chains.gated_add(x, self.ffn(hidden), gate2)
 
 
 class Head(nn.Module):
     """Final modulation and projection to the (ph, pw, channel) values of each token's patch; fp32."""
 
-    def __init__(self, config: LingBotWorldConfig, elementwise: Elementwise) -> None:
+    def __init__(self, config: LingBotWorldConfig, chains: Chains) -> None:
         super().__init__()
         self.eps = config.eps
-        self.elementwise = elementwise
+        self.chains = chains
         self.modulation = nn.Parameter(torch.empty(1, 2, config.dim), requires_grad=False)
         patch = config.patch_size[1] * config.patch_size[2]
         self.head = nn.Linear(config.dim, config.out_channels * patch)
 
     def forward(self, x_BTD: torch.Tensor, time_BD: torch.Tensor) -> torch.Tensor:
         shift, scale = (self.modulation.float() + time_BD.unsqueeze(1)).unsqueeze(2).unbind(1)
-        hidden = self.elementwise.modulated_norm(x_BTD, shift, scale, self.eps)
+        hidden = self.chains.modulated_norm(x_BTD, shift, scale, self.eps, torch.float32)
         return _linear_fp32(self.head, hidden)
 
 
@@ -265,7 +231,7 @@ class LingBotTransformer(nn.Module):
         self.parallel = parallel
         self.residual_fp32 = residual_fp32
         dim, patch = config.dim, config.patch_size[1] * config.patch_size[2]
-        elementwise = Elementwise.build(compiled)
+        chains = Chains.build(compiled)
         if parallel.first_stage:
             self.patch_embedding = PatchEmbedding(config)
         self.patch_embedding_wancamctrl = nn.Linear(config.camera_channels * patch, dim)
@@ -278,10 +244,10 @@ class LingBotTransformer(nn.Module):
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         layers = parallel.layers(config.num_layers)
         self.blocks = nn.ModuleDict(
-            {str(layer): Block(config, parallel, elementwise, index) for index, layer in enumerate(layers)}
+            {str(layer): Block(config, parallel, chains, index) for index, layer in enumerate(layers)}
         )
         if parallel.last_stage:
-            self.head = Head(config, elementwise)
+            self.head = Head(config, chains)
         self.requires_grad_(False)
 
     @property
