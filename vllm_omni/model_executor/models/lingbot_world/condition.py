@@ -110,7 +110,8 @@ def prepare_image(
 
     image: uint8 [h, w, 3], or float [3, h, w] in [0, 1]. fit: `exact` resizes both sides (the original: its output
     size already follows the image's aspect, see `output_size`), `cover` keeps the aspect and cuts the middle.
-    Bicubic without antialiasing and without clamping its overshoot, as the original. Raises ValueError on other shapes, types and non-finite values.
+    Bicubic without antialiasing and without clamping its overshoot, as the original. Raises ValueError on other
+    shapes, types and non-finite values.
     """
     if image.dtype == torch.uint8:
         if image.ndim != 3 or image.shape[2] != 3:
