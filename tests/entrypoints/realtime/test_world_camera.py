@@ -800,3 +800,25 @@ def test_a_first_version_client_works_with_its_own_codec(door: DoorServer) -> No
             video.append(np.concatenate(chunks, axis=0))
     assert [part.shape for part in video] == [(21, 32, 48, 3), (24, 32, 48, 3)]
     np.testing.assert_allclose(np.concatenate(video)[:, 9, 9, 2] * 255, np.arange(45), atol=1e-4)
+
+
+def test_abrupt_ends_leave_nothing_behind(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """A hundred clients vanish, most of them in the middle of a chunk: no task, request, connection or world stays."""
+    door = make_door(facts={"max_sessions": 2, "session_idle_s": 0.5})
+    engine.delay_s = 0.02
+    for number in range(100):
+        client = door.client()
+        client.send(infer(FIRST + 3 * LATER))
+        if number % 3:
+            wait_until(lambda: engine.running)
+        if number % 3 == 2:
+            client.receive()
+        raw = client.connection.socket
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raw.shutdown(socket.SHUT_RD)
+        raw.close()
+        client.connection.close()
+    wait_until(lambda: not engine.running and not door.server.server_state.connections)
+    wait_until(lambda: not engine.worlds and not len(door.manager))
+    wait_until(lambda: len(door.manager._tasks) == 1)  # the sweeper
+    assert engine._live == {}

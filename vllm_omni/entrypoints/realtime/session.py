@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
@@ -72,6 +72,16 @@ class Session:
     @property
     def is_busy(self) -> bool:
         return self._waiting > 0
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep the session from being evicted; afterwards it goes from the table if there is nothing in it."""
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            self._manager.forget_if_empty(self)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -159,7 +169,10 @@ class Session:
                 "timeout", f"a chunk took longer than {limits.chunk_timeout_s:g} s and was dropped"
             ) from None
         except BaseException as error:
-            await self._abort(run, in_flight, refused=isinstance(error, DoorError))
+            refused = isinstance(error, DoorError) and error.code not in ("cancelled", "engine_error")
+            if isinstance(error, DoorError) and not refused:
+                self.in_step = False  # the engine ended that chunk in a way that does not tell what became of it
+            await self._abort(run, in_flight, refused)
             raise
 
     async def _begin(self, run: Run) -> tuple[np.ndarray | None, tuple[str, ...]]:
@@ -168,7 +181,7 @@ class Session:
         Returns `(image, warnings)`; the image only if the world starts here.
         """
         job, facts = run.job, self._manager.facts
-        if job.restart and not run.completed:
+        if job.restart and self.started and not run.completed:
             self.forget_world()
         if run.completed:
             if self.in_step and self.next_chunk != run.first_chunk + run.completed:
@@ -322,14 +335,14 @@ class Session:
             answered.append(in_flight.popleft().result())
         for task in in_flight:
             task.cancel()
+        for result in answered:
+            await self._render(run, self._advance(run, result, ()))
         if in_flight:
             await asyncio.wait(in_flight)
             for task in in_flight:  # look at every outcome, so that none is reported as never retrieved
                 if not task.cancelled():
                     task.exception()
             self.in_step = self.in_step and refused
-        for result in answered:
-            await self._render(run, self._advance(run, result, ()))
         if not self.started and not refused:
             self.forget_world()  # the first chunk may have been committed all the same
 
@@ -383,31 +396,22 @@ class Session:
 
     async def stop(self) -> None:
         """Cancel all requests; the world stays as it is."""
-        self._waiting += 1
-        self.cancel()
-        try:
+        with self.hold():
+            self.cancel()
             async with self._turn:
                 pass
-        finally:
-            self._waiting -= 1
-            self._manager.forget_if_empty(self)
 
     async def reset(self) -> None:
         """Cancel all requests and free the world; a session nobody then waits for is gone from the table."""
-        self._waiting += 1
-        self.cancel()
-        try:
+        with self.hold():
+            self.cancel()
             async with self._turn:
                 if self.started:
                     self.forget_world()
-        finally:
-            self._waiting -= 1
-            self._manager.forget_if_empty(self)
 
     async def fork(self, new: "Session") -> None:
         """Copy this world into `new`, between two chunks."""
-        self._waiting += 1
-        try:
+        with self.hold(), new.hold():
             async with self._turn:
                 if not self.started:
                     raise DoorError("missing_image", "the session has no world to branch from yet")
@@ -415,8 +419,6 @@ class Session:
                 new.started, new.in_step = True, self.in_step
                 new.next_chunk, new.next_frame = self.next_chunk, self.next_frame
                 new.height, new.width, new.prompt, new.seed = self.height, self.width, self.prompt, self.seed
-        finally:
-            self._waiting -= 1
 
 
 class SessionManager:
@@ -480,12 +482,7 @@ class SessionManager:
         if key in self._sessions:
             raise DoorError("invalid_request", "a session with this id exists; choose another", param="new_session_id")
         new = self.open(key)
-        new._waiting += 1  # nobody may use or evict it until the engine has made it
-        try:
-            await source.fork(new)
-        finally:
-            new._waiting -= 1
-            self.forget_if_empty(new)
+        await source.fork(new)
         return new
 
     def forget_if_empty(self, session: Session) -> None:

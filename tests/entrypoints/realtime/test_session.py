@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session core without a door: what is committed, what is kept and what is certain when a request is cut off."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FIRST, LATER, FakeEngine, camera
+
+from vllm_omni.entrypoints.realtime.camera import CameraPath
+from vllm_omni.entrypoints.realtime.engine import WorldEngine
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, Run
+from vllm_omni.entrypoints.realtime.session import Session, SessionManager
+from vllm_omni.inputs import DiffusionParams
+
+RENDER_S = 0.2
+
+
+def job(num_frames: int, request_id: str, image: bool = False, render_s: float = 0.0, **fields: Any) -> Job:
+    """A request whose replies are its chunks' indices as text."""
+
+    def render(chunk: FinishedChunk) -> list[bytes]:
+        time.sleep(render_s)
+        return [str(chunk.chunk_index).encode()]
+
+    values = dict.fromkeys(Job.__dataclass_fields__) | {
+        "request_id": request_id,
+        "digest": request_id.encode(),
+        "camera": CameraPath.parse(*camera(num_frames).values(), max_poses=1000),
+        "pose_policy": "error",
+        "load_image": (lambda height, width: np.zeros((height, width, 3), np.uint8)) if image else None,
+        "restart": False,
+        "options": {},
+        "render": render,
+    }
+    return Job(**{**values, **fields})
+
+
+async def ended(run: Run) -> DoorError | None:
+    """Wait for a run without following it."""
+    assert run.task is not None
+    await asyncio.wait([run.task])
+    await asyncio.sleep(0)
+    return run.error
+
+
+def scenario(test: Callable[[SessionManager, Session, FakeEngine], Awaitable[None]]) -> None:
+    """Run `test` on a session of a fresh manager; no task may be left behind."""
+
+    async def run() -> None:
+        engine = FakeEngine()
+        limits, facts = DoorLimits(unsent_chunks=1000), WorldFacts(height=32, width=48)
+        manager = SessionManager(WorldEngine(engine), facts, limits, ThreadPoolExecutor(1))  # type: ignore[arg-type]
+        await test(manager, manager.open(("me", "s")), engine)
+        await manager.shutdown()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+
+
+def payloads(run: Run) -> list[bytes]:
+    return [reply.payload for reply in run.replies]
+
+
+def test_what_the_engine_had_answered_is_kept_when_a_request_is_cut_off() -> None:
+    """Chunk 0 is being rendered, 1 is answered, 2 runs: 0 and 1 are in the journal; what became of 2 is uncertain."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        def slow_third(params: DiffusionParams) -> None:
+            engine.delay_s = 5.0 if params.chunk_index == 2 else 0.0
+
+        engine.fail = slow_third
+        run = session.submit(job(FIRST + 3 * LATER, "r", image=True, render_s=RENDER_S))
+        await asyncio.sleep(RENDER_S / 2)
+        session.cancel()
+        error = await ended(run)
+        assert error is not None
+        assert (error.code, error.details["next_chunk_index"]) == ("cancelled", 2)
+        assert (run.completed, payloads(run), session.next_chunk) == (2, [b"0", b"1"], 2)
+        assert not session.in_step
+        assert len(engine.aborted) == 1
+
+    scenario(test)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_uncertain_place_is_asked_for(late: bool) -> None:
+    """A new request takes the engine's next chunk, whichever that is; a cut-off one insists on its own."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        await ended(session.submit(job(FIRST, "first", image=True)))
+        engine.delay_s = 5.0
+        cut = session.submit(job(2 * LATER, "cut"))
+        await asyncio.sleep(0.05)
+        session.cancel()
+        await ended(cut)
+        engine.delay_s = 0.0
+        if late:  # the engine had committed the chunk before the abort reached it
+            next(iter(engine.worlds.values())).chunk_index += 1
+        again = session.submit(job(2 * LATER, "cut"))
+        error = await ended(again)
+        if late:
+            assert error is not None
+            assert error.code == "resync_required"
+            fresh = session.submit(job(2 * LATER, "fresh"))
+            assert await ended(fresh) is None
+            assert payloads(fresh) == [b"2", b"3"]
+        else:
+            assert error is None
+            assert payloads(again) == [b"1", b"2"]
+        assert session.in_step
+
+    scenario(test)
+
+
+def test_a_request_cancelled_before_it_began_still_ends() -> None:
+    """A task that never ran its first step must not leave the session busy."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        run = session.submit(job(FIRST, "r", image=True))
+        session.cancel()
+        error = await ended(run)
+        assert error is not None
+        assert error.code == "cancelled"
+        assert not session.is_busy
+        assert manager.find(session.key) is None
+        assert engine.calls == []
+
+    scenario(test)
+
+
+def test_a_repeated_request_after_other_requests_is_out_of_date() -> None:
+    """What was cut off cannot be finished once the session has gone on."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        def fail_second(params: DiffusionParams) -> None:
+            engine.delay_s = 5.0 if params.chunk_index == 1 else 0.0
+
+        engine.fail = fail_second
+        cut = session.submit(job(FIRST + LATER, "cut", image=True))
+        await asyncio.sleep(0.05)
+        session.cancel()
+        await ended(cut)
+        engine.fail = lambda params: None
+        engine.delay_s = 0.0
+        assert await ended(session.submit(job(LATER, "next"))) is None
+        error = await ended(session.submit(job(FIRST + LATER, "cut", image=True)))
+        assert error is not None
+        assert (error.code, error.details["next_chunk_index"]) == ("resync_required", 2)
+
+    scenario(test)
+
+
+def test_inputs_are_let_go_when_a_request_ends() -> None:
+    """Sixty-four remembered requests must not hold sixty-four start images."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        run = session.submit(job(FIRST, "r", image=True))
+        await ended(run)
+        assert (run.job.load_image, run.job.camera) == (None, None)
+
+    scenario(test)
