@@ -248,3 +248,16 @@ def test_whatever_arrives_is_read_or_refused_by_name(data: Any) -> None:
         return
     rays = cam.camera_map(cam.relative_poses(path)[:2], scaled[:2], 16, 16)
     assert bool(torch.isfinite(rays).all())
+
+
+def test_a_clip_sent_chunk_by_chunk_is_the_originals_clip() -> None:
+    """With `camera_scale` = the clip's largest step, chunks give its relative poses (1e-5; 3e-7 is fp32 rounding)."""
+    clip = torch.stack([pose(x=0.02 * i, z=0.05 * i, yaw=0.7 * i) for i in range(33)])
+    whole = cam.prepare_trajectory(clip, torch.tensor([[416.0, 416.0, 416.0, 240.0]]), 32, 48)
+    scale = float(cam.relative_poses(whole.poses_N44.double())[:, :3, 3].norm(dim=1).max())
+    before, parts = None, []
+    for frames, pixels in ((range(3), slice(0, 9)), (range(3, 6), slice(9, 21)), (range(6, 9), slice(21, 33))):
+        path = cam.latent_rows(cam.read_poses(clip[pixels], len(clip[pixels])), frames)
+        parts.append(cam.scaled_translations(cam.relative_poses(path, before), scale))
+        before = path[-1]
+    torch.testing.assert_close(torch.cat(parts), whole.relative_N44.double(), atol=1e-5, rtol=0)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lingbot_reference import record
 from lingbot_rollout import GOLDEN
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -112,3 +113,47 @@ def test_an_unheard_of_control_type_is_a_failure(tmp_path: Path) -> None:
 def test_recorded_bf16_stays_bf16() -> None:
     """The bf16 scenario's K/V are bf16 on both sides, so its tolerance is about arithmetic, not storage."""
     assert load_file(GOLDEN / "dit_global_c3_bf16.safetensors")["c0.kv1.k"].dtype == torch.bfloat16
+
+
+BASE = {
+    "model_type": "i2v",
+    "control_type": "cam",
+    "patch_size": [1, 2, 2],
+    "in_dim": 36,
+    "out_dim": 16,
+    "qk_norm": True,
+    "cross_attn_norm": True,
+    "eps": 1e-6,
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "run"),
+    [
+        (
+            {"dim": 72, "num_heads": 3, "num_layers": 3, "ffn_dim": 40, "freq_dim": 20, "text_dim": 12, "text_len": 6}
+            | {"local_attn_size": 5, "sink_size": 1},
+            {"chunk": 2, "chunks": 5, "height": 2, "width": 6},
+        ),
+        (
+            {"dim": 8, "num_heads": 1, "num_layers": 1, "ffn_dim": 24, "freq_dim": 8, "text_dim": 5, "text_len": 4}
+            | {"local_attn_size": 4, "sink_size": 0},
+            {"chunk": 4, "chunks": 3, "height": 4, "width": 2},
+        ),
+        (
+            {"dim": 32, "num_heads": 4, "num_layers": 2, "ffn_dim": 64, "freq_dim": 12, "text_dim": 24, "text_len": 9}
+            | {"local_attn_size": -1, "sink_size": 0},
+            {"chunk": 1, "chunks": 4, "height": 6, "width": 4},
+        ),
+    ],
+    ids=["three heads, window 5, sink 1", "one head, no sink", "global, one frame a chunk"],
+)
+def test_an_architecture_never_seen_before_is_verified(
+    sizes: dict[str, int], run: dict[str, int], tmp_path: Path
+) -> None:
+    """Recorded by a second, independent implementation in fp64 with its own way of keeping K/V."""
+    with torch.no_grad():
+        record(tmp_path, {**BASE, **sizes}, seed=3, **run)
+    report = verify(tmp_path)
+    assert report.ok, report.to_text()
+    assert {row.stage for row in report.rows} >= {"flow", "latents", "self-attention K/V", "cache ends", "timesteps"}
