@@ -8,6 +8,7 @@ tests/test_import_purity.py.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedConfig
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.model_executor.models.registry import ModelRegistry
@@ -54,6 +55,10 @@ class OmniModelConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: "ModelConfig") -> None:
         model_config.skip_tokenizer_init = True
+        stored = getattr(torch, str(model_config.hf_config.dtype).removeprefix("torch."))
+        if model_config.dtype == torch.float16 and stored != torch.float16:
+            # What `--dtype auto` makes of float32 weights. fp16 overflows in video transformers, so keep what is stored.
+            model_config.dtype = stored
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
