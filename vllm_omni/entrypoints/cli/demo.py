@@ -12,6 +12,7 @@ import importlib.resources
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         chunks = stream(url, image, args.prompt, height, width, args.chunks, console)
         write_files(chunks, args.out, console)
         if not args.once:
-            console.print(f"\nserving {model} at [bold]{url}[/bold] (log: {process.log}); Ctrl-C stops it")
+            console.print(f"\nserving {model} at {url} (log: {process.log}); Ctrl-C stops it", soft_wrap=True)
             wait_for_interrupt(process)
     return 0
 
@@ -123,7 +124,7 @@ class ServerProcess:
 def server(model: Path, port: int, height: int, width: int, log: Path) -> Iterator[ServerProcess]:
     """Run `vllm serve MODEL --omni` on the loopback address while the block runs."""
     command = serve_command(model, port, height, width)
-    print("starting:", " ".join(command), flush=True)
+    print("starting:", shlex.join(command), flush=True)
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     with log.open("wb") as output:
         popen = subprocess.Popen(
@@ -240,7 +241,7 @@ def stream(url: str, image: bytes, prompt: str, height: int, width: int, num_chu
                 if len(chunk.frames) != stop - start:
                     raise CommandError(f"chunk {index} has {len(chunk.frames)} frames, {stop - start} were asked for")
                 chunks.append(chunk)
-                progress.console.print(describe(index, chunk))
+                progress.console.print(describe(index, chunk), soft_wrap=True, highlight=False)
                 progress.advance(task)
                 start = stop
     except (WebSocketException, OSError, TimeoutError, msgspec.DecodeError, KeyError, ValueError) as error:
@@ -330,7 +331,8 @@ def write_files(chunks: Sequence[Chunk], out: Path, console: Any, fps: float = 1
     if (written_THWC == written_THWC[0]).all():
         raise CommandError(f"all {len(written_THWC)} frames of {video} are the same picture; the world does not move")
     console.print(
-        f"wrote {video} ({len(frames_THWC)} frames, {len(frames_THWC) / fps:.1f} s) and {sheet}; read back and checked"
+        f"wrote {video} ({len(frames_THWC)} frames, {len(frames_THWC) / fps:.1f} s) and {sheet}; read back and checked",
+        soft_wrap=True,
     )
 
 
