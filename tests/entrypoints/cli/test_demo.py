@@ -226,6 +226,25 @@ def test_a_server_that_does_not_start_in_time_is_stopped(fake_server: Callable[[
     assert running(lambda child: os.getpgid(child.pid) == process.popen.pid) == []
 
 
+def test_a_demo_that_is_terminated_takes_its_server_along(tmp_path: Path) -> None:
+    """A closed terminal or a `kill` ends the server too."""
+    code = (
+        "import sys\n"
+        "from vllm_omni.entrypoints.cli import demo\n"
+        "from vllm_omni.entrypoints.cli.main import main\n"
+        "demo.serve_command = lambda *args: [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        f"main(['demo', '--model', {str(tmp_path)!r}, '--out', {str(tmp_path)!r}, '--port', '0'])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("starting: "):
+        assert process.poll() is None
+    process.terminate()
+    assert process.wait(30) == 130
+    process.stdout.close()
+    assert running(lambda child: child.cwd() == str(tmp_path)) == []
+
+
 def test_a_busy_port_is_replaced() -> None:
     """The wanted port is taken if it is free, else any other."""
     with socket.create_server(("127.0.0.1", 0)) as busy:

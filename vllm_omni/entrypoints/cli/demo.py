@@ -75,6 +75,10 @@ def run(args: argparse.Namespace) -> int:
             console.print(f"wrote the tiny random world {model}")
     image = args.image.read_bytes() if args.image else start_image()
     port = free_port(args.port)
+    if port != args.port:
+        console.print(f"port {args.port} is in use or 0; taking {port}")
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal must not leave a server behind
+        signal.signal(number, _interrupt)
     with server(model, port, height, width, args.out / "demo_server.log") as process:
         wait_until_healthy(process, args.start_timeout, console)
         url = f"ws://{_HOST}:{port}{DOOR}"
@@ -170,6 +174,10 @@ def answers(url: str) -> bool:
             return int(answer.status) == 200
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def wait_for_interrupt(process: ServerProcess) -> None:
