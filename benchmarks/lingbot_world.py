@@ -103,7 +103,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             model=str(model),
             config_format="omni",
             skip_tokenizer_init=True,
-            enforce_eager=True,
+            enforce_eager=args.eager,
             load_format="dummy",
             tensor_parallel_size=ranks,
             pipeline_parallel_size=args.pipeline_parallel,
@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--sequence-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
     parser.add_argument("--name", default="lingbot_world", help="name of the result file")

@@ -43,9 +43,13 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.height * self.width
 
     @classmethod
-    def from_additional_config(cls, additional_config: Mapping[str, Any] | None) -> "OmniConfig":
-        """Parse `additional_config["omni"]` (missing = all defaults). Raises ValueError naming key and range."""
-        return parse_options(cls, (additional_config or {}).get("omni", {}), "additional_config['omni']")
+    def from_additional_config(cls, additional_config: Any) -> "OmniConfig":
+        """Parse `additional_config["omni"]` (missing = all defaults). Raises ValueError naming key and range.
+
+        additional_config: vLLM's option as it is: a map, or None.
+        """
+        omni = additional_config.get("omni", {}) if isinstance(additional_config, Mapping) else {}
+        return parse_options(cls, omni, "additional_config['omni']")
 
 
 def parse_options(cls: type[T], options: Mapping[str, Any], where: str) -> T:

@@ -56,7 +56,10 @@ def _aligned(offset: int) -> int:
 
 
 def pack(meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-    """Pack JSON-serialisable `meta` and named tensors into one new 1-D uint8 CPU tensor, owned by the caller."""
+    """Pack JSON-serialisable `meta` and named tensors into one new 1-D uint8 CPU tensor, owned by the caller.
+
+    Tensors on a CUDA device are copied straight into the envelope, which is then page-locked memory.
+    """
     tensors = tensors or {}
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
@@ -70,7 +73,8 @@ def pack(meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = N
         entry[3] = offset
         offset = _aligned(offset + tensor.numel() * tensor.element_size())
     header = _header(meta, entries)
-    out = torch.empty(max(offset, start), dtype=torch.uint8)
+    pinned = any(tensor.is_cuda for tensor in tensors.values())
+    out = torch.empty(max(offset, start), dtype=torch.uint8, pin_memory=pinned)
     prefix = _PREFIX.pack(_MAGIC, _VERSION, len(header)) + header
     out[:start].zero_()
     out[: len(prefix)] = torch.frombuffer(bytearray(prefix), dtype=torch.uint8)

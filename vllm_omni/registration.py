@@ -26,7 +26,7 @@ WORKER_CLS = "vllm_omni.worker.DiffusionGPUWorker"
 SCHEDULER_CLS = "vllm_omni.core.sched.StreamBatchScheduler"
 
 
-class OmniPipelineConfig(PreTrainedConfig):  # type: ignore[misc]
+class OmniPipelineConfig(PreTrainedConfig):
     """The HF-shaped config that vLLM carries for a pipeline checkpoint; filled by the model family."""
 
     model_type = "omni_pipeline"
@@ -45,7 +45,8 @@ class OmniConfigParser(ConfigParserBase):
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
         path = Path(model)
         family = detect_family(path)
-        config = OmniPipelineConfig(omni_family=family.name, **family.hf_config(path))
+        values: dict[str, Any] = {"omni_family": family.name, **family.hf_config(path)}
+        config = OmniPipelineConfig(**values)
         return config.to_dict(), config
 
 
@@ -57,7 +58,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         model_config.skip_tokenizer_init = True
         stored = getattr(torch, str(model_config.hf_config.dtype).removeprefix("torch."))
         if model_config.dtype == torch.float16 and stored != torch.float16:
-            # What `--dtype auto` makes of float32 weights. fp16 overflows in video transformers, so keep what is stored.
+            # `--dtype auto` makes fp16 of fp32 weights; that overflows in video transformers: keep what is stored.
             model_config.dtype = stored
 
     @staticmethod

@@ -31,7 +31,7 @@ class StepPipeline(nn.Module, VllmModelForPooling, IsAttentionFree, SupportsPP):
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("a diffusion pipeline has no token embeddings; the runner calls denoise_step")
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError("a diffusion pipeline is driven by denoise_step, never by forward")
 
     def make_empty_intermediate_tensors(

@@ -6,7 +6,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_omni.worker.diffusion_worker import DiffusionWorkerMixin
 
 
-class DiffusionCPUWorker(DiffusionWorkerMixin, CPUWorker):
+class DiffusionCPUWorker(DiffusionWorkerMixin, CPUWorker):  # type: ignore[misc]
     """Stock CPU worker with the diffusion runner; sleep is a no-op there, as in stock vLLM."""
 
     def init_device(self) -> None:

@@ -75,10 +75,10 @@ class DiffusionGPUModelRunner:
             self.load_config.load_format = "dummy"
         loader = get_model_loader(self.load_config)
         model = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
+        self.model_memory_usage = sum(p.numel() * p.element_size() for p in model.parameters())
         if not isinstance(model, SupportsStepExecution) or not model.supports_step_execution:
             raise TypeError(f"{type(model).__name__} does not implement SupportsStepExecution")
         self.model: Any = model
-        self.model_memory_usage = sum(p.numel() * p.element_size() for p in model.parameters())
 
     def reload_weights(
         self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
@@ -128,7 +128,9 @@ class DiffusionGPUModelRunner:
         """One micro-step outside the engine loop: do the worker's send and receive here."""
         received = None
         if not self.pp.is_first_rank:
-            received = IntermediateTensors(self.pp.recv_tensor_dict(all_gather_group=self.tp))
+            tensors = self.pp.recv_tensor_dict(all_gather_group=self.tp)
+            assert tensors is not None
+            received = IntermediateTensors(tensors)
         if self._channel is not None and not self.pp.is_last_rank:
             self._channel.drain([state.request_id], self._take_answer)
         hidden = self._micro_step([state], received, {})

@@ -13,23 +13,23 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
+else:
+    _Worker = object
 
 
-class DiffusionWorkerMixin:
+class DiffusionWorkerMixin(_Worker):
     """Mix in before a vLLM worker class."""
 
-    if TYPE_CHECKING:
-        vllm_config: VllmConfig
-        device: torch.device
-        model_runner: DiffusionGPUModelRunner
+    model_runner: DiffusionGPUModelRunner  # type: ignore[assignment]
+    device: torch.device
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Our runner implements neither generation; with False the worker takes no V2-only path (warm-up, pooling).
         self.use_v2_model_runner = False
 
-    def _make_model_runner(self) -> DiffusionGPUModelRunner:
+    def _make_model_runner(self) -> DiffusionGPUModelRunner:  # type: ignore[override]
         return DiffusionGPUModelRunner(self.vllm_config, self.device)
 
     @torch.inference_mode()

@@ -69,8 +69,8 @@ class RequestStates:
             state = RequestState(data.req_id, None, {}, failure=failure)
         except Exception:  # boundary: whatever a client managed to send may cost only its own request
             logger.exception("request %s could not be read", data.req_id)
-            failure = RequestFailed("invalid_request", "the request could not be read")
-            state = RequestState(data.req_id, None, {}, failure=failure)
+            unreadable = RequestFailed("invalid_request", "the request could not be read")
+            state = RequestState(data.req_id, None, {}, failure=unreadable)
         self._states[data.req_id] = state
         return state
 

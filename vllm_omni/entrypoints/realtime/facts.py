@@ -42,7 +42,7 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def from_vllm_config(cls, vllm_config: "VllmConfig", model: str) -> "WorldFacts":
         """Read the model's own facts and the deployment's. `model`: the name clients know it by."""
         hf_config: dict[str, Any] = vllm_config.model_config.hf_config.to_dict()
-        omni = OmniConfig.from_additional_config(vllm_config.additional_config)  # type: ignore[arg-type]
+        omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         facts = {
             **hf_config.get("world", {}),
             "height": omni.height,

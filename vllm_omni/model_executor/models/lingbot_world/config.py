@@ -189,7 +189,8 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead.
     reprime_on_prompt_switch: recompute the window's keys and values under a new prompt (one extra pass for every
         chunk in the window, and a second window buffer while that chunk runs).
-    compile: fuse elementwise chains with torch.compile.
+    compile: fuse elementwise chains and the VAE's decoder with torch.compile, for every video size when it is first
+        seen (the largest at start). None = on CUDA, unless the engine runs with --enforce-eager.
     """
 
     version: Version | None = None
@@ -209,7 +210,7 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     vae_dtype: Literal["fp32", "bf16"] | None = None
     sequence_parallel: bool = False
     reprime_on_prompt_switch: bool = False
-    compile: bool = False
+    compile: bool | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], checkpoint_version: Version = "v1") -> "LingBotOptions":

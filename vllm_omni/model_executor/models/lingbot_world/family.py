@@ -23,7 +23,7 @@ def _verify(golden: Path) -> Any:
 
 
 def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
-    options = LingBotOptions.parse(omni.model)
+    options = LingBotOptions.parse(omni.model, config["lingbot_world"]["version"])
     transformer = LingBotWorldConfig.from_checkpoint(config["lingbot_world"]["transformer"])
     ChunkPlan.resolve(transformer, options)
     transformer.latent_size(omni.height, omni.width)

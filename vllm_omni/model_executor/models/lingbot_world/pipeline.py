@@ -56,7 +56,10 @@ _SHARED_PROMPTS = 2
 
 @dataclass(frozen=True)
 class WorldSetup:
-    """Everything a `LingBotWorld` is built from, resolved and checked. dtype: the transformer's."""
+    """Everything a `LingBotWorld` is built from, resolved and checked. dtype: the transformer's.
+
+    compiled: what `options.compile` comes to.
+    """
 
     config: LingBotWorldConfig
     vae_config: VAEConfig
@@ -66,6 +69,7 @@ class WorldSetup:
     omni: OmniConfig
     parallel: ParallelContext
     dtype: torch.dtype
+    compiled: bool = False
 
     @classmethod
     def of(
@@ -75,9 +79,14 @@ class WorldSetup:
         omni: OmniConfig,
         dtype: torch.dtype,
         parallel: ParallelContext | None = None,
+        eager: bool = True,
     ) -> "WorldSetup":
-        """Read a checkpoint's `hf_config(...)["lingbot_world"]`; `parallel` None = vLLM's groups. Raises ValueError."""
+        """Read a checkpoint's `hf_config(...)["lingbot_world"]`; `parallel` None = vLLM's groups. Raises ValueError.
+
+        eager: the engine was told not to compile anything.
+        """
         options = LingBotOptions.parse(omni.model, checkpoint["version"])
+        compiled = (torch.cuda.is_available() and not eager) if options.compile is None else options.compile
         return cls(
             config=LingBotWorldConfig.from_checkpoint(checkpoint["transformer"]),
             vae_config=VAEConfig.from_dict(checkpoint["vae"]),
@@ -87,6 +96,7 @@ class WorldSetup:
             omni=omni,
             parallel=parallel or ParallelContext.from_vllm(options.sequence_parallel),
             dtype=dtype,
+            compiled=compiled,
         )
 
 
@@ -119,7 +129,7 @@ class LingBotWorld(nn.Module):
                 setup.config,
                 setup.parallel,
                 residual_fp32=setup.options.residual_dtype == "fp32",
-                compiled=setup.options.compile,
+                compiled=setup.compiled,
             )
         decodes = setup.parallel.last_stage and setup.parallel.rank == 0
         self.vae = StreamingWanVAE(
@@ -127,6 +137,7 @@ class LingBotWorld(nn.Module):
             encoder=setup.parallel.first_stage,
             decoder=decodes,
             dtype=setup.options.vae_torch_dtype(setup.dtype),
+            compiled=setup.compiled,
         )
         self.condition = GreyCondition(self.vae) if setup.parallel.first_stage else None
         self._prompts: OrderedDict[str, torch.Tensor] = OrderedDict()
@@ -263,6 +274,7 @@ class LingBotWorld(nn.Module):
     @torch.no_grad()
     def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         session, chunk = _session_of(request), _chunk_of(request)
+        chunk.camera = None  # several GiB at full size, and no step comes after this
         pixel_frames = self.plan.pixel_frames(session.chunk_index)
         meta = {
             "first_frame": pixel_frames.start,
@@ -274,7 +286,7 @@ class LingBotWorld(nn.Module):
         if session.shape.output == "latents":
             return meta, {"latents": chunk.latents}
         pixels, chunk.decoder_cache = self.vae.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
-        return meta, {"frames": to_uint8(pixels).cpu()}
+        return meta, {"frames": to_uint8(pixels)}
 
     def commit(self, request: DiffusionRequest) -> None:
         session, chunk = _session_of(request), _chunk_of(request)
@@ -404,9 +416,10 @@ class LingBotWorldPipeline(LingBotWorld, StepPipeline):
         StepPipeline.__init__(self, vllm_config=vllm_config, prefix=prefix)
         self.model_config = vllm_config.model_config
         assert isinstance(self.model_config.dtype, torch.dtype)
-        omni = OmniConfig.from_additional_config(vllm_config.additional_config)  # type: ignore[arg-type]
+        omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         checkpoint = self.model_config.hf_config.lingbot_world
-        self.build(WorldSetup.of(checkpoint, self._layout(), omni, self.model_config.dtype))
+        eager = self.model_config.enforce_eager
+        self.build(WorldSetup.of(checkpoint, self._layout(), omni, self.model_config.dtype, eager=eager))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load every piece of the checkpoint strictly; `weights` (vLLM's flat file iterator) is not touched."""

@@ -12,6 +12,7 @@ Shape letters: C channels, T frames, H height, W width (pixels of `VAEConfig.spa
 Held by tests/model_executor/models/lingbot_world/test_vae.py.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -61,13 +62,21 @@ class StreamingWanVAE(nn.Module):
     """Encoder and/or decoder of a Wan 2.1 VAE driven with an explicit cache; parameter names are diffusers'.
 
     dtype: of weights, activations and caches (float32 or bfloat16). Latents are normalised and float32 at both doors.
+    compiled: fuse the decoder with torch.compile (all but a stream's first latent, which has its own control flow).
+    On CUDA, convolutions run channels-last, the layout their kernels are fastest in.
     """
 
     latents_mean: torch.Tensor
     latents_std: torch.Tensor
 
     def __init__(
-        self, config: VAEConfig, *, encoder: bool = True, decoder: bool = True, dtype: torch.dtype = torch.float32
+        self,
+        config: VAEConfig,
+        *,
+        encoder: bool = True,
+        decoder: bool = True,
+        dtype: torch.dtype = torch.float32,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -94,6 +103,10 @@ class StreamingWanVAE(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
         self.requires_grad_(False)
         self.eval()
+        _channels_last_on_cuda(self)
+        self._compiled_decoder: Callable[..., torch.Tensor] | None = None
+        if decoder and compiled:
+            self._compiled_decoder = torch.compile(self.decoder.forward, dynamic=False)
 
     @property
     def has_encoder(self) -> bool:
@@ -143,7 +156,8 @@ class StreamingWanVAE(nn.Module):
         latents_1CTHW = (latents_1CTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
         pixels = []
         for piece in latents_1CTHW.split(1, dim=2):
-            frames, cache = _step(self.decoder, self.post_quant_conv(piece), cache, shapes)
+            network = self.decoder if cache is None else self._compiled_decoder or self.decoder
+            frames, cache = _step(network, self.post_quant_conv(piece), cache, shapes)
             pixels.append(frames)
         assert cache is not None, "decode needs at least one latent frame"
         return torch.cat(pixels, dim=2).clamp_(-1.0, 1.0), cache
@@ -173,7 +187,7 @@ def to_uint8(pixels_1CTHW: torch.Tensor) -> torch.Tensor:
 
 
 def _step(
-    network: nn.Module, x_1CTHW: torch.Tensor, cache: VAECache | None, shapes: tuple[Shape, ...]
+    network: Callable[..., torch.Tensor], x_1CTHW: torch.Tensor, cache: VAECache | None, shapes: tuple[Shape, ...]
 ) -> tuple[torch.Tensor, VAECache]:
     """Run one latent frame's worth through `network`; returns its output and the cache after it."""
     features: list[Any] = [None] * len(shapes) if cache is None else list(cache.features)
@@ -181,6 +195,14 @@ def _step(
     if cache is None:
         features = [_pad_first(feature, shape, x_1CTHW) for feature, shape in zip(features, shapes, strict=True)]
     return out_1CTHW, VAECache(tuple(features))
+
+
+def _channels_last_on_cuda(module: nn.Module) -> None:
+    """Lay convolution weights on a CUDA device out channels-last; activations and caches follow the weights."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for parameter in module.parameters():
+        if parameter.is_cuda and parameter.dim() in formats:
+            parameter.data = parameter.data.contiguous(memory_format=formats[parameter.dim()])
 
 
 def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
