@@ -237,7 +237,7 @@ def test_a_demo_that_is_terminated_takes_its_server_along(tmp_path: Path) -> Non
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    while not process.stdout.readline().startswith("starting: "):
+    while not process.stdout.readline().startswith("started: "):
         assert process.poll() is None
     process.terminate()
     assert process.wait(30) == 130

@@ -128,7 +128,6 @@ class ServerProcess:
 def server(model: Path, port: int, height: int, width: int, log: Path) -> Iterator[ServerProcess]:
     """Run `vllm serve MODEL --omni` on the loopback address while the block runs."""
     command = serve_command(model, port, height, width)
-    print("starting:", shlex.join(command), flush=True)
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     with log.open("wb") as output:
         popen = subprocess.Popen(
@@ -136,6 +135,7 @@ def server(model: Path, port: int, height: int, width: int, log: Path) -> Iterat
         )
     process = ServerProcess(popen, port, log)
     try:
+        print("started:", shlex.join(command), flush=True)
         yield process
     finally:
         process.stop()
