@@ -58,11 +58,15 @@ class Call:
 
 
 class FakeEngine:
-    """`delay_s`: time a chunk takes. `fail`: called with each generate request, may raise. Frames show chunk and frame:
-    all pixels of session frame n are n % 256, pixel (0, 0) has the chunk's index in red."""
+    """`delay_s`: time a chunk takes; `close_delay_s`: time to free a world; `max_worlds`: how many fit.
+
+    `fail`: called with each generate request, may raise. Frames: all pixels of session frame n are n % 256, pixel
+    (0, 0) has the chunk's index in red.
+    """
 
     def __init__(self) -> None:
-        self.delay_s = 0.0
+        self.delay_s = self.close_delay_s = 0.0
+        self.max_worlds = 1000
         self.fail: Callable[[DiffusionParams], None] = lambda params: None
         self.calls: list[Call] = []
         self.aborted: list[str] = []
@@ -96,6 +100,7 @@ class FakeEngine:
     async def _work(self, params: DiffusionParams) -> torch.Tensor:
         try:
             if params.op != "generate":
+                await asyncio.sleep(self.close_delay_s)
                 return pack(self._operate(params))
             self.running += 1
             self.most_running = max(self.most_running, self.running)
@@ -124,6 +129,8 @@ class FakeEngine:
         if params.session_id not in self.worlds and params.chunk_index == 0:
             assert params.height is not None
             assert params.width is not None
+            if len(self.worlds) >= self.max_worlds:
+                raise RequestFailed("capacity", f"{len(self.worlds)} sessions are live")
             self.worlds[params.session_id] = World(params.height, params.width)
         world = self._world(params)
         async with world.turn:
