@@ -2,12 +2,15 @@
 """What every benchmark shares: where results go and what they must say about the machine."""
 
 import argparse
+import contextlib
 import datetime
+import gc
 import json
 import os
 import platform
 import shlex
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,39 @@ RESULTS = Path(__file__).parent / "results"
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON result (default: %(default)s)")
     parser.add_argument("--no-save", action="store_true", help="print only")
+
+
+@contextlib.asynccontextmanager
+async def running_engine(model: Path, omni: dict[str, Any], **engine_args: Any) -> AsyncIterator[Any]:
+    """A real engine on a checkpoint directory (front end, EngineCore and workers are processes of their own)."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            model=str(model),
+            config_format="omni",
+            skip_tokenizer_init=True,
+            additional_config={"omni": omni},
+            **engine_args,
+        )
+    )
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+        del engine
+        gc.collect()  # its finaliser must run while the interpreter is whole
+
+
+async def run_request(engine: Any, params: Any, tensors: Any, request_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One request from submission to unpacked result: `(meta, tensors)`."""
+    from vllm_omni.inputs import engine_prompt
+    from vllm_omni.outputs import unpack
+
+    async for output in engine.encode(engine_prompt(), params.to_pooling_params(tensors), request_id):
+        last = output
+    return unpack(last.outputs.data)
 
 
 def hardware() -> dict[str, Any]:

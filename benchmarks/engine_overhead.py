@@ -20,7 +20,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, quantiles, save
+from common import add_output_arguments, quantiles, run_request, running_engine, save
 
 SIZES = {"1.2 MB": (200, 168), "14.4 MB": (480, 832)}
 """12 frames of RGB at these heights and widths: 1.21 MB and 14.38 MB."""
@@ -28,36 +28,21 @@ TARGET_MS = {"1.2 MB": 4.0, "14.4 MB": 10.0}
 
 
 async def measure(model: Path, height: int, width: int, chunks: int) -> dict[str, object]:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm_omni.inputs import DiffusionParams
 
-    from vllm_omni.inputs import DiffusionParams, engine_prompt
-    from vllm_omni.outputs import unpack
-
-    engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model=str(model),
-            config_format="omni",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            additional_config={"omni": {"height": height, "width": width}},
-        )
-    )
     wall_ms, overhead_ms, result_bytes = [], [], 0
     warm_up = 5
-    for index in range(chunks + warm_up):
-        params = DiffusionParams(session_id="s", chunk_index=index, prompt="nothing" if index == 0 else None)
-        start = time.perf_counter()
-        async for output in engine.encode(engine_prompt(), params.to_pooling_params(), f"r{index}"):
-            last = output
-        meta, tensors = unpack(last.outputs.data)
-        elapsed = (time.perf_counter() - start) * 1e3
-        if index >= warm_up:
-            model_ms = sum(sum(meta["timings_ms"][stage]) for stage in ("encode", "steps", "decode"))
-            wall_ms.append(elapsed)
-            overhead_ms.append(elapsed - model_ms)
-            result_bytes = tensors["frames"].numel()
-    engine.shutdown()
+    async with running_engine(model, {"height": height, "width": width}, enforce_eager=True) as engine:
+        for index in range(chunks + warm_up):
+            params = DiffusionParams(session_id="s", chunk_index=index, prompt="nothing" if index == 0 else None)
+            start = time.perf_counter()
+            meta, tensors = await run_request(engine, params, None, f"r{index}")
+            elapsed = (time.perf_counter() - start) * 1e3
+            if index >= warm_up:
+                model_ms = sum(sum(meta["timings_ms"][stage]) for stage in ("encode", "steps", "decode"))
+                wall_ms.append(elapsed)
+                overhead_ms.append(elapsed - model_ms)
+                result_bytes = tensors["frames"].numel()
     return {
         "result_bytes": result_bytes,
         "steps": 5,

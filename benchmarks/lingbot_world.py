@@ -28,7 +28,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, save
+from common import add_output_arguments, run_request, running_engine, save
 
 ORIGINAL_MS = 3073
 """The original code on an H200: denoise and context passes of one chunk at 480x832, window 18, sink 9."""
@@ -45,79 +45,70 @@ def write_checkpoint(root: Path, layers: int) -> None:
     write_tokenizer(root / "google" / "umt5-xxl")
 
 
-async def one_session(engine: Any, name: str, args: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
-    """Run one session's chunks, each asked for while the one before is running; returns chunk records."""
+async def one_session(engine: Any, name: str, args: argparse.Namespace, chunks: int, output: str) -> dict[str, Any]:
+    """Run one session's chunks, each asked for while the one before is running; returns its records and start."""
     import torch
 
-    from vllm_omni.inputs import DiffusionParams, engine_prompt
-    from vllm_omni.outputs import unpack
+    from vllm_omni.inputs import DiffusionParams
 
-    image = torch.randint(0, 256, (args.height, args.width, 3), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randint(0, 256, (args.height, args.width, 3), dtype=torch.uint8, generator=generator)
 
     async def chunk(index: int) -> dict[str, Any]:
+        first = index == 0
         params = DiffusionParams(
             session_id=name,
             chunk_index=index,
-            prompt="a coast road in the evening" if index == 0 else None,
-            seed=1 if index == 0 else None,
+            prompt="a coast road in the evening" if first else None,
+            seed=1 if first else None,
             height=args.height,
             width=args.width,
             actions=[["w"], ["w", "j"], ["w"]],
+            output=output,
         )
-        tensors = {"image": image} if index == 0 else None
-        sent = time.perf_counter()
-        async for output in engine.encode(engine_prompt(tensors), params.to_pooling_params(), f"{name}-{index}"):
-            last = output
-        meta, result = unpack(last.outputs.data)
+        meta, tensors = await run_request(engine, params, {"image": image} if first else None, f"{name}-{index}")
         done = time.perf_counter()
-        frames = result["frames"]
-        return {
-            "sent": sent,
-            "done": done,
-            "timings_ms": meta["timings_ms"],
-            "frames": len(frames),
-            "digest": hashlib.sha256(frames.numpy().tobytes()).hexdigest()[:16],
-        }
+        (result,) = tensors.values()
+        digest = hashlib.sha256(result.numpy().tobytes()).hexdigest()[:16]
+        return {"done": done, "timings_ms": meta["timings_ms"], "digest": digest}
 
     start = time.perf_counter()
     pending = [asyncio.create_task(chunk(0))]
     records = []
-    for index in range(args.chunks):
-        if index + 1 < args.chunks:
+    for index in range(chunks):
+        if index + 1 < chunks:
             pending.append(asyncio.create_task(chunk(index + 1)))
         records.append(await pending.pop(0))
-    return records, start
+    return {"records": records, "start": start}
 
 
 async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
     options: dict[str, Any] = json.loads(args.model_options)
     ranks = args.tensor_parallel
     if args.sequence_parallel > 1:
         options["sequence_parallel"], ranks = True, args.sequence_parallel
     loading = time.perf_counter()
-    engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model=str(model),
-            config_format="omni",
-            skip_tokenizer_init=True,
-            enforce_eager=args.eager,
-            load_format="dummy",
-            tensor_parallel_size=ranks,
-            pipeline_parallel_size=args.pipeline_parallel,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            additional_config={"omni": {"height": args.height, "width": args.width, "model": options}},
+    async with running_engine(
+        model,
+        {"height": args.height, "width": args.width, "model": options},
+        enforce_eager=args.eager,
+        load_format="dummy",
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=args.pipeline_parallel,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+    ) as engine:
+        load_s = time.perf_counter() - loading
+        runs = await asyncio.gather(
+            *(one_session(engine, f"world{n}", args, args.chunks, "rgb") for n in range(args.sessions))
         )
-    )
-    load_s = time.perf_counter() - loading
-    runs = await asyncio.gather(*(one_session(engine, f"world{n}", args) for n in range(args.sessions)))
-    memory = await engine.collective_rpc("device_memory")
-    sessions = await engine.collective_rpc("session_stats")
-    engine.shutdown()
+        memory = await engine.collective_rpc("device_memory")
+        sessions = await engine.collective_rpc("session_stats")
+        for n in range(args.sessions):
+            await engine.collective_rpc("close_session", args=(f"world{n}",))
+        # What can be compared between runs on any number of GPUs: two chunks' latents, bit by bit.
+        latents = await one_session(engine, "latents", args, 2, "latents")
 
-    records = runs[0][0]
+    records = runs[0]["records"]
     steady = records[args.warm_chunks :]
     gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][args.warm_chunks - 1 :]
 
@@ -138,7 +129,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "layers": args.layers,
         "chunks": args.chunks,
         "load_and_warm_up_s": round(load_s, 1),
-        "time_to_first_frame_ms": round((records[0]["done"] - runs[0][1]) * 1e3, 1),
+        "time_to_first_frame_ms": round((records[0]["done"] - runs[0]["start"]) * 1e3, 1),
         "chunk_interval_ms": round(statistics.median(gaps_ms), 1),
         "chunk_interval_ms_all": [round(gap, 1) for gap in gaps_ms],
         "fps_all_sessions": round(12 * args.sessions / (statistics.median(gaps_ms) / 1e3), 2),
@@ -150,7 +141,8 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "first_chunk_timings_ms": records[0]["timings_ms"],
         "device_memory": memory,
         "session_bytes": sessions[0]["bytes"],
-        "frame_digests": [record["digest"] for record in records],
+        "eager": args.eager,
+        "latents_digests": [record["digest"] for record in latents["records"]],
     }
 
 

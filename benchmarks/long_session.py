@@ -21,49 +21,34 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, save
+from common import add_output_arguments, run_request, running_engine, save
 
 TARGET_RATIO = 1.05
 
 
 async def run(model: Path, chunks: int, height: int, width: int) -> dict[str, object]:
     import torch
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
 
-    from vllm_omni.inputs import DiffusionParams, engine_prompt
-    from vllm_omni.outputs import unpack
+    from vllm_omni.inputs import DiffusionParams
 
-    engine = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model=str(model),
-            config_format="omni",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            additional_config={"omni": {"height": height, "width": width}},
-        )
-    )
     wall_ms, session_bytes, digests = [], [], set()
     keys = [[["w"]] * 3, [["w", "j"]] * 3, [["d"]] * 3, [["l"]] * 3]
-    for index in range(chunks):
-        first = index == 0
-        params = DiffusionParams(
-            session_id="long",
-            chunk_index=index,
-            prompt="a walk without end" if first else None,
-            seed=1 if first else None,
-            actions=keys[index % len(keys)],
-        )
-        tensors = {"image": torch.full((height, width, 3), 128, dtype=torch.uint8)} if first else None
-        start = time.perf_counter()
-        async for output in engine.encode(engine_prompt(tensors), params.to_pooling_params(), f"r{index}"):
-            last = output
-        wall_ms.append((time.perf_counter() - start) * 1e3)
-        frames = unpack(last.outputs.data)[1]["frames"]
-        digests.add(hash(frames.numpy().tobytes()))
-        stats = (await engine.collective_rpc("session_stats"))[0]
-        session_bytes.append(stats["bytes"])
-    engine.shutdown()
+    image = torch.full((height, width, 3), 128, dtype=torch.uint8)
+    async with running_engine(model, {"height": height, "width": width}, enforce_eager=True) as engine:
+        for index in range(chunks):
+            first = index == 0
+            params = DiffusionParams(
+                session_id="long",
+                chunk_index=index,
+                prompt="a walk without end" if first else None,
+                seed=1 if first else None,
+                actions=keys[index % len(keys)],
+            )
+            start = time.perf_counter()
+            _, tensors = await run_request(engine, params, {"image": image} if first else None, f"r{index}")
+            wall_ms.append((time.perf_counter() - start) * 1e3)
+            digests.add(hash(tensors["frames"].numpy().tobytes()))
+            session_bytes.append((await engine.collective_rpc("session_stats"))[0]["bytes"])
     early, late = statistics.median(wall_ms[20:30]), statistics.median(wall_ms[-10:])
     return {
         "chunks": chunks,

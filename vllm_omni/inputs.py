@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a client sends with one diffusion request, and how it travels through stock vLLM.
 
-Scalars and text travel in `PoolingParams.extra_kwargs["omni"]` (JSON types only: an array there kills the engine);
-tensors travel in a rendered multi-modal input with a zero-length placeholder. Clients, doors and examples build
-requests with this file; the runner reads them with it. Held by tests/test_inputs.py.
+Scalars and text travel in `PoolingParams.extra_kwargs["omni"]` as JSON types, tensors in
+`extra_kwargs["omni_tensors"]` as the bytes of an envelope (an array there would kill the engine). This one channel
+works through every stock entry point: `LLM.encode`, `AsyncLLM.encode`, Ray. Clients, doors and examples build requests
+with this file; the runner reads them with it. Held by tests/test_inputs.py.
 """
 
-import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import torch
 
-from vllm_omni.outputs import RequestFailed
+from vllm_omni.outputs import RequestFailed, pack, unpack
 
 if TYPE_CHECKING:
     from vllm import PoolingParams
 
 _KEY = "omni"
-_MODALITY = "omni"
+_TENSORS_KEY = "omni_tensors"
 
 SessionId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 Pixels = Annotated[int, msgspec.Meta(ge=8, le=8192)]
@@ -49,11 +49,14 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     fork_to: SessionId | None = None
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
-    def to_pooling_params(self) -> "PoolingParams":
-        """Return stock `PoolingParams` carrying this request."""
+    def to_pooling_params(self, tensors: Mapping[str, torch.Tensor] | None = None) -> "PoolingParams":
+        """Return stock `PoolingParams` carrying this request and its input tensors (on CPU, copied)."""
         from vllm import PoolingParams
 
-        return PoolingParams(task="plugin", extra_kwargs={_KEY: msgspec.to_builtins(self)})
+        extra_kwargs: dict[str, Any] = {_KEY: msgspec.to_builtins(self)}
+        if tensors:
+            extra_kwargs[_TENSORS_KEY] = pack({}, tensors).numpy().tobytes()
+        return PoolingParams(task="plugin", extra_kwargs=extra_kwargs)
 
     @classmethod
     def from_extra_kwargs(cls, extra_kwargs: Mapping[str, Any] | None) -> "DiffusionParams":
@@ -66,40 +69,22 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             raise RequestFailed("invalid_request", str(error)) from error
 
 
-def engine_prompt(tensors: Mapping[str, torch.Tensor] | None = None) -> Any:
-    """Return what `LLM.encode` / `AsyncLLM.encode` takes as prompt; `tensors` arrive in the runner by name.
+def engine_prompt() -> Any:
+    """Return the prompt of every diffusion request: one token to schedule; everything else is in the params."""
+    from vllm.inputs import tokens_input
 
-    Tensors are CPU tensors of any shape; they are not copied until sent.
-    """
-    from vllm.inputs import mm_input, tokens_input
-    from vllm.multimodal.inputs import (
-        MultiModalBatchedField,
-        MultiModalFieldElem,
-        MultiModalKwargsItem,
-        MultiModalKwargsItems,
-        PlaceholderRange,
-    )
-
-    if not tensors:
-        return tokens_input(prompt_token_ids=[0])
-    item = MultiModalKwargsItem(
-        {
-            name: MultiModalFieldElem(data=tensor.contiguous(), field=MultiModalBatchedField())
-            for name, tensor in tensors.items()
-        }
-    )
-    return mm_input(
-        prompt_token_ids=[0],
-        mm_kwargs=MultiModalKwargsItems({_MODALITY: [item]}),
-        mm_hashes={_MODALITY: [uuid.uuid4().hex]},
-        mm_placeholders={_MODALITY: [PlaceholderRange(offset=0, length=0)]},
-    )
+    return tokens_input(prompt_token_ids=[0])
 
 
-def request_tensors(mm_features: list[Any]) -> dict[str, torch.Tensor]:
-    """Return the named tensors of one scheduled request (`NewRequestData.mm_features`)."""
-    tensors: dict[str, torch.Tensor] = {}
-    for feature in mm_features:
-        if feature.data is not None:
-            tensors.update({name: elem.data for name, elem in feature.data.items()})
-    return tensors
+def request_tensors(extra_kwargs: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Return the named tensors of a request; raises `RequestFailed("invalid_request", ...)` if they are malformed."""
+    packed = (extra_kwargs or {}).get(_TENSORS_KEY)
+    if packed is None:
+        return {}
+    if not isinstance(packed, bytes | bytearray | memoryview) or len(packed) == 0:
+        raise RequestFailed("invalid_request", f"extra_kwargs[{_TENSORS_KEY!r}] must be bytes written by outputs.pack")
+    try:
+        # The bytes are read-only and shared; the copy is the request's own.
+        return unpack(torch.frombuffer(bytearray(packed), dtype=torch.uint8))[1]
+    except ValueError as error:
+        raise RequestFailed("invalid_request", f"the request's tensors are malformed: {error}") from error

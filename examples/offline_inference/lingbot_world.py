@@ -15,7 +15,6 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,10 +25,6 @@ from vllm_omni.entrypoints.media import encode_mp4
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
-
-if TYPE_CHECKING:
-    from vllm import LLM, PoolingParams
-    from vllm.outputs import PoolingRequestOutput
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -81,7 +76,9 @@ def main(args: argparse.Namespace) -> None:
         if index == 0:
             tensors["image"] = image_HWC
         began_s = time.perf_counter()
-        output = run_request(llm, f"chunk-{index}", engine_prompt(tensors), params.to_pooling_params())
+        (output,) = llm.encode(
+            [engine_prompt()], params.to_pooling_params(tensors), pooling_task="plugin", use_tqdm=False
+        )
         try:
             meta, results = unpack(output.outputs.data)
         except RequestFailed as error:
@@ -105,21 +102,6 @@ def chunk_sizes(facts: WorldFacts, num_poses: int) -> list[int]:
             f"{facts.chunk_frames}; send {facts.first_chunk_frames} + a multiple of {facts.chunk_frames}"
         )
     return sizes
-
-
-def run_request(llm: "LLM", request_id: str, prompt: Any, params: "PoolingParams") -> "PoolingRequestOutput":
-    """Run one request to its end on the engine of `llm`.
-
-    `LLM.encode` renders its prompts again and would drop the tensors of one that is already rendered; the engine behind
-    it takes such a prompt as it is.
-    """
-    from vllm.outputs import PoolingRequestOutput
-
-    llm.llm_engine.add_request(request_id, prompt, params)
-    while True:
-        for output in llm.llm_engine.step():
-            if isinstance(output, PoolingRequestOutput) and output.finished:
-                return output
 
 
 def read_image(path: Path | None) -> torch.Tensor:

@@ -30,8 +30,8 @@ class EngineClient:
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Run one request to its end; raises RequestFailed as a client would see it."""
         request_id = request_id or f"request-{next(self._numbers)}"
-        params = DiffusionParams(**fields).to_pooling_params()
-        async for output in self.engine.encode(engine_prompt(tensors), params, request_id):
+        params = DiffusionParams(**fields).to_pooling_params(tensors)
+        async for output in self.engine.encode(engine_prompt(), params, request_id):
             last = output
         return unpack(last.outputs.data)
 

@@ -7,23 +7,18 @@ from typing import Any
 import torch
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from vllm_omni.inputs import DiffusionParams, engine_prompt
+from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed, unpack
 
 
 def new_request(request_id: str, tensors: Mapping[str, torch.Tensor] | None = None, **fields: Any) -> NewRequestData:
     """A newly scheduled request as the runner sees it; `fields` are those of `DiffusionParams`."""
-    features = []
-    if tensors:
-        prompt = engine_prompt(tensors)
-        item = prompt["mm_kwargs"]["omni"][0]
-        features = [type("Feature", (), {"data": item})()]
     return NewRequestData(
         req_id=request_id,
         prompt_token_ids=[0],
-        mm_features=features,
+        mm_features=[],
         sampling_params=None,
-        pooling_params=DiffusionParams(**fields).to_pooling_params(),
+        pooling_params=DiffusionParams(**fields).to_pooling_params(tensors),
         block_ids=(),
         num_computed_tokens=0,
         lora_request=None,

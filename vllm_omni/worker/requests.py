@@ -64,7 +64,7 @@ class RequestStates:
         extra = data.pooling_params.extra_kwargs if data.pooling_params is not None else None
         try:
             params = DiffusionParams.from_extra_kwargs(extra)
-            state = RequestState(data.req_id, params, request_tensors(data.mm_features))
+            state = RequestState(data.req_id, params, request_tensors(extra))
         except RequestFailed as failure:
             state = RequestState(data.req_id, None, {}, failure=failure)
         except Exception:  # boundary: whatever a client managed to send may cost only its own request

@@ -27,7 +27,7 @@ from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.session import SessionManager
 from vllm_omni.entrypoints.realtime.world_camera import PATHS, WorldCameraDoor
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, request_tensors
 from vllm_omni.outputs import RequestFailed, pack, pack_error
 
 FIRST, LATER = 9, 12  # pixel frames of the first and of every later chunk
@@ -81,7 +81,8 @@ class FakeEngine:
 
     async def encode(self, prompt: Any, pooling_params: Any, request_id: str) -> AsyncIterator[Any]:
         params = DiffusionParams.from_extra_kwargs(pooling_params.extra_kwargs)
-        self.calls.append(Call(params, _arrays(prompt)))
+        tensors = request_tensors(pooling_params.extra_kwargs)
+        self.calls.append(Call(params, {name: tensor.numpy() for name, tensor in tensors.items()}))
         task = asyncio.create_task(self._work(params))
         self._live[request_id] = task
         try:
@@ -149,14 +150,9 @@ class FakeEngine:
             "chunk_index": index,
             "first_frame": first_frame_of(index),
             "num_frames": count,
-            "timings_ms": {"encode": [1.0], "denoise": [1.0, 1.0], "decode": [3.0], "total": [6.0]},
+            "timings_ms": {"encode": [1.0], "steps": [1.0, 1.0], "decode": [3.0], "total": [6.0]},
         }
         return pack(meta, {"frames": frames_THWC})
-
-
-def _arrays(prompt: Any) -> dict[str, np.ndarray]:
-    items = prompt.get("mm_kwargs", {}).get("omni", [])
-    return {name: elem.data.numpy() for item in items for name, elem in item.items()}
 
 
 class DoorServer:

@@ -55,8 +55,8 @@ class WorldEngine:
         request_id = f"omni-{uuid.uuid4().hex}"
         answer: PoolingRequestOutput | None = None
         try:
-            prompt = engine_prompt({name: torch.from_numpy(array) for name, array in arrays.items()})
-            async for output in self._client.encode(prompt, params.to_pooling_params(), request_id):
+            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            async for output in self._client.encode(engine_prompt(), params.to_pooling_params(tensors), request_id):
                 answer = output
             if answer is None or answer.outputs.data.numel() == 0:  # stock vLLM's answer to an aborted request
                 raise DoorError("cancelled", "the request was cancelled")

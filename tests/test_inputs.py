@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests on their way in: what is sent arrives, what is malformed is refused by name."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_omni.inputs import DiffusionParams, request_tensors
+from vllm_omni.outputs import RequestFailed
+
+
+def test_params_and_tensors_survive_the_wire() -> None:
+    """Through vLLM's own serialiser, as between the front end and the engine."""
+    from vllm import PoolingParams
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    params = DiffusionParams(session_id="s", prompt="p", seed=2**63 - 1, actions=[["w"], []], options={"x": [1.5]})
+    tensors = {"poses": torch.eye(4).repeat(9, 1, 1), "image": torch.arange(24, dtype=torch.uint8).reshape(2, 4, 3)}
+    wire = MsgpackEncoder().encode(params.to_pooling_params(tensors))
+    extra = MsgpackDecoder(PoolingParams).decode(wire).extra_kwargs
+    assert DiffusionParams.from_extra_kwargs(extra) == params
+    arrived = request_tensors(extra)
+    assert set(arrived) == set(tensors)
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"session_id": ""}, "session_id"),
+        ({"session_id": "a/b"}, "session_id"),
+        ({"session_id": "a" * 129}, "session_id"),
+        ({"session_id": "s", "chunk_index": -1}, "chunk_index"),
+        ({"session_id": "s", "seed": 2**63}, "seed"),
+        ({"session_id": "s", "height": 4}, "height"),
+        ({"session_id": "s", "output": "mp4"}, "output"),
+        ({"session_id": "s", "op": "explode"}, "op"),
+        ({"session_id": "s", "actions": "w"}, "actions"),
+        ({"session_id": "s", "nope": 1}, "nope"),
+        ({}, "session_id"),
+    ],
+)
+def test_a_bad_field_is_named(fields: dict[str, object], told: str) -> None:
+    with pytest.raises(RequestFailed, match=told) as failure:
+        DiffusionParams.from_extra_kwargs({"omni": fields})
+    assert failure.value.code == "invalid_request"
+
+
+@pytest.mark.parametrize("packed", [b"", b"x" * 7, b"VOMN" + b"\xff" * 60, "text", 3, {"a": 1}])
+def test_malformed_tensors_are_refused(packed: object) -> None:
+    with pytest.raises(RequestFailed) as failure:
+        request_tensors({"omni_tensors": packed})
+    assert failure.value.code == "invalid_request"
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=200, deadline=None)
+def test_arbitrary_bytes_raise_only_the_documented_error(packed: bytes) -> None:
+    with pytest.raises(RequestFailed):
+        request_tensors({"omni_tensors": packed})
