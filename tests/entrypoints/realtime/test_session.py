@@ -2,6 +2,7 @@
 """The session core without a door: what is committed, what is kept and what is certain when a request is cut off."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,14 +21,15 @@ from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, Run
 from vllm_omni.entrypoints.realtime.session import Session, SessionManager
 from vllm_omni.inputs import DiffusionParams
 
-RENDER_S = 0.2
 
-
-def job(num_frames: int, request_id: str, image: bool = False, render_s: float = 0.0, **fields: Any) -> Job:
+def job(
+    num_frames: int, request_id: str, image: bool = False, render_after: threading.Event | None = None, **fields: Any
+) -> Job:
     """A request whose replies are its chunks' indices as text."""
 
     def render(chunk: FinishedChunk) -> list[bytes]:
-        time.sleep(render_s)
+        if render_after is not None:
+            assert render_after.wait(10)
         return [str(chunk.chunk_index).encode()]
 
     values = dict.fromkeys(Job.__dataclass_fields__) | {
@@ -41,6 +43,13 @@ def job(num_frames: int, request_id: str, image: bool = False, render_s: float =
         "render": render,
     }
     return Job(**{**values, **fields})
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s, "condition not reached in time"
+        await asyncio.sleep(0.002)
 
 
 async def ended(run: Run) -> DoorError | None:
@@ -77,9 +86,12 @@ def test_what_the_engine_had_answered_is_kept_when_a_request_is_cut_off() -> Non
             engine.delay_s = 5.0 if params.chunk_index == 2 else 0.0
 
         engine.fail = slow_third
-        run = session.submit(job(FIRST + 3 * LATER, "r", image=True, render_s=RENDER_S))
-        await asyncio.sleep(RENDER_S / 2)
+        rendering = threading.Event()
+        run = session.submit(job(FIRST + 3 * LATER, "r", image=True, render_after=rendering))
+        await until(lambda: engine.running == 1 and engine.chunks[-1].params.chunk_index == 2)
+        await asyncio.sleep(0.05)  # for the answer to chunk 1 to pass through this loop
         session.cancel()
+        rendering.set()
         error = await ended(run)
         assert error is not None
         assert (error.code, error.details["next_chunk_index"]) == ("cancelled", 2)
@@ -98,7 +110,7 @@ def test_an_uncertain_place_is_asked_for(late: bool) -> None:
         await ended(session.submit(job(FIRST, "first", image=True)))
         engine.delay_s = 5.0
         cut = session.submit(job(2 * LATER, "cut"))
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.running == 2)
         session.cancel()
         await ended(cut)
         engine.delay_s = 0.0
@@ -145,7 +157,7 @@ def test_a_repeated_request_after_other_requests_is_out_of_date() -> None:
 
         engine.fail = fail_second
         cut = session.submit(job(FIRST + LATER, "cut", image=True))
-        await asyncio.sleep(0.05)
+        await until(lambda: cut.completed == 1)
         session.cancel()
         await ended(cut)
         engine.fail = lambda params: None
