@@ -50,8 +50,9 @@ from vllm_omni.outputs import RequestFailed
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_SHARED_PROMPTS = 2
-"""Prompts whose cross-attention K/V are kept for the next session (400 MiB each at full size)."""
+_SHARED_PROMPTS = 1
+"""Prompts whose cross-attention K/V are kept for the next session (400 MiB each at full size); live sessions keep
+their own besides."""
 
 
 @dataclass(frozen=True)
