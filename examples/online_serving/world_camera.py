@@ -104,7 +104,7 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
             for message in answers(args, request, console):
                 progress.update(task, total=message["total"], completed=message["index"] + 1)
                 now_s = time.monotonic()
-                progress.console.print(describe(message, now_s - arrived_s))
+                progress.console.print(describe(message, now_s - arrived_s), soft_wrap=True)
                 arrived_s, fps = now_s, message["fps"]
                 parts.append(frames_of(message))
     return np.concatenate(parts), fps

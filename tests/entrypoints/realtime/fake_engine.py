@@ -25,7 +25,7 @@ from vllm_omni.entrypoints.realtime import codec
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.entrypoints.realtime.session import SessionManager
+from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.entrypoints.realtime.world_camera import PATHS, WorldCameraDoor
 from vllm_omni.inputs import DiffusionParams, request_tensors
 from vllm_omni.outputs import RequestFailed, pack, pack_error

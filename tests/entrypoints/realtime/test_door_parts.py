@@ -50,6 +50,8 @@ def test_a_family_states_only_what_differs() -> None:
     assert WorldFacts.from_vllm_config(config(), "m") == WorldFacts(height=64, width=128, max_sessions=3, model="m")
     facts = WorldFacts.from_vllm_config(config(vae_stride=[2, 16, 8], latent_frames_per_chunk=4, fps=24), "m")
     assert (facts.first_chunk_frames, facts.chunk_frames, facts.size_multiple) == (7, 8, (16, 32))
+    facts = WorldFacts(first_chunk_latent_frames=1)
+    assert (facts.first_chunk_frames, facts.latent_frames(1), facts.latent_frames(12)) == (1, 1, 3)
     with pytest.raises(ValueError, match="allowed keys"):
         WorldFacts.from_vllm_config(config(colour="red"), "m")
 

@@ -15,6 +15,7 @@ from vllm_omni.entrypoints.realtime import protocol
 from vllm_omni.entrypoints.realtime.codec import CodecError, Dialect, decode, encode
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.session import new_session_id
 
 LIMITS = DoorLimits()
 CODES = {
@@ -72,7 +73,7 @@ def test_only_the_models_options_that_were_sent_reach_it() -> None:
 
 def test_session_ids_are_unguessable_and_legal() -> None:
     """128 bits, in the alphabet that ids are checked against."""
-    ids = {protocol.new_session_id() for _ in range(100)}
+    ids = {new_session_id() for _ in range(100)}
     assert len(ids) == 100
     for session_id in ids:
         assert len(session_id) >= 22

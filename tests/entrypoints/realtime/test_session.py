@@ -18,7 +18,8 @@ from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, Run
-from vllm_omni.entrypoints.realtime.session import Session, SessionManager
+from vllm_omni.entrypoints.realtime.session import Session
+from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.inputs import DiffusionParams
 
 

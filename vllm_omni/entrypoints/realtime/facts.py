@@ -21,14 +21,16 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Geometry and rates of a causal, camera-controlled world model.
 
     camera: whether poses steer the model at all. patch_size, vae_stride: (time, height, width).
-    latent_frames_per_chunk: latent frames that are denoised together. intrinsics_reference_size: (width, height) for
-    which intrinsics are given. fps: the rate the model was trained at.
+    latent_frames_per_chunk: latent frames that are denoised together; first_chunk_latent_frames: in a session's first
+    chunk, None = as many. intrinsics_reference_size: (width, height) for which intrinsics are given. fps: the rate
+    the model was trained at.
     """
 
     camera: bool = True
     patch_size: tuple[int, int, int] = (1, 2, 2)
     vae_stride: tuple[int, int, int] = (4, 8, 8)
     latent_frames_per_chunk: int = 3
+    first_chunk_latent_frames: int | None = None
     fps: float = 16.0
     intrinsics_reference_size: tuple[int, int] = (832, 480)
 
@@ -65,12 +67,16 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def first_chunk_frames(self) -> int:
         """Pixel frames of a session's first chunk: its first latent frame is one pixel frame."""
-        return 1 + self.vae_stride[0] * (self.latent_frames_per_chunk - 1)
+        return 1 + self.vae_stride[0] * ((self.first_chunk_latent_frames or self.latent_frames_per_chunk) - 1)
 
     @property
     def chunk_frames(self) -> int:
         """Pixel frames of every later chunk."""
         return self.vae_stride[0] * self.latent_frames_per_chunk
+
+    def latent_frames(self, pixel_frames: int) -> int:
+        """Latent frames of a chunk of `pixel_frames`, a session's first or a later one."""
+        return -(-pixel_frames // self.vae_stride[0])
 
     def chunk_sizes(self, first: bool) -> Iterator[int]:
         """Endless sizes of the coming chunks in pixel frames; `first`: the session has not begun."""

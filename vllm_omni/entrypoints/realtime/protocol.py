@@ -6,7 +6,6 @@ some); known keys of a wrong type or out of range are refused with a text that n
 are checked by `camera.py` and `images.py`.
 """
 
-import secrets
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
@@ -218,11 +217,6 @@ def _kind(value: Any) -> str:
 
 
 # -- replies ---------------------------------------------------------------------------------------------------------
-
-
-def new_session_id() -> str:
-    """An unguessable id; whoever knows it may continue the session."""
-    return secrets.token_urlsafe(16).replace("=", "")
 
 
 def hello(facts: WorldFacts, limits: DoorLimits, session_id: str, max_message_bytes: int) -> dict[str, Any]:

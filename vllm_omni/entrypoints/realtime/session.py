@@ -1,46 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions as clients see them: who owns which world, whose turn it is, where the engine stands.
 
-This core is shared by all doors. It knows no message format and no sockets: a door hands it a `Job`, follows the `Run`
-it gets back, and delivers the replies.
+This core is shared by all doors. It knows no message format and no sockets: a door hands a `Session` a `Job`, follows
+the `Run` it gets back, and delivers the replies. Which sessions exist is `session_manager.py`'s.
 
-- `SessionManager`: which sessions exist, for whom, who makes room.
-- `Session`: the order of requests (one runs, one may wait), what is committed, the engine's id of this world.
-
-Invariants: at most `chunks_in_flight` chunks of a session are in the engine; a world that starts afresh gets a new
-engine id, so that a late answer never touches it; a session is in the table exactly while it has a world or a request.
+A session owns the order of its requests (one runs, one may wait), what is committed, and the engine's id of its world.
+Invariants: at most `chunks_in_flight` chunks of it are in the engine; a world that starts afresh gets a new engine id,
+so that a late answer never touches it; it is in the manager's table exactly while it has a world or a request.
 Held by tests/entrypoints/realtime/test_session.py.
 """
 
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Coroutine, Iterable, Iterator
-from concurrent.futures import Executor
-from typing import Any, Final, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from vllm_omni.entrypoints.realtime.camera import plan_frames
-from vllm_omni.entrypoints.realtime.engine import ChunkResult, WorldEngine
+from vllm_omni.entrypoints.realtime.engine import ChunkResult
 from vllm_omni.entrypoints.realtime.errors import DoorError
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.entrypoints.realtime.protocol import new_session_id
 from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, Reply, Run
 from vllm_omni.inputs import DiffusionParams
 
+if TYPE_CHECKING:
+    from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+
 logger = logging.getLogger("vllm." + __name__)
 
-T = TypeVar("T")
 SessionKey = tuple[str, str]
 """(principal, session id): the same id of two principals names two worlds."""
 
 _REMEMBERED_RUNS: Final = 64
-_REMEMBERED_EVICTIONS: Final = 4096
 _MAX_WAITING: Final = 2  # one request runs, one waits
+
+
+def new_session_id() -> str:
+    """An unguessable id; whoever knows it may continue the session."""
+    return secrets.token_urlsafe(16)
 
 
 class Session:
@@ -255,9 +256,10 @@ class Session:
             camera = job.camera.resized(sum(run.sizes)).slice(start, start + run.sizes[number])
             arrays |= {"poses": camera.poses_N44, "intrinsics": camera.intrinsics_N4}
         elif job.actions is not None:
-            per_chunk = facts.latent_frames_per_chunk
-            actions = [list(keys) for keys in job.actions[number * per_chunk : (number + 1) * per_chunk]]
-            actions += [[] for _ in range(per_chunk - len(actions))]
+            latent_start = sum(facts.latent_frames(size) for size in run.sizes[:number])
+            count = facts.latent_frames(run.sizes[number])
+            actions = [list(keys) for keys in job.actions[latent_start : latent_start + count]]
+            actions += [[] for _ in range(count - len(actions))]
         is_start = image is not None and number == 0
         if image is not None and is_start:
             arrays["image"] = image
@@ -419,121 +421,3 @@ class Session:
                 new.started, new.in_step = True, self.in_step
                 new.next_chunk, new.next_frame = self.next_chunk, self.next_frame
                 new.height, new.width, new.prompt, new.seed = self.height, self.width, self.prompt, self.seed
-
-
-class SessionManager:
-    """All sessions of one API server process.
-
-    executor: where images are decoded and frames encoded. Sessions without use for `session_idle_s` are closed, and the
-    least recently used one that no connection holds makes room for a new one.
-    """
-
-    def __init__(self, engine: WorldEngine, facts: WorldFacts, limits: DoorLimits, executor: Executor) -> None:
-        self.engine, self.facts, self.limits = engine, facts, limits
-        self._executor = executor
-        self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
-        self._evicted: OrderedDict[SessionKey, None] = OrderedDict()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._closing: set[asyncio.Task[None]] = set()
-        self._sweeper: asyncio.Task[None] | None = None
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    def find(self, key: SessionKey) -> Session | None:
-        return self._sessions.get(key)
-
-    def was_evicted(self, key: SessionKey) -> bool:
-        return key in self._evicted
-
-    def open(self, key: SessionKey) -> Session:
-        """Return the session of that key, a new one if there is none. Raises `DoorError("capacity")`."""
-        if self._sweeper is None:
-            self._sweeper = self.spawn(self._sweep())
-        session = self._sessions.get(key)
-        if session is None:
-            if len(self._sessions) >= self.facts.max_sessions:
-                self._make_room()
-            session = self._sessions[key] = Session(key, self)
-        self._sessions.move_to_end(key)
-        return session
-
-    def _make_room(self) -> None:
-        for session in self._sessions.values():  # least recently used first
-            if not session.is_busy and not session.connections:
-                self._evict(session)
-                return
-        raise DoorError(
-            "capacity",
-            f"all {self.facts.max_sessions} sessions are in use; try again later",
-            retry_after_ms=1000,
-        )
-
-    def _evict(self, session: Session) -> None:
-        """Free a session that is not busy, and remember that it was not the client who closed it."""
-        session.forget_world()
-        self.forget_if_empty(session)
-        self._evicted[session.key] = None
-        while len(self._evicted) > _REMEMBERED_EVICTIONS:
-            self._evicted.popitem(last=False)
-
-    async def branch(self, source: Session, key: SessionKey) -> Session:
-        """Copy a session's world under a new key. Raises `DoorError` `invalid_request` or `capacity`."""
-        if key in self._sessions:
-            raise DoorError("invalid_request", "a session with this id exists; choose another", param="new_session_id")
-        new = self.open(key)
-        await source.fork(new)
-        return new
-
-    def forget_if_empty(self, session: Session) -> None:
-        """A session without a world and without requests is nothing: its id is free again."""
-        if not session.started and not session.is_busy and self._sessions.get(session.key) is session:
-            del self._sessions[session.key]
-        elif session.started:
-            self._evicted.pop(session.key, None)
-
-    def close_world(self, engine_id: str) -> None:
-        """Have the engine free a world, in the background."""
-        task = self.spawn(self._close_world(engine_id))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
-    async def _close_world(self, engine_id: str) -> None:
-        try:
-            await self.engine.close(engine_id)
-        except DoorError as error:
-            logger.warning("the engine did not close a session: %s", error)
-
-    async def worlds_closed(self) -> None:
-        """Return when every world that was being closed is; a new one may need its room."""
-        if self._closing:
-            await asyncio.wait(set(self._closing))
-
-    async def _sweep(self) -> None:
-        """Close sessions that nobody has used for `session_idle_s`."""
-        idle_s = self.facts.session_idle_s
-        while True:
-            await asyncio.sleep(min(5.0, idle_s / 4))
-            for session in list(self._sessions.values()):
-                if not session.is_busy and time.monotonic() - session.last_used_s >= idle_s:
-                    self._evict(session)
-
-    # -- work ----------------------------------------------------------------------------------------------------
-
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run `work` as a task that is not lost if nobody keeps it."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def off_loop(self, function: Any, *args: Any) -> Any:
-        """Run CPU work on the executor's threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-
-    async def shutdown(self) -> None:
-        """Cancel everything; for tests and the end of the process."""
-        for task in list(self._tasks):
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*self._tasks, return_exceptions=True)

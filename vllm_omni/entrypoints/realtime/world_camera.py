@@ -27,7 +27,8 @@ from vllm_omni.entrypoints.realtime.errors import ClientGone, Close, DoorError
 from vllm_omni.entrypoints.realtime.images import load_image
 from vllm_omni.entrypoints.realtime.render import FrameRenderer
 from vllm_omni.entrypoints.realtime.run import Job, Run
-from vllm_omni.entrypoints.realtime.session import Session, SessionKey, SessionManager
+from vllm_omni.entrypoints.realtime.session import Session, SessionKey, new_session_id
+from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -70,7 +71,7 @@ class _Client:
         self._manager, self._limits = door.manager, door.manager.limits
         self._websocket = websocket
         self._connection = Connection(websocket, self._limits)
-        self._own_session_id = protocol.new_session_id()
+        self._own_session_id = new_session_id()
         self._used: set[SessionKey] = set()
         self._requests: set[asyncio.Task[None]] = set()
         self._num_text_frames = 0
@@ -313,7 +314,7 @@ class _Client:
 
     async def _branch(self, message: protocol.Branch) -> None:
         source = self._known(self._session_id(message))
-        new_id = message.new_session_id or protocol.new_session_id()
+        new_id = message.new_session_id or new_session_id()
         branch = await self._manager.branch(source, self._key(new_id))
         self._attach(branch)
         await self._send(
