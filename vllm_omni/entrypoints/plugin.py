@@ -20,7 +20,7 @@ from vllm_omni.entrypoints.realtime import world_camera
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.entrypoints.realtime.session import SessionManager
+from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
