@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_omni.outputs import _DTYPES, RequestFailed, pack, pack_error, unpack
+from vllm_omni.outputs import _DTYPES, RequestFailed, empty_result, pack, pack_error, unpack
 
 shapes = st.lists(st.integers(0, 5), max_size=4)
 
@@ -34,6 +34,19 @@ def test_unpacking_copies_nothing() -> None:
     view = unpack(envelope)[1]["x"]
     envelope.fill_(7)
     assert view.tolist() == [7] * 4
+
+
+@pytest.mark.parametrize("long_meta", [False, True])
+def test_a_result_tensor_is_packed_without_a_copy(long_meta: bool) -> None:
+    """`empty_result` leaves room for the header; if the header does not fit there, a copy is made instead."""
+    frames = empty_result((2, 3, 4, 3), torch.uint8)
+    frames.copy_(torch.arange(72, dtype=torch.uint8).view(2, 3, 4, 3))
+    meta = {"text": "x" * (5000 if long_meta else 10)}
+    envelope = pack(meta, {"frames": frames})
+    assert (envelope.data_ptr() == frames.untyped_storage().data_ptr()) is not long_meta
+    back, tensors = unpack(envelope)
+    assert back == meta
+    assert torch.equal(tensors["frames"], torch.arange(72, dtype=torch.uint8).view(2, 3, 4, 3))
 
 
 def test_strided_tensors_are_packed_in_logical_order() -> None:

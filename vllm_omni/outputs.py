@@ -13,7 +13,7 @@ the envelope and are multiples of 64. Held by tests/test_outputs.py.
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ _VERSION = 1
 _PREFIX = struct.Struct("<4sIQ")
 _ALIGN = 64
 _MAX_HEADER_BYTES = 1 << 20
+_HEADER_ROOM = 4096
 _DTYPES = {
     "uint8": torch.uint8,
     "int8": torch.int8,
@@ -55,8 +56,35 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGN) * _ALIGN
 
 
+def empty_result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised CPU tensor that `pack`, given it alone, turns into an envelope without copying it.
+
+    Its storage has room for the header in front; packing takes the storage over, so use the tensor for nothing else.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    return torch.empty(_HEADER_ROOM + nbytes, dtype=torch.uint8)[_HEADER_ROOM:].view(dtype).view(list(shape))
+
+
+def _pack_in_place(meta: Mapping[str, Any], name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Turn the storage of an `empty_result` tensor into an envelope; None if it is not one or the header is large."""
+    storage = tensor.untyped_storage()
+    made_for_it = (
+        not tensor.is_cuda
+        and tensor.is_contiguous()
+        and tensor.storage_offset() * tensor.element_size() == _HEADER_ROOM
+        and storage.nbytes() == _HEADER_ROOM + tensor.nbytes
+    )
+    header = _header(meta, [[name, _NAMES[tensor.dtype], list(tensor.shape), _HEADER_ROOM]])
+    if not made_for_it or _PREFIX.size + len(header) > _HEADER_ROOM:
+        return None
+    out = torch.empty(0, dtype=torch.uint8).set_(storage)
+    prefix = _PREFIX.pack(_MAGIC, _VERSION, len(header)) + header
+    out[:_HEADER_ROOM] = torch.frombuffer(bytearray(prefix.ljust(_HEADER_ROOM, b"\0")), dtype=torch.uint8)
+    return out
+
+
 def pack(meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-    """Pack JSON-serialisable `meta` and named tensors into one new 1-D uint8 CPU tensor, owned by the caller.
+    """Pack JSON-serialisable `meta` and named tensors into one 1-D uint8 CPU tensor, owned by the caller.
 
     Tensors on a CUDA device are copied straight into the envelope, which is then page-locked memory.
     """
@@ -64,6 +92,8 @@ def pack(meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = N
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
             raise TypeError(f"tensor {name!r} has dtype {tensor.dtype}; allowed: {', '.join(_DTYPES)}")
+    if len(tensors) == 1 and (in_place := _pack_in_place(meta, *next(iter(tensors.items())))) is not None:
+        return in_place
     # Offsets depend on the header's length and the header holds the offsets: reserve the header at its largest.
     entries: list[list[Any]] = [[name, _NAMES[t.dtype], list(t.shape), 0] for name, t in tensors.items()]
     slack = 24 * len(entries)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm." + __name__)
 
 _WARM_UP = "warm-up"
 _MASK = "alive"

@@ -19,7 +19,7 @@ from vllm_omni.outputs import RequestFailed
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm." + __name__)
 
 
 @dataclass(eq=False)

@@ -22,6 +22,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, Wa
 from torch import nn
 
 from vllm_omni.model_executor.models.lingbot_world.components import VAEConfig
+from vllm_omni.outputs import empty_result
 
 Part = Literal["encoder", "decoder"]
 Shape = tuple[int, ...]
@@ -182,8 +183,11 @@ def to_uint8(pixels_1CTHW: torch.Tensor) -> torch.Tensor:
 
     round(255 * clamp(x / 2 + 0.5, 0, 1)), evaluated in float32.
     """
-    unit = (pixels_1CTHW[0].float() / 2 + 0.5).clamp_(0.0, 1.0)
-    return (unit * 255).round_().to(torch.uint8).permute(1, 2, 3, 0).contiguous()
+    unit_CTHW = (pixels_1CTHW[0].float() / 2 + 0.5).clamp_(0.0, 1.0)
+    levels_THWC = (unit_CTHW * 255).round_().permute(1, 2, 3, 0)
+    if levels_THWC.is_cuda:
+        return levels_THWC.to(torch.uint8).contiguous()
+    return empty_result(levels_THWC.shape, torch.uint8).copy_(levels_THWC)
 
 
 def _step(

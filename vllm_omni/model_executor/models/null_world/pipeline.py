@@ -26,7 +26,7 @@ from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
 from vllm_omni.model_executor.vllm_model import StepPipeline
-from vllm_omni.outputs import RequestFailed
+from vllm_omni.outputs import RequestFailed, empty_result
 
 NUM_LAYERS = 4
 LATENT_CHANNELS = 4
@@ -179,7 +179,7 @@ class NullWorldPipeline(StepPipeline):
         if request.params.output == "latents":
             return meta, {"latents": chunk.latents_CHW}
         signature = round(float(chunk.latents_CHW.double().sum()) * 1000)
-        frames_THWC = torch.empty(count, session.height, session.width, 3, dtype=torch.uint8)
+        frames_THWC = empty_result((count, session.height, session.width, 3), torch.uint8)
         for number in range(count):
             frames_THWC[number].fill_((first + number) % 256)
         frames_THWC[:, 0, 0] = torch.tensor([index % 256, signature % 256, 0], dtype=torch.uint8)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own paths for weights: reload in place, sleep and wake; what becomes of live sessions."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from engine_client import running_engine
+
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed
+
+
+def test_reloading_weights_from_another_checkpoint_changes_the_world_and_back(
+    null_world: Path, tmp_path: Path
+) -> None:
+    """`collective_rpc("reload_weights")`, vLLM's name for it; a directory with wrong tensors is refused."""
+    other, broken = tmp_path / "other", tmp_path / "broken"
+    get_family("null_world").make_tiny(other, 1, "original")
+    get_family("null_world").make_tiny(broken, 1, "original")
+    (broken / "model.safetensors").write_bytes(b"not a checkpoint")
+
+    async def scenario() -> None:
+        async with running_engine(null_world) as client:
+            first = await client.chunks("a", 1, seed=1)
+            await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+            changed = await client.chunks("b", 1, seed=1)
+            assert not torch.equal(first[0], changed[0])
+            with pytest.raises(Exception, match=r"."):
+                await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(broken)})
+            await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(null_world)})
+            assert torch.equal((await client.chunks("c", 1, seed=1))[0], first[0])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's sleep mode needs a CUDA device")
+def test_sleep_level_1_brings_sessions_back_level_2_drops_them(lingbot_world: Path) -> None:
+    """After level 1 the session's next chunk is bit for bit what it would have been; after level 2 it is gone."""
+    image = {"image": torch.arange(32 * 48 * 3).reshape(32, 48, 3).to(torch.uint8)}
+    first = {"chunk_index": 0, "prompt": "a field", "actions": [["w"]] * 3, "output": "latents"}
+    second = {"chunk_index": 1, "actions": [["l"]] * 3, "output": "latents"}
+
+    async def scenario() -> None:
+        async with running_engine(lingbot_world, dtype="float32", enable_sleep_mode=True) as client:
+            await client.send(image, session_id="awake", **first)
+            expected = (await client.send(session_id="awake", **second))[1]["latents"]
+            await client.send(image, session_id="s", **first)
+            memory = [(await client.engine.collective_rpc("device_memory"))[0]["used"]]
+            await client.engine.sleep(level=1)
+            memory.append((await client.engine.collective_rpc("device_memory"))[0]["used"])
+            await client.engine.wake_up()
+            assert memory[1] < memory[0]
+            assert torch.equal((await client.send(session_id="s", **second))[1]["latents"], expected)
+
+            await client.engine.sleep(level=2)
+            await client.engine.wake_up()
+            await client.engine.collective_rpc("reload_weights")
+            with pytest.raises(RequestFailed, match="out_of_order|invalid_request"):
+                await client.send(session_id="s", **second)
+            await client.send(image, session_id="new", **first)
+            again = (await client.send(session_id="new", **second))[1]["latents"]
+            assert torch.equal(again, expected)
+
+    asyncio.run(scenario())
