@@ -12,9 +12,7 @@ from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 
-def test_reloading_weights_from_another_checkpoint_changes_the_world_and_back(
-    null_world: Path, tmp_path: Path
-) -> None:
+def test_reloading_weights_from_another_checkpoint_changes_the_world_and_back(null_world: Path, tmp_path: Path) -> None:
     """`collective_rpc("reload_weights")`, vLLM's name for it; a directory with wrong tensors is refused."""
     other, broken = tmp_path / "other", tmp_path / "broken"
     get_family("null_world").make_tiny(other, 1, "original")
@@ -57,7 +55,7 @@ def test_sleep_level_1_brings_sessions_back_level_2_drops_them(lingbot_world: Pa
             await client.engine.sleep(level=2)
             await client.engine.wake_up()
             await client.engine.collective_rpc("reload_weights")
-            with pytest.raises(RequestFailed, match="out_of_order|invalid_request"):
+            with pytest.raises(RequestFailed, match=r"out_of_order|invalid_request"):
                 await client.send(session_id="s", **second)
             await client.send(image, session_id="new", **first)
             again = (await client.send(session_id="new", **second))[1]["latents"]

@@ -5,6 +5,7 @@ import asyncio
 import io
 import re
 import zlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.images import load_image
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.run import Reply, Run
+from vllm_omni.model_executor.models.registry import get_family
 
 LIMITS = DoorLimits(max_image_bytes=1 << 20, max_image_pixels=1 << 20)
 
@@ -37,23 +39,21 @@ def test_a_bad_limit_names_its_variable(value: str) -> None:
         DoorLimits.from_env({"VLLM_OMNI_MAX_CONNECTIONS": value})
 
 
-def config(**world: Any) -> Any:
-    hf_config = SimpleNamespace(to_dict=lambda: {"world": world} if world else {})
-    return SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=hf_config),
-        additional_config={"omni": {"height": 64, "width": 128, "max_sessions": 3}},
-    )
+def config(family: str = "null_world", model: dict[str, Any] | None = None, **values: Any) -> Any:
+    hf_config = SimpleNamespace(to_dict=lambda: {"omni_family": family, **values})
+    omni = {"height": 64, "width": 128, "max_sessions": 3, "model": model or {}}
+    return SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config), additional_config={"omni": omni})
 
 
-def test_a_family_states_only_what_differs() -> None:
+def test_a_family_states_only_what_differs(lingbot_world: Path) -> None:
     """Defaults are a causal Wan-like world; sizes and session limits come from the deployment."""
     assert WorldFacts.from_vllm_config(config(), "m") == WorldFacts(height=64, width=128, max_sessions=3, model="m")
-    facts = WorldFacts.from_vllm_config(config(vae_stride=[2, 16, 8], latent_frames_per_chunk=4, fps=24), "m")
-    assert (facts.first_chunk_frames, facts.chunk_frames, facts.size_multiple) == (7, 8, (16, 32))
+    checkpoint = get_family("lingbot_world").hf_config(lingbot_world)
+    chunks = {"latent_frames_per_chunk": 2, "first_chunk_latent_frames": 4}
+    facts = WorldFacts.from_vllm_config(config("lingbot_world", chunks, **checkpoint), "m")
+    assert (facts.first_chunk_frames, facts.chunk_frames, facts.size_multiple) == (13, 8, (16, 16))
     facts = WorldFacts(first_chunk_latent_frames=1)
     assert (facts.first_chunk_frames, facts.latent_frames(1), facts.latent_frames(12)) == (1, 1, 3)
-    with pytest.raises(ValueError, match="allowed keys"):
-        WorldFacts.from_vllm_config(config(colour="red"), "m")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`WorldFacts`: what a door must know of the served model, so that no door names a model.
 
-A family states what differs from the defaults as a map under the key `world` of its HF-shaped config; sizes and session
-limits come from `OmniConfig`.
+A family states what differs from the defaults (`ModelFamily.world_facts`); sizes and session limits come from
+`OmniConfig`.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ import msgspec
 
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.model_executor.models.registry import get_family
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,15 +46,16 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Read the model's own facts and the deployment's. `model`: the name clients know it by."""
         hf_config: dict[str, Any] = vllm_config.model_config.hf_config.to_dict()
         omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        family = get_family(hf_config["omni_family"])
         facts = {
-            **hf_config.get("world", {}),
+            **(family.world_facts(hf_config, omni) if family.world_facts is not None else {}),
             "height": omni.height,
             "width": omni.width,
             "max_sessions": omni.max_sessions,
             "session_idle_s": omni.session_idle_s,
             "model": model,
         }
-        return parse_options(cls, facts, "the model's config key 'world'")
+        return parse_options(cls, facts, f"world facts of {family.name}")
 
     @property
     def max_area(self) -> int:

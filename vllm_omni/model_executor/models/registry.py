@@ -36,6 +36,8 @@ class ModelFamily:
     make_tiny: write a tiny random checkpoint in a real layout: `(out_dir, seed, layout)`.
     layouts: the layouts `make_tiny` can write, default first.
     verify: golden directory -> report (see `model_executor/parity.py`); None if the family has no goldens.
+    world_facts: (hf_config as a dict, parsed options) -> what doors must know that differs from the defaults of
+    `WorldFacts` (entrypoints/realtime/facts.py), e.g. another chunk size.
     check_options: (hf_config as a dict, parsed options) -> None, or ValueError in one line; must be cheap.
     """
 
@@ -48,6 +50,7 @@ class ModelFamily:
     layouts: tuple[str, ...]
     verify: Callable[[Path], Any] | None = None
     check_options: Callable[[dict[str, Any], OmniConfig], None] | None = None
+    world_facts: Callable[[dict[str, Any], OmniConfig], dict[str, Any]] | None = None
 
 
 def family_names() -> list[str]:

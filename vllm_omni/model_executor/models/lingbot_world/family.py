@@ -6,7 +6,15 @@ from typing import Any
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS, hf_config, is_checkpoint
-from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan, LingBotOptions, LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.config import (
+    NATIVE_HEIGHT,
+    NATIVE_WIDTH,
+    VAE_SPATIAL,
+    VAE_TEMPORAL,
+    ChunkPlan,
+    LingBotOptions,
+    LingBotWorldConfig,
+)
 from vllm_omni.model_executor.models.registry import ModelFamily
 
 
@@ -22,11 +30,25 @@ def _verify(golden: Path) -> Any:
     return parity.verify(golden)
 
 
-def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
+def _plan(config: dict[str, Any], omni: OmniConfig) -> tuple[LingBotWorldConfig, ChunkPlan]:
     options = LingBotOptions.parse(omni.model, config["lingbot_world"]["version"])
     transformer = LingBotWorldConfig.from_checkpoint(config["lingbot_world"]["transformer"])
-    ChunkPlan.resolve(transformer, options)
+    return transformer, ChunkPlan.resolve(transformer, options)
+
+
+def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
+    transformer, _ = _plan(config, omni)
     transformer.latent_size(omni.height, omni.width)
+
+
+def _world_facts(config: dict[str, Any], omni: OmniConfig) -> dict[str, Any]:
+    _, plan = _plan(config, omni)
+    return {
+        "latent_frames_per_chunk": plan.chunk_frames,
+        "first_chunk_latent_frames": plan.first_chunk_frames,
+        "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL),
+        "intrinsics_reference_size": (NATIVE_WIDTH, NATIVE_HEIGHT),
+    }
 
 
 FAMILY = ModelFamily(
@@ -39,4 +61,5 @@ FAMILY = ModelFamily(
     layouts=LAYOUTS,
     verify=_verify,
     check_options=_check_options,
+    world_facts=_world_facts,
 )
