@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The walks that the golden-video tests make, and the recording of the tiny one.
+
+Record it again only when frames are meant to change, and say so in the commit:
+
+    PYTHONPATH=tests/engine python tests/golden_video/lingbot_walk.py tests/golden/lingbot_video/tiny_32x48.npz
+"""
+
+import argparse
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engine_client import EngineClient, running_engine
+
+from vllm_omni.model_executor.models.registry import get_family
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "lingbot_video" / "tiny_32x48.npz"
+HEIGHT, WIDTH, SEED = 32, 48, 7
+PROMPT = "a path through green hills"
+CHUNK_KEYS = (["w"], ["w", "l"], ["s", "j"])
+"""Keys held in each chunk: forward, forward and turning, back and turning the other way."""
+
+
+async def walk(
+    client: EngineClient, session_id: str, first: dict[str, torch.Tensor], chunks: list[dict[str, Any]], **fields: Any
+) -> list[torch.Tensor]:
+    """Make one request for each of `chunks` and close the session.
+
+    first: tensors of the first chunk only. chunks: fields of `DiffusionParams`, and under `tensors` the chunk's own.
+    fields: sent with every chunk. Returns the result of every chunk, frames or latents.
+    """
+    results = []
+    for index, chunk in enumerate(chunks):
+        own = dict(chunk)
+        tensors = {**(first if index == 0 else {}), **own.pop("tensors", {})}
+        _, outputs = await client.send(tensors, session_id=session_id, chunk_index=index, **own, **fields)
+        [result] = outputs.values()
+        results.append(result.clone())
+    await client.send(session_id=session_id, op="close")
+    return results
+
+
+def start_picture() -> torch.Tensor:
+    """A picture without symmetry, uint8 [32, 48, 3]."""
+    y, x = torch.meshgrid(torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
+    return torch.stack((y * 7, x * 5, x + y), dim=-1).to(torch.uint8)
+
+
+def tiny_frames(checkpoint: Path) -> np.ndarray:
+    """Frames of three chunks of the tiny checkpoint (seed 0) in fp32, uint8 `[33, 32, 48, 3]`."""
+
+    async def run() -> list[torch.Tensor]:
+        async with running_engine(checkpoint, {"height": HEIGHT, "width": WIDTH}, dtype="float32") as client:
+            chunks = [{"actions": [keys] * 3} for keys in CHUNK_KEYS]
+            return await walk(client, "golden", {"image": start_picture()}, chunks, prompt=PROMPT, seed=SEED)
+
+    return torch.cat(asyncio.run(run())).numpy()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Record the frames that the golden-video test compares with.")
+    parser.add_argument("out", type=Path, help=".npz to write")
+    return parser
+
+
+def main(out: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        get_family("lingbot_world").make_tiny(Path(folder), 0, "original")
+        frames_THWC = tiny_frames(Path(folder))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(out, frames=frames_THWC)
+    print(f"wrote {out}: {frames_THWC.shape}, {out.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main(make_parser().parse_args().out)
