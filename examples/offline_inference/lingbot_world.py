@@ -7,6 +7,10 @@
 The camera folder holds `poses.npy` ([N, 4, 4], absolute camera-to-world, OpenCV axes, one per video frame) and
 `intrinsics.npy` ([N, 4], [N, 3, 3] or [N, 4, 4], in pixels of an 832x480 picture). Without `--camera` the camera walks
 straight on for `--chunks` chunks; without `--image` the start is the demo's landscape.
+
+The end of `--out` says what is written: `.mp4` a video, `.png` numbered pictures (`walk-0000.png` ...), `.npy` raw
+frames, uint8 [T, H, W, 3]. With `--latents` it is the model's latents instead, float32
+[16, F, H / 8, W / 8] in a `.npy`.
 """
 
 import argparse
@@ -37,13 +41,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--height", type=int, default=96)
     parser.add_argument("--width", type=int, default=160)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=Path("lingbot_world.mp4"))
+    parser.add_argument("--out", type=Path, default=Path("lingbot_world.mp4"), help=".mp4, .png or .npy")
+    parser.add_argument("--latents", action="store_true", help="write latents, not frames; --out must end in .npy")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--model-options", type=json.loads, default={}, help="JSON for additional_config.omni.model")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
+    check_out(args.out, args.latents)
     # GiB that sessions may hold on a CPU; unset, vLLM's CPU worker wants 92 % of the memory to be free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     from vllm import LLM  # takes seconds; `--help` should not
@@ -61,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
     poses_N44, intrinsics = read_camera(args.camera) if args.camera else straight_on(facts, args.chunks)
     sizes = chunk_sizes(facts, len(poses_N44))
 
-    frames = []
+    results = []
     start = 0
     for index, size in enumerate(sizes):
         params = DiffusionParams(
@@ -71,6 +77,7 @@ def main(args: argparse.Namespace) -> None:
             seed=args.seed if index == 0 else None,
             height=args.height,
             width=args.width,
+            output="latents" if args.latents else "rgb",
         )
         tensors = {"poses": poses_N44[start : start + size], "intrinsics": intrinsics[start : start + size]}
         if index == 0:
@@ -80,17 +87,40 @@ def main(args: argparse.Namespace) -> None:
             [engine_prompt()], params.to_pooling_params(tensors), pooling_task="plugin", use_tqdm=False
         )
         try:
-            meta, results = unpack(output.outputs.data)
+            meta, made = unpack(output.outputs.data)
         except RequestFailed as error:
             raise SystemExit(f"chunk {index} was refused: {error}") from error
-        frames.append(results["frames"].numpy().copy())
+        results.append(made["latents" if args.latents else "frames"].numpy().copy())
         took_ms = 1000 * (time.perf_counter() - began_s)
         stages = ", ".join(f"{name} {sum(ms):.0f}" for name, ms in meta["timings_ms"].items())
-        print(f"chunk {index}: {len(frames[-1])} frames in {took_ms:.0f} ms ({stages})")
+        print(f"chunk {index}: {size} frames in {took_ms:.0f} ms ({stages})")
         start += size
 
-    args.out.write_bytes(encode_mp4(np.concatenate(frames), facts.fps))
-    print(f"wrote {args.out}: {sum(map(len, frames))} frames, {args.width}x{args.height}")
+    if args.latents:
+        np.save(args.out, np.concatenate(results, axis=1))
+    else:
+        write_frames(args.out, np.concatenate(results), facts.fps)
+    print(f"wrote {args.out}: {sum(sizes)} frames, {args.width}x{args.height}")
+
+
+def check_out(out: Path, latents: bool) -> None:
+    """Refuse a file that could not be written, before the model is loaded."""
+    allowed = (".npy",) if latents else (".mp4", ".png", ".npy")
+    if out.suffix not in allowed:
+        raise SystemExit(f"--out must end in {' or '.join(allowed)}{' with --latents' * latents}, got {out}")
+    if not out.parent.is_dir():
+        raise SystemExit(f"--out {out}: there is no folder {out.parent}")
+
+
+def write_frames(out: Path, frames_THWC: np.ndarray, fps: float) -> None:
+    """Write uint8 frames as what `out` ends in: a video, numbered pictures beside `out`, or the raw array."""
+    if out.suffix == ".mp4":
+        out.write_bytes(encode_mp4(frames_THWC, fps))
+    elif out.suffix == ".png":
+        for index, frame_HWC in enumerate(frames_THWC):
+            Image.fromarray(frame_HWC).save(out.with_stem(f"{out.stem}-{index:04}"))
+    else:
+        np.save(out, frames_THWC)
 
 
 def chunk_sizes(facts: WorldFacts, num_poses: int) -> list[int]:

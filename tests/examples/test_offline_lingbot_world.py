@@ -74,3 +74,46 @@ def test_a_path_that_fills_no_chunk_is_refused(num_poses: int) -> None:
         SystemExit, match=f"{num_poses} poses do not fill whole chunks: the first takes 9, later ones 12"
     ):
         EXAMPLE.chunk_sizes(WorldFacts(), num_poses)
+
+
+def test_frames_become_numbered_pictures(tmp_path: Path) -> None:
+    """`--out walk.png`: lossless, in order, and nothing else."""
+    frames_THWC = np.random.default_rng(0).integers(0, 256, (3, 16, 32, 3), np.uint8)
+    EXAMPLE.write_frames(tmp_path / "walk.png", frames_THWC, 16.0)
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["walk-0000.png", "walk-0001.png", "walk-0002.png"]
+    assert (np.stack([np.asarray(Image.open(file)) for file in files]) == frames_THWC).all()
+
+
+def test_frames_become_an_array(tmp_path: Path) -> None:
+    """`--out walk.npy`: the frames as they are."""
+    frames_THWC = np.random.default_rng(0).integers(0, 256, (3, 16, 32, 3), np.uint8)
+    EXAMPLE.write_frames(tmp_path / "walk.npy", frames_THWC, 16.0)
+    assert (np.load(tmp_path / "walk.npy") == frames_THWC).all()
+
+
+@pytest.mark.parametrize(
+    ("out", "latents", "complaint"),
+    [
+        ("walk.gif", False, "must end in .mp4 or .png or .npy, got"),
+        ("walk.mp4", True, "must end in .npy with --latents, got"),
+        ("nowhere/walk.mp4", False, "there is no folder"),
+    ],
+)
+def test_a_file_that_could_not_be_written_is_refused_at_once(
+    tmp_path: Path, out: str, latents: bool, complaint: str
+) -> None:
+    """Not after the walk has been made."""
+    with pytest.raises(SystemExit, match=complaint):
+        EXAMPLE.check_out(tmp_path / out, latents)
+
+
+def test_latents_are_written_as_one_array(lingbot_world: Path, tmp_path: Path) -> None:
+    """Two chunks of three latent frames, at an eighth of the size."""
+    out = tmp_path / "latents.npy"
+    result = run(lingbot_world, "--chunks", 2, "--out", out, "--latents", "--height", 32, "--width", 48)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    latents = np.load(out)
+    assert (latents.shape, latents.dtype) == ((16, 6, 4, 6), np.float32)
+    assert np.isfinite(latents).all()
+    assert latents.std() > 0.1
