@@ -95,7 +95,9 @@ def test_a_session_with_a_chunk_in_flight_is_never_evicted(store: SessionStore, 
     store.unpin("a")
     with pytest.raises(RequestFailed, match="capacity"):
         store.make_room(10)
+    assert store.is_pinned("a")
     store.unpin("a")
+    assert not store.is_pinned("a")
     store.make_room(10)
     assert "a" not in store and "b" in store
 

@@ -50,5 +50,9 @@ class DiffusionWorkerMixin(_Worker):
         return {"used": total - free, "total": total, "torch_peak": torch.cuda.max_memory_allocated(self.device)}
 
     def close_session(self, session_id: str) -> bool:
-        """`collective_rpc("close_session", args=(id,))`: drop a session; True if it existed."""
-        return self.model_runner.sessions.close(session_id)
+        """`collective_rpc("close_session", args=(id,))`: drop a session; False if it does not exist or is at work.
+
+        A request with `op="close"` waits for its turn instead.
+        """
+        sessions = self.model_runner.sessions
+        return not sessions.is_pinned(session_id) and sessions.close(session_id)

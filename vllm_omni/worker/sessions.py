@@ -100,6 +100,10 @@ class SessionStore:
         if not self._pins[session_id]:
             del self._pins[session_id]
 
+    def is_pinned(self, session_id: str) -> bool:
+        """Whether a chunk of this session is in flight."""
+        return session_id in self._pins
+
     def close(self, session_id: str) -> bool:
         """Free a session; False if it was not live (idempotent)."""
         session = self._sessions.pop(session_id, None)
