@@ -85,6 +85,7 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
     parts: list[np.ndarray] = []
     fps = args.fps or 16.0
     session_id = args.session_id or f"walk-{uuid.uuid4().hex}"
+    console.print(f"session {session_id}", highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("messages"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         for number, steering in enumerate(calls(args)):
