@@ -23,6 +23,8 @@ _TENSORS_KEY = "omni_tensors"
 
 SessionId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 Pixels = Annotated[int, msgspec.Meta(ge=8, le=8192)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+Text = Annotated[str, msgspec.Meta(max_length=16384)]
 
 
 class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -34,19 +36,30 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     actions: one list of held keys per latent frame (`w a s d i j k l`), instead of a `poses` tensor.
     height, width: pixels, fixed for the session by its first chunk. output: `rgb` = uint8 frames
     `[T, H, W, 3]`, `latents` = the model's latents as they are.
-    fork_to: the new session's id, for `op="fork"`. options: model-specific, checked by the model.
+    fork_to: the new session's id, for `op="fork"`.
+    one_shot: the session is made for this request and closed with it, however it ends (one image, one video).
+    negative_prompt, num_frames (pixel frames), num_inference_steps, guidance_scale, num_images, fps: what image and video
+    models understand; None = the model's default, and a model refuses what it has no use for.
+    options: model-specific, checked by the model.
     """
 
     session_id: SessionId
     op: Literal["generate", "reset", "close", "fork"] = "generate"
     chunk_index: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    prompt: Annotated[str, msgspec.Meta(max_length=16384)] | None = None
+    prompt: Text | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
     height: Pixels | None = None
     width: Pixels | None = None
     actions: Annotated[list[list[str]], msgspec.Meta(max_length=64)] | None = None
     output: Literal["rgb", "latents"] = "rgb"
     fork_to: SessionId | None = None
+    one_shot: bool = False
+    negative_prompt: Text | None = None
+    num_frames: Count | None = None
+    num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
+    guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    num_images: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def to_pooling_params(self, tensors: Mapping[str, torch.Tensor] | None = None) -> "PoolingParams":

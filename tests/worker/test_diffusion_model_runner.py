@@ -230,3 +230,26 @@ def test_batch_invariance_decides_how_forwards_are_shared(
     )
     execute(runner, step(new=[chunk("a", "a", 0), chunk("b", "b", 0)]))
     assert seen == sizes
+
+
+@pytest.mark.parametrize("ending", ["success", "failure", "abort"])
+def test_a_one_shot_session_ends_with_its_request(runner: Any, ending: str) -> None:
+    """One image or video needs no session afterwards, whether it was finished, failed or given up."""
+    options = {"fail_in": "decode"} if ending == "failure" else {}
+    execute(runner, step(new=[chunk("r", "s", 0, one_shot=True, options=options)]))
+    assert runner.request_progress() == {"s": [1, STEPS]}
+    if ending != "abort":
+        for _ in range(STEPS - 1):
+            execute(runner, step(running=["r"]))
+    execute(runner, step(finished=["r"]))
+    assert "s" not in runner.sessions
+    assert runner.request_progress() == {}
+
+
+def test_a_one_shot_request_refuses_a_live_session(runner: Any) -> None:
+    """It would close a session that is somebody else's."""
+    run_to_end(runner, chunk("a", "s", 0))
+    before = state_of(runner, "s")
+    refused = run_to_end(runner, new_request("b", session_id="s", prompt="x", one_shot=True))["b"]
+    assert isinstance(refused, RequestFailed) and "one_shot needs a new session_id" in refused.message
+    assert state_of(runner, "s") == before

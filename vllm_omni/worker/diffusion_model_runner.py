@@ -300,6 +300,10 @@ class DiffusionGPUModelRunner:
             if state.is_session_operation:
                 outputs[state.request_id] = pack(self._session_operation(state))
                 return
+            if params.one_shot and params.session_id in self.sessions:
+                raise RequestFailed(
+                    "invalid_request", f"one_shot needs a new session_id, {params.session_id!r} is live"
+                )
             if params.session_id not in self.sessions:
                 nbytes = self.model.session_nbytes(params)
                 self.sessions.make_room(nbytes)
@@ -344,11 +348,21 @@ class DiffusionGPUModelRunner:
             state.chunk.state = None
         self._drop_unborn_session(state)
 
+    def request_progress(self) -> dict[str, list[int]]:
+        """`{session id: [steps done, steps in all]}` of the chunks in flight (vLLM renames request ids)."""
+        return {
+            state.chunk.session.session_id: [state.chunk.step, state.chunk.num_steps]
+            for state in self.requests
+            if state.chunk is not None
+        }
+
     def _drop_unborn_session(self, state: RequestState) -> None:
-        """A session whose first chunk never succeeded does not exist."""
+        """A session whose first chunk never succeeded does not exist, and a one-shot request's session ends with it."""
         if state.opened_session and state.params is not None:
             session_id = state.params.session_id
-            if session_id in self.sessions and self.sessions.get(session_id).chunk_index == 0:
+            if session_id in self.sessions and (
+                state.params.one_shot or self.sessions.get(session_id).chunk_index == 0
+            ):
                 self.sessions.close(session_id)
             state.opened_session = False
 

@@ -42,6 +42,10 @@ class DiffusionWorkerMixin(_Worker):
         """`collective_rpc("session_stats")`: sessions and bytes held on this rank, JSON types only."""
         return self.model_runner.sessions.stats()
 
+    def request_progress(self) -> dict[str, list[int]]:
+        """`collective_rpc("request_progress")`: `{session id: [steps done, steps in all]}` of the chunks in flight."""
+        return self.model_runner.request_progress()
+
     def device_memory(self) -> dict[str, int]:
         """`collective_rpc("device_memory")`: bytes in use on this rank's device, and torch's peak since start."""
         if self.device.type != "cuda":

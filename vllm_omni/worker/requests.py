@@ -7,6 +7,7 @@ error. Held by tests/worker/test_diffusion_model_runner.py.
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,9 @@ class RequestStates:
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
 
     def __getitem__(self, request_id: str) -> RequestState:
         return self._states[request_id]
