@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.capabilities import Capabilities
 
 _FAMILY_MODULES = {
     "null_world": "vllm_omni.model_executor.models.null_world.family",
@@ -38,6 +39,7 @@ class ModelFamily:
     verify: golden directory -> report (see `model_executor/parity.py`); None if the family has no goldens.
     world_facts: (hf_config as a dict, parsed options) -> what doors must know that differs from the defaults of
     `WorldFacts` (entrypoints/realtime/facts.py), e.g. another chunk size.
+    capabilities: likewise -> what the OpenAI routes may ask of the model; None = a world started by an image.
     check_options: (hf_config as a dict, parsed options) -> None, or ValueError in one line; must be cheap.
     """
 
@@ -51,6 +53,7 @@ class ModelFamily:
     verify: Callable[[Path], Any] | None = None
     check_options: Callable[[dict[str, Any], OmniConfig], None] | None = None
     world_facts: Callable[[dict[str, Any], OmniConfig], dict[str, Any]] | None = None
+    capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None
 
 
 def family_names() -> list[str]:
