@@ -38,8 +38,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     `[T, H, W, 3]`, `latents` = the model's latents as they are.
     fork_to: the new session's id, for `op="fork"`.
     one_shot: the session is made for this request and closed with it, however it ends (one image, one video).
-    negative_prompt, num_frames (pixel frames), num_inference_steps, guidance_scale, num_images, fps: what image and video
-    models understand; None = the model's default, and a model refuses what it has no use for.
+    negative_prompt, num_frames (pixel frames), num_inference_steps, guidance_scale, num_images, fps: what image and
+    video models understand; None = the model's default, and a model refuses what it has no use for.
     options: model-specific, checked by the model.
     """
 
