@@ -36,8 +36,8 @@ Failures are error envelopes: `invalid_request`, `unsupported_size`, `invalid_im
 become 400 with the message as it is; `capacity` 503 (a video job waits instead), `oom` 503, `non_finite` and the rest
 500.
 
-Progress: worker RPC `request_progress` -> `{request_id: [step, num_steps]}`; ids may carry a suffix behind the one
-given to `encode`. Cancel: `EngineClient.abort(request_id)`, in force before the next denoise step.
+Progress: worker RPC `request_progress` -> `{session_id: [steps done, steps in all]}` of the requests in flight. Cancel:
+`EngineClient.abort(request_id)`, in force before the next denoise step.
 
 Worlds (`"world" in tasks`) make a video chunk after chunk in one session of their own: `chunk_index` 0, 1, ...;
 prompt, seed, height, width and `image` with the first; `actions` (held keys per latent frame) with each; then

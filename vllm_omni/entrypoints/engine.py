@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`OmniEngine`: every door's way to vLLM's engine. One call = one pooling request (a chunk, some images, a video).
+
+Everything here is stock `EngineClient` surface: `encode`, `abort`, `collective_rpc`. Torch stops at this file: doors
+see NumPy. Failures are `RequestFailed` with the codes of the worker, and three more made here: `cancelled` (the
+engine ended the request), `engine_error` (it failed on it) and `engine_dead` (nothing will be answered any more).
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import VLLMClientError
+from vllm.outputs import PoolingRequestOutput
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from vllm_omni.inputs import DiffusionParams, engine_prompt
+from vllm_omni.outputs import RequestFailed, unpack
+
+logger = logging.getLogger("vllm." + __name__)
+
+_DEAD: Final = "the engine has stopped"
+
+
+class OmniEngine:
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self._client.errored)
+
+    async def run(
+        self, params: DiffusionParams, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Run one request: `(meta, arrays)`, the arrays being views into the engine's answer.
+
+        Raises `RequestFailed`. When cancelled, the engine drops the request before its next denoise step.
+        """
+        request_id = f"omni-{uuid.uuid4().hex}"
+        answer: PoolingRequestOutput | None = None
+        try:
+            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            async for output in self._client.encode(engine_prompt(), params.to_pooling_params(tensors), request_id):
+                answer = output
+            if answer is None or answer.outputs.data.numel() == 0:  # stock vLLM's answer to an aborted request
+                raise RequestFailed("cancelled", "the request was cancelled")
+            meta, results = unpack(answer.outputs.data)
+        except asyncio.CancelledError:
+            await self._client.abort(request_id)  # a dropped `encode` generator does not; unknown ids are ignored
+            raise
+        except RequestFailed as failure:
+            # The engine knows sessions by ids made here; a client knows its own.
+            raise RequestFailed(
+                failure.code, failure.message.replace(repr(params.session_id), "this session")
+            ) from None
+        except EngineDeadError:
+            raise RequestFailed("engine_dead", _DEAD) from None
+        except VLLMClientError as error:
+            raise RequestFailed("invalid_request", "the engine refused the request") from error
+        except EngineGenerateError as error:
+            raise RequestFailed(
+                "engine_error", "the engine failed on this request; the server's log has details"
+            ) from error
+        return meta, {name: tensor.numpy() for name, tensor in results.items()}
+
+    async def close(self, session_id: str) -> None:
+        """Free a session's state; unknown ids are fine. Raises `RequestFailed`."""
+        await self.run(DiffusionParams(session_id=session_id, op="close"), {})
+
+    async def progress(self) -> dict[str, tuple[int, int]]:
+        """`{session id: (steps done, steps in all)}` of the requests in flight. Raises `RequestFailed`.
+
+        With data parallelism, of those on the first engine.
+        """
+        answers = await self._rpc("request_progress")
+        return {str(name): (int(done), int(total)) for name, (done, total) in answers.items()}
+
+    async def session_stats(self) -> dict[str, Any]:
+        """`sessions`, `max_sessions`, `bytes`, `max_bytes` of the first rank. Raises `RequestFailed`."""
+        return await self._rpc("session_stats")
+
+    async def _rpc(self, method: str) -> dict[str, Any]:
+        """Ask the workers; waits for the engine step that runs."""
+        try:
+            answers = await self._client.collective_rpc(method)
+        except EngineDeadError:
+            raise RequestFailed("engine_dead", _DEAD) from None
+        except Exception as error:  # boundary: the worker's exception arrives as a plain one
+            logger.debug("worker RPC %s failed", method, exc_info=True)
+            raise RequestFailed("engine_error", f"the worker did not answer {method}") from error
+        return dict(answers[0])
