@@ -16,12 +16,14 @@ from vllm_omni.model_executor.models.capabilities import Capabilities
 
 _FAMILY_MODULES = {
     "null_world": "vllm_omni.model_executor.models.null_world.family",
+    "null_image": "vllm_omni.model_executor.models.null_image.family",
     "lingbot_world": "vllm_omni.model_executor.models.lingbot_world.family",
 }
 _ALIASES = {"lingbot_world_fast": "lingbot_world"}
 
 ARCHITECTURES = {
     "LingBotWorldPipeline": "vllm_omni.model_executor.models.lingbot_world.pipeline:LingBotWorldPipeline",
+    "NullImagePipeline": "vllm_omni.model_executor.models.null_image.pipeline:NullImagePipeline",
     "NullWorldPipeline": "vllm_omni.model_executor.models.null_world.pipeline:NullWorldPipeline",
 }
 """vLLM architecture name -> model class, registered lazily with vLLM's `ModelRegistry`."""

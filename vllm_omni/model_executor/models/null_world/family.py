@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.registry import ModelFamily
 
 _CONFIG = {"model_type": "null_world", "num_layers": 4}
@@ -40,6 +42,10 @@ def _make_tiny(out: Path, seed: int, layout: str) -> None:
     save_file({"gain": gain}, out / "model.safetensors")
 
 
+def _capabilities(hf_config: dict[str, Any], omni: OmniConfig) -> Capabilities:
+    return Capabilities(tasks=("world", "text_to_video", "image_to_video"))
+
+
 FAMILY = ModelFamily(
     name="null_world",
     title="Null world: everything but a model",
@@ -48,4 +54,5 @@ FAMILY = ModelFamily(
     hf_config=_hf_config,
     make_tiny=_make_tiny,
     layouts=("original",),
+    capabilities=_capabilities,
 )

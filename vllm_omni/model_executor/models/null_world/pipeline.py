@@ -33,14 +33,19 @@ LATENT_CHANNELS = 4
 FIRST_CHUNK_FRAMES, CHUNK_FRAMES = 9, 12
 
 
-class NullOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    steps: int = 5
+class NullFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long each part takes, and where it fails."""
+
     step_ms: float = 0.0
     prepare_ms: float = 0.0
     decode_ms: float = 0.0
     fail_in: str | None = None
     fail_at: int = 0
     nan_at: int | None = None
+
+
+class NullOptions(NullFaults, frozen=True, forbid_unknown_fields=True):
+    steps: int = 5
 
 
 class NullSession(SessionState):

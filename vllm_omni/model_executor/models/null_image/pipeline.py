@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`NullImagePipeline`: images and videos with no model behind them, for measuring and breaking what is around one.
+
+It follows the contract of one-shot models (entrypoints/openai/__init__.py) and costs next to nothing. A picture
+depends on prompts, seed, steps, guidance and input pictures, and on nothing else: not on its batch, not on how n is
+cut into requests. `DiffusionParams.options` can slow it down or make it fail: see `NullFaults`.
+
+Pictures: squares of 8 pixels, one for each latent, coloured by it; the first square has the mean colour of all input
+pictures (grey 0 if there are none), the second the grey level 10 x their number, plus 100 if there is a mask.
+Frames: every pixel of frame n is n % 256, except the first square, as above.
+"""
+
+import hashlib
+import time
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+
+from vllm_omni.config import OmniConfig, parse_options
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
+from vllm_omni.model_executor.models.null_image.family import CAPABILITIES
+from vllm_omni.model_executor.models.null_world.pipeline import NullFaults
+from vllm_omni.model_executor.vllm_model import StepPipeline
+from vllm_omni.outputs import RequestFailed, empty_result
+
+SQUARE = 8
+LATENT_CHANNELS = 3
+
+
+class NullImageSession(SessionState):
+    """Nothing outlives a one-shot request; the bytes are those of its latents, which admission must count."""
+
+    def __init__(self, session_id: str, nbytes: int) -> None:
+        super().__init__(session_id)
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def scalars(self) -> dict[str, Any]:
+        return {"chunk_index": self.chunk_index}
+
+    def fork(self, session_id: str) -> "NullImageSession":
+        return NullImageSession(session_id, self._nbytes)
+
+    def to(self, device: torch.device | str) -> None: ...
+
+
+@dataclass
+class _Picture:
+    latents_NCHW: torch.Tensor
+    faults: NullFaults
+    mean_C: torch.Tensor
+    input_level: int
+
+
+class NullImagePipeline(StepPipeline):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        self.gain = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded = dict(weights)
+        if set(loaded) != {"gain"} or loaded["gain"].shape != self.gain.shape:
+            raise ValueError(f"expected one tensor 'gain' of shape (1,), got {sorted(loaded)[:3]}")
+        self.gain.data.copy_(loaded["gain"])
+        return {"gain"}
+
+    def _latent_shape(self, params: DiffusionParams) -> tuple[int, int, int, int]:
+        height, width = params.height or self.omni.height, params.width or self.omni.width
+        if height % SQUARE or width % SQUARE or height * width > self.omni.max_area:
+            raise RequestFailed(
+                "unsupported_size",
+                f"{width}x{height} arrived; width and height must be multiples of {SQUARE} with at most "
+                f"{self.omni.max_area} pixels",
+            )
+        return params.num_images, LATENT_CHANNELS, height // SQUARE, width // SQUARE
+
+    def session_nbytes(self, params: DiffusionParams) -> int:
+        count, channels, high, wide = self._latent_shape(params)
+        return 4 * count * channels * high * wide
+
+    def new_session(self, params: DiffusionParams) -> NullImageSession:
+        if not params.one_shot:
+            raise RequestFailed("invalid_request", "this model makes single images and videos: send one_shot")
+        return NullImageSession(params.session_id, self.session_nbytes(params))
+
+    def prepare_encode(self, request: DiffusionRequest) -> None:
+        params = request.params
+        try:
+            faults = parse_options(NullFaults, params.options, "options")
+        except ValueError as error:
+            raise RequestFailed("invalid_request", str(error)) from error
+        time.sleep(faults.prepare_ms / 1e3)
+        if faults.fail_in == "prepare":
+            raise RuntimeError("injected failure")
+        mean_C, level = _look_at_inputs(request.tensors)
+        steps = params.num_inference_steps or CAPABILITIES.num_inference_steps
+        guidance = CAPABILITIES.guidance_scale if params.guidance_scale is None else params.guidance_scale
+        assert steps is not None
+        shape = self._latent_shape(params)
+        key = f"{params.prompt}|{params.negative_prompt}|{steps}|{guidance}|{mean_C.tolist()}|{level}|{shape[1:]}"
+        noise = [_noise(f"{key}|{(params.seed or 0) + number}", shape[1:]) for number in range(shape[0])]
+        request.state = _Picture(torch.stack(noise).to(self.gain.device), faults, mean_C, level)
+        request.num_steps = steps
+
+    def batch_key(self, request: DiffusionRequest) -> Hashable:
+        return request.state.latents_NCHW.shape
+
+    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        for request in batch:
+            faults = request.state.faults
+            time.sleep(faults.step_ms / 1e3)
+            if faults.fail_in == "denoise" and request.step == faults.fail_at:
+                raise RuntimeError("injected failure")
+        return torch.tanh(torch.stack([request.state.latents_NCHW for request in batch]) * self.gain)
+
+    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
+        for request, x0_NCHW in zip(batch, prediction, strict=True):
+            state = request.state
+            left = request.num_steps - request.step
+            state.latents_NCHW = state.latents_NCHW + (x0_NCHW - state.latents_NCHW) / left
+            if state.faults.nan_at == request.step:
+                state.latents_NCHW = state.latents_NCHW * float("nan")
+
+    def latents(self, request: DiffusionRequest) -> torch.Tensor:
+        return request.state.latents_NCHW
+
+    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
+        request.state.latents_NCHW = latents.clone()
+
+    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        params, state = request.params, request.state
+        time.sleep(state.faults.decode_ms / 1e3)
+        if state.faults.fail_in == "decode":
+            raise RuntimeError("injected failure")
+        meta = {"seed": params.seed or 0, "num_inference_steps": request.num_steps}
+        if params.output == "latents":
+            return meta, {"latents": state.latents_NCHW}
+        count, _, high, wide = state.latents_NCHW.shape
+        if params.num_frames is None:
+            images_NHWC = empty_result((count, high * SQUARE, wide * SQUARE, 3), torch.uint8)
+            levels_NHWC = ((state.latents_NCHW + 1) * 127.5).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+            images_NHWC.copy_(levels_NHWC.repeat_interleave(SQUARE, 1).repeat_interleave(SQUARE, 2))
+            images_NHWC[:, :SQUARE, :SQUARE] = state.mean_C
+            images_NHWC[:, :SQUARE, SQUARE : 2 * SQUARE] = state.input_level
+            return meta, {"images": images_NHWC}
+        frames_THWC = empty_result((params.num_frames, high * SQUARE, wide * SQUARE, 3), torch.uint8)
+        for number in range(params.num_frames):
+            frames_THWC[number].fill_(number % 256)
+        frames_THWC[:, :SQUARE, :SQUARE] = state.mean_C
+        return {**meta, "fps": params.fps or CAPABILITIES.fps}, {"frames": frames_THWC}
+
+    def commit(self, request: DiffusionRequest) -> None:
+        request.session.chunk_index += 1
+
+    def warmup_inputs(self) -> list[Inputs]:
+        return [(DiffusionParams(session_id="warm-up", prompt="warm-up", one_shot=True), {})]
+
+
+def _look_at_inputs(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Mean colour of the input pictures, uint8 [3]; the level that tells their number and whether there is a mask."""
+    pictures = [tensor for name, tensor in sorted(tensors.items()) if name == "image" or name.startswith("image_")]
+    if not pictures:
+        return torch.zeros(3, dtype=torch.uint8), 0
+    means = torch.stack([picture.float().mean((0, 1)) for picture in pictures])
+    return means.mean(0).round().to(torch.uint8), 10 * len(pictures) + 100 * ("mask" in tensors)
+
+
+def _noise(key: str, shape: Sequence[int]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
+    return torch.randn(list(shape), generator=generator)
