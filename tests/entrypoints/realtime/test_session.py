@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import MISSING
+from dataclasses import fields as fields_of
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ def job(
             assert render_after.wait(10)
         return [str(chunk.chunk_index).encode()]
 
-    values = dict.fromkeys(Job.__dataclass_fields__) | {
+    values = {item.name: None for item in fields_of(Job) if item.default is MISSING} | {
         "request_id": request_id,
         "digest": request_id.encode(),
         "camera": CameraPath.parse(*camera(num_frames).values(), max_poses=1000),

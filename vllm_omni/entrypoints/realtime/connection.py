@@ -26,23 +26,30 @@ logger = logging.getLogger("vllm." + __name__)
 ANONYMOUS: Final = "anonymous"
 
 _STRIKES: Final = 3
+_UNSENT_BYTES: Final = 256 * 1024  # the kernel takes this much beyond what the network has; more only hides a slow peer
 _STRIKE_WINDOW_S: Final = 10.0
 _REASON_BYTES: Final = 123  # RFC 6455: a control frame holds 125 bytes, two are the code
 
 
 class Connection:
-    """An accepted WebSocket. One task receives; any task may send."""
+    """An accepted WebSocket. One task receives; any task may send.
 
-    def __init__(self, websocket: WebSocket, limits: DoorLimits) -> None:
+    max_strikes: undecodable messages within 10 s that end it.
+    """
+
+    def __init__(self, websocket: WebSocket, limits: DoorLimits, max_strikes: int = _STRIKES) -> None:
         self._websocket = websocket
         self._limits = limits
         self._send_lock = asyncio.Lock()
         self._closed = False
-        self._strikes: deque[float] = deque(maxlen=_STRIKES)
+        self._strikes: deque[float] = deque(maxlen=max_strikes)
         self._arrivals: deque[float] = deque(maxlen=limits.max_messages_per_s)
         self._last_heard_s = time.monotonic()
         self.principal = principal_of(websocket)
         """Who this is, for telling one client's sessions from another's: never the key itself."""
+        address = websocket.client.host if websocket.client is not None else "local"
+        self.client = self.principal if self.principal != ANONYMOUS else f"address {address}"
+        """Who this is for `sessions_per_client`: clients without a key are told apart by their address."""
 
     async def accept(self, subprotocol: str | None) -> None:
         await self._websocket.accept(subprotocol=subprotocol)
@@ -53,6 +60,7 @@ class Connection:
             with contextlib.suppress(OSError):  # not a TCP socket
                 timeout_ms = int(3 * self._limits.send_deadline_s * 1000)
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
     async def receive(self, busy: Any) -> bytes | str:
         """Return the next message. `busy()`: whether requests run, which keeps a silent connection open.
@@ -87,23 +95,31 @@ class Connection:
         self._arrivals.append(now)
 
     def strike(self, error: DoorError) -> DoorError:
-        """Count a message that made no sense; the third within 10 s ends the connection."""
+        """Count a message that made no sense; too many within 10 s end the connection."""
         now = time.monotonic()
         self._strikes.append(now)
-        if len(self._strikes) == _STRIKES and now - self._strikes[0] < _STRIKE_WINDOW_S and error.close is None:
+        if (
+            len(self._strikes) == self._strikes.maxlen
+            and now - self._strikes[0] < _STRIKE_WINDOW_S
+            and error.close is None
+        ):
             error.close = Close.POLICY
         return error
 
-    async def send(self, payload: bytes | str) -> None:
-        """Hand one message to the network. Raises `ClientGone`; a peer that reads too slowly is closed with 4008."""
+    async def send(self, *messages: bytes | str) -> None:
+        """Hand messages to the network, none of another task between them.
+
+        Raises `ClientGone`; a peer that reads too slowly is closed with 4008.
+        """
         try:
             async with asyncio.timeout(self._limits.send_deadline_s), self._send_lock:
                 if self._closed:
                     raise ClientGone
-                if isinstance(payload, str):
-                    await self._websocket.send_text(payload)
-                else:
-                    await self._websocket.send_bytes(payload)
+                for message in messages:
+                    if isinstance(message, str):
+                        await self._websocket.send_text(message)
+                    else:
+                        await self._websocket.send_bytes(message)
         except TimeoutError:
             logger.info("a client did not read for %g s; closing it", self._limits.send_deadline_s)
             self._closed = True

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Geometry and rates of a causal, camera-controlled world model.
 
-    camera: whether poses steer the model at all. patch_size, vae_stride: (time, height, width).
+    camera: whether poses steer the model at all. needs_image: whether a session must begin with a start image.
+    patch_size, vae_stride: (time, height, width).
     latent_frames_per_chunk: latent frames that are denoised together; first_chunk_latent_frames: in a session's first
     chunk, None = as many. intrinsics_reference_size: (width, height) for which intrinsics are given. fps: the rate
     the model was trained at.
     """
 
     camera: bool = True
+    needs_image: bool = True
     patch_size: tuple[int, int, int] = (1, 2, 2)
     vae_stride: tuple[int, int, int] = (4, 8, 8)
     latent_frames_per_chunk: int = 3

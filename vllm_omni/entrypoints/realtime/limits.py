@@ -35,6 +35,11 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     chunks_in_flight: chunks of one session that the engine may hold; 2 keep it busy between chunks.
     unsent_chunks: finished chunks that may wait for a slow reader before the session pauses.
     journal_bytes: replies kept per session, for replay and resume.
+    max_held_bytes: replies kept for all sessions together; beyond it journals are cut, sessions pause until their
+    reader has caught up, and new ones are refused with `capacity`.
+    sessions_per_client: sessions of one API key (without keys: of one address); one more is `session_limit`.
+    start_timeout_s: a client of `/v1/realtime/video` must send `session.start` in this time.
+    slot_wait_s: how long a start waits for a session to end before it is refused.
     allowed_origins: comma-separated `scheme://host[:port]` from which browsers may connect, besides the server's own.
     """
 
@@ -51,6 +56,10 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     chunks_in_flight: Count = 2
     unsent_chunks: Count = 2
     journal_bytes: Bytes = 32 * MIB
+    max_held_bytes: Bytes = 1024 * MIB
+    sessions_per_client: Count = 64
+    start_timeout_s: Seconds = 10.0
+    slot_wait_s: Seconds = 1.0
     allowed_origins: str = ""
 
     @classmethod

@@ -2,17 +2,19 @@
 """`Job` and `Run`: one request, what it asks for and what has been answered so far.
 
 A run outlives the connection that asked for it: its replies are numbered and kept (within the session's journal), so a
-client that comes back can have them again, or take over while it still runs. Knows no message format and no sockets.
-Held by tests/entrypoints/realtime/test_run.py.
+client that comes back can have them again, or take over while it still runs. A run is planned (its chunks are known
+when it begins) or live: it goes on chunk by chunk, each steered by what its `ChunkSource` says at that moment. Knows no
+message format and no sockets. Held by tests/entrypoints/realtime/{test_session,test_live_session}.py.
 """
 
 import asyncio
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,15 +22,42 @@ from vllm_omni.entrypoints.realtime.camera import CameraPath, PosePolicy
 from vllm_omni.entrypoints.realtime.engine import ChunkResult
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
 
-Deliver = Callable[[bytes], Awaitable[None]]
+Deliver = Callable[[Any], Awaitable[None]]
+"""Hands one reply's payload to the client."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controls:
+    """What steers one chunk: held keys per latent frame, or a pose per pixel frame, or nothing; and the prompt.
+
+    prompt: None = as before. mark: whatever the door wants to find again in the finished chunk.
+    """
+
+    actions: Sequence[list[str]] | None = None
+    camera: CameraPath | None = None
+    prompt: str | None = None
+    mark: Any = None
+
+
+class ChunkSource(Protocol):
+    """Steers a live run. `ready` may be false (paused, no credit): then no further chunk is begun."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    async def wait_until_ready(self) -> None: ...
+
+    def sample(self, chunk_index: int, pixel_frames: int, latent_frames: int) -> Controls:
+        """Return the controls of the chunk that is about to be generated; called once for each chunk."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedChunk:
     """A chunk with all that a door's replies say about it.
 
-    sizes: pixel frames of each chunk of the request; number: this chunk's place among them.
-    chunk_index, first_frame: its place in the session.
+    sizes: pixel frames of each chunk of the request (of a live one: of this chunk alone); number: chunks before it.
+    chunk_index, first_frame: its place in the session. controls: what steered it, if the run is live.
     """
 
     session_id: str
@@ -41,6 +70,7 @@ class FinishedChunk:
     seed: int | None
     prompt_applied: bool
     warnings: tuple[str, ...]
+    controls: Controls | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +79,13 @@ class Job:
 
     digest: names the content, so that a repeated `request_id` is known to be a repetition.
     load_image: `(height, width)` -> uint8 `[H, W, 3]`; called off the event loop, only if the world starts here.
-    Exactly one of `camera` (a pose per pixel frame) and `actions` (held keys per latent frame) is set.
+    Exactly one of `camera` (a pose per pixel frame), `actions` (held keys per latent frame) and `source` is set.
+    source: steers a live run; num_chunks: where that ends, None = when it is cancelled.
     chunk_index: the chunk that must be next; None = whichever is.
-    render: turns a chunk into encoded replies; called off the event loop.
+    render: turns a chunk into encoded replies, each with a length in bytes; called off the event loop, unless the
+    chunk's frames have fewer than `render_inline_bytes` (a thread costs more than a small copy).
+    keep_replies: whether delivered replies stay in the session's journal. unsent_chunks: finished chunks that may wait
+    for the reader; None = as the limits say.
     """
 
     request_id: str
@@ -68,16 +102,21 @@ class Job:
     restart: bool
     chunk_index: int | None
     options: dict[str, Any]
-    render: Callable[[FinishedChunk], list[bytes]]
+    render: Callable[[FinishedChunk], Sequence[Sized]]
+    source: ChunkSource | None = None
+    num_chunks: int | None = None
+    render_inline_bytes: int = 0
+    keep_replies: bool = True
+    unsent_chunks: int | None = None
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One encoded message; `part` counts the messages of its chunk."""
+    """One encoded message; `part` counts the messages of its chunk. `len(payload)` is its size in bytes."""
 
     chunk_index: int
     part: int
-    payload: bytes
+    payload: Any
 
 
 @dataclass(eq=False)
@@ -89,8 +128,9 @@ class _Follower:
 class Run:
     """One request's plan, replies and end.
 
-    sizes: pixel frames of its chunks, set when its turn comes. completed: chunks done. first_kept: replies before this
-    number have been dropped. delivered: replies the current follower has.
+    sizes: pixel frames of its chunks, set when its turn comes (empty for a live run). controls: of a live run's chunks
+    that the engine has. completed: chunks done. first_kept: replies before this number have been dropped. delivered:
+    replies the current follower has. account: told of each change of `kept_bytes`.
     """
 
     job: Job
@@ -105,6 +145,9 @@ class Run:
     error: DoorError | None = None
     task: "asyncio.Task[DoorError | None] | None" = None
     started_s: float = field(default_factory=time.monotonic)
+    controls: deque[Controls] = field(default_factory=deque)
+    kept_bytes: int = 0
+    account: Callable[[int], None] = lambda delta: None
     _follower: "_Follower | None" = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -116,19 +159,26 @@ class Run:
     def has_follower(self) -> bool:
         return self._follower is not None
 
-    @property
-    def kept_bytes(self) -> int:
-        return sum(len(reply.payload) for reply in self.replies)
-
     def append(self, reply: Reply) -> None:
         self.replies.append(reply)
+        self._grow(len(reply.payload))
         self._notify()
+
+    def _grow(self, num_bytes: int) -> None:
+        self.kept_bytes += num_bytes
+        self.account(num_bytes)
 
     def finish(self, error: DoorError | None = None) -> None:
         """Mark the end and let go of the inputs: a repetition brings them again."""
         self.finished, self.error = True, error
-        self.job = dataclasses.replace(self.job, camera=None, actions=None, load_image=None)
+        self.job = dataclasses.replace(self.job, camera=None, actions=None, load_image=None, source=None)
         self._notify()
+
+    def discard(self) -> None:
+        """Let go of every reply; nobody will ask for them."""
+        self.first_kept = self.num_replies
+        self.replies.clear()
+        self._grow(-self.kept_bytes)
 
     def reopen(self, job: Job) -> None:
         """Go on after a cut; what is complete stays."""
@@ -161,6 +211,8 @@ class Run:
                     position += 1
                     if self._follower is me:
                         self.delivered = position
+                        if not self.job.keep_replies:
+                            self.drop_oldest()
                         self._notify()
                 elif self.finished:
                     break
@@ -179,15 +231,17 @@ class Run:
             await self._changed.wait()
 
     def _num_unsent_chunks(self) -> int:
-        unsent = list(self.replies)[max(0, self.delivered - self.first_kept) :]
-        return len({reply.chunk_index for reply in unsent})
+        count = self.num_replies - max(self.delivered, self.first_kept)
+        return len({reply.chunk_index for reply in islice(reversed(self.replies), count)})
 
     def drop_oldest(self) -> int:
         """Forget the oldest reply if it was delivered; returns the bytes freed (0: nothing to forget)."""
         if not self.replies or (not self.finished and self.first_kept >= self.delivered):
             return 0
         self.first_kept += 1
-        return len(self.replies.popleft().payload)
+        freed = len(self.replies.popleft().payload)
+        self._grow(-freed)
+        return freed
 
     def _notify(self) -> None:
         self._changed.set()

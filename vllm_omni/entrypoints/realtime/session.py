@@ -12,11 +12,12 @@ Held by tests/entrypoints/realtime/test_session.py.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -24,7 +25,7 @@ import numpy as np
 from vllm_omni.entrypoints.realtime.camera import plan_frames
 from vllm_omni.entrypoints.realtime.engine import ChunkResult
 from vllm_omni.entrypoints.realtime.errors import DoorError
-from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, Reply, Run
+from vllm_omni.entrypoints.realtime.run import Controls, FinishedChunk, Job, Reply, Run
 from vllm_omni.inputs import DiffusionParams
 
 if TYPE_CHECKING:
@@ -47,8 +48,10 @@ def new_session_id() -> str:
 class Session:
     """One world of one client; used from one event loop."""
 
-    def __init__(self, key: SessionKey, manager: "SessionManager") -> None:
+    def __init__(self, key: SessionKey, manager: "SessionManager", client: str) -> None:
         self.key = key
+        self.client = client
+        """Who counts against `sessions_per_client` for it."""
         self._manager = manager
         self.engine_id = new_session_id()
         self.started = False
@@ -105,7 +108,7 @@ class Session:
             run.reopen(job)
         else:
             attempt = run.attempt + 1 if run is not None else 1
-            run = self.runs[job.request_id] = Run(job, attempt=attempt)
+            run = self.runs[job.request_id] = Run(job, attempt=attempt, account=self._manager.account)
             self._trim_journal()
         self._waiting += 1
         run.task = self._manager.spawn(self._produce(run))
@@ -143,27 +146,44 @@ class Session:
         self._manager.forget_if_empty(self)
 
     async def _generate(self, run: Run) -> None:
-        """Keep `chunks_in_flight` chunks in the engine until the run is complete; render what comes back, in order."""
-        limits = self._manager.limits
+        """Keep `chunks_in_flight` chunks in the engine until the run is complete; render what comes back, in order.
+
+        A live run has one chunk in the engine, so that its controls are taken as late as possible; the next one is
+        begun before this one is rendered and sent.
+        """
+        limits, job = self._manager.limits, run.job
         image, warnings = await self._begin(run)
-        numbers = deque(range(run.completed, len(run.sizes)))
         in_flight: deque[asyncio.Task[ChunkResult]] = deque()
+        numbers: Iterator[int] = iter(range(run.completed, len(run.sizes)))
+        most_in_flight = limits.chunks_in_flight
+        if job.source is not None:
+            numbers = itertools.count() if job.num_chunks is None else iter(range(job.num_chunks))
+            most_in_flight = 1
+        unsent_chunks = limits.unsent_chunks if job.unsent_chunks is None else job.unsent_chunks
 
         def fill() -> None:
             # Until the position is certain, one chunk at a time: its answer tells where the engine is.
-            while numbers and len(in_flight) < (limits.chunks_in_flight if self.in_step else 1):
-                in_flight.append(self._manager.spawn(self._request_chunk(run, numbers.popleft(), image)))
+            while len(in_flight) < (most_in_flight if self.in_step else 1) and (job.source is None or job.source.ready):
+                number = next(numbers, None)
+                if number is None:
+                    break
+                controls = self._sample(run, number)
+                in_flight.append(self._manager.spawn(self._request_chunk(run, number, image, controls)))
 
         try:
-            while numbers or in_flight:
+            while True:
+                if job.source is not None and not in_flight and run.completed != job.num_chunks:
+                    await job.source.wait_until_ready()
                 fill()
+                if not in_flight:
+                    break
                 async with asyncio.timeout(limits.chunk_timeout_s):
                     await asyncio.wait([in_flight[0]])
                 result = in_flight.popleft().result()
                 chunk = self._advance(run, result, warnings)
                 fill()  # the engine goes on while this chunk is rendered and sent
                 await self._render(run, chunk)
-                await run.wait_for_reader(limits.unsent_chunks)
+                await run.wait_for_reader(0 if self._manager.is_over_budget else unsent_chunks)
         except TimeoutError:
             await self._abort(run, in_flight)
             raise DoorError(
@@ -175,6 +195,25 @@ class Session:
                 self.in_step = False  # the engine ended that chunk in a way that does not tell what became of it
             await self._abort(run, in_flight, refused)
             raise
+
+    def _sample(self, run: Run, number: int) -> Controls:
+        """Return what steers chunk `number`: the job's own plan, or what the source of a live run says now."""
+        job, facts = run.job, self._manager.facts
+        if job.source is not None:
+            size = facts.first_chunk_frames if run.first_chunk + number == 0 else facts.chunk_frames
+            controls = job.source.sample(run.first_chunk + number, size, facts.latent_frames(size))
+            run.controls.append(controls)
+            return controls
+        start = sum(run.sizes[:number])
+        camera, actions = None, None
+        if job.camera is not None:
+            camera = job.camera.resized(sum(run.sizes)).slice(start, start + run.sizes[number])
+        elif job.actions is not None:
+            latent_start = sum(facts.latent_frames(size) for size in run.sizes[:number])
+            count = facts.latent_frames(run.sizes[number])
+            actions = [list(keys) for keys in job.actions[latent_start : latent_start + count]]
+            actions += [[] for _ in range(count - len(actions))]
+        return Controls(actions=actions, camera=camera, prompt=job.prompt if number == 0 else None)
 
     async def _begin(self, run: Run) -> tuple[np.ndarray | None, tuple[str, ...]]:
         """The run's turn has come: check it against where the session is, set its plan, load the start image.
@@ -197,7 +236,7 @@ class Session:
                 param="chunk_index",
                 expected=self.next_chunk,
             )
-        if not self.started and job.load_image is None:
+        if not self.started and job.load_image is None and facts.needs_image:
             if self._manager.was_evicted(self.key):
                 raise DoorError("session_evicted", "the session was closed to make room; send it again with an image")
             raise DoorError(
@@ -206,7 +245,7 @@ class Session:
                 param="image",
             )
         run.first_chunk = self.next_chunk if job.chunk_index is None else job.chunk_index
-        run.sizes = self._plan(job)
+        run.sizes = () if job.source is not None else self._plan(job)
         warnings = []
         size = (job.height or self.height, job.width or self.width)
         if self.started:
@@ -221,9 +260,8 @@ class Session:
             if job.seed not in (None, self.seed):
                 warnings.append("seed ignored: it is fixed when a session begins")
             return None, tuple(warnings)
-        assert job.load_image is not None
         facts.check_size(*size)
-        image = await self._manager.off_loop(job.load_image, *size)
+        image = None if job.load_image is None else await self._manager.off_loop(job.load_image, *size)
         await self._manager.worlds_closed()
         self.height, self.width = size
         self.prompt, self.seed = None, job.seed
@@ -246,21 +284,13 @@ class Session:
             )
         return tuple(sizes)
 
-    async def _request_chunk(self, run: Run, number: int, image: np.ndarray | None) -> ChunkResult:
+    async def _request_chunk(self, run: Run, number: int, image: np.ndarray | None, controls: Controls) -> ChunkResult:
         """Ask the engine for chunk `number` of the run. Raises `DoorError`."""
-        job, facts = run.job, self._manager.facts
+        job = run.job
         arrays: dict[str, np.ndarray] = {}
-        actions: list[list[str]] | None = None
-        start = sum(run.sizes[:number])
-        if job.camera is not None:
-            camera = job.camera.resized(sum(run.sizes)).slice(start, start + run.sizes[number])
-            arrays |= {"poses": camera.poses_N44, "intrinsics": camera.intrinsics_N4}
-        elif job.actions is not None:
-            latent_start = sum(facts.latent_frames(size) for size in run.sizes[:number])
-            count = facts.latent_frames(run.sizes[number])
-            actions = [list(keys) for keys in job.actions[latent_start : latent_start + count]]
-            actions += [[] for _ in range(count - len(actions))]
-        is_start = image is not None and number == 0
+        if controls.camera is not None:
+            arrays |= {"poses": controls.camera.poses_N44, "intrinsics": controls.camera.intrinsics_N4}
+        is_start = not self.started and number == 0
         if image is not None and is_start:
             arrays["image"] = image
         # After an abort only the engine knows its position: a new request takes whatever comes next, one that was
@@ -269,11 +299,11 @@ class Session:
         params = DiffusionParams(
             session_id=self.engine_id,
             chunk_index=run.first_chunk + number if insists else None,
-            prompt=job.prompt if number == 0 and (is_start or job.prompt != self.prompt) else None,
+            prompt=controls.prompt if is_start or controls.prompt != self.prompt else None,
             seed=job.seed if is_start else None,
             height=self.height if is_start else None,
             width=self.width if is_start else None,
-            actions=actions,
+            actions=None if controls.actions is None else list(controls.actions),
             options=job.options,
         )
         try:
@@ -299,15 +329,17 @@ class Session:
         first_frame = int(result.meta.get("first_frame", self.next_frame))
         if number == 0:
             run.first_chunk = index
-        prompt_applied = number == 0 and job.prompt is not None and (not self.started or job.prompt != self.prompt)
-        self.prompt = job.prompt if prompt_applied else self.prompt
+        controls = run.controls.popleft() if job.source is not None else None
+        prompt = controls.prompt if controls is not None else (job.prompt if number == 0 else None)
+        prompt_applied = prompt is not None and (not self.started or prompt != self.prompt)
+        self.prompt = prompt if prompt_applied else self.prompt
         self.started, self.in_step = True, True
         self.next_chunk, self.next_frame = index + 1, first_frame + len(result.frames_THWC)
         run.completed += 1
         return FinishedChunk(
             session_id=self.session_id,
             request_id=job.request_id,
-            sizes=run.sizes,
+            sizes=run.sizes if job.source is None else (len(result.frames_THWC),),
             number=number,
             result=result,
             chunk_index=index,
@@ -315,17 +347,24 @@ class Session:
             seed=self.seed,
             prompt_applied=prompt_applied,
             warnings=warnings if number == 0 else (),
+            controls=controls,
         )
 
     async def _render(self, run: Run, chunk: FinishedChunk) -> None:
         """Encode a chunk into the journal; a cancellation waits for it, since the chunk is part of the world."""
+        if chunk.result.frames_THWC.nbytes < run.job.render_inline_bytes:
+            self._keep(run, chunk, run.job.render(chunk))
+            return
         rendering = asyncio.ensure_future(self._manager.off_loop(run.job.render, chunk))
         try:
             await asyncio.shield(rendering)
         finally:
-            for part, payload in enumerate(await rendering):
-                run.append(Reply(chunk.chunk_index, part, payload))
-            self._trim_journal()
+            self._keep(run, chunk, await rendering)
+
+    def _keep(self, run: Run, chunk: FinishedChunk, payloads: Sequence[Sized]) -> None:
+        for part, payload in enumerate(payloads):
+            run.append(Reply(chunk.chunk_index, part, payload))
+        self._trim_journal()
 
     async def _abort(self, run: Run, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False) -> None:
         """Take what the engine had already answered, drop the rest there, and note whether the position is certain.
@@ -374,13 +413,19 @@ class Session:
         return missed
 
     def _trim_journal(self) -> None:
-        total = sum(run.kept_bytes for run in self.runs.values())
-        for run in self.runs.values():  # oldest first
-            while total > self._manager.limits.journal_bytes and (freed := run.drop_oldest()):
-                total -= freed
+        self.drop_delivered(self._manager.limits.journal_bytes)
+        self._manager.trim()
         for request_id, run in list(self.runs.items())[: max(0, len(self.runs) - _REMEMBERED_RUNS)]:
             if run.finished and not run.has_follower:
+                run.discard()
                 del self.runs[request_id]
+
+    def drop_delivered(self, keep_bytes: int) -> None:
+        """Forget delivered replies, oldest first, until at most `keep_bytes` are kept (or none is left to forget)."""
+        total = sum(run.kept_bytes for run in self.runs.values())
+        for run in self.runs.values():
+            while total > keep_bytes and (freed := run.drop_oldest()):
+                total -= freed
 
     # -- the world -----------------------------------------------------------------------------------------------
 
@@ -394,6 +439,7 @@ class Session:
         self.prompt = self.seed = None
         for request_id, run in list(self.runs.items()):
             if run.finished:
+                run.discard()
                 del self.runs[request_id]
 
     async def stop(self) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionManager`: which sessions exist in this API server process, for whom, and who makes room for a new one.
 
-Also the doors' way to background tasks and to the threads on which images are decoded and frames encoded.
+Also the doors' way in (`gate`), to background tasks and to the threads on which images are decoded and frames encoded.
 Held by tests/entrypoints/realtime/{test_session,test_world_camera,test_door_states}.py.
 """
 
@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.gate import Gate
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.session import Session, SessionKey
 
@@ -36,12 +37,15 @@ class SessionManager:
 
     def __init__(self, engine: WorldEngine, facts: WorldFacts, limits: DoorLimits, executor: Executor) -> None:
         self.engine, self.facts, self.limits = engine, facts, limits
+        self.gate = Gate(limits)
         self._executor = executor
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         self._evicted: OrderedDict[SessionKey, None] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
+        self.held_bytes = 0
+        """Replies of all sessions that are kept for a reader or in a journal."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -52,17 +56,49 @@ class SessionManager:
     def was_evicted(self, key: SessionKey) -> bool:
         return key in self._evicted
 
-    def open(self, key: SessionKey) -> Session:
-        """Return the session of that key, a new one if there is none. Raises `DoorError("capacity")`."""
+    def open(self, key: SessionKey, client: str | None = None) -> Session:
+        """Return the session of that key, a new one if there is none.
+
+        client: who counts for it against `sessions_per_client`; None = the principal.
+        Raises `DoorError` `capacity` or `session_limit`.
+        """
         if self._sweeper is None:
             self._sweeper = self.spawn(self._sweep())
         session = self._sessions.get(key)
         if session is None:
+            client = key[0] if client is None else client
+            self._check_bounds(client)
             if len(self._sessions) >= self.facts.max_sessions:
                 self._make_room()
-            session = self._sessions[key] = Session(key, self)
+            session = self._sessions[key] = Session(key, self, client)
         self._sessions.move_to_end(key)
         return session
+
+    def _check_bounds(self, client: str) -> None:
+        limit = self.limits.sessions_per_client
+        if len(self._sessions) >= limit and sum(s.client == client for s in self._sessions.values()) >= limit:
+            raise DoorError("session_limit", f"you have {limit} sessions, which is as many as one client may have")
+        if self.is_over_budget:
+            raise DoorError("capacity", "too much is waiting for slow readers; try again later", retry_after_ms=1000)
+
+    # -- bytes ---------------------------------------------------------------------------------------------------
+
+    def account(self, delta: int) -> None:
+        """Take note of replies that were kept (> 0) or let go (< 0)."""
+        self.held_bytes += delta
+
+    @property
+    def is_over_budget(self) -> bool:
+        return self.held_bytes > self.limits.max_held_bytes
+
+    def trim(self) -> None:
+        """Over budget, forget what was delivered long ago; what is still to be read stays, and its session pauses."""
+        for session in self._sessions.values():  # least recently used first
+            if not self.is_over_budget:
+                return
+            session.drop_delivered(0)
+
+    # -- room ----------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
         for session in self._sessions.values():  # least recently used first
@@ -87,7 +123,7 @@ class SessionManager:
         """Copy a session's world under a new key. Raises `DoorError` `invalid_request` or `capacity`."""
         if key in self._sessions:
             raise DoorError("invalid_request", "a session with this id exists; choose another", param="new_session_id")
-        new = self.open(key)
+        new = self.open(key, source.client)
         await source.fork(new)
         return new
 

@@ -17,12 +17,11 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
-from starlette.responses import Response
 from starlette.websockets import WebSocket
 
 from vllm_omni.entrypoints.realtime import protocol
 from vllm_omni.entrypoints.realtime.codec import CodecError, Decoded, Dialect, decode, encode
-from vllm_omni.entrypoints.realtime.connection import Connection, origin_allowed
+from vllm_omni.entrypoints.realtime.connection import Connection
 from vllm_omni.entrypoints.realtime.errors import ClientGone, Close, DoorError
 from vllm_omni.entrypoints.realtime.images import load_image
 from vllm_omni.entrypoints.realtime.render import FrameRenderer
@@ -45,22 +44,12 @@ class WorldCameraDoor:
     def __init__(self, manager: SessionManager, max_message_bytes: int) -> None:
         self.manager = manager
         self.max_message_bytes = max_message_bytes
-        self._num_connections = 0
 
     async def serve(self, websocket: WebSocket) -> None:
         """Run one connection from handshake to close."""
-        limits = self.manager.limits
-        if not origin_allowed(websocket, limits.allowed_origins):
-            await websocket.send_denial_response(Response("origin not allowed", 403))
-            return
-        if self._num_connections >= limits.max_connections:
-            await websocket.send_denial_response(Response("too many connections", 503, {"Retry-After": "1"}))
-            return
-        self._num_connections += 1
-        try:
-            await _Client(self, websocket).run()
-        finally:
-            self._num_connections -= 1
+        async with self.manager.gate.admit(websocket) as admitted:
+            if admitted:
+                await _Client(self, websocket).run()
 
 
 class _Client:
@@ -218,7 +207,7 @@ class _Client:
     async def _infer(self, message: protocol.Infer, dialect: Dialect | None, digest: bytes) -> None:
         job = self._job(message, dialect, digest)
         try:
-            session = self._manager.open(self._key(self._session_id(message)))
+            session = self._manager.open(self._key(self._session_id(message)), self._connection.client)
         except DoorError as error:
             if not self._used:
                 error.close = Close.CAPACITY

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Gate`: who may come in at any realtime door, decided before the WebSocket upgrade.
+
+A browser page of a foreign origin is refused with 403, one connection too many with 503. The count is of all doors of
+one API server process. API keys are checked before, by vLLM's own middleware. Held by
+tests/entrypoints/realtime/test_handshake.py.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.responses import Response
+from starlette.websockets import WebSocket
+
+from vllm_omni.entrypoints.realtime.connection import origin_allowed
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+
+
+class Gate:
+    """The one entrance of all doors in an API server process."""
+
+    def __init__(self, limits: DoorLimits) -> None:
+        self._limits = limits
+        self.num_connections = 0
+
+    @asynccontextmanager
+    async def admit(self, websocket: WebSocket) -> AsyncIterator[bool]:
+        """Yield whether this client may come in; one that may not has been answered."""
+        refusal = self._refusal(websocket)
+        if refusal is not None:
+            await websocket.send_denial_response(refusal)
+            yield False
+            return
+        self.num_connections += 1
+        try:
+            yield True
+        finally:
+            self.num_connections -= 1
+
+    def _refusal(self, websocket: WebSocket) -> Response | None:
+        if not origin_allowed(websocket, self._limits.allowed_origins):
+            return Response("origin not allowed", 403)
+        if self.num_connections >= self._limits.max_connections:
+            return Response("too many connections", 503, {"Retry-After": "1"})
+        return None
