@@ -26,6 +26,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     batch_invariant: run those requests' forwards one by one, so that a session's result is bit for bit the same whoever
     else is served. False = one forward for all of equal shape: results then agree within float tolerance, and small
     models run faster (at thousands of tokens per request a forward is limited by arithmetic, not by its batch).
+    overlap_decode: decode a finished chunk while its session's next one is denoised; None = on CUDA. The result comes
+    with a later engine step.
     model: options of the model itself.
     """
 
@@ -36,6 +38,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     session_idle_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     max_requests_per_step: Positive = 4
     batch_invariant: bool = True
+    overlap_decode: bool | None = None
     model: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property

@@ -56,13 +56,15 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGN) * _ALIGN
 
 
-def empty_result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def empty_result(shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = False) -> torch.Tensor:
     """Return an uninitialised CPU tensor that `pack`, given it alone, turns into an envelope without copying it.
 
     Its storage has room for the header in front; packing takes the storage over, so use the tensor for nothing else.
+    pin_memory: in page-locked memory, which a CUDA device can copy into while the host goes on.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    return torch.empty(_HEADER_ROOM + nbytes, dtype=torch.uint8)[_HEADER_ROOM:].view(dtype).view(list(shape))
+    storage = torch.empty(_HEADER_ROOM + nbytes, dtype=torch.uint8, pin_memory=pin_memory)
+    return storage[_HEADER_ROOM:].view(dtype).view(list(shape))
 
 
 def _pack_in_place(meta: Mapping[str, Any], name: str, tensor: torch.Tensor) -> torch.Tensor | None:

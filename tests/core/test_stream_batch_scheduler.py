@@ -9,11 +9,11 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_omni.core.sched import StreamBatchScheduler
+from vllm_omni.core.step_output import StepOutput
 from vllm_omni.inputs import DiffusionParams
 
 
@@ -49,21 +49,22 @@ class Harness:
         output = self.scheduler.schedule()
         return list(output.num_scheduled_tokens), output
 
-    def answer(self, output: SchedulerOutput, done: Any = ()) -> None:
+    def answer(self, output: SchedulerOutput, done: Any = (), denoised: Any = ()) -> None:
         """The worker's output for one step: a result for `done`, nothing yet for the others."""
         names = list(output.num_scheduled_tokens)
         self.scheduler.update_from_output(
             output,
-            ModelRunnerOutput(
+            StepOutput(
                 req_ids=names,
                 req_id_to_index={name: index for index, name in enumerate(names)},
                 pooler_output=[torch.zeros(1, dtype=torch.uint8) if name in done else None for name in names],
+                denoised=tuple(denoised),
             ),
         )
 
-    def step(self, done: Any = ()) -> list[str]:
+    def step(self, done: Any = (), denoised: Any = ()) -> list[str]:
         names, output = self.schedule()
-        self.answer(output, done)
+        self.answer(output, done, denoised)
         return names
 
 
@@ -149,6 +150,20 @@ def test_requests_are_spread_over_the_stages(null_world: Path) -> None:
     first, _ = harness.schedule()
     second, _ = harness.schedule()
     assert (first, second) == (["a", "b"], ["c", "d"])
+
+
+def test_the_next_chunk_starts_while_the_last_result_is_on_its_way(null_world: Path) -> None:
+    """The one that only delivers takes no place of one that works, and ends its session's turn only once."""
+    harness = Harness(null_world, max_requests_per_step=1)
+    for index in range(3):
+        harness.add(f"s{index}", "s", index)
+    assert harness.step(denoised=["s0"]) == ["s0"]
+    assert sorted(harness.step(done=["s0"])) == ["s0", "s1"]
+    assert harness.step(denoised=["s1"]) == ["s1"]
+    harness.scheduler.finish_requests("s1", RequestStatus.FINISHED_ABORTED)
+    assert harness.step(done=["s2"]) == ["s2"]
+    assert not harness.scheduler.has_unfinished_requests()
+    assert not harness.scheduler._turns and not harness.scheduler._delivering
 
 
 def test_malformed_requests_still_reach_the_runner(null_world: Path) -> None:

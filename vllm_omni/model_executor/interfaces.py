@@ -122,7 +122,11 @@ class SupportsStepExecution(Protocol):
         """Other stages take over what the last stage computed (they need latents to start the next step)."""
 
     def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Last stage, first tensor rank only: `(meta, tensors)` of the result, e.g. `{"frames": uint8 [T,H,W,3]}`."""
+        """Last stage, first tensor rank only: `(meta, tensors)` of the result, e.g. `{"frames": uint8 [T,H,W,3]}`.
+
+        On CUDA it may run on a stream of its own, beside the session's next chunk: it must not wait for the device, and
+        `request.state` must keep everything it reads or replaces until the request is dropped.
+        """
 
     def commit(self, request: DiffusionRequest) -> None:
         """Make the chunk part of its session on this rank: lengths, caches, camera tail, chunk index."""

@@ -4,6 +4,7 @@
 import os
 from typing import Any
 
+import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_omni.worker.diffusion_worker import DiffusionWorkerMixin
@@ -23,6 +24,7 @@ class DiffusionGPUWorker(DiffusionWorkerMixin, Worker):
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
     def sleep(self, level: int = 1) -> None:
+        torch.cuda.synchronize(self.device)  # a result may still be decoding
         if level == 1:
             self.model_runner.sessions.to("cpu")
         else:

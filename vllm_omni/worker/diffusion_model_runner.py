@@ -25,11 +25,13 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.core.step_output import StepOutput
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution, require_finite
 from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed, pack, pack_error
 from vllm_omni.registration import steps_one_at_a_time
 from vllm_omni.worker.memory import MemoryBudget
+from vllm_omni.worker.overlap import ResultStream, StepPacer
 from vllm_omni.worker.pipeline_parallel import ReturnChannel
 from vllm_omni.worker.requests import RequestState, RequestStates
 from vllm_omni.worker.sessions import SessionStore
@@ -67,6 +69,12 @@ class DiffusionGPUModelRunner:
         self.kv_caches: list[torch.Tensor] = []
         self.model_memory_usage = 0
         self._channel: ReturnChannel | None = None
+        overlap = device.type == "cuda" if self.omni.overlap_decode is None else self.omni.overlap_decode
+        self.overlap_decode = overlap and self.step_at_a_time
+        self._results = ResultStream(device, self.overlap_decode)
+        self._pacer = StepPacer(device)
+        self._denoised: list[str] = []
+        """Requests of the current step that are done but for their result."""
 
     # -- what the worker asks at start --------------------------------------------------------------------------
 
@@ -157,8 +165,13 @@ class DiffusionGPUModelRunner:
 
         states = [self.requests[request_id] for request_id in scheduled]
         outputs: dict[str, torch.Tensor] = {}
+        self._denoised = []
         if self.step_at_a_time:
+            due = [state for state in states if state.pending is not None]
             hidden = self._micro_step(states, intermediate_tensors, outputs)
+            # This step's work is queued: the device is busy while the host takes in earlier results.
+            outputs.update({state.request_id: state.pending.envelope() for state in due if state.pending is not None})
+            self._pacer.wait(hurry=bool(due))
             if hidden is not None:
                 return hidden
             outputs = self._deliverable(states, outputs)
@@ -166,10 +179,11 @@ class DiffusionGPUModelRunner:
             for state in sorted(states, key=_chunk_order):  # chunks of one session one after the other
                 while state.request_id not in outputs:
                     self._micro_step([state], None, outputs)
-        return ModelRunnerOutput(
+        return StepOutput(
             req_ids=scheduled,
             req_id_to_index={request_id: index for index, request_id in enumerate(scheduled)},
             pooler_output=[outputs.get(request_id) for request_id in scheduled],
+            denoised=tuple(self._denoised),
         )
 
     def _deliverable(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -180,6 +194,7 @@ class DiffusionGPUModelRunner:
             envelope = state.held_back if state.held_back is not None else outputs.get(state.request_id)
             if envelope is None:
                 continue
+            state.pending = None
             if deliver and envelope.numel() > room:
                 state.held_back = envelope
             else:
@@ -265,30 +280,26 @@ class DiffusionGPUModelRunner:
         """Check, decode, commit: the only place where a chunk becomes part of its session (on the last stage)."""
         request = state.chunk
         assert request is not None
-        envelope = None
+        result = None
         try:
             require_finite(self.model.latents(request), "the chunk's latents")
             if self.tp.is_first_rank:
-                with request.timer.stage("decode"):
-                    meta, tensors = self.model.post_decode(request)
-                stages = request.timer.milliseconds()
-                elapsed_ms = (time.perf_counter() - state.started_s) * 1e3
-                envelope = pack(
-                    {
-                        "session_id": request.session.session_id,
-                        "chunk_index": request.session.chunk_index,
-                        **meta,
-                        "timings_ms": {**stages, "total": [round(elapsed_ms, 3)]},
-                    },
-                    tensors,
-                )
+                result = self._results.decode(self.model, request, state.started_s)
+                if not self.overlap_decode:
+                    outputs[state.request_id] = result.envelope()
         except Exception as error:
             state.failure = _as_failure(error)
         if not self._all_tp_ranks(state.failure is None) and state.failure is None:
             state.failure = RequestFailed("engine_error", "another tensor-parallel rank failed on this chunk")
-        if state.failure is None:
-            self.model.commit(request)
-            outputs[state.request_id] = envelope if envelope is not None else pack({})
+        if state.failure is not None:
+            outputs.pop(state.request_id, None)
+            return
+        self.model.commit(request)
+        if result is None:
+            outputs[state.request_id] = pack({})
+        elif self.overlap_decode:
+            state.pending = result
+            self._denoised.append(state.request_id)
 
     # -- admission ---------------------------------------------------------------------------------------------
 
@@ -343,6 +354,8 @@ class DiffusionGPUModelRunner:
         """The scheduler has finished or aborted this request: let go of everything it held."""
         if state is None:
             return
+        if state.pending is not None:
+            state.pending.wait()
         if state.chunk is not None:
             self.sessions.unpin(state.chunk.session.session_id)
             state.chunk.state = None

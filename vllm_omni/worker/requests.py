@@ -16,6 +16,7 @@ import torch
 from vllm_omni.inputs import DiffusionParams, request_tensors
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.overlap import PendingResult
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -33,6 +34,8 @@ class RequestState:
     chunk: DiffusionRequest | None = None
     opened_session: bool = False
     failure: RequestFailed | None = None
+    pending: PendingResult | None = None
+    """The result of a chunk that is done, on its way to the host."""
     held_back: torch.Tensor | None = None
     """A finished envelope that waits for room in the next step's message."""
     started_s: float = field(default_factory=time.perf_counter)

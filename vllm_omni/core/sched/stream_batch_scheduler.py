@@ -7,7 +7,8 @@ one micro-step. What it adds to the stock policy, and nothing else:
 
 - a request never has two micro-steps in flight (the token comes back only with the output);
 - within a session, chunks run one after the other in the order of their chunk index (arrival decides between equals);
-- at most `omni.max_requests_per_step` requests share a batch;
+- the next chunk may start while the last one's result is still on its way (`StepOutput.denoised`);
+- at most `omni.max_requests_per_step` requests share a batch (those that only deliver do not count);
 - with pipeline parallelism, the live requests are spread over as many batches as there are stages.
 
 It knows requests and sessions by name only. Held by tests/core/test_stream_batch_scheduler.py.
@@ -24,6 +25,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.core.step_output import StepOutput
 
 
 class StreamBatchScheduler(Scheduler):
@@ -34,7 +36,9 @@ class StreamBatchScheduler(Scheduler):
         self._num_stages = self.parallel_config.pipeline_parallel_size
         self._arrivals = itertools.count()
         self._turns: dict[str, dict[str, tuple[float, int]]] = {}
-        """session id -> {request id: (chunk index, arrival)} of its unfinished requests."""
+        """session id -> {request id: (chunk index, arrival)} of its requests that still have steps to take."""
+        self._delivering: set[str] = set()
+        """Requests whose chunk is done and whose result is on its way."""
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -43,7 +47,8 @@ class StreamBatchScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         runnable = len(self._turns)  # one request per session at most
-        self.max_num_scheduled_tokens = max(1, min(self._max_requests_per_step, math.ceil(runnable / self._num_stages)))
+        steps = min(self._max_requests_per_step, math.ceil(runnable / self._num_stages))
+        self.max_num_scheduled_tokens = max(1, steps + len(self._delivering))
         return super().schedule(throttle_prefills)
 
     def update_from_output(
@@ -54,6 +59,12 @@ class StreamBatchScheduler(Scheduler):
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
                 request.num_computed_tokens -= num_tokens
+        if isinstance(model_runner_output, StepOutput):
+            for request_id in model_runner_output.denoised:
+                request = self.requests.get(request_id)
+                if request is not None and not request.is_finished():
+                    self._end_turn(request)
+                    self._delivering.add(request_id)
         return outputs
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
@@ -68,13 +79,18 @@ class StreamBatchScheduler(Scheduler):
         return min(turns, key=turns.__getitem__) == request.request_id
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self._end_turn(request)
+        self._delivering.discard(request.request_id)
+        return super()._free_request(request, delay_free_blocks)
+
+    def _end_turn(self, request: Request) -> None:
+        """Let the session's next request go; idempotent."""
         session_id, _ = _session_and_chunk(request)
         turns = self._turns.get(session_id)
         if turns is not None:
             turns.pop(request.request_id, None)
             if not turns:
                 del self._turns[session_id]
-        return super()._free_request(request, delay_free_blocks)
 
 
 def _session_and_chunk(request: Request) -> tuple[str, float]:

@@ -38,10 +38,10 @@ from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan, Ling
 from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk, past_nbytes, rebuilt_from, still_visible
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, SessionShape
-from vllm_omni.model_executor.models.lingbot_world.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
-from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
+from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.noise import standard_normal
 from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.vllm_model import StepPipeline
@@ -286,6 +286,7 @@ class LingBotWorld(nn.Module):
         }
         if session.shape.output == "latents":
             return meta, {"latents": chunk.latents}
+        chunk.decoded_from = session.decoder_cache
         pixels, chunk.decoder_cache = self.vae.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
         return meta, {"frames": to_uint8(pixels)}
 

@@ -18,7 +18,7 @@ from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState
 from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
 from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk
-from vllm_omni.model_executor.models.lingbot_world.vae import VAECache
+from vllm_omni.model_executor.models.wan.vae import VAECache
 
 
 @dataclass(frozen=True)
@@ -139,3 +139,5 @@ class Chunk:
     camera: torch.Tensor | None = None
     cross_kv: torch.Tensor | None = None
     decoder_cache: VAECache | None = None
+    decoded_from: VAECache | None = None
+    """Kept while the decode may still be reading it on the device."""

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StepOutput`: what the diffusion runner tells the scheduler after one engine step, beside stock vLLM's fields.
+
+It travels where a `ModelRunnerOutput` does, worker process to engine. Schedulers that do not know it read it as stock.
+"""
+
+from dataclasses import dataclass
+
+from vllm.v1.outputs import ModelRunnerOutput
+
+
+@dataclass
+class StepOutput(ModelRunnerOutput):
+    """denoised: requests whose chunk is part of its session now, while its result is still being decoded or copied.
+
+    Such a request is scheduled once more to deliver its result; its session's next chunk may start at once.
+    """
+
+    denoised: tuple[str, ...] = ()

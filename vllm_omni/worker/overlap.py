@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What overlaps with what on the device: decoding a finished chunk with the next steps, the host with the device.
+
+`ResultStream` decodes on a CUDA stream of its own, `PendingResult` is a result on its way to the host, `StepPacer`
+keeps the host from running ahead of the device, so that an abort still finds something to stop. Elsewhere than on
+CUDA everything has happened when a call returns.
+Held by tests/worker/test_overlap.py.
+"""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
+from vllm_omni.outputs import empty_result, pack
+
+_SLOW_STEP_MS = 50.0
+"""From here on, launching the next step only after the last has ended costs less than 1 % of the device's time."""
+
+
+class PendingResult:
+    """One finished chunk's result; the device may still be decoding it or copying it to the host.
+
+    tensors: on the host, to be read after `done`. The request must keep what the decode reads until then.
+    """
+
+    def __init__(
+        self,
+        request: DiffusionRequest,
+        meta: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        done: "torch.cuda.Event | None",
+        started_s: float,
+    ) -> None:
+        self._request = request
+        self._meta = {"session_id": request.session.session_id, "chunk_index": request.session.chunk_index, **meta}
+        self._tensors = tensors
+        self._done = done
+        self._started_s = started_s
+
+    def wait(self) -> None:
+        """Return when the device no longer reads anything of the request."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    def envelope(self) -> torch.Tensor:
+        """Wait, then pack the result. The decode's stages are timed on the device."""
+        self.wait()
+        stages = self._request.timer.milliseconds()
+        elapsed_ms = (time.perf_counter() - self._started_s) * 1e3
+        return pack({**self._meta, "timings_ms": {**stages, "total": [round(elapsed_ms, 3)]}}, self._tensors)
+
+
+class ResultStream:
+    """Where results are decoded and copied to the host.
+
+    overlap: on CUDA, use a stream of its own, with priority over the denoise steps that run beside it: somebody waits
+    for the frames.
+    """
+
+    def __init__(self, device: torch.device, overlap: bool) -> None:
+        self._cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device, priority=-1) if self._cuda and overlap else None
+
+    def decode(self, model: SupportsStepExecution, request: DiffusionRequest, started_s: float) -> PendingResult:
+        """Launch `post_decode` and the copy of what it returns; call it before the session moves on."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            with request.timer.stage("decode"):
+                meta, tensors = model.post_decode(request)
+            host = {name: _to_host(tensor) for name, tensor in tensors.items()}
+            done = torch.cuda.Event() if self._cuda else None
+            if done is not None:
+                done.record()
+        return PendingResult(request, meta, host, done, started_s)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Start copying a CUDA tensor into page-locked memory; a host tensor is returned as it is."""
+    if not tensor.is_cuda:
+        return tensor
+    return empty_result(tensor.shape, tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class StepPacer:
+    """Keeps the host at most one step ahead of the device, and not ahead at all where steps are long."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._ends: deque[torch.cuda.Event] = deque(maxlen=3)
+
+    def wait(self, *, hurry: bool) -> None:
+        """Call after launching a step. hurry: a result is ready for delivery, so do not wait for this very step."""
+        if not self._cuda:
+            return
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        self._ends.append(end)
+        if len(self._ends) == 3:
+            earlier, before, _ = self._ends
+            before.synchronize()
+            if not hurry and earlier.elapsed_time(before) >= _SLOW_STEP_MS:
+                end.synchronize()
