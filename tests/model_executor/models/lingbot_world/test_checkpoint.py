@@ -14,11 +14,11 @@ from vllm_omni.model_executor.layers.parallel import checkpoint_slots
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.family import FAMILY
-from vllm_omni.model_executor.models.lingbot_world.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
-from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE, VAEConfig
 from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
 from vllm_omni.model_executor.models.registry import detect_family, get_family
+from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
 
 
 @pytest.fixture(scope="module")

@@ -136,7 +136,7 @@ def test_latents_are_returned_as_they_are_and_the_choice_holds_for_the_session(w
 
 
 def test_decoding_the_latents_of_a_session_gives_its_frames(world: LingBotWorld) -> None:
-    from vllm_omni.model_executor.models.lingbot_world.vae import to_uint8
+    from vllm_omni.model_executor.models.wan.vae import to_uint8
 
     frames = run_chunks(world, 3)
     session = open_session(world, output="latents")

@@ -13,9 +13,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.tensor_files import open_tensors
 from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
-from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE, VAEConfig
 from vllm_omni.model_executor.models.lingbot_world.weights import (
     TEXT_RULES,
     VAE_RULES,
@@ -27,6 +25,8 @@ from vllm_omni.model_executor.models.lingbot_world.weights import (
     shapes_of,
     transformer_shapes,
 )
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
+from vllm_omni.model_executor.tensor_files import open_tensors
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
 

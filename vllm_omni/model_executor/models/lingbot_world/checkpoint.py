@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_omni.model_executor.models.lingbot_world.components import UMT5_XXL, VAEConfig
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.tensor_files import confined, open_tensors, read_json
 from vllm_omni.model_executor.models.lingbot_world.weights import TEXT_RULES, VAE_RULES, rename
+from vllm_omni.model_executor.models.wan.components import UMT5_XXL, VAEConfig
+from vllm_omni.model_executor.tensor_files import confined, open_tensors, read_json
 
 Piece = Literal["transformer", "vae", "text_encoder", "tokenizer"]
 

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE, VAECache
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache
 
 MASK_CHANNELS = 4
 _SIZE_MULTIPLE = 16

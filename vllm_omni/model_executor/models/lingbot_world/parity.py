@@ -24,8 +24,8 @@ from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.model_executor.models.lingbot_world.config import NATIVE_HEIGHT, NATIVE_WIDTH, LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
-from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.models.lingbot_world.weights import VAE_RULES, load_vae, rename
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.parity import Report, Scenario, read_tensors, run_scenarios
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, unipc_flow_table
 

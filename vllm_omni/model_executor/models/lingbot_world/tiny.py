@@ -18,11 +18,11 @@ from safetensors.torch import save
 from transformers import UMT5Config, UMT5EncoderModel
 
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS
-from vllm_omni.model_executor.models.lingbot_world.components import UMT5_XXL, VAEConfig
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.tiny_tokenizer import write_tokenizer
-from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE
 from vllm_omni.model_executor.models.lingbot_world.weights import Rules, rename, shapes_of, transformer_shapes
+from vllm_omni.model_executor.models.wan.components import UMT5_XXL, VAEConfig
+from vllm_omni.model_executor.models.wan.tiny_tokenizer import write_tokenizer
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 
 Tensors = dict[str, torch.Tensor]
 

@@ -17,12 +17,12 @@ from torch import nn
 
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.tensor_files import Shape, TensorSource, open_tensors
+from vllm_omni.model_executor.tensor_files import Shape, TensorSource, open_tensors
 
 if TYPE_CHECKING:
     from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout
-    from vllm_omni.model_executor.models.lingbot_world.text_encoder import TextEncoder
-    from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE
+    from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
+    from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 
 Rules = Sequence[tuple[str, str]]
 """(regular expression, replacement), applied in order."""
@@ -237,7 +237,7 @@ def load_text_encoder(model: nn.Module, path: Path) -> None:
 
 def load_vae(vae: "StreamingWanVAE", path: Path) -> None:
     """Load a VAE, or the half of it that `vae` is, from Wan's `.pth` or from a diffusers folder."""
-    from vllm_omni.model_executor.models.lingbot_world.vae import StreamingWanVAE
+    from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 
     with torch.device("meta"):
         whole = StreamingWanVAE(vae.config)

@@ -12,7 +12,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file
 
-from vllm_omni.model_executor.models.lingbot_world.vae import (
+from vllm_omni.model_executor.models.wan.vae import (
     StreamingWanVAE,
     VAECache,
     VAEConfig,

@@ -9,7 +9,7 @@ One latent frame stands for 4 pixel frames, the first of a stream for 1. Latents
 stream cut anywhere equals one call over the whole clip bit for bit.
 
 Shape letters: C channels, T frames, H height, W width (pixels of `VAEConfig.spatial_factor` x latent cells).
-Held by tests/model_executor/models/lingbot_world/test_vae.py.
+Held by tests/model_executor/models/wan/test_vae.py.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanDecoder3d, WanEncoder3d
 from torch import nn
 
-from vllm_omni.model_executor.models.lingbot_world.components import VAEConfig
+from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.outputs import empty_result
 
 Part = Literal["encoder", "decoder"]

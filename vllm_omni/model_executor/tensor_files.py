@@ -4,7 +4,7 @@
 Files are untrusted. Two formats are read: safetensors, and PyTorch zip archives through `torch.load(weights_only=True,
 mmap=True)`, which runs no code from the file and maps it instead of reading it. A file that is truncated, is not what
 its name says or holds anything but dense float tensors is a ValueError of one line before any data is used.
-Held by tests/model_executor/models/lingbot_world/test_tensor_files.py.
+Held by tests/model_executor/test_tensor_files.py.
 """
 
 import json

@@ -7,7 +7,7 @@ Cleaning: Robbyant/lingbot-world @ a43bec7, wan/modules/tokenizers.py, mode `whi
 
 `tokenizer.json` is read with the `tokenizers` library itself: transformers 5 rebuilds a T5 tokenizer from its
 vocabulary alone and so loses byte fallback and the unknown token's id, which changes the ids of rarer characters.
-Held by tests/model_executor/models/lingbot_world/test_text_encoder.py.
+Held by tests/model_executor/models/wan/test_text_encoder.py.
 """
 
 # S valid tokens of a prompt, E text width
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from vllm_omni.model_executor.models.lingbot_world.tensor_files import confined
+from vllm_omni.model_executor.tensor_files import confined
 
 
 class TextEncoder(nn.Module):

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from vllm_omni.model_executor.models.lingbot_world.tensor_files import confined, open_tensors, read_json
+from vllm_omni.model_executor.tensor_files import confined, open_tensors, read_json
 
 MARKER = "payload_ran"
 
