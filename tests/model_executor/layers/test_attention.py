@@ -7,8 +7,11 @@ import torch
 from vllm_omni.model_executor.layers.attention import attention
 
 
-def reference(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
+def reference(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor, causal: bool = False) -> torch.Tensor:
     scores = torch.einsum("tnh,snh->nts", q_TNH.double(), k_SNH.double()) / q_TNH.shape[-1] ** 0.5
+    if causal:
+        queries, keys = scores.shape[1:]
+        scores = scores.masked_fill(~torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries), -torch.inf)
     return torch.einsum("nts,snh->tnh", scores.softmax(-1), v_SNH.double())
 
 
@@ -18,6 +21,27 @@ def test_every_query_attends_to_every_key(queries: int, keys: int) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(queries, 2, 16), torch.randn(keys, 2, 16), torch.randn(keys, 2, 16)
     torch.testing.assert_close(attention(q, k, v).double(), reference(q, k, v), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (6, 24), (1, 7)])
+def test_causal_attention_is_aligned_to_the_last_key(queries: int, keys: int) -> None:
+    """fp32 within 1e-5 of the definition: the last query sees all keys, the one before all but one."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(queries, 2, 16), torch.randn(keys, 2, 16), torch.randn(keys, 2, 16)
+    torch.testing.assert_close(
+        attention(q, k, v, causal=True).double(), reference(q, k, v, causal=True), atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_several_query_heads_may_share_a_key_head(causal: bool) -> None:
+    """Grouped-query attention equals attention with the key and value heads repeated."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(5, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
+    repeated = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    torch.testing.assert_close(
+        attention(q, k, v, causal=causal), attention(q, *repeated, causal=causal), atol=1e-6, rtol=0
+    )
 
 
 @pytest.mark.cuda

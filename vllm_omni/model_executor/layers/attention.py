@@ -2,17 +2,18 @@
 """Unmasked attention of one sequence, by the fastest kernel the device has.
 
 On CUDA devices that vLLM's FlashAttention 3 supports, that kernel; otherwise torch's scaled-dot-product attention
-(which picks cuDNN, flash or a CPU kernel). No mask is ever needed: causality between chunks is given by which keys
-are passed in.
+(which picks cuDNN, flash or a CPU kernel). Causality between chunks is given by which keys are passed in; text adds
+the usual triangle, aligned to the last key.
 """
 
 # T query tokens, S key tokens, N heads, H head dim
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 
 @cache
@@ -25,13 +26,18 @@ def _flash_attention_3() -> Any | None:
     return flash_attn_varlen_func if is_fa_version_supported(3) else None
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _cu_seqlens(length: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([0, length], dtype=torch.int32, device=device)
 
 
-def attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
-    """Return softmax(q k^T / sqrt(H)) v as [T, N, H] in the type of `q_TNH`; every query sees every key."""
+def attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor, *, causal: bool = False) -> torch.Tensor:
+    """Return softmax(q k^T / sqrt(H)) v as [T, N, H] in the type of `q_TNH`.
+
+    Every query sees every key or, when causal, query t the first S - T + t + 1 of them (S >= T). Keys and values may
+    have fewer heads than queries (grouped-query attention).
+    """
+    causal = causal and q_TNH.shape[0] > 1
     if q_TNH.is_cuda and q_TNH.dtype in (torch.bfloat16, torch.float16) and (flash := _flash_attention_3()):
         queries, keys = q_TNH.shape[0], k_SNH.shape[0]
         return flash(
@@ -42,7 +48,11 @@ def attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> 
             cu_seqlens_q=_cu_seqlens(queries, q_TNH.device),
             max_seqlen_k=keys,
             cu_seqlens_k=_cu_seqlens(keys, q_TNH.device),
+            causal=causal,
             fa_version=3,
         )
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TNH, k_SNH, v_SNH))
-    return functional.scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1)
+    mask = causal_lower_right(q.shape[2], k.shape[2]) if causal else None
+    grouped = q.shape[1] != k.shape[1]
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return out.squeeze(0).transpose(0, 1)
