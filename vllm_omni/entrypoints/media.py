@@ -7,10 +7,13 @@ Shared by the demo, the examples and the doors; knows nothing of sessions or soc
 
 import io
 from fractions import Fraction
+from pathlib import Path
 from typing import Final
 
 import av
 import numpy as np
+from av.container import OutputContainer
+from av.video.stream import VideoStream
 from PIL import Image
 
 # T frames, H height, W width, C = 3 channels (RGB)
@@ -27,12 +30,6 @@ def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
     video may be one pixel larger than the frames. fps: pictures per second, > 0; kept exact to 1/1001.
     Raises ValueError naming what arrived when the frames have another shape or dtype.
     """
-    check_frames(frames_THWC)
-    if not 0 < fps <= 1000:
-        raise ValueError(f"fps must be in (0, 1000], got {fps}")
-    _, height, width, _ = frames_THWC.shape
-    if height % 2 or width % 2:
-        frames_THWC = np.pad(frames_THWC, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     buffer = io.BytesIO()
     with av.open(
         buffer,
@@ -42,15 +39,59 @@ def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
         # faststart moves the index to the front by re-reading what was written
         io_open=lambda url, flags, options: io.BytesIO(buffer.getbuffer()),
     ) as container:
-        stream = container.add_stream(
-            _CODEC, rate=Fraction(fps).limit_denominator(1001), options={"crf": str(_CRF), "preset": _PRESET}
-        )
-        stream.width, stream.height, stream.pix_fmt = frames_THWC.shape[2], frames_THWC.shape[1], "yuv420p"
-        for frame_HWC in frames_THWC:
-            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_HWC), format="rgb24")
-            container.mux(stream.encode(picture))
+        stream = _add_stream(container, frames_THWC, fps)
+        _encode(container, stream, frames_THWC)
         container.mux(stream.encode(None))
     return buffer.getvalue()
+
+
+class Mp4Writer:
+    """An MP4 file as `encode_mp4` makes it, written piece by piece: a long video never is in memory as a whole.
+
+    Frames of all pieces have one size. The file is complete after `close`.
+    """
+
+    def __init__(self, path: Path, fps: float) -> None:
+        self._fps = fps
+        self._container = av.open(str(path), mode="w", format="mp4", options={"movflags": "faststart"})
+        self._stream: VideoStream | None = None
+
+    def add(self, frames_THWC: np.ndarray) -> None:
+        """Encode uint8 RGB `[T, H, W, 3]`, T >= 1. Raises ValueError as `encode_mp4` does, and on another size."""
+        if self._stream is None:
+            self._stream = _add_stream(self._container, frames_THWC, self._fps)
+        _encode(self._container, self._stream, frames_THWC)
+
+    def close(self) -> None:
+        """Finish the file; idempotent."""
+        if self._stream is not None:
+            self._container.mux(self._stream.encode(None))
+            self._stream = None
+        self._container.close()
+
+
+def _add_stream(container: OutputContainer, frames_THWC: np.ndarray, fps: float) -> VideoStream:
+    check_frames(frames_THWC)
+    if not 0 < fps <= 1000:
+        raise ValueError(f"fps must be in (0, 1000], got {fps}")
+    stream = container.add_stream(
+        _CODEC, rate=Fraction(fps).limit_denominator(1001), options={"crf": str(_CRF), "preset": _PRESET}
+    )
+    _, height, width, _ = frames_THWC.shape
+    stream.width, stream.height, stream.pix_fmt = width + width % 2, height + height % 2, "yuv420p"
+    return stream
+
+
+def _encode(container: OutputContainer, stream: VideoStream, frames_THWC: np.ndarray) -> None:
+    check_frames(frames_THWC)
+    _, height, width, _ = frames_THWC.shape
+    if (height + height % 2, width + width % 2) != (stream.height, stream.width):
+        raise ValueError(f"frames of {width}x{height} do not fit a video of {stream.width}x{stream.height}")
+    if height % 2 or width % 2:
+        frames_THWC = np.pad(frames_THWC, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    for frame_HWC in frames_THWC:
+        picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_HWC), format="rgb24")
+        container.mux(stream.encode(picture))
 
 
 def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:

@@ -27,12 +27,17 @@ def load_image(source: Any, height: int, width: int, limits: DoorLimits) -> np.n
     Stretching, not cropping, is what intrinsics scaled by width and height assume.
     Raises `DoorError` `invalid_image` or `image_too_large`. Runs for some 10 ms: call it off the event loop.
     """
-    if isinstance(source, str):
-        source = _data_url(source, limits)
-    picture = _from_array(source, limits) if isinstance(source, np.ndarray) else _from_file(source, limits)
+    picture = read_picture(source, limits)
     if picture.size != (width, height):
         picture = picture.resize((width, height), Image.Resampling.BICUBIC)
     return np.asarray(picture).copy()
+
+
+def read_picture(source: Any, limits: DoorLimits) -> Image.Image:
+    """Return the picture in its own size, RGB, EXIF rotation applied; otherwise as `load_image`."""
+    if isinstance(source, str):
+        source = _data_url(source, limits)
+    return _from_array(source, limits) if isinstance(source, np.ndarray) else _from_file(source, limits)
 
 
 def _from_array(array: np.ndarray, limits: DoorLimits) -> Image.Image:

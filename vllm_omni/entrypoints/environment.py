@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the doors from the environment: stock `vllm serve` has no flags for them.
+
+Each field of a settings struct is the variable `VLLM_OMNI_` + the field's name in upper case.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Final, TypeVar
+
+import msgspec
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+PREFIX: Final = "VLLM_OMNI_"
+
+
+def read_struct(cls: type[T], environ: Mapping[str, str] | None = None) -> T:
+    """Fill `cls` from the variables that are set; the rest keeps its defaults.
+
+    Raises ValueError naming the variable, what arrived and what is allowed.
+    """
+    environ = os.environ if environ is None else environ
+    values = {}
+    for field in msgspec.structs.fields(cls):
+        name = PREFIX + field.name.upper()
+        if name in environ:
+            try:
+                values[field.name] = msgspec.convert(environ[name], field.type, strict=False)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"{name}={environ[name]!r}: {error}") from error
+    return cls(**values)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of the OpenAI routes: JSON or a form, in; fields and files, out, all within the body limit.
+
+A form's values are text: JSON-looking values of fields that hold objects or lists are read as JSON, and the brackets
+with which the `openai` client spreads an object over fields (`extra_params[step_ms]=5`) are put together again. Held
+by tests/entrypoints/openai/test_openai_parts.py.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+from starlette.requests import Request
+from starlette.types import Message
+
+from vllm_omni.entrypoints.openai.errors import ApiError, invalid
+
+_MAX_FILES: Final = 20
+_MAX_FIELDS: Final = 200
+_MAX_FIELD_BYTES: Final = 1 << 20
+_STRUCTURED: Final = frozenset({"extra_params", "camera_actions", "input_reference", "images"})
+_BRACKETED: Final = re.compile(r"^([a-z_]+)\[([A-Za-z0-9_]{1,64})\]$")
+
+
+@dataclass(frozen=True)
+class Body:
+    """fields: parameter -> value (text, if the body is a form); files: field -> the bytes of its files, in order."""
+
+    fields: dict[str, Any]
+    files: dict[str, list[bytes]] = field(default_factory=dict)
+
+
+async def read_body(request: Request, max_bytes: int) -> Body:
+    """Read and take apart a request's body. Raises `ApiError` 400, 413 or 415."""
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    data = await _read_all(request, max_bytes)
+    if content_type in ("multipart/form-data", "application/x-www-form-urlencoded"):
+        return await _read_form(request, data)
+    if content_type == "application/json":
+        return Body(_read_json(data))
+    raise ApiError(
+        415,
+        "Content-Type must be application/json or multipart/form-data",
+        code="unsupported_media_type",
+    )
+
+
+async def _read_all(request: Request, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > max_bytes:
+            raise _too_large(max_bytes)
+    return bytes(data)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the request body is larger than {max_bytes} bytes", code="body_too_large")
+
+
+def _read_json(data: bytes) -> dict[str, Any]:
+    try:
+        fields = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise invalid("the body is not valid JSON", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise invalid("the body must be a JSON object", code="invalid_json")
+    return fields
+
+
+async def _read_form(request: Request, data: bytes) -> Body:
+    async def replay() -> Message:
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    fields: dict[str, Any] = {}
+    files: dict[str, list[bytes]] = {}
+    try:
+        replayed = Request(request.scope, replay)
+        async with replayed.form(max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES) as form:
+            for name, value in form.multi_items():
+                if isinstance(value, UploadFile):
+                    files.setdefault(name.removesuffix("[]"), []).append(await value.read())
+                else:
+                    _add_field(fields, name, value)
+    except (HTTPException, MultiPartException, UnicodeDecodeError, ValueError, KeyError, AttributeError):
+        # python-multipart and starlette raise these on bodies that do not follow their own boundary
+        raise invalid(
+            f"the form cannot be read; at most {_MAX_FILES} files and {_MAX_FIELDS} fields", code="invalid_form"
+        ) from None
+    return Body(fields, files)
+
+
+def _add_field(fields: dict[str, Any], name: str, value: str) -> None:
+    bracketed = _BRACKETED.match(name)
+    if bracketed is not None and bracketed[1] in _STRUCTURED:
+        inner = fields.setdefault(bracketed[1], {})
+        if isinstance(inner, dict):
+            inner[bracketed[2]] = _number_or_text(value)
+            return
+    if name in _STRUCTURED and value[:1] in ("{", "["):
+        try:
+            fields[name] = msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError):
+            raise invalid(f"{name} is not valid JSON", name, "invalid_json") from None
+    else:
+        fields[name] = value
+
+
+def _number_or_text(value: str) -> Any:
+    """A form cannot say whether `5` is a number; a model's option that takes text would be quoted JSON."""
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return value

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of the OpenAI routes: `{"error": {"message", "type", "param", "code"}}` and a matching HTTP status.
+
+Every failure of a route is an `ApiError`; `answer_errors` turns it, and whatever else is raised, into that reply.
+Texts are made here or come from `RequestFailed` and `DoorError`, which hold no path or address. Held by
+tests/entrypoints/openai/test_openai_parts.py.
+"""
+
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Concatenate, Final, ParamSpec
+
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.outputs import RequestFailed
+
+logger = logging.getLogger("vllm." + __name__)
+
+P = ParamSpec("P")
+
+# Failures that are not the client's fault; everything else a model refuses is about the request.
+_STATUS: Final = {
+    "capacity": 503,
+    "oom": 503,
+    "engine_dead": 503,
+    "cancelled": 503,
+    "timeout": 504,
+    "engine_error": 500,
+    "non_finite": 500,
+}
+_RETRY_AFTER_S: Final = {"capacity": 2, "oom": 5, "cancelled": 1}
+
+
+class ApiError(Exception):
+    """One call is refused. code: a stable word; param: the field at fault; retry_after_s: when to try again."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def kind(self) -> str:
+        if self.status == 429:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+    def response(self) -> JSONResponse:
+        body = {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        headers = {} if self.retry_after_s is None else {"Retry-After": f"{max(1, round(self.retry_after_s))}"}
+        return JSONResponse(body, self.status, headers)
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, code=code, param=param)
+
+
+def not_found(message: str, param: str | None = None, code: str = "not_found") -> ApiError:
+    return ApiError(404, message, code=code, param=param)
+
+
+def from_failure(failure: RequestFailed | DoorError, param: str | None = None) -> ApiError:
+    """What a failure of the engine, the model or the image reader means over HTTP."""
+    status = _STATUS.get(failure.code, 400)
+    if isinstance(failure, DoorError):
+        param = failure.param or param
+    return ApiError(
+        status, failure.message, code=failure.code, param=param, retry_after_s=_RETRY_AFTER_S.get(failure.code)
+    )
+
+
+def answer_errors(
+    route: Callable[Concatenate[Any, P], Awaitable[Response]],
+) -> Callable[Concatenate[Any, P], Awaitable[Response]]:
+    """Decorate a route method: whatever it raises becomes an error reply, and nothing reaches vLLM's own handlers."""
+
+    @functools.wraps(route)
+    async def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Response:
+        try:
+            return await route(self, *args, **kwargs)
+        except ApiError as error:
+            return error.response()
+        except (RequestFailed, DoorError) as failure:
+            return from_failure(failure).response()
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except Exception:
+            logger.exception("%s failed", route.__qualname__)
+            return ApiError(500, "internal error; the server's log has details", code="internal_error").response()
+
+    return guarded

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a valid request to engine requests: sizes, lengths, seeds and defaults of the served model, or a refusal.
+
+Pure: no I/O, no engine. Every refusal is an `ApiError` 400 (404 for another model's name) that names the field, what
+arrived and what is allowed. Held by tests/entrypoints/openai/test_plan.py.
+"""
+
+import math
+import secrets
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from vllm_omni.entrypoints.openai.errors import ApiError, invalid, not_found
+from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest
+from vllm_omni.entrypoints.openai.served import ServedModel
+from vllm_omni.inputs import DiffusionParams
+
+_MAX_OPTIONS_BYTES: Final = 64 << 10
+_MIN_SIDE, _MAX_SIDE = 8, 8192  # what `DiffusionParams` takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What pictures and videos have in common. steps, guidance: None = fixed in the model."""
+
+    model: str
+    prompt: str
+    negative_prompt: str | None
+    width: int
+    height: int
+    seed: int
+    steps: int | None
+    guidance: float | None
+    options: dict[str, Any]
+
+    def params(self, session_id: str, **fields: Any) -> DiffusionParams:
+        """A one-shot request of these; `fields` add to it or replace."""
+        common: dict[str, Any] = {
+            "session_id": session_id,
+            "one_shot": True,
+            "prompt": self.prompt,
+            "negative_prompt": self.negative_prompt,
+            "height": self.height,
+            "width": self.width,
+            "seed": self.seed,
+            "num_inference_steps": self.steps,
+            "guidance_scale": self.guidance,
+            "options": self.options,
+        }
+        return DiffusionParams(**{**common, **fields})
+
+
+@dataclass(frozen=True)
+class PicturePlan:
+    sampling: Sampling
+    n: int
+    images_per_request: int
+
+    def requests(self) -> list[DiffusionParams]:
+        """Engine requests in the order of their pictures; picture i is drawn with `seed + i`."""
+        requests = []
+        for start in range(0, self.n, self.images_per_request):
+            count = min(self.images_per_request, self.n - start)
+            requests.append(self.sampling.params(new_engine_id(), num_images=count, seed=self.sampling.seed + start))
+        return requests
+
+
+@dataclass(frozen=True)
+class VideoPlan:
+    """num_frames: what the file will hold. actions: of a world, per latent frame; may be shorter than the video."""
+
+    sampling: Sampling
+    num_frames: int
+    fps: float
+    actions: list[list[str]]
+
+    @property
+    def seconds(self) -> str:
+        return f"{self.num_frames / self.fps:g}"
+
+
+def new_engine_id() -> str:
+    return f"once-{secrets.token_hex(16)}"
+
+
+def plan_pictures(
+    request: ImageGenerationRequest, served: ServedModel, input_size: tuple[int, int] | None = None
+) -> PicturePlan:
+    """input_size: (width, height) of an edit's first picture; `size` `auto`, or none, then keeps its shape."""
+    capabilities = served.capabilities
+    if not (capabilities.edits_images if input_size is not None else capabilities.makes_images):
+        what = "edit pictures" if input_size is not None else "make pictures from text"
+        raise unsupported(served, what)
+    if request.background == "transparent":
+        raise invalid("background 'transparent' is not supported; allowed: 'auto', 'opaque'", "background")
+    automatic = fit_size(*input_size, served) if input_size is not None else (served.width, served.height)
+    return PicturePlan(_sampling(request, served, automatic), request.n or 1, capabilities.images_per_request)
+
+
+def plan_video(request: VideoRequest, served: ServedModel, has_image: bool) -> VideoPlan:
+    capabilities = served.capabilities
+    if not capabilities.makes_videos:
+        raise unsupported(served, "make videos")
+    if has_image and "image_to_video" not in capabilities.tasks:
+        raise unsupported(served, "start a video from an image", "input_reference")
+    if not has_image and "text_to_video" not in capabilities.tasks:
+        raise invalid(
+            "this model starts a video from an image: send input_reference",
+            "input_reference",
+            "missing_required_parameter",
+        )
+    if request.camera_actions and (served.world is None or not served.world.camera):
+        raise unsupported(served, "follow camera_actions", "camera_actions")
+    sampling = _sampling(request, served, (served.width, served.height))
+    fps = capabilities.fps if request.fps is None else request.fps
+    return VideoPlan(sampling, _num_frames(request, served, fps), fps, request.camera_actions or [])
+
+
+def unsupported(served: ServedModel, what: str, param: str | None = None) -> ApiError:
+    tasks = ", ".join(served.capabilities.tasks)
+    return invalid(f"{served.names[0]} cannot {what}; it can: {tasks}", param, "unsupported_by_model")
+
+
+def fit_size(width: int, height: int, served: ServedModel) -> tuple[int, int]:
+    """The allowed size nearest to that shape, not larger than it where possible."""
+    wide, high = served.capabilities.size_multiple
+    scale = min(1.0, math.sqrt(served.max_pixels / (width * height)))
+    fitted = [
+        max(side, -(-_MIN_SIDE // side) * side, int(length * scale) // side * side)
+        for length, side in ((width, wide), (height, high))
+    ]
+    # A very long picture: its short side was raised to the least, so the long one must give way.
+    if fitted[0] * fitted[1] > served.max_pixels:
+        longer = 0 if fitted[0] > fitted[1] else 1
+        side = (wide, high)[longer]
+        fitted[longer] = max(side, served.max_pixels // fitted[1 - longer] // side * side)
+    return min(fitted[0], _MAX_SIDE // wide * wide), min(fitted[1], _MAX_SIDE // high * high)
+
+
+def _sampling(
+    request: ImageGenerationRequest | VideoRequest, served: ServedModel, automatic: tuple[int, int]
+) -> Sampling:
+    capabilities = served.capabilities
+    if request.model is not None and request.model not in served.names:
+        raise not_found(
+            f"The model {request.model[:100]!r} does not exist; served: {', '.join(served.names)}",
+            "model",
+            "model_not_found",
+        )
+    if request.negative_prompt and not capabilities.negative_prompt:
+        raise unsupported(served, "use a negative_prompt", "negative_prompt")
+    if request.num_inference_steps is not None:
+        if capabilities.num_inference_steps is None:
+            raise unsupported(served, "change its num_inference_steps", "num_inference_steps")
+        if request.num_inference_steps > capabilities.max_num_inference_steps:
+            raise invalid(
+                f"num_inference_steps {request.num_inference_steps}: allowed: 1 to "
+                f"{capabilities.max_num_inference_steps}",
+                "num_inference_steps",
+            )
+    if request.guidance_scale is not None and capabilities.guidance_scale is None:
+        raise unsupported(served, "change its guidance_scale", "guidance_scale")
+    width, height = _size(request.size, served, automatic)
+    return Sampling(
+        model=request.model or served.names[0],
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt or None,
+        width=width,
+        height=height,
+        seed=secrets.randbits(31) if request.seed is None else request.seed,
+        steps=request.num_inference_steps or capabilities.num_inference_steps,
+        guidance=capabilities.guidance_scale if request.guidance_scale is None else request.guidance_scale,
+        options=_checked_options(request.extra_params or {}),
+    )
+
+
+def _size(text: str | None, served: ServedModel, automatic: tuple[int, int]) -> tuple[int, int]:
+    if text is None or text == "auto":
+        return automatic
+    width, height = (int(side) for side in text.split("x"))
+    wide, high = served.capabilities.size_multiple
+    if width % wide or height % high or width * height > served.max_pixels or min(width, height) < _MIN_SIDE:
+        near = "x".join(str(side) for side in fit_size(width, height, served))
+        raise invalid(
+            f"size {text}: width must be a multiple of {wide}, height of {high}, and width x height at most "
+            f"{served.max_pixels}; allowed and near: {near}",
+            "size",
+        )
+    return width, height
+
+
+def _num_frames(request: VideoRequest, served: ServedModel, fps: float) -> int:
+    capabilities = served.capabilities
+    most = capabilities.max_num_frames
+    if request.num_frames is not None and request.seconds is not None:
+        raise invalid("send num_frames or seconds, not both", "num_frames")
+    if request.num_frames is not None:
+        near = capabilities.nearest_num_frames(request.num_frames)
+        if near != request.num_frames:
+            stride = capabilities.frame_stride
+            rule = f"1 to {most}" if served.world is not None or stride == 1 else f"1 + {stride} k, at most {most}"
+            raise invalid(f"num_frames {request.num_frames}: allowed: {rule}; near: {near}", "num_frames")
+        return near
+    if request.seconds is None:
+        return capabilities.nearest_num_frames(capabilities.num_frames)
+    wanted = request.seconds * fps
+    if round(wanted) > most:
+        raise invalid(
+            f"seconds {request.seconds:g} at {fps:g} fps are {round(wanted)} frames: at most {most} "
+            f"({most / fps:g} seconds)",
+            "seconds",
+        )
+    return capabilities.nearest_num_frames(max(1, round(wanted)))
+
+
+def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options must survive the way to the engine; the model says whether they make sense."""
+    try:
+        size = len(msgspec.msgpack.encode(options))
+    except (OverflowError, ValueError, TypeError, RecursionError, UnicodeEncodeError):
+        raise invalid("extra_params hold a value that cannot be sent to the engine", "extra_params") from None
+    if size > _MAX_OPTIONS_BYTES:
+        raise invalid(f"extra_params have {size} bytes; at most {_MAX_OPTIONS_BYTES}", "extra_params")
+    return options

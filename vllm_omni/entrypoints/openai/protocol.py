@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests and replies of the OpenAI routes as pydantic models: names, types, ranges; nothing depends on a model.
+
+Field names and reply shapes are OpenAI's (openai-python 3.x types); ours are marked "extension". What a served model
+can do with a valid request is `plan.py`'s. Held by tests/entrypoints/openai/test_openai_parts.py.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_omni.entrypoints.openai.errors import ApiError, invalid
+
+MAX_PROMPT_CHARS = 16384
+MAX_SEED = 2**63 - 65
+
+Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
+Size = Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,3}x[1-9][0-9]{0,3})$")]
+Format = Literal["png", "jpeg", "webp"]
+M = TypeVar("M", bound=BaseModel)
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    prompt: Prompt
+    model: str | None = Field(None, max_length=1024, description="The served model's name; optional.")
+    size: Size | None = Field(None, description="`WIDTHxHEIGHT` in pixels, or `auto`.")
+    user: str | None = Field(None, max_length=1024, description="Accepted, not used.")
+    safety_identifier: str | None = Field(None, max_length=1024, description="Accepted, not used.")
+    # extensions
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="Extension. Drawn at random if absent.")
+    negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS, description="Extension.")
+    num_inference_steps: int | None = Field(None, ge=1, le=1000, description="Extension. Denoise steps.")
+    guidance_scale: float | None = Field(None, ge=0, le=100, description="Extension. Classifier-free guidance.")
+    extra_params: dict[str, Any] | None = Field(
+        None, description="Extension. Options of the served model itself; it checks names and values."
+    )
+
+
+class ImageGenerationRequest(_Request):
+    n: int | None = Field(None, ge=1, le=10)
+    response_format: Literal["b64_json", "url"] | None = None
+    output_format: Format | None = None
+    output_compression: int | None = Field(None, ge=0, le=100, description="Quality of jpeg and webp.")
+    quality: Literal["auto", "standard", "hd", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="Quality of jpeg and webp if `output_compression` is absent."
+    )
+    background: Literal["auto", "opaque", "transparent"] | None = Field(None, description="`transparent` is refused.")
+    moderation: Literal["low", "auto"] | None = Field(None, description="Accepted, not used.")
+    style: Literal["vivid", "natural"] | None = Field(None, description="Accepted, not used.")
+    stream: bool | None = Field(None, description="Server-sent events, one for each finished picture.")
+    partial_images: int | None = Field(None, ge=0, le=3, description="Accepted; only finished pictures are sent.")
+
+
+class ImageEditRequest(ImageGenerationRequest):
+    """Pictures travel beside it: the multipart files `image` or `image[]`, and `mask`; in JSON as `images`."""
+
+    input_fidelity: Literal["high", "low"] | None = Field(None, description="Accepted, not used.")
+
+
+class VideoRequest(_Request):
+    seconds: Annotated[float, Field(gt=0, le=3600)] | None = Field(
+        None, description="Length of the video, as text or number; the nearest length the model can make."
+    )
+    # extensions
+    num_frames: int | None = Field(None, ge=1, le=10_000, description="Extension. Instead of `seconds`.")
+    fps: float | None = Field(None, gt=0, le=240, description="Extension. Frames per second of the video.")
+    camera_actions: list[list[Annotated[str, Field(max_length=16)]]] | None = Field(
+        None,
+        max_length=4096,
+        description="Extension, worlds only. Held keys (w a s d i j k l) for each latent frame; idle behind its end.",
+    )
+
+
+# -- replies -------------------------------------------------------------------------------------------------------
+
+
+class Error(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(BaseModel):
+    error: Error
+
+
+class ImageData(BaseModel):
+    b64_json: str | None = None
+    url: str | None = None
+
+
+class ImagesReply(BaseModel):
+    """`seed`: extension; picture i of the call was drawn with `seed + i`."""
+
+    created: int
+    data: list[ImageData]
+    background: Literal["opaque"] = "opaque"
+    output_format: Format
+    quality: str | None = None
+    size: str
+    seed: int
+
+
+class JobError(BaseModel):
+    code: str
+    message: str
+
+
+class Video(BaseModel):
+    """A video job. `fps`, `num_frames`, `seed`, `inference_time_s`: extensions."""
+
+    id: str
+    object: Literal["video"] = "video"
+    model: str
+    prompt: str
+    status: Literal["queued", "in_progress", "completed", "failed"]
+    progress: int = Field(ge=0, le=100)
+    seconds: str
+    size: str
+    created_at: int
+    completed_at: int | None = None
+    expires_at: int | None = None
+    remixed_from_video_id: str | None = None
+    error: JobError | None = None
+    fps: float
+    num_frames: int
+    seed: int
+    inference_time_s: float | None = None
+
+
+class VideoList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Video]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class VideoDeleted(BaseModel):
+    id: str
+    object: Literal["video.deleted"] = "video.deleted"
+    deleted: Literal[True] = True
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_request(cls: type[M], fields: Mapping[str, Any]) -> M:
+    """Check a body's fields. Raises `ApiError` 400 naming the first wrong one, what arrived and what is allowed."""
+    try:
+        return cls.model_validate(dict(fields))
+    except ValidationError as error:
+        raise _as_api_error(cls, error) from None
+
+
+def _as_api_error(cls: type[BaseModel], error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = ".".join(str(part) for part in first["loc"])[:200] or None
+    if first["type"] == "extra_forbidden":
+        allowed = ", ".join(cls.model_fields)
+        return invalid(f"Unknown parameter: {param!r}; allowed: {allowed}", param, "unknown_parameter")
+    if first["type"] == "missing":
+        return invalid(f"Missing required parameter: {param!r}", param, "missing_required_parameter")
+    return invalid(f"Invalid value for {param!r}: {first['msg']}; got {_shown(first['input'])}", param)
+
+
+def _shown(value: Any) -> str:
+    """A wrong value as it may be repeated to the client: short, and never a container's contents."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else value[:60] + "...")
+    if value is None or isinstance(value, bool | float):
+        return repr(value)
+    if isinstance(value, int):
+        return repr(value) if abs(value) < 10**20 else "a very large number"
+    return f"a value of type {type(value).__name__}"

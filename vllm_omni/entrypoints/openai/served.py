@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ServedModel`: names, capabilities and (of a world) geometry of the model behind the OpenAI routes, fully resolved.
+
+What a family leaves open (default size, largest area) is filled in from the deployment here, so that routes compare
+numbers and never ask twice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.registry import get_family
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """names: what clients may call it, the first in replies. width, height, max_pixels: never None here."""
+
+    names: tuple[str, ...]
+    capabilities: Capabilities
+    width: int
+    height: int
+    max_pixels: int
+    world: WorldFacts | None = None
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: "VllmConfig", names: Sequence[str]) -> "ServedModel":
+        hf_config: dict[str, Any] = vllm_config.model_config.hf_config.to_dict()
+        omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        family = get_family(hf_config["omni_family"])
+        capabilities = Capabilities() if family.capabilities is None else family.capabilities(hf_config, omni)
+        world = None
+        if capabilities.is_world:
+            world = WorldFacts.from_vllm_config(vllm_config, model=names[0])
+            capabilities = msgspec.structs.replace(capabilities, size_multiple=world.size_multiple, fps=world.fps)
+        return cls(
+            names=tuple(names),
+            capabilities=capabilities,
+            width=capabilities.width or omni.width,
+            height=capabilities.height or omni.height,
+            max_pixels=capabilities.max_pixels or omni.max_area,
+            world=world,
+        )
