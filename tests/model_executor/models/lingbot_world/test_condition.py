@@ -13,8 +13,8 @@ from vllm_omni.model_executor.models.lingbot_world.condition import (
     output_size,
     prepare_image,
 )
-from vllm_omni.model_executor.models.lingbot_world.weights import load_vae
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
+from vllm_omni.model_executor.models.wan.weights import load_vae
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
 

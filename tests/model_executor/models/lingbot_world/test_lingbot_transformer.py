@@ -5,7 +5,8 @@ import pytest
 import torch
 from lingbot_rollout import CONFIG, inputs, load_tiny, make_row, make_window
 
-from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer, patchify, unpatchify
+from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
+from vllm_omni.model_executor.models.wan.layers import patchify, unpatchify
 
 
 @torch.no_grad()

@@ -48,8 +48,9 @@ def check_complete(path: Path) -> None:
     """
     from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
     from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
-    from vllm_omni.model_executor.models.lingbot_world.weights import check_shapes, transformer_shapes
+    from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes
     from vllm_omni.model_executor.tensor_files import open_tensors
+    from vllm_omni.model_executor.weights import check_shapes
 
     layout = find_layout(path)
     layout.require("transformer", "vae", "text_encoder", "tokenizer")

@@ -24,10 +24,11 @@ from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.model_executor.models.lingbot_world.config import NATIVE_HEIGHT, NATIVE_WIDTH, LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
-from vllm_omni.model_executor.models.lingbot_world.weights import VAE_RULES, load_vae, rename
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
+from vllm_omni.model_executor.models.wan.weights import VAE_RULES, load_vae
 from vllm_omni.model_executor.parity import Report, Scenario, read_tensors, run_scenarios
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, unipc_flow_table
+from vllm_omni.model_executor.weights import rename
 
 _FLOW, _KV, _LATENT = 2e-5, 2e-5, 1e-4
 _BF16_RELATIVE = 2e-2

@@ -19,16 +19,20 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
-from vllm_omni.model_executor.layers.parallel import (
-    ChannelWeight,
-    ColumnParallelLinear,
-    ParallelContext,
-    RowParallelLinear,
-)
-from vllm_omni.model_executor.models.lingbot_world.chains import Chains
+from vllm_omni.model_executor.layers.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
+from vllm_omni.model_executor.models.lingbot_world.chains import LingBotChains
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+from vllm_omni.model_executor.models.wan.layers import (
+    CrossAttention,
+    Head,
+    PatchEmbedding,
+    SelfAttention,
+    embed_time,
+    patchify,
+    stack,
+    unpatchify,
+)
 
 
 @dataclass(frozen=True)
@@ -52,91 +56,12 @@ class ChunkRow:
     window: KVWindow
 
 
-class PatchEmbedding(nn.Module):
-    """The (1, 2, 2) patch convolution as a matrix product over `patchify`'s tokens."""
-
-    def __init__(self, config: LingBotWorldConfig) -> None:
-        super().__init__()
-        shape = (config.dim, config.in_channels, *config.patch_size)
-        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(config.dim), requires_grad=False)
-
-    def forward(self, tokens_TP: torch.Tensor) -> torch.Tensor:
-        return functional.linear(tokens_TP.to(self.weight.dtype), self.weight.flatten(1), self.bias)
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, config: LingBotWorldConfig, parallel: ParallelContext, chains: Chains) -> None:
-        super().__init__()
-        self.dim, self.eps = config.dim, config.eps
-        self.parallel = parallel
-        self.chains = chains
-        self.qkv = ColumnParallelLinear(config.dim, config.dim, parallel, names=("q", "k", "v"))
-        self.norm_q = ChannelWeight(config.dim, parallel)
-        self.norm_k = ChannelWeight(config.dim, parallel)
-        self.o = RowParallelLinear(config.dim, config.dim, parallel)
-
-    def forward(
-        self,
-        x_BTD: torch.Tensor,
-        rows: Sequence[ChunkRow],
-        rope: tuple[torch.Tensor, torch.Tensor],
-        layer: int,
-        num_tokens: int,
-        write_only: bool,
-    ) -> torch.Tensor | None:
-        """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`."""
-        q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
-        squares = torch.cat((self.chains.sum_of_squares(q), self.chains.sum_of_squares(k)), dim=-1)
-        squares_q, squares_k = self.parallel.all_reduce(squares).split(1, dim=-1)
-        q = self.chains.rms_rope(q, squares_q, self.norm_q.weight, *rope, self.dim, self.eps)
-        k = self.chains.rms_rope(k, squares_k, self.norm_k.weight, *rope, self.dim, self.eps)
-        v = v.unflatten(-1, k.shape[-2:])
-        if self.parallel.sequence_parallel:
-            qkv = self.parallel.tokens_to_heads(torch.stack((q, k, v), dim=2), num_tokens)
-            q, k, v = qkv.unbind(2)
-        for row, k_LNH, v_LNH in zip(rows, k, v, strict=True):
-            row.window.write(layer, row.frames, k_LNH, v_LNH)
-        if write_only:
-            return None
-        attended = [
-            attention(q_LNH, *row.window.visible(layer, row.frames)) for row, q_LNH in zip(rows, q, strict=True)
-        ]
-        return self.o(self.parallel.heads_to_tokens(_stack(attended)).flatten(-2))
-
-
-class CrossAttention(nn.Module):
-    def __init__(self, config: LingBotWorldConfig, parallel: ParallelContext, chains: Chains) -> None:
-        super().__init__()
-        self.dim, self.eps = config.dim, config.eps
-        self.head_dim = config.head_dim
-        self.parallel = parallel
-        self.chains = chains
-        self.q = ColumnParallelLinear(config.dim, config.dim, parallel)
-        self.kv = ColumnParallelLinear(config.dim, config.dim, parallel, names=("k", "v"))
-        self.norm_q = ChannelWeight(config.dim, parallel)
-        self.norm_k = ChannelWeight(config.dim, parallel)
-        self.o = RowParallelLinear(config.dim, config.dim, parallel)
-
-    def keys_values(self, text_SD: torch.Tensor) -> torch.Tensor:
-        """Return K and V [2, S, N, H] of a prompt."""
-        k, v = self.kv(text_SD).chunk(2, dim=-1)
-        return torch.stack((self._normed(k, self.norm_k), v)).unflatten(-1, (-1, self.head_dim))
-
-    def _normed(self, x_TD: torch.Tensor, norm: ChannelWeight) -> torch.Tensor:
-        squares = self.parallel.all_reduce(self.chains.sum_of_squares(x_TD))
-        return self.chains.rms_scale(x_TD, squares, norm.weight, self.dim, self.eps)
-
-    def forward(self, x_BTD: torch.Tensor, rows: Sequence[ChunkRow], index: int) -> torch.Tensor:
-        q = self._normed(self.q(x_BTD), self.norm_q).unflatten(-1, (-1, self.head_dim))
-        attended = [attention(q_TNH, *row.cross_kv[index]) for row, q_TNH in zip(rows, q, strict=True)]
-        return self.o(_stack(attended).flatten(-2))
-
-
 class Block(nn.Module):
     """One transformer block; `index` is its place among this stage's blocks."""
 
-    def __init__(self, config: LingBotWorldConfig, parallel: ParallelContext, chains: Chains, index: int) -> None:
+    def __init__(
+        self, config: LingBotWorldConfig, parallel: ParallelContext, chains: LingBotChains, index: int
+    ) -> None:
         super().__init__()
         dim = config.dim
         self.index = index
@@ -186,27 +111,10 @@ class Block(nn.Module):
             )
             for row, x_TD, update_TD, gate in zip(rows, x_BTD, attended, gate1, strict=True)
         ]
-        x = _stack([x_TD for x_TD, _ in camera_injected])
-        hidden = _stack([hidden_TD for _, hidden_TD in camera_injected])
+        x = stack([x_TD for x_TD, _ in camera_injected])
+        hidden = stack([hidden_TD for _, hidden_TD in camera_injected])
         x, hidden = chains.after_cross_attention(x, self.cross_attn(hidden, rows, self.index), shift2, scale2, self.eps)
         return chains.gated_add(x, self.ffn(hidden), gate2)
-
-
-class Head(nn.Module):
-    """Final modulation and projection to the (ph, pw, channel) values of each token's patch; fp32."""
-
-    def __init__(self, config: LingBotWorldConfig, chains: Chains) -> None:
-        super().__init__()
-        self.eps = config.eps
-        self.chains = chains
-        self.modulation = nn.Parameter(torch.empty(1, 2, config.dim), requires_grad=False)
-        patch = config.patch_size[1] * config.patch_size[2]
-        self.head = nn.Linear(config.dim, config.out_channels * patch)
-
-    def forward(self, x_BTD: torch.Tensor, time_BD: torch.Tensor) -> torch.Tensor:
-        shift, scale = (self.modulation.float() + time_BD.unsqueeze(1)).unsqueeze(2).unbind(1)
-        hidden = self.chains.modulated_norm(x_BTD, shift, scale, self.eps, torch.float32)
-        return _linear_fp32(self.head, hidden)
 
 
 class LingBotTransformer(nn.Module):
@@ -231,7 +139,7 @@ class LingBotTransformer(nn.Module):
         self.parallel = parallel
         self.residual_fp32 = residual_fp32
         dim, patch = config.dim, config.patch_size[1] * config.patch_size[2]
-        chains = Chains.build(compiled)
+        chains = LingBotChains.build(compiled)
         if parallel.first_stage:
             self.patch_embedding = PatchEmbedding(config)
         self.patch_embedding_wancamctrl = nn.Linear(config.camera_channels * patch, dim)
@@ -330,12 +238,12 @@ class LingBotTransformer(nn.Module):
         own = self.parallel.token_slice(num_tokens)
         if hidden_BTD is None:
             tokens = [patchify(_with_condition(row))[own] for row in rows]
-            x = self.patch_embedding(_stack(tokens))
+            x = self.patch_embedding(stack(tokens))
             x = x.float() if self.residual_fp32 else x
         else:
             x = hidden_BTD
         time_BD, time_B6D = self._time_embedding([row.timestep for row in rows])
-        rope = (_stack([row.rope[0] for row in rows]), _stack([row.rope[1] for row in rows]))
+        rope = (stack([row.rope[0] for row in rows]), stack([row.rope[1] for row in rows]))
         last = self.num_local_layers - 1
         for block in self._blocks():
             stop = kv_only and self.parallel.last_stage and block.index == last
@@ -350,40 +258,10 @@ class LingBotTransformer(nn.Module):
 
     def _time_embedding(self, timesteps: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return e [B, D] and its six modulation rows E [B, 6, D], fp32."""
-        half = self.config.freq_dim // 2
-        frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.outer(torch.tensor(timesteps, dtype=torch.float64), frequencies)
-        sinusoid = torch.cat((angles.cos(), angles.sin()), dim=1).float().to(self.device, non_blocking=True)
-        hidden = functional.silu(_linear_fp32(self.time_embedding[0], sinusoid))
-        time_BD = _linear_fp32(self.time_embedding[2], hidden)
-        return time_BD, _linear_fp32(self.time_projection[1], functional.silu(time_BD)).unflatten(1, (6, -1))
-
-
-def patchify(x: torch.Tensor) -> torch.Tensor:
-    """[c, F, h, w] -> [F * h/2 * w/2, c * 4]: a token per 2x2 cells, values in (channel, row, column) order."""
-    channels, frames, height, width = x.shape
-    cells = x.view(channels, frames, height // 2, 2, width // 2, 2)
-    return cells.permute(1, 2, 4, 0, 3, 5).reshape(-1, channels * 4)
-
-
-def unpatchify(tokens_BLP: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """[B, L, 4 * c] with values in (row, column, channel) order -> [B, c, F, h, w]; the reverse grid of `patchify`."""
-    frames, height, width = size
-    cells = tokens_BLP.view(-1, frames, height // 2, width // 2, 2, 2, tokens_BLP.shape[-1] // 4)
-    return cells.permute(0, 6, 1, 2, 4, 3, 5).reshape(tokens_BLP.shape[0], -1, frames, height, width)
+        return embed_time(timesteps, self.config.freq_dim, self.time_embedding, self.time_projection, self.device)
 
 
 def _with_condition(row: ChunkRow) -> torch.Tensor:
     """Return the 36 input channels: noisy latents, then mask and condition."""
     assert row.condition is not None, "the first stage needs the condition"
     return torch.cat((row.latents, row.condition.to(row.latents)))
-
-
-def _linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    assert isinstance(layer, nn.Linear)
-    return functional.linear(x, layer.weight.float(), layer.bias.float())
-
-
-def _stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack along a new first dimension; a view when there is one part."""
-    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))

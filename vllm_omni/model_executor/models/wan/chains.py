@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the transformer does between matrix products and attention, as pure functions that torch.compile can fuse.
+
+At full size each of these moves about 100 MB per operation when run eagerly; fused, each reads its inputs once. All
+compute in fp32 and round once at the end.
+Held by tests/model_executor/models/lingbot_world/test_lingbot_transformer.py and
+tests/model_executor/models/causal_wan/test_causal_wan_transformer.py.
+"""
+
+# x: the residual stream [..., T, D]; N heads, H head dim, C = H/2 rotary lanes
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch.nn import functional
+
+from vllm_omni.model_executor.layers.rope import apply_rope
+
+
+def modulated_norm(
+    x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """LN(x) * (1 + scale) + shift as `dtype`; shift and scale are fp32 and broadcast over tokens."""
+    return (functional.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift).to(dtype)
+
+
+def after_self_attention(
+    x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the gated attention; returns (x, its affine LayerNorm in the type of `weight`)."""
+    x = (x + gate * update.float()).to(x.dtype)
+    normed = functional.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps)
+    return x, normed.to(weight.dtype)
+
+
+def after_cross_attention(
+    x: torch.Tensor, update: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the cross-attention; returns (x, its modulated LayerNorm in the type of `update`)."""
+    x = (x + update).to(x.dtype)
+    return x, modulated_norm(x, shift, scale, eps, update.dtype)
+
+
+def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x + gate * update, in the residual's type."""
+    return (x + gate * update.float()).to(x.dtype)
+
+
+def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """Over channels (of this rank), fp32, last dimension kept."""
+    return x.float().square().sum(-1, keepdim=True)
+
+
+def rms_scale(x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, dim: int, eps: float) -> torch.Tensor:
+    """RMS normalisation given the sum of squares over all `dim` channels, in the type of `x`."""
+    return _scaled(x, squares, weight, dim, eps).to(x.dtype)
+
+
+def rms_rope(
+    x: torch.Tensor,
+    squares: torch.Tensor,
+    weight: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    dim: int,
+    eps: float,
+) -> torch.Tensor:
+    """`rms_scale`, cut into heads [..., T, N, H] and rotated, in the type of `x`."""
+    heads = _scaled(x, squares, weight, dim, eps).unflatten(-1, (-1, 2 * cos_TC.shape[-1]))
+    return apply_rope(heads, cos_TC, sin_TC).to(x.dtype)
+
+
+def _scaled(x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, dim: int, eps: float) -> torch.Tensor:
+    return x.float() * torch.rsqrt(squares / dim + eps) * weight.float()
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The functions above, plain or each compiled for the static shapes it meets."""
+
+    modulated_norm: Callable[..., torch.Tensor] = modulated_norm
+    after_self_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = after_self_attention
+    after_cross_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = after_cross_attention
+    gated_add: Callable[..., torch.Tensor] = gated_add
+    sum_of_squares: Callable[..., torch.Tensor] = sum_of_squares
+    rms_scale: Callable[..., torch.Tensor] = rms_scale
+    rms_rope: Callable[..., torch.Tensor] = rms_rope
+
+    @classmethod
+    def build(cls, compiled: bool) -> Self:
+        if not compiled:
+            return cls()
+        plain: dict[str, Any] = vars(cls())
+        return cls(**{name: torch.compile(function, dynamic=False) for name, function in plain.items()})

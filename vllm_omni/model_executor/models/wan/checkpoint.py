@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a Wan checkpoint keeps its frozen components: Wan's own file names or the diffusers folders.
+
+Only looks; `weights.py` loads. A piece that is missing is not an error until it is needed (`require`), so that an
+engine with dummy weights starts from configs alone, and a stage that decodes nothing needs no VAE. A family adds where
+its transformer is. Held by tests/model_executor/models/lingbot_world/test_checkpoint.py.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from vllm_omni.model_executor.models.wan.components import UMT5_XXL, VAEConfig
+from vllm_omni.model_executor.models.wan.weights import TEXT_RULES, VAE_RULES
+from vllm_omni.model_executor.tensor_files import confined, open_tensors, read_json
+from vllm_omni.model_executor.weights import Rules, rename
+
+Piece = Literal["transformer", "vae", "text_encoder", "tokenizer"]
+
+COMPONENT_PLACES: dict[str, tuple[str, ...]] = {
+    "vae": ("Wan2.1_VAE.pth", "Wan2.1_VAE.safetensors", "vae"),
+    "text_encoder": ("models_t5_umt5-xxl-enc-bf16.pth", "models_t5_umt5-xxl-enc-bf16.safetensors", "text_encoder"),
+    "tokenizer": ("google/umt5-xxl", "tokenizer"),
+}
+
+
+@dataclass(frozen=True)
+class WanComponents:
+    """The resolved places of a checkpoint's pieces; None = not there.
+
+    root: the folder that holds them. transformer: a folder of safetensors, or a weight file. vae, text_encoder: a
+    `.pth`/`.safetensors` file or a folder. Subclasses set `download_name`, the name `vllm-omni download` takes.
+    """
+
+    download_name: ClassVar[str]
+
+    root: Path
+    transformer: Path
+    vae: Path | None
+    text_encoder: Path | None
+    tokenizer: Path | None
+
+    def require(self, *pieces: Piece) -> None:
+        """Raise ValueError of one line unless the named pieces are there with their weights."""
+        missing = [piece for piece in pieces if not self._present(piece)]
+        if missing:
+            places = {piece: COMPONENT_PLACES.get(piece, ("*.safetensors",)) for piece in missing}
+            wanted = "; ".join(f"{piece}: {' or '.join(names)}" for piece, names in places.items())
+            raise ValueError(
+                f"{self.root} lacks {', '.join(missing)} (looked for {wanted}); complete it with "
+                f"`vllm-omni download {self.download_name} {self.root}` or start with --load-format dummy"
+            )
+
+    def _present(self, piece: Piece) -> bool:
+        places: dict[Piece, Path | None] = {
+            "transformer": self.transformer,
+            "vae": self.vae,
+            "text_encoder": self.text_encoder,
+            "tokenizer": self.tokenizer,
+        }
+        place = places[piece]
+        if place is None or not place.is_dir():
+            return place is not None
+        return any(place.glob("tokenizer*.json" if piece == "tokenizer" else "*.safetensors"))
+
+    def vae_config(self) -> VAEConfig:
+        """Return the VAE's architecture from its config, else from its weights' shapes, else the released one."""
+        if self.vae is not None and (self.vae / "config.json").exists():
+            return VAEConfig.from_dict(read_json(self.vae / "config.json"))
+        if self.vae is None or self.vae.is_dir():
+            return VAEConfig()
+        base = shape_of(self.vae, "encoder.conv_in.weight", VAE_RULES)[0]
+        return VAEConfig(base_dim=base, z_dim=shape_of(self.vae, "post_quant_conv.weight", VAE_RULES)[0])
+
+    def text_config(self) -> dict[str, Any]:
+        """Return `UMT5Config` values from the encoder's config, else its weights' shapes, else the released ones."""
+        if self.text_encoder is not None and (self.text_encoder / "config.json").exists():
+            config = read_json(self.text_encoder / "config.json")
+            if config.get("model_type") != "umt5":
+                raise ValueError(
+                    f"{self.text_encoder}/config.json has model_type {config.get('model_type')!r}, not 'umt5'"
+                )
+            return {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype", "architectures")}
+        if self.text_encoder is None or self.text_encoder.is_dir():
+            return dict(UMT5_XXL)
+        attention = "encoder.block.0.layer.0.SelfAttention"
+        vocab_size, d_model = shape_of(self.text_encoder, "shared.weight", TEXT_RULES)
+        num_heads = shape_of(self.text_encoder, f"{attention}.relative_attention_bias.weight", TEXT_RULES)[1]
+        names = {rename(name, TEXT_RULES) for name in open_tensors(self.text_encoder).shapes}
+        return {
+            **UMT5_XXL,
+            "vocab_size": vocab_size,
+            "d_model": d_model,
+            "d_kv": shape_of(self.text_encoder, f"{attention}.q.weight", TEXT_RULES)[0] // num_heads,
+            "d_ff": shape_of(self.text_encoder, "encoder.block.0.layer.1.DenseReluDense.wo.weight", TEXT_RULES)[1],
+            "num_layers": sum(name.endswith(".SelfAttention.q.weight") for name in names),
+            "num_heads": num_heads,
+        }
+
+    def checked_components(self, text_dim: int, latent_channels: int) -> tuple[dict[str, Any], VAEConfig]:
+        """Return (text config, VAE config) if they fit the transformer. Raises ValueError in one line."""
+        text, vae = self.text_config(), self.vae_config()
+        if text["d_model"] != text_dim:
+            raise ValueError(
+                f"{self.root}: the text encoder gives rows of {text['d_model']}, the transformer takes "
+                f"{text_dim}; the two belong to different checkpoints"
+            )
+        if vae.z_dim != latent_channels:
+            raise ValueError(f"{self.root}: the VAE has {vae.z_dim} latent channels, the transformer {latent_channels}")
+        return text, vae
+
+
+def find_components(root: Path) -> dict[str, Path | None]:
+    """Return the places of `vae`, `text_encoder` and `tokenizer` below `root`; None where there is nothing."""
+    return {piece: _first_place(root, names) for piece, names in COMPONENT_PLACES.items()}
+
+
+def has_components(root: Path) -> bool:
+    """Whether `root` holds at least one component."""
+    return any(place is not None for place in find_components(root).values())
+
+
+def shape_of(path: Path, wanted: str, rules: Rules) -> tuple[int, ...]:
+    """Return the shape of the tensor that `rules` rename to `wanted`. Raises ValueError when there is none."""
+    for name, shape in open_tensors(path).shapes.items():
+        if rename(name, rules) == wanted:
+            return tuple(shape)
+    raise ValueError(f"{path} holds no tensor for {wanted}; it is not the file its name says, download it again")
+
+
+def _first_place(root: Path, names: tuple[str, ...]) -> Path | None:
+    for name in names:
+        place = root / name
+        if place.is_dir():
+            return place
+        if place.is_file():
+            return confined(place.parent, place.name)
+    return None

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the diffusion transformers of the Wan family share: embeddings, attention with K/V windows, head.
+
+Knows no session and no schedule: each row of a batch brings its own K/V window and cross-attention K/V. A family puts
+blocks together from these (`lingbot_world/transformer.py`, `causal_wan/transformer.py`).
+
+Precision: linear layers run in the model's type; modulation, normalisation, rotation, the time MLPs and the head run in
+fp32. In an fp32 model everything is fp32.
+"""
+
+# B rows (one chunk of one session each), L tokens of a chunk, T of them on this rank, D width, N heads (of this rank
+# where sharded), H head dim, C = H/2 rotary lanes, S text tokens, P values of one patch
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from vllm_omni.model_executor.layers.attention import attention
+from vllm_omni.model_executor.layers.parallel import (
+    ChannelWeight,
+    ColumnParallelLinear,
+    ParallelContext,
+    RowParallelLinear,
+)
+from vllm_omni.model_executor.models.wan.chains import Chains
+
+
+class WanArchitecture(Protocol):
+    """The sizes that layers need; a family's config has them."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def in_channels(self) -> int: ...
+    @property
+    def out_channels(self) -> int: ...
+    @property
+    def patch_size(self) -> tuple[int, int, int]: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def eps(self) -> float: ...
+
+
+class KVView(Protocol):
+    """What attention does with a window (`layers/kv_cache.py`): write a chunk's K/V, then read what it may see."""
+
+    def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None: ...
+
+    def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class AttentionRow(Protocol):
+    """One row of a batch: a chunk at absolute `frames`, its window, and its prompt's [layers, 2, S, N, H]."""
+
+    @property
+    def frames(self) -> range: ...
+    @property
+    def window(self) -> KVView: ...
+    @property
+    def cross_kv(self) -> torch.Tensor: ...
+
+
+class PatchEmbedding(nn.Module):
+    """The (1, 2, 2) patch convolution as a matrix product over `patchify`'s tokens."""
+
+    def __init__(self, config: WanArchitecture) -> None:
+        super().__init__()
+        shape = (config.dim, config.in_channels, *config.patch_size)
+        self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(config.dim), requires_grad=False)
+
+    def forward(self, tokens_TP: torch.Tensor) -> torch.Tensor:
+        return functional.linear(tokens_TP.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: WanArchitecture, parallel: ParallelContext, chains: Chains) -> None:
+        super().__init__()
+        self.dim, self.eps = config.dim, config.eps
+        self.parallel = parallel
+        self.chains = chains
+        self.qkv = ColumnParallelLinear(config.dim, config.dim, parallel, names=("q", "k", "v"))
+        self.norm_q = ChannelWeight(config.dim, parallel)
+        self.norm_k = ChannelWeight(config.dim, parallel)
+        self.o = RowParallelLinear(config.dim, config.dim, parallel)
+
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        rows: Sequence[AttentionRow],
+        rope: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
+        num_tokens: int,
+        write_only: bool,
+    ) -> torch.Tensor | None:
+        """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`."""
+        q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
+        squares = torch.cat((self.chains.sum_of_squares(q), self.chains.sum_of_squares(k)), dim=-1)
+        squares_q, squares_k = self.parallel.all_reduce(squares).split(1, dim=-1)
+        q = self.chains.rms_rope(q, squares_q, self.norm_q.weight, *rope, self.dim, self.eps)
+        k = self.chains.rms_rope(k, squares_k, self.norm_k.weight, *rope, self.dim, self.eps)
+        v = v.unflatten(-1, k.shape[-2:])
+        if self.parallel.sequence_parallel:
+            qkv = self.parallel.tokens_to_heads(torch.stack((q, k, v), dim=2), num_tokens)
+            q, k, v = qkv.unbind(2)
+        for row, k_LNH, v_LNH in zip(rows, k, v, strict=True):
+            row.window.write(layer, row.frames, k_LNH, v_LNH)
+        if write_only:
+            return None
+        attended = [
+            attention(q_LNH, *row.window.visible(layer, row.frames)) for row, q_LNH in zip(rows, q, strict=True)
+        ]
+        return self.o(self.parallel.heads_to_tokens(stack(attended)).flatten(-2))
+
+
+class CrossAttention(nn.Module):
+    def __init__(self, config: WanArchitecture, parallel: ParallelContext, chains: Chains) -> None:
+        super().__init__()
+        self.dim, self.eps = config.dim, config.eps
+        self.head_dim = config.head_dim
+        self.parallel = parallel
+        self.chains = chains
+        self.q = ColumnParallelLinear(config.dim, config.dim, parallel)
+        self.kv = ColumnParallelLinear(config.dim, config.dim, parallel, names=("k", "v"))
+        self.norm_q = ChannelWeight(config.dim, parallel)
+        self.norm_k = ChannelWeight(config.dim, parallel)
+        self.o = RowParallelLinear(config.dim, config.dim, parallel)
+
+    def keys_values(self, text_SD: torch.Tensor) -> torch.Tensor:
+        """Return K and V [2, S, N, H] of a prompt."""
+        k, v = self.kv(text_SD).chunk(2, dim=-1)
+        return torch.stack((self._normed(k, self.norm_k), v)).unflatten(-1, (-1, self.head_dim))
+
+    def _normed(self, x_TD: torch.Tensor, norm: ChannelWeight) -> torch.Tensor:
+        squares = self.parallel.all_reduce(self.chains.sum_of_squares(x_TD))
+        return self.chains.rms_scale(x_TD, squares, norm.weight, self.dim, self.eps)
+
+    def forward(self, x_BTD: torch.Tensor, rows: Sequence[AttentionRow], index: int) -> torch.Tensor:
+        q = self._normed(self.q(x_BTD), self.norm_q).unflatten(-1, (-1, self.head_dim))
+        attended = [attention(q_TNH, *row.cross_kv[index]) for row, q_TNH in zip(rows, q, strict=True)]
+        return self.o(stack(attended).flatten(-2))
+
+
+class Head(nn.Module):
+    """Final modulation and projection to the (ph, pw, channel) values of each token's patch; fp32."""
+
+    def __init__(self, config: WanArchitecture, chains: Chains) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.chains = chains
+        self.modulation = nn.Parameter(torch.empty(1, 2, config.dim), requires_grad=False)
+        patch = config.patch_size[1] * config.patch_size[2]
+        self.head = nn.Linear(config.dim, config.out_channels * patch)
+
+    def forward(self, x_BTD: torch.Tensor, time_BD: torch.Tensor) -> torch.Tensor:
+        shift, scale = (self.modulation.float() + time_BD.unsqueeze(1)).unsqueeze(2).unbind(1)
+        hidden = self.chains.modulated_norm(x_BTD, shift, scale, self.eps, torch.float32)
+        return linear_fp32(self.head, hidden)
+
+
+def embed_time(
+    timesteps: Sequence[float],
+    freq_dim: int,
+    time_embedding: nn.Sequential,
+    time_projection: nn.Sequential,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return e [B, D] and its six modulation rows E [B, 6, D], fp32."""
+    half = freq_dim // 2
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.outer(torch.tensor(timesteps, dtype=torch.float64), frequencies)
+    sinusoid = torch.cat((angles.cos(), angles.sin()), dim=1).float().to(device, non_blocking=True)
+    hidden = functional.silu(linear_fp32(time_embedding[0], sinusoid))
+    time_BD = linear_fp32(time_embedding[2], hidden)
+    return time_BD, linear_fp32(time_projection[1], functional.silu(time_BD)).unflatten(1, (6, -1))
+
+
+def patchify(x: torch.Tensor) -> torch.Tensor:
+    """[c, F, h, w] -> [F * h/2 * w/2, c * 4]: a token per 2x2 cells, values in (channel, row, column) order."""
+    channels, frames, height, width = x.shape
+    cells = x.view(channels, frames, height // 2, 2, width // 2, 2)
+    return cells.permute(1, 2, 4, 0, 3, 5).reshape(-1, channels * 4)
+
+
+def unpatchify(tokens_BLP: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """[B, L, 4 * c] with values in (row, column, channel) order -> [B, c, F, h, w]; the reverse grid of `patchify`."""
+    frames, height, width = size
+    cells = tokens_BLP.view(-1, frames, height // 2, width // 2, 2, 2, tokens_BLP.shape[-1] // 4)
+    return cells.permute(0, 6, 1, 2, 4, 3, 5).reshape(tokens_BLP.shape[0], -1, frames, height, width)
+
+
+def linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    assert isinstance(layer, nn.Linear)
+    return functional.linear(x, layer.weight.float(), layer.bias.float())
+
+
+def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack along a new first dimension; a view when there is one part."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strict loading of named tensors: renaming by table, names and shapes compared before any data is read.
+
+Missing, unexpected and misshapen tensors raise with counts and examples. Then only the tensors (and parts of tensors)
+that this rank holds are read, one at a time. Knows no model and no folder; `tensor_files.py` reads the files.
+Held by tests/model_executor/models/lingbot_world/test_weights.py.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from vllm_omni.model_executor.layers.parallel import checkpoint_slots
+from vllm_omni.model_executor.tensor_files import Shape, TensorSource
+
+Rules = Sequence[tuple[str, str]]
+"""(regular expression, replacement), applied in order."""
+
+
+def rename(name: str, rules: Rules) -> str:
+    """Apply every rule to `name`, in order."""
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def load_strict(
+    module: nn.Module,
+    source: TensorSource,
+    expected: Mapping[str, Shape],
+    rules: Rules = (),
+    *,
+    what: str,
+    ignored: Collection[str] = (),
+) -> None:
+    """Fill every parameter of `module` from `source`; nothing may be left over, on either side.
+
+    expected: name -> shape of the whole component, of which `module` may hold a part (a pipeline stage, a tensor
+    parallel slice, one half of a VAE). rules: stored names -> names in `expected`. what: the component, for errors.
+    ignored: stored names to leave out.
+    Raises ValueError with counts and examples for missing, unexpected, misshapen, repeated and non-finite tensors.
+    """
+    stored: dict[str, str] = {}
+    for name in source.shapes:
+        if name in ignored:
+            continue
+        target = rename(name, rules)
+        if target in stored:
+            raise ValueError(f"{what}: {source.where} holds {target!r} twice, as {stored[target]!r} and {name!r}")
+        stored[target] = name
+    check_shapes({target: source.shapes[name] for target, name in stored.items()}, expected, f"{what}: {source.where}")
+
+    slots = {rename(name, rules): slot for name, slot in checkpoint_slots(module).items()}  # tied names become one
+    assert slots.keys() <= expected.keys(), f"{what}: the model has parameters that its own list of names lacks"
+    targets = {stored[target]: target for target in slots}
+    unfilled, non_finite = set(slots), []
+    for name, tensor in source.read(targets):
+        slot = slots[targets[name]]
+        slot.load(tensor)
+        unfilled.remove(targets[name])
+        if not bool(torch.isfinite(slot.target).all()):
+            non_finite.append(name)
+    if non_finite:
+        raise ValueError(f"{what}: {source.where} has NaN or Inf in {_some(non_finite)}; download it again")
+    assert not unfilled, f"{what}: {_some(sorted(unfilled))} left unfilled"
+
+
+def check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], where: str) -> None:
+    """Raise ValueError with counts and three examples of each kind unless both maps are equal."""
+    problems = {
+        "missing": [name for name in expected if name not in found],
+        "unexpected": [name for name in found if name not in expected],
+        "misshapen": [
+            f"{name} {tuple(found[name])} instead of {shape}"
+            for name, shape in expected.items()
+            if name in found and tuple(found[name]) != shape
+        ],
+    }
+    if any(problems.values()):
+        listed = "; ".join(f"{kind}: {_some(names)}" for kind, names in problems.items() if names)
+        raise ValueError(f"{where} does not fit this model ({len(expected)} tensors expected): {listed}")
+
+
+def shapes_of(module: nn.Module) -> dict[str, Shape]:
+    """Return name -> shape of a module's parameters (tied ones once)."""
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
