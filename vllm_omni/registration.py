@@ -19,7 +19,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.registry import ARCHITECTURES, detect_family, get_family
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
 CONFIG_FORMAT = "omni"
 WORKER_CLS = "vllm_omni.worker.DiffusionGPUWorker"
@@ -65,7 +65,10 @@ class OmniModelConfig(VerifyAndUpdateConfig):
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
         check_options(vllm_config.model_config.hf_config, vllm_config.additional_config)
-        if parallel.worker_cls == "auto":
+        executor_cls = get_family(vllm_config.model_config.hf_config.omni_family).executor_cls
+        if executor_cls is not None:
+            choose_executor(parallel, executor_cls)
+        elif parallel.worker_cls == "auto":
             parallel.worker_cls = WORKER_CLS
         if scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = SCHEDULER_CLS
@@ -81,6 +84,21 @@ class OmniModelConfig(VerifyAndUpdateConfig):
                 f"pass --scheduler-cls {SCHEDULER_CLS} or drop --scheduler-cls"
             )
         vllm_config.cache_config.enable_prefix_caching = False
+
+
+def choose_executor(parallel: "ParallelConfig", executor_cls: str) -> None:
+    """Give a family without workers its executor; raises ValueError when the user asked for what it cannot do."""
+    if parallel.world_size > 1:
+        raise ValueError(
+            f"{executor_cls} runs one process on one device: drop --tensor-parallel-size and --pipeline-parallel-size"
+        )
+    backend = parallel.distributed_executor_backend
+    if backend in (None, "uni", "mp"):  # vLLM's own choices for one process
+        parallel.distributed_executor_backend = executor_cls
+    elif backend in ("ray", "external_launcher"):
+        raise ValueError(
+            f"--distributed-executor-backend {backend} needs workers; this checkpoint needs {executor_cls}"
+        )
 
 
 def check_options(hf_config: PreTrainedConfig, additional_config: Any) -> OmniConfig:

@@ -17,9 +17,12 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from vllm_omni.model_executor.models.registry import ModelFamily
 
 PLUGIN = "vllm_omni"
 CONFIG_FORMAT = "omni"
@@ -68,12 +71,11 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
     vLLM is a CPU build. Raises CommandError with one line.
     """
     flags = ServeFlags.scan(argv)
-    title = check(flags)
-    wanted = {
-        "config-format": CONFIG_FORMAT,
-        "worker-cls": WORKER_CLS,
-        "scheduler-cls": SCHEDULER_CLS,
-    }
+    family = check(flags)
+    served_by = {"worker-cls": WORKER_CLS}
+    if family.executor_cls is not None:
+        served_by = {"distributed-executor-backend": family.executor_cls}
+    wanted = {"config-format": CONFIG_FORMAT, **served_by, "scheduler-cls": SCHEDULER_CLS}
     added = [item for name, value in wanted.items() if name not in flags.values for item in (f"--{name}", value)]
     if "skip-tokenizer-init" not in flags.values and "no-skip-tokenizer-init" not in flags.values:
         added.append("--skip-tokenizer-init")
@@ -82,7 +84,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
         variables[_CPU_SPACE] = _CPU_SPACE_GIB
     plain = shlex.join(["vllm", "serve", *_without_websocket_flags(argv), *added])
     return ServePlan(
-        title=title,
+        title=family.title,
         argv=[*argv, *added],
         environ=variables,
         plain_command=" ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), plain]),
@@ -144,8 +146,8 @@ def plugin_names(user_value: str | None, installed: Iterable[str]) -> str:
 # ---- checks -----------------------------------------------------------------------------------------------------
 
 
-def check(flags: "ServeFlags") -> str:
-    """Refuse what cannot work, cheapest first; return the model family's title. Raises CommandError."""
+def check(flags: "ServeFlags") -> "ModelFamily":
+    """Refuse what cannot work, cheapest first; return the model family. Raises CommandError."""
     from vllm_omni.config import OmniConfig
     from vllm_omni.model_executor.hub import check_complete
     from vllm_omni.model_executor.models.registry import detect_family
@@ -166,9 +168,11 @@ def check(flags: "ServeFlags") -> str:
             family.check_options(hf_config, omni)
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
+    if family.executor_cls is not None:
+        _check_executor(flags, family.executor_cls)
     _check_combinations(flags, hf_config)
     _check_port(flags)
-    return family.title
+    return family
 
 
 def _check_combinations(flags: "ServeFlags", hf_config: Mapping[str, Any]) -> None:
@@ -195,6 +199,16 @@ def _check_combinations(flags: "ServeFlags", hf_config: Mapping[str, Any]) -> No
         raise CommandError(
             f"--tensor-parallel-size {ranks} does not divide the model's {heads} heads; allowed: {allowed}"
         )
+
+
+def _check_executor(flags: "ServeFlags", executor_cls: str) -> None:
+    """A family with an executor of its own runs in one process on one device."""
+    for name, alias in (("tensor-parallel-size", "tp"), ("pipeline-parallel-size", "pp")):
+        if (ranks := flags.count(name, alias)) > 1:
+            raise CommandError(f"--{name} {ranks}: this checkpoint runs on one device ({executor_cls}); drop the flag")
+    backend = flags.values.get("distributed-executor-backend", executor_cls)
+    if backend in ("mp", "ray", "external_launcher"):
+        raise CommandError(f"--distributed-executor-backend {backend}: this checkpoint needs {executor_cls}")
 
 
 def _check_port(flags: "ServeFlags") -> None:

@@ -18,10 +18,13 @@ _FAMILY_MODULES = {
     "null_world": "vllm_omni.model_executor.models.null_world.family",
     "null_image": "vllm_omni.model_executor.models.null_image.family",
     "lingbot_world": "vllm_omni.model_executor.models.lingbot_world.family",
+    # Last: it takes any directory in diffusers' layout, also of a model that is served by a worker here.
+    "diffusers_pipeline": "vllm_omni.model_executor.models.diffusers_pipeline.family",
 }
 _ALIASES = {"lingbot_world_fast": "lingbot_world"}
 
 ARCHITECTURES = {
+    "DiffusersPipeline": "vllm_omni.model_executor.models.diffusers_pipeline.pipeline:DiffusersPipeline",
     "LingBotWorldPipeline": "vllm_omni.model_executor.models.lingbot_world.pipeline:LingBotWorldPipeline",
     "NullImagePipeline": "vllm_omni.model_executor.models.null_image.pipeline:NullImagePipeline",
     "NullWorldPipeline": "vllm_omni.model_executor.models.null_world.pipeline:NullWorldPipeline",
@@ -43,6 +46,7 @@ class ModelFamily:
     `WorldFacts` (entrypoints/realtime/facts.py), e.g. another chunk size.
     capabilities: likewise -> what the OpenAI routes may ask of the model; None = a world started by an image.
     check_options: (hf_config as a dict, parsed options) -> None, or ValueError in one line; must be cheap.
+    executor_cls: the executor that serves the family in one process, without a worker; None = workers.
     """
 
     name: str
@@ -56,6 +60,7 @@ class ModelFamily:
     check_options: Callable[[dict[str, Any], OmniConfig], None] | None = None
     world_facts: Callable[[dict[str, Any], OmniConfig], dict[str, Any]] | None = None
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None
+    executor_cls: str | None = None
 
 
 def family_names() -> list[str]:

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Adapters`: the LoRA adapters of one pipeline by name: loaded from directories, switched per request, unloaded.
+
+An adapter is loaded into the pipeline's modules once and stays there switched off; a request names those it wants, with
+strengths. Without a name the modules compute exactly what they would without adapters. Held by
+tests/executor/test_adapters.py.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.model_executor.models.diffusers_pipeline.options import LoraSource
+from vllm_omni.outputs import RequestFailed
+
+logger = logging.getLogger("vllm." + __name__)
+
+Selection = tuple[tuple[str, float], ...]
+"""(name, strength) of the adapters one request wants, in its order."""
+
+
+class Adapters:
+    def __init__(self, sources: Mapping[str, LoraSource]) -> None:
+        self._sources = dict(sources)
+        self._ids: dict[int, str] = {}
+        self._active: Selection | None = None
+        """None: not known (something was loaded or unloaded since)."""
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._sources)
+
+    @property
+    def ids(self) -> set[int]:
+        """Numbers of the adapters that vLLM's own LoRA calls have added."""
+        return set(self._ids)
+
+    def load_all(self, pipeline: Any) -> None:
+        """Load the whole table into a freshly loaded pipeline. Raises ValueError naming the adapter."""
+        self._active = ()
+        for name, source in self._sources.items():
+            _load(pipeline, name, source)
+            self._active = None
+        self.activate(pipeline, ())
+
+    def add(self, pipeline: Any, name: str, source: LoraSource, number: int | None = None) -> bool:
+        """Load one more adapter; False if the name is taken by the same source. Raises ValueError."""
+        if name in self._sources:
+            if self._sources[name] != source:
+                raise ValueError(f"an adapter {name!r} is loaded from another place; unload it first")
+            return False
+        self._active = None
+        _load(pipeline, name, source)
+        self._sources[name] = source
+        if number is not None:
+            self._ids[number] = name
+        self.activate(pipeline, ())
+        return True
+
+    def remove(self, pipeline: Any, name: str) -> bool:
+        """Unload an adapter; False if there is none of that name."""
+        if name not in self._sources:
+            return False
+        self._active = None
+        pipeline.delete_adapters(name)
+        del self._sources[name]
+        self._ids = {number: other for number, other in self._ids.items() if other != name}
+        self.activate(pipeline, ())
+        return True
+
+    def remove_number(self, pipeline: Any, number: int) -> bool:
+        """Unload what `add` got this number for."""
+        return number in self._ids and self.remove(pipeline, self._ids[number])
+
+    def select(self, wanted: Any) -> Selection:
+        """Read a request's `lora` option: a name, a list of names, or a map of names to strengths.
+
+        Raises `RequestFailed("invalid_request", ...)`.
+        """
+        if wanted is None:
+            return ()
+        if isinstance(wanted, str):
+            wanted = [wanted]
+        if isinstance(wanted, list) and all(isinstance(name, str) for name in wanted):
+            wanted = {name: self._sources[name].scale if name in self._sources else 1.0 for name in wanted}
+        if not isinstance(wanted, Mapping) or not all(
+            isinstance(name, str) and isinstance(scale, int | float) and not isinstance(scale, bool)
+            for name, scale in wanted.items()
+        ):
+            raise RequestFailed(
+                "invalid_request", "options.lora must be a name, a list of names or a map of names to strengths"
+            )
+        for name in wanted:
+            if name not in self._sources:
+                known = ", ".join(self._sources) or "none is loaded"
+                raise RequestFailed("invalid_request", f"options.lora: no adapter {name!r}; there are: {known}")
+        return tuple((name, float(scale)) for name, scale in wanted.items())
+
+    def activate(self, pipeline: Any, selection: Selection) -> None:
+        """Switch the pipeline's modules to this selection; does nothing if it is the active one."""
+        if selection == self._active:
+            return
+        if selection:
+            pipeline.enable_lora()
+            pipeline.set_adapters([name for name, _ in selection], [scale for _, scale in selection])
+        elif self._sources:
+            pipeline.disable_lora()
+        self._active = selection
+
+
+def _load(pipeline: Any, name: str, source: LoraSource) -> None:
+    if not hasattr(pipeline, "load_lora_weights"):
+        raise ValueError(f"LoRA adapter {name!r}: {type(pipeline).__name__} takes no adapters")
+    try:
+        import peft  # noqa: F401 - diffusers asks for it only when weights are half loaded
+    except ImportError as error:
+        raise ValueError(f"LoRA adapter {name!r} needs the package 'peft': pip install peft") from error
+    path = Path(source.path)
+    if not path.exists():
+        raise ValueError(f"LoRA adapter {name!r}: {path} does not exist")
+    folder, weight_name = (path.parent, path.name) if path.is_file() else (path, source.weight_name)
+    if weight_name is None:
+        files = sorted(file.name for file in folder.glob("*.safetensors"))
+        if len(files) != 1:
+            raise ValueError(
+                f"LoRA adapter {name!r}: {folder} holds {len(files)} *.safetensors files; name one with weight_name"
+            )
+        weight_name = files[0]
+    try:
+        pipeline.load_lora_weights(
+            str(folder), weight_name=weight_name, adapter_name=name, use_safetensors=True, local_files_only=True
+        )
+    except Exception as error:  # boundary: whatever a foreign file makes the loader raise
+        raise ValueError(f"LoRA adapter {name!r} from {folder / weight_name} does not fit: {error}") from error
+    if not any(name in names for names in pipeline.get_list_adapters().values()):
+        raise ValueError(f"LoRA adapter {name!r}: {folder / weight_name} holds nothing for {type(pipeline).__name__}")
+    logger.info("LoRA adapter %s loaded from %s", name, folder / weight_name)

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request as the arguments of a pipeline's `__call__`; everything a client can get wrong is refused here.
+
+The signature of the pipeline's class decides what exists: a request field or option it has no argument for is an error
+that lists what there is, never ignored. Values are checked as far as they can be without running anything. It names
+no model. Held by tests/executor/test_call_arguments.py.
+"""
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_omni.executor.call_tensors import tensor_arguments
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.models.diffusers_pipeline.conventions import Conventions, conventions_of, language_of
+from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions
+from vllm_omni.model_executor.models.diffusers_pipeline.tasks import (
+    Parameters,
+    call_parameters,
+    default_of,
+    default_size,
+    guidance_argument,
+    is_required,
+    makes_video,
+    max_pixels,
+)
+from vllm_omni.outputs import RequestFailed
+
+_OURS = ("aspect_ratio", "lora", "prompt_suffix")
+"""Options that are no argument of any pipeline."""
+_FROM_FIELDS = (
+    *("prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps", "generator", "latents"),
+    *("num_images_per_prompt", "num_videos_per_prompt", "output_type", "return_dict", "callback", "callback_steps"),
+    *("callback_on_step_end", "callback_on_step_end_tensor_inputs", "attention_kwargs", "joint_attention_kwargs"),
+    *("cross_attention_kwargs", "padding_mask_crop", "ip_adapter_image", "negative_ip_adapter_image"),
+)
+"""Arguments that a request reaches through its fields, or not at all."""
+_FRAME_RATE = ("frame_rate", "fps")
+_MAX_LIST = 1000
+_MAX_SEQUENCE_LENGTH = 4096
+
+
+@dataclass(frozen=True)
+class PipelineFacts:
+    """What requests are checked against; read from a loaded pipeline once.
+
+    size_multiple: height and width must be multiples of it. frame_stride: num_frames must be 1 + a multiple of it.
+    text_widths: widths of a text embedding this transformer takes (empty = not known).
+    """
+
+    class_name: str
+    parameters: Parameters
+    conventions: Conventions
+    size_multiple: int
+    frame_stride: int
+    guidance: str | None
+    text_widths: tuple[int, ...]
+    tensor_dtype: torch.dtype
+
+    @property
+    def video(self) -> bool:
+        return makes_video(self.parameters)
+
+    @classmethod
+    def of(cls, pipeline: Any) -> "PipelineFacts":
+        parts = pipeline.components
+        denoiser = next((parts[name] for name in ("transformer", "unet", "prior") if parts.get(name) is not None), None)
+        config = {} if denoiser is None else dict(denoiser.config)
+        parameters = call_parameters(type(pipeline))
+        attributes = vars(pipeline)
+        widths = [config.get(key) for key in ("joint_attention_dim", "text_dim", "cross_attention_dim")]
+        return cls(
+            class_name=type(pipeline).__name__,
+            parameters=parameters,
+            conventions=conventions_of(type(pipeline).__name__),
+            size_multiple=_size_multiple(attributes, config),
+            frame_stride=int(attributes.get("vae_scale_factor_temporal") or 1) if makes_video(parameters) else 1,
+            guidance=guidance_argument(parameters, distilled=config.get("guidance_embeds") is True),
+            text_widths=tuple(width for width in widths if isinstance(width, int)),
+            tensor_dtype=torch.float32 if denoiser is None else denoiser.dtype,
+        )
+
+
+def _size_multiple(attributes: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int:
+    """Pixels per token and side: the VAE's factor times the patch, wherever the pipeline class keeps them."""
+    scale = attributes.get("vae_scale_factor_spatial") or attributes.get("vae_scale_factor") or 1
+    patch = denoiser_config.get("patch_size")
+    patch = patch[-1] if isinstance(patch, list | tuple) else patch
+    multiple = int(scale) * (patch if isinstance(patch, int) else 1)
+    processors = (attributes.get("image_processor"), attributes.get("video_processor"))
+    steps = [processor.config.get("vae_scale_factor", 1) for processor in processors if processor is not None]
+    return max(multiple, *steps, 1)
+
+
+@dataclass(frozen=True)
+class PipelineCall:
+    """A checked request. arguments: all of `__call__` but generator and callback; num_images: noise sources needed."""
+
+    arguments: dict[str, Any]
+    seed: int
+    num_images: int
+    num_steps: int
+    fps: float
+    lora: Any
+    meta: dict[str, Any]
+
+
+def pipeline_call(
+    params: DiffusionParams,
+    tensors: Mapping[str, torch.Tensor],
+    facts: PipelineFacts,
+    options: DiffusersOptions,
+    device: torch.device,
+) -> PipelineCall:
+    """Raises `RequestFailed("invalid_request" | "unsupported_size" | "invalid_image", ...)`."""
+    _check_fields(params)
+    asked = dict(params.options)
+    own = {name: asked.pop(name) for name in _OURS if name in asked}
+    arguments = {name: value for name, value in options.call_defaults.items() if name in facts.parameters}
+    arguments |= _checked_options(asked, facts)
+    arguments |= tensor_arguments(tensors, facts.parameters, facts.text_widths, device, facts.tensor_dtype)
+    meta: dict[str, Any] = {"pipeline": facts.class_name}
+    meta |= _texts(arguments, params, own, facts, options)
+    _size(arguments, params, own, facts, options)
+    _counts(arguments, params, facts, options)
+    _guidance(arguments, params, facts)
+    for name in facts.parameters:
+        if is_required(facts.parameters, name) and name not in arguments and name not in ("args", "kwargs"):
+            raise _invalid(f"{facts.class_name} needs {name!r}, and the request has none")
+    fps = params.fps or options.fps
+    for name in _FRAME_RATE:
+        if params.fps is not None and name in facts.parameters:
+            arguments[name] = type(default_of(facts.parameters, name) or 1.0)(params.fps)
+    arguments["output_type"] = "latent" if params.output == "latents" else "pt"
+    steps = arguments.get("num_inference_steps", default_of(facts.parameters, "num_inference_steps"))
+    return PipelineCall(
+        arguments=arguments,
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        num_images=1 if facts.video else params.num_images,
+        num_steps=steps if isinstance(steps, int) else 0,
+        fps=fps,
+        lora=own.get("lora"),
+        meta=meta,
+    )
+
+
+def _invalid(message: str) -> RequestFailed:
+    return RequestFailed("invalid_request", message)
+
+
+def _check_fields(params: DiffusionParams) -> None:
+    if params.chunk_index not in (None, 0):
+        raise _invalid(f"chunk_index {params.chunk_index}: a pipeline has no sessions, each request stands alone")
+    if params.actions is not None:
+        raise _invalid("actions steer worlds; a diffusers pipeline takes none")
+
+
+def _checked_options(asked: Mapping[str, Any], facts: PipelineFacts) -> dict[str, Any]:
+    """Options that are arguments of the pipeline, as they are."""
+    allowed = [name for name in facts.parameters if name not in _FROM_FIELDS and not _is_tensor_argument(name)]
+    for name, value in asked.items():
+        if name not in allowed:
+            raise _invalid(
+                f"options: {facts.class_name} has no option {name!r}; it has {', '.join([*_OURS, *sorted(allowed)])}"
+            )
+        if isinstance(value, dict) or (isinstance(value, list) and len(json.dumps(value)) > 16 * _MAX_LIST):
+            raise _invalid(f"options.{name} must be a number, a text, true, false or a short list")
+    length = asked.get("max_sequence_length", 1)
+    if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= _MAX_SEQUENCE_LENGTH:
+        raise _invalid(f"options.max_sequence_length must be a whole number from 1 to {_MAX_SEQUENCE_LENGTH}")
+    for name in ("sigmas", "timesteps"):
+        if asked.get(name) is not None and not _is_numbers(asked[name]):
+            raise _invalid(f"options.{name} must be a list of 1 to {_MAX_LIST} numbers")
+    return dict(asked)
+
+
+def _is_tensor_argument(name: str) -> bool:
+    return name.endswith(("_embeds", "_embeds_mask", "image", "_mask", "video", "latents", "attention_mask"))
+
+
+def _is_numbers(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and 1 <= len(value) <= _MAX_LIST
+        and all(isinstance(item, int | float) and not isinstance(item, bool) for item in value)
+    )
+
+
+def _texts(
+    arguments: dict[str, Any],
+    params: DiffusionParams,
+    own: Mapping[str, Any],
+    facts: PipelineFacts,
+    options: DiffusersOptions,
+) -> dict[str, Any]:
+    """Prompts, with the suffix of the prompt's language if asked for; returns what to tell about it."""
+    meta: dict[str, Any] = {}
+    prompt = params.prompt
+    if "prompt_embeds" in arguments:
+        if prompt:
+            raise _invalid("send either a prompt or prompt_embeds, not both")
+        arguments.pop("prompt", None)
+    elif "prompt" in facts.parameters:
+        if prompt is None:
+            raise _invalid("a prompt or the tensor prompt_embeds is needed")
+        language = own.get("prompt_suffix", options.prompt_suffix)
+        suffixes = facts.conventions.prompt_suffixes
+        if language not in ("off", "auto", *suffixes):
+            raise _invalid(f"options.prompt_suffix must be one of off, auto, {', '.join(suffixes)}; got {language!r}")
+        if language != "off" and suffixes:
+            suffix = suffixes[language_of(prompt) if language == "auto" else language]
+            prompt, meta["prompt_suffix"] = prompt + suffix, suffix
+        arguments["prompt"] = prompt
+    elif prompt:
+        raise _invalid(f"{facts.class_name} takes no prompt")
+    if params.negative_prompt is not None:
+        if "negative_prompt" not in facts.parameters:
+            raise _invalid(f"{facts.class_name} takes no negative prompt")
+        arguments["negative_prompt"] = params.negative_prompt
+    if "negative_prompt_embeds" in arguments:
+        if params.negative_prompt:
+            raise _invalid("send either a negative prompt or negative_prompt_embeds, not both")
+        arguments.pop("negative_prompt", None)
+    return meta
+
+
+def _size(
+    arguments: dict[str, Any],
+    params: DiffusionParams,
+    own: Mapping[str, Any],
+    facts: PipelineFacts,
+    options: DiffusersOptions,
+) -> None:
+    """Height and width: the request's, its aspect ratio's, or the deployment's; else the pipeline chooses."""
+    width, height = params.width, params.height
+    ratio = own.get("aspect_ratio")
+    if ratio is not None:
+        table = facts.conventions.aspect_ratios
+        if ratio not in table:
+            known = ", ".join(table) or f"{facts.class_name} has none; send width and height"
+            raise _invalid(f"options.aspect_ratio {ratio!r} is not known; known: {known}")
+        if width is not None or height is not None:
+            raise _invalid("send either options.aspect_ratio or width and height, not both")
+        width, height = table[ratio]
+    if (width is None) != (height is None):
+        raise _invalid("send both width and height, or neither")
+    width, height = width or options.width, height or options.height
+    if width is None or height is None:
+        return
+    if "width" not in facts.parameters or "height" not in facts.parameters:
+        raise _invalid(f"{facts.class_name} takes its size from the input; send no width and height")
+    multiple = facts.size_multiple
+    if width % multiple or height % multiple:
+        near = [max(multiple, round(side / multiple) * multiple) for side in (width, height)]
+        raise RequestFailed(
+            "unsupported_size",
+            f"{width}x{height}: width and height must be multiples of {multiple}, for example {near[0]}x{near[1]}",
+        )
+    default_width, default_height = default_size(facts.parameters, options)
+    limit = max(max_pixels(facts.parameters, options), default_width * default_height)
+    if width * height > limit:
+        raise RequestFailed("unsupported_size", f"{width}x{height} is more than the {limit} pixels served here")
+    arguments["width"], arguments["height"] = width, height
+
+
+def _counts(
+    arguments: dict[str, Any], params: DiffusionParams, facts: PipelineFacts, options: DiffusersOptions
+) -> None:
+    """Steps, frames and pictures."""
+    if params.num_inference_steps is not None:
+        if "num_inference_steps" not in facts.parameters:
+            raise _invalid(f"{facts.class_name} has a fixed number of steps")
+        if params.num_inference_steps > options.max_steps:
+            raise _invalid(f"num_inference_steps {params.num_inference_steps} is more than {options.max_steps}")
+        arguments["num_inference_steps"] = params.num_inference_steps
+    frames = params.num_frames if params.num_frames is not None else options.num_frames
+    if facts.video and frames is not None:
+        stride = facts.frame_stride
+        if (frames - 1) % stride:
+            near = 1 + stride * round((frames - 1) / stride)
+            raise _invalid(f"num_frames {frames}: must be 1 + a multiple of {stride}, for example {near}")
+        if frames > options.max_frames:
+            raise _invalid(f"num_frames {frames} is more than {options.max_frames}")
+        arguments["num_frames"] = frames
+    elif params.num_frames is not None:
+        raise _invalid(f"{facts.class_name} makes pictures; send no num_frames")
+    if params.num_images > 1:
+        if facts.video or "num_images_per_prompt" not in facts.parameters:
+            raise _invalid(f"{facts.class_name} makes one result per request; num_images must be 1")
+        if params.num_images > options.max_images:
+            raise _invalid(f"num_images {params.num_images} is more than {options.max_images}")
+        arguments["num_images_per_prompt"] = params.num_images
+
+
+def _guidance(arguments: dict[str, Any], params: DiffusionParams, facts: PipelineFacts) -> None:
+    if params.guidance_scale is None:
+        return
+    if facts.guidance is None:
+        raise _invalid(f"{facts.class_name} has no guidance scale")
+    if facts.guidance in params.options:
+        raise _invalid(f"send either guidance_scale or options.{facts.guidance}, not both")
+    arguments[facts.guidance] = params.guidance_scale

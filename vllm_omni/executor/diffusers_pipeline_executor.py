@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DiffusersPipelineExecutor`: vLLM's executor surface over one diffusers pipeline, in the engine's own process.
+
+    vllm serve DIR --distributed-executor-backend vllm_omni.executor.DiffusersPipelineExecutor --config-format omni
+
+There is no worker, no model runner of vLLM, no KV cache and one device. What vLLM asks of workers through
+`collective_rpc` is answered by `PipelineWorker`; what a pipeline does not have is refused by name.
+Held by tests/executor/test_executor_surface.py and tests/engine/test_diffusers_pipeline.py.
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.profiler.wrapper import create_worker_profiler
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.serial_utils import run_method
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.executor.pipeline_host import PipelineHost
+from vllm_omni.executor.pipeline_runner import PipelineRunner
+from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions, LoraSource
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.registration import steps_one_at_a_time
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = logging.getLogger("vllm." + __name__)
+
+
+class DiffusersPipelineExecutor(Executor):
+    supports_pp = False
+
+    def _init_executor(self) -> None:
+        if self.parallel_config.world_size != 1:
+            raise ValueError(
+                "DiffusersPipelineExecutor runs one process on one device: tensor, pipeline and context parallel sizes "
+                f"must be 1, their product is {self.parallel_config.world_size}"
+            )
+        self.worker = PipelineWorker(self.vllm_config)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        """Call a method of the only "worker" there is; a list of one answer. It runs at once, so `timeout` is moot."""
+        if not non_block:
+            return [run_method(self.worker, method, args, kwargs or {})]
+        future: Future[list[Any]] = Future()
+        try:
+            future.set_result([run_method(self.worker, method, args, kwargs or {})])
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def execute_model(  # type: ignore[override]
+        self, scheduler_output: "SchedulerOutput", non_block: bool = False
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
+        output = self.worker.runner.execute_model(scheduler_output)
+        return _done(output) if non_block else output
+
+    def sample_tokens(  # type: ignore[override]
+        self, grammar_output: Any, non_block: bool = False
+    ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
+        """Never needed: a pooling request has its output from `execute_model`."""
+        return _done(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
+
+    def profile(
+        self,
+        is_start: bool = True,
+        profile_prefix: str | None = None,
+        *,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        self.worker.profile(is_start, profile_prefix, delay_iterations, max_iterations)
+
+    def check_health(self) -> None:
+        """The pipeline runs in this process: whoever can ask gets an answer. Raises RuntimeError after `shutdown`."""
+        self.worker.check_health()
+
+    def shutdown(self) -> None:
+        """Stop calls at their next step and free the pipeline; idempotent."""
+        self.worker.shutdown()
+
+    def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> None:
+        raise NotImplementedError("a diffusers pipeline is saved with diffusers' own save_pretrained")
+
+
+def _done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput]:
+    future: Future[ModelRunnerOutput] = Future()
+    future.set_result(output)
+    return future
+
+
+class PipelineWorker:
+    """What `collective_rpc` reaches. Return values are JSON types where clients may call."""
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        self.vllm_config = vllm_config
+        omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        self.device = _device(vllm_config)
+        dtype = vllm_config.model_config.dtype
+        assert isinstance(dtype, torch.dtype), "vLLM resolves dtype names before it makes an executor"
+        host = PipelineHost(
+            Path(vllm_config.model_config.model),
+            DiffusersOptions.parse(omni.model),
+            self.device,
+            dtype,
+        )
+        self.runner = PipelineRunner(host, step_at_a_time=steps_one_at_a_time(vllm_config))
+        self._profiler: Any = None
+        self._shut_down = False
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: "SchedulerOutput") -> ModelRunnerOutput:
+        return self.runner.execute_model(scheduler_output)
+
+    def request_progress(self) -> dict[str, list[int]]:
+        """`{session id: [steps done, steps in all]}` of the requests in flight or waiting."""
+        return self.runner.request_progress()
+
+    def session_stats(self) -> dict[str, Any]:
+        """A pipeline keeps nothing between requests."""
+        return {"sessions": 0, "bytes": 0, "chunks": {}}
+
+    def close_session(self, session_id: str) -> bool:
+        return False
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("plugin",)
+
+    def pipeline_info(self) -> dict[str, Any]:
+        """Class, bytes, device and options of the served pipeline."""
+        host = self.runner.host
+        return {
+            "pipeline": self.runner.facts.class_name,
+            "bytes": host.nbytes,
+            "device": str(host.device),
+            "offload": host.options.offload,
+            "requests_at_once": host.options.interleave,
+            "loras": host.adapters.names,
+            "asleep": host.asleep,
+        }
+
+    # -- start -------------------------------------------------------------------------------------------------
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        return {}
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """No cache of vLLM's kind exists here; the engine wants one name all the same."""
+        from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+
+        return [layout.name for layout in get_supported_kv_cache_layouts([])]
+
+    def set_kv_cache_layout(self, kv_cache_layout: str) -> None: ...
+
+    def initialize_from_config(self, kv_cache_configs: Any) -> None: ...
+
+    def determine_available_memory(self) -> int:
+        return 0
+
+    def update_max_model_len(self, max_model_len: int) -> None: ...
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Nothing is compiled and no request is run: a pipeline's inputs are too various to guess one."""
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def get_kv_connector_handshake_metadata(self) -> None: ...
+
+    def supports_draft_weight_updates(self) -> bool:
+        return False
+
+    def take_draft_token_ids(self) -> None: ...
+
+    def execute_dummy_batch(self) -> None:
+        """Data-parallel engines run on their own; there is no lockstep to keep."""
+
+    def reset_mm_cache(self) -> None: ...
+
+    def reset_encoder_cache(self) -> None: ...
+
+    # -- device ------------------------------------------------------------------------------------------------
+
+    def synchronize_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def device_memory(self) -> dict[str, int]:
+        """Bytes in use on the device, and torch's peak since start; {} on a CPU."""
+        if self.device.type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info(self.device)
+        return {"used": total - free, "total": total, "torch_peak": torch.cuda.max_memory_allocated(self.device)}
+
+    def sleep(self, level: int = 1) -> dict[str, int]:
+        """Level 1 moves weights to the host (on a CPU: frees nothing), level 2 drops them until `wake_up`.
+
+        A request at work goes on after level 1; level 2 ends it with an error, if vLLM has not aborted it.
+        """
+        if level == 2:
+            self.runner.cancel_all(RequestFailed("capacity", "the engine was put to sleep during this request"))
+        freed = self.runner.host.sleep(level)
+        logger.info("sleep level %d freed %.2f GiB on %s", level, freed["freed"] / 2**30, self.device)
+        return freed
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        if tags is None or "weights" in tags:
+            self.runner.host.wake_up()
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """`kv_cache` is the only tag vLLM discards by itself, and there is none."""
+        if "weights" in tags:
+            raise NotImplementedError("discarding weights: use sleep level 2")
+
+    def reload_weights(self, weights_path: str | None = None, **kwargs: Any) -> None:
+        """Load the directory again, or another one of the same pipeline class. Requests at work end with an error."""
+        if kwargs.get("weights_iterator") is not None:
+            raise ValueError("reload_weights takes a pipeline directory (weights_path) or nothing, no iterator")
+        self.runner.cancel_all(RequestFailed("capacity", "the weights were reloaded during this request"))
+        self.runner.host.reload(None if weights_path is None else Path(weights_path))
+
+    # -- adapters ----------------------------------------------------------------------------------------------
+
+    def add_lora(self, lora_request: "LoRARequest") -> bool:
+        """vLLM's own call: load an adapter under its name; requests then name it in `options.lora`."""
+        host, source = self.runner.host, LoraSource(path=lora_request.lora_path)
+        return host.adapters.add(host.pipeline, lora_request.lora_name, source, lora_request.lora_int_id)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        host = self.runner.host
+        return host.adapters.remove_number(host.pipeline, lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Loaded adapters are never evicted."""
+        return lora_id in self.runner.host.adapters.ids
+
+    def list_loras(self) -> set[int]:
+        return self.runner.host.adapters.ids
+
+    def load_lora(self, name: str, path: str, weight_name: str | None = None, scale: float = 1.0) -> bool:
+        """`collective_rpc("load_lora", args=(name, path))`: False if it is loaded already. Raises ValueError."""
+        host = self.runner.host
+        return host.adapters.add(host.pipeline, name, LoraSource(path=path, weight_name=weight_name, scale=scale))
+
+    def unload_lora(self, name: str) -> bool:
+        host = self.runner.host
+        return host.adapters.remove(host.pipeline, name)
+
+    def loras(self) -> list[str]:
+        return self.runner.host.adapters.names
+
+    # -- profiling, health, end --------------------------------------------------------------------------------
+
+    def profile(
+        self,
+        is_start: bool = True,
+        profile_prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        """Trace with vLLM's profiler, on the thread the pipeline runs on. Raises RuntimeError if it is not set up."""
+        config = self.vllm_config.profiler_config
+        if config is None or config.profiler is None:
+            raise RuntimeError(
+                "profiling is not set up: start with --profiler-config.profiler=torch "
+                "--profiler-config.torch_profiler_dir=DIR"
+            )
+        if self._profiler is None and not is_start:
+            return
+        if self._profiler is None:
+            name = f"{profile_prefix}_pipeline" if profile_prefix else "pipeline"
+            self._profiler = create_worker_profiler(config, worker_name=name, local_rank=0)
+            self.runner.on_turn = self._profiler.step
+        if is_start:
+            self.runner.on_lane(
+                lambda: self._profiler.start(delay_iterations=delay_iterations, max_iterations=max_iterations)
+            )
+        else:
+            self.runner.on_lane(self._profiler.stop)
+
+    def check_health(self) -> None:
+        if self._shut_down:
+            raise RuntimeError("the pipeline executor has been shut down")
+
+    def shutdown(self) -> None:
+        if self._shut_down:
+            return
+        self._shut_down = True
+        self.runner.close()
+        self.runner.host.close()
+
+
+def _device(vllm_config: "VllmConfig") -> torch.device:
+    """The one device: vLLM has made it the first visible one of this process."""
+    kind = vllm_config.device_config.device_type
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`PipelineRunner`: runs the requests the scheduler picked, one denoise step each per engine step.
+
+It only sequences its parts: requests (`RequestStates`), the pipeline (`PipelineHost`), one `Lane` for each request that
+may be at work at once (`omni.model.interleave`, one by default; the others wait in the scheduler's order). A request's
+turns: encoding and its first step, one turn for each further step, decoding. Between turns its thread waits at a gate,
+so an abort takes effect before the next step.
+
+Invariants (tests/executor/):
+- the result equals that of calling the pipeline directly, bit for bit, whatever else is served;
+- a request that fails or is aborted costs only itself; an error of the device itself ends the engine;
+- nothing of a finished, failed or aborted request stays on the device.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from vllm_omni.executor.adapters import Selection
+from vllm_omni.executor.call_arguments import PipelineCall, PipelineFacts, pipeline_call
+from vllm_omni.executor.call_results import latents_tensor, result_tensors
+from vllm_omni.executor.lane import Gate, Lane
+from vllm_omni.executor.pipeline_host import PipelineHost
+from vllm_omni.model_executor.interfaces import require_finite
+from vllm_omni.outputs import RequestFailed, pack, pack_error
+from vllm_omni.worker.requests import RequestState, RequestStates
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = logging.getLogger("vllm." + __name__)
+
+Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+_MAX_QUOTED = 300
+_PRIVATE = re.compile(r"0x[0-9a-fA-F]+|(^|\s|['\"(])/\w|tensor\(|\bat \w+:\d+")
+
+
+@dataclass(eq=False)
+class RunningCall:
+    """One request at work. step: steps done; num_steps: as the pipeline says once it knows."""
+
+    call: PipelineCall
+    lora: Selection
+    lane: Lane[Result]
+    step: int = 0
+    num_steps: int = 0
+    turn_ms: list[float] = field(default_factory=list)
+
+
+class PipelineRunner:
+    """All methods are called from one thread. step_at_a_time: False = a whole request per engine step."""
+
+    def __init__(self, host: PipelineHost, *, step_at_a_time: bool) -> None:
+        self.host = host
+        self.facts = PipelineFacts.of(host.pipeline)
+        self.requests = RequestStates()
+        self.step_at_a_time = step_at_a_time
+        self._running: dict[str, RunningCall] = {}
+        self._lanes: list[Lane[Result]] = [
+            Lane(f"pipeline-{number}", self._choose_device) for number in range(host.options.interleave)
+        ]
+        self.on_turn: Callable[[], None] = lambda: None
+        """Called after each step, on the lane's thread (a profiler counts them there)."""
+
+    def _choose_device(self) -> None:
+        if self.host.device.type == "cuda":
+            torch.cuda.set_device(self.host.device)
+
+    # -- the engine step ---------------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: "SchedulerOutput") -> ModelRunnerOutput:
+        """One turn for each scheduled request that has a lane or gets one."""
+        for request_id in scheduler_output.finished_req_ids:
+            self._drop(request_id)
+        for data in scheduler_output.scheduled_new_reqs:
+            self.requests.add(data)
+        scheduled = list(scheduler_output.num_scheduled_tokens)
+        if not scheduled:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        outputs = [self._turn(self.requests[request_id]) for request_id in scheduled]
+        return ModelRunnerOutput(
+            req_ids=scheduled,
+            req_id_to_index={request_id: index for index, request_id in enumerate(scheduled)},
+            pooler_output=outputs,
+        )
+
+    def _turn(self, state: RequestState) -> torch.Tensor | None:
+        """The request's envelope if it is finished or has failed, else None."""
+        try:
+            if state.failure is not None:
+                raise state.failure
+            if state.is_session_operation:
+                return pack(_session_operation(state))
+            if state.request_id not in self._running and not self._admit(state):
+                return None
+            running = self._running[state.request_id]
+            while True:
+                envelope = self._advance(state, running)
+                if envelope is not None or self.step_at_a_time:
+                    return envelope
+        except Exception as error:
+            running_call = self._running.get(state.request_id)
+            failure = _as_failure(error, started=running_call is not None and running_call.step > 0)
+            if running_call is not None:
+                self._release(state.request_id)
+                self.host.after_abandoned_call()
+                if self.host.device.type == "cuda":
+                    torch.cuda.empty_cache()
+            state.failure = failure
+            return pack_error(failure.code, failure.message)
+
+    def _admit(self, state: RequestState) -> bool:
+        """Check the request and give it a lane; False if all are taken."""
+        lane = next((lane for lane in self._lanes if not lane.busy), None)
+        if lane is None:
+            return False
+        if self.host.asleep:
+            raise RequestFailed("capacity", "the pipeline is asleep; wake it up first")
+        assert state.params is not None
+        call = pipeline_call(state.params, state.tensors, self.facts, self.host.options, self.host.device)
+        running = RunningCall(call, self.host.adapters.select(call.lora), lane, num_steps=call.num_steps)
+        lane.start(lambda gate: self._run(running, gate))
+        self._running[state.request_id] = running
+        return True
+
+    def _advance(self, state: RequestState, running: RunningCall) -> torch.Tensor | None:
+        self.host.adapters.activate(self.host.pipeline, running.lora)
+        started_s = time.perf_counter()
+        finished, result = running.lane.advance()
+        running.turn_ms.append(round((time.perf_counter() - started_s) * 1e3, 3))
+        if not finished:
+            return None
+        del self._running[state.request_id]
+        assert result is not None and state.params is not None
+        meta, tensors = result
+        meta = {
+            "session_id": state.params.session_id,
+            "chunk_index": 0,
+            **running.call.meta,
+            **meta,
+            "seed": running.call.seed,
+            "num_steps": running.step,
+        }
+        if running.lora:
+            meta["lora"] = dict(running.lora)
+        first, *later = running.turn_ms
+        total_ms = round((time.perf_counter() - state.started_s) * 1e3, 3)
+        # The pipeline's own loop separates neither encoding from the first step nor, without steps, anything.
+        stages = {"encode_and_first_step": [first], "steps": later[:-1], "decode": later[-1:]}
+        return pack({**meta, "timings_ms": {**stages, "total": [total_ms]}}, tensors)
+
+    def _run(self, running: RunningCall, gate: Gate) -> Result:
+        """On the lane's thread: the pipeline call from beginning to end."""
+        call, video = running.call, self.facts.video
+        pipeline = self.host.call_object()
+        arguments = dict(call.arguments)
+        if "generator" in self.facts.parameters:
+            arguments["generator"] = self.host.generators(call.seed, call.num_images)
+        pace = _Pace(self.host.device)
+
+        def on_step_end(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            running.step = index + 1
+            running.num_steps = max(int(pipe.num_timesteps), running.step)
+            if running.step == running.num_steps and isinstance(tensors.get("latents"), torch.Tensor):
+                require_finite(tensors["latents"], "the request's latents")
+            pace.step_launched()
+            self.on_turn()
+            gate()
+            return {}
+
+        if "callback_on_step_end" in self.facts.parameters:
+            arguments["callback_on_step_end"] = on_step_end
+        output = pipeline(**arguments)
+        meta: dict[str, Any] = {}
+        if arguments["output_type"] == "latent":
+            return meta, {"latents": latents_tensor(output)}
+        tensors = result_tensors(output, video=video)
+        if video:
+            meta["fps"] = call.fps
+        if self.host.device.type == "cuda":
+            torch.cuda.synchronize(self.host.device)
+        return meta, tensors
+
+    # -- ends --------------------------------------------------------------------------------------------------
+
+    def _drop(self, request_id: str) -> None:
+        """The scheduler has finished or aborted this request: let go of everything; idempotent."""
+        self.requests.remove(request_id)
+        if request_id in self._running:
+            self._release(request_id)
+            self.host.after_abandoned_call()
+
+    def _release(self, request_id: str) -> None:
+        running = self._running.pop(request_id)
+        try:
+            running.lane.cancel()
+        except Exception:  # boundary: a pipeline's clean-up code may fail like anything else
+            logger.exception("the pipeline failed while it was stopped")
+
+    def cancel_all(self, failure: RequestFailed) -> None:
+        """Stop every call; requests that the scheduler still runs get `failure` as their answer."""
+        for request_id in list(self._running):
+            self._release(request_id)
+            state = self.requests.get(request_id)
+            if state is not None:
+                state.failure = failure
+        self.host.after_abandoned_call()
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+
+    def request_progress(self) -> dict[str, list[int]]:
+        """`{session id: [steps done, steps in all]}` of all unfinished requests; a waiting one has done 0."""
+        progress = {}
+        for state in self.requests:
+            if state.params is not None and state.failure is None and not state.is_session_operation:
+                running = self._running.get(state.request_id)
+                wanted = state.params.num_inference_steps or 0
+                progress[state.params.session_id] = [running.step, running.num_steps] if running else [0, wanted]
+        return progress
+
+    def on_lane(self, function: Callable[[], None]) -> None:
+        """Run a function on the first lane's thread: where requests run, unless several are interleaved."""
+        self._lanes[0].call(function)
+
+
+class _Pace:
+    """Keeps the host at most one step ahead of the device: an abort must not find all steps launched already."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._previous: torch.cuda.Event | None = None
+
+    def step_launched(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event()
+            event.record()
+            if self._previous is not None:
+                self._previous.synchronize()
+            self._previous = event
+
+
+def _session_operation(state: RequestState) -> dict[str, Any]:
+    assert state.params is not None
+    if state.params.op == "fork":
+        raise RequestFailed("invalid_request", "a diffusers pipeline keeps no sessions, so there is nothing to fork")
+    return {"op": state.params.op, "session_id": state.params.session_id, "existed": False}
+
+
+def _as_failure(error: Exception, *, started: bool) -> RequestFailed:
+    """What the client may read. Re-raises errors after which the device is of no use: they end the engine.
+
+    A pipeline checks its arguments before its first step and says what is wrong in a ValueError or TypeError; its text
+    is passed on if it is short and shows no path, address or tensor.
+    """
+    if isinstance(error, RequestFailed):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return RequestFailed("oom", "the device ran out of memory on this request")
+    if isinstance(error, torch.AcceleratorError):
+        raise error
+    logger.exception("a request failed", exc_info=error)
+    if isinstance(error, ValueError | TypeError) and not started:
+        text = " ".join(str(error).split())
+        quoted = f": {text}" if 0 < len(text) <= _MAX_QUOTED and not _PRIVATE.search(text) else ""
+        return RequestFailed("invalid_request", f"the pipeline refused the request{quoted}")
+    return RequestFailed("engine_error", "the pipeline failed on this request; the server's log has the details")

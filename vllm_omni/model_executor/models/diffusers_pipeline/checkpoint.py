@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a diffusers pipeline directory says about itself: `model_index.json`, its components, the sizes they imply.
+
+Reads JSON and file headers only, so that `vllm serve --omni` refuses a broken directory within a second. Weights are
+safetensors; pickled ones and code inside a checkpoint are refused. Held by
+tests/model_executor/models/diffusers_pipeline/test_diffusers_checkpoint.py.
+"""
+
+import json
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INDEX = "model_index.json"
+_WEIGHTLESS = ("Tokenizer", "TokenizerFast", "Scheduler", "Processor", "FeatureExtractor", "ProcessorFast")
+_DENOISERS = ("transformer", "unet", "prior")
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MAX_HEADER_BYTES = 100 << 20
+
+
+@dataclass(frozen=True)
+class PipelineIndex:
+    """`model_index.json`: the pipeline's class and, by component name, `(library, class)`; absent ones are left out."""
+
+    class_name: str
+    components: dict[str, tuple[str, str]]
+
+    @classmethod
+    def read(cls, path: Path) -> "PipelineIndex":
+        """Raises ValueError in one line."""
+        file = path / INDEX
+        try:
+            index = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} cannot be read as JSON ({error})") from error
+        if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
+            raise ValueError(f"{file} names no pipeline: '_class_name' must be a class of diffusers")
+        components = {}
+        for name, value in index.items():
+            if name.startswith("_") or not isinstance(value, list):
+                continue
+            if len(value) != 2:
+                raise ValueError(f"{file}: component {name!r} must be [library, class], got {value}")
+            if value[0] is not None:
+                components[name] = (str(value[0]), str(value[1]))
+        return cls(index["_class_name"], components)
+
+
+def is_pipeline(path: Path) -> bool:
+    """Whether a directory is a pipeline in diffusers' layout."""
+    try:
+        PipelineIndex.read(path)
+    except ValueError:
+        return False
+    return True
+
+
+def check_class(name: str) -> None:
+    """Raise ValueError unless the installed diffusers has a pipeline of that name; imports no pipeline."""
+    import diffusers
+
+    if not name.endswith("Pipeline") or name not in dir(diffusers):
+        raise ValueError(f"{name!r} is no pipeline of diffusers {diffusers.__version__}")
+
+
+def check_components(path: Path, index: PipelineIndex, without: Collection[str] = ()) -> None:
+    """Raise ValueError naming the first component that is missing or cannot be loaded safely."""
+    unknown = sorted(set(without) - set(index.components))
+    if unknown:
+        raise ValueError(f"omni.model.without: {unknown[0]!r} is none of {', '.join(index.components)}")
+    for name, (library, class_name) in index.components.items():
+        if name in without:
+            continue
+        folder = path / name
+        if not folder.is_dir():
+            raise ValueError(f"{path} lacks the component {name!r} ({class_name}): there is no folder {name}/")
+        if (folder / f"{library}.py").exists():
+            raise ValueError(f"component {name!r} brings its own code ({name}/{library}.py), which is not run")
+        if not class_name.endswith(_WEIGHTLESS):
+            _check_weights(folder, name)
+
+
+def _check_weights(folder: Path, name: str) -> None:
+    if not any(folder.glob("*.safetensors")):
+        pickled = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+        what = "only pickled weights, which are not loaded; convert them to" if pickled else "no"
+        raise ValueError(f"component {name!r}: {folder} holds {what} *.safetensors")
+    for listing in folder.glob("*.safetensors.index.json"):
+        try:
+            files = set(json.loads(listing.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"component {name!r}: {listing} cannot be read ({error})") from error
+        missing = sorted(file for file in files if not (folder / file).is_file())
+        if missing:
+            raise ValueError(f"component {name!r}: {len(missing)} of {len(files)} files are missing, e.g. {missing[0]}")
+
+
+def stored_dtype(path: Path, index: PipelineIndex) -> str:
+    """The dtype most of the denoiser's first file is stored in; float32 if there is no denoiser."""
+    for name in _DENOISERS:
+        if name in index.components:
+            for file in sorted((path / name).glob("*.safetensors")):
+                sizes: dict[str, int] = {}
+                for entry in _header(file).values():
+                    begin, end = entry["data_offsets"]
+                    sizes[entry["dtype"]] = sizes.get(entry["dtype"], 0) + end - begin
+                if sizes:
+                    return _DTYPES.get(max(sizes, key=sizes.__getitem__), "float32")
+    return "float32"
+
+
+def _header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 0 < length <= _MAX_HEADER_BYTES:
+            raise ValueError(f"{file} is no safetensors file")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise ValueError(f"{file} is no safetensors file ({error})") from error
+    header.pop("__metadata__", None)
+    return dict(header)
+
+
+def component_config(path: Path, name: str) -> dict[str, Any]:
+    """A component's `config.json`; {} if it has none."""
+    try:
+        config = json.loads((path / name / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def temporal_stride(path: Path) -> int:
+    """Pixel frames per latent frame, as the VAE's config states it; 4 where it does not (Wan, HunyuanVideo)."""
+    vae = component_config(path, "vae")
+    for key in ("scale_factor_temporal", "temporal_compression_ratio"):
+        if isinstance(vae.get(key), int):
+            return int(vae[key])
+    return 4

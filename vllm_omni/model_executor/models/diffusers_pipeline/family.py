@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `diffusers_pipeline` family: any pipeline directory of diffusers, served by `DiffusersPipelineExecutor`.
+
+It comes last among the families: a directory that a model of this package serves itself is not taken away from it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.diffusers_pipeline.checkpoint import (
+    PipelineIndex,
+    check_class,
+    check_components,
+    component_config,
+    is_pipeline,
+    stored_dtype,
+    temporal_stride,
+)
+from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions
+from vllm_omni.model_executor.models.registry import ModelFamily
+
+_LAYOUTS = ("qwen_image", "flux", "wan", "sd3")
+
+
+def _hf_config(path: Path) -> dict[str, Any]:
+    index = PipelineIndex.read(path)
+    check_class(index.class_name)
+    return {
+        "architectures": ["DiffusersPipeline"],
+        "dtype": stored_dtype(path, index),
+        # What vLLM asks of every model and a pipeline has no use for.
+        "hidden_size": 1,
+        "num_attention_heads": 1,
+        "num_hidden_layers": 1,
+        "vocab_size": 8,
+        "max_position_embeddings": 16,
+        "diffusers_pipeline": {
+            "path": str(path),
+            "class_name": index.class_name,
+            "temporal_stride": temporal_stride(path),
+            "guidance_distilled": component_config(path, "transformer").get("guidance_embeds") is True,
+        },
+    }
+
+
+def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
+    options = DiffusersOptions.parse(omni.model)
+    path = Path(config["diffusers_pipeline"]["path"])
+    check_components(path, PipelineIndex.read(path), options.without)
+    if options.pipeline_class is not None:
+        check_class(options.pipeline_class)
+
+
+def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
+    from vllm_omni.model_executor.models.diffusers_pipeline.tasks import capabilities  # imports the pipeline's class
+
+    options = DiffusersOptions.parse(omni.model)
+    facts = config["diffusers_pipeline"]
+    return capabilities(
+        options.pipeline_class or facts["class_name"],
+        options,
+        facts["temporal_stride"],
+        distilled=facts["guidance_distilled"],
+    )
+
+
+def _make_tiny(out: Path, seed: int, layout: str) -> None:
+    from vllm_omni.model_executor.models.diffusers_pipeline.tiny import make_tiny  # transformers and diffusers
+
+    make_tiny(out, seed, layout)
+
+
+FAMILY = ModelFamily(
+    name="diffusers_pipeline",
+    title="a diffusers pipeline",
+    architecture="DiffusersPipeline",
+    detect=is_pipeline,
+    hf_config=_hf_config,
+    make_tiny=_make_tiny,
+    layouts=_LAYOUTS,
+    check_options=_check_options,
+    capabilities=_capabilities,
+    executor_cls="vllm_omni.executor.DiffusersPipelineExecutor",
+)

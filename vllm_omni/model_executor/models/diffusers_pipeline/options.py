@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DiffusersOptions`: what a deployment may set for a diffusers pipeline, under `omni.model`.
+
+Frozen, parsed once where the executor starts and once by the command line's early check; unknown keys and values out of
+range are errors. Held by tests/model_executor/models/diffusers_pipeline/test_diffusers_checkpoint.py.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from vllm_omni.config import Positive, parse_options
+from vllm_omni.inputs import Pixels
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+AdapterName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class LoraSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One LoRA adapter: a directory (or one `.safetensors` file), the file in it if there are several, its strength."""
+
+    path: str
+    weight_name: str | None = None
+    scale: float = 1.0
+
+
+class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options of one served pipeline.
+
+    pipeline_class: run the directory's components with another class of diffusers, e.g. an image-to-image or inpainting
+    pipeline. without: components not to load (`["text_encoder", "tokenizer"]` when clients send `prompt_embeds`).
+    component_dtypes: dtypes that differ from `--dtype`, by component (`{"vae": "float32"}`). variant: weight files with
+    this infix (`fp16`).
+    offload: `model` or `sequential` keep weights on the host and bring them to the accelerator in turn (accelerate).
+    vae_tiling, vae_slicing: decode in pieces, for less memory. attention_backend: diffusers' name of one.
+    generator_device: where noise is drawn: the pipeline's device, or `cpu` (the same picture on every machine).
+    interleave: requests that may be between two of their denoise steps at once; their steps take turns.
+    width, height, num_frames, fps: defaults for requests that name none; None = the pipeline's own. max_pixels,
+    max_frames, max_steps, max_images: the largest request (max_pixels None: 2048x2048, 1280x720 for videos).
+    prompt_suffix: `auto` adds the quality phrase that the model's authors recommend for the prompt's language.
+    call_defaults: further arguments of the pipeline's `__call__` for requests that leave them out
+    (`{"true_cfg_scale": 4.0, "negative_prompt": " "}`). loras: adapters by the name requests use.
+    """
+
+    pipeline_class: str | None = None
+    without: tuple[str, ...] = ()
+    component_dtypes: dict[str, Dtype] = msgspec.field(default_factory=dict)
+    variant: str | None = None
+    offload: Literal["none", "model", "sequential"] = "none"
+    vae_tiling: bool = False
+    vae_slicing: bool = False
+    attention_backend: str | None = None
+    generator_device: Literal["pipeline", "cpu"] = "pipeline"
+    interleave: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
+    width: Pixels | None = None
+    height: Pixels | None = None
+    num_frames: Positive | None = None
+    fps: Annotated[float, msgspec.Meta(gt=0, le=240)] = 16.0
+    max_pixels: Positive | None = None
+    max_frames: Positive = 257
+    max_steps: Positive = 200
+    max_images: Positive = 8
+    prompt_suffix: Literal["off", "auto"] = "off"
+    call_defaults: dict[str, Any] = msgspec.field(default_factory=dict)
+    loras: dict[AdapterName, LoraSource] = msgspec.field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> "DiffusersOptions":
+        """Raises ValueError naming the key and what is allowed."""
+        parsed = parse_options(cls, options, "additional_config['omni']['model']")
+        if parsed.interleave > 1 and parsed.offload != "none":
+            raise ValueError(
+                f"omni.model.interleave {parsed.interleave} needs omni.model.offload 'none': offloading moves weights "
+                "out from under a request that is between two steps"
+            )
+        for name, source in parsed.loras.items():
+            if not Path(source.path).exists():
+                raise ValueError(f"omni.model.loras.{name}: {source.path} does not exist")
+        return parsed
