@@ -28,6 +28,9 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     models run faster (at thousands of tokens per request a forward is limited by arithmetic, not by its batch).
     overlap_decode: decode a finished chunk while its session's next one is denoised; None = on CUDA. The result comes
     with a later engine step.
+    max_hidden_states_bytes: hidden states one autoregressive request may ask for; more ends that request with an error.
+    hidden_state_layers: layers an autoregressive engine keeps besides the last one, numbered as transformers'
+    `output_hidden_states`; keeping a layer costs one addition per token, whether asked for or not.
     model: options of the model itself.
     """
 
@@ -39,6 +42,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_requests_per_step: Positive = 4
     batch_invariant: bool = True
     overlap_decode: bool | None = None
+    max_hidden_states_bytes: Positive = 256 << 20
+    hidden_state_layers: tuple[Annotated[int, msgspec.Meta(ge=0, le=1024)], ...] = ()
     model: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property

@@ -7,18 +7,26 @@ CUDA process.
 
 from typing import Any
 
-__all__ = ["DiffusionGPUWorker"]
+__all__ = ["ARGPUWorker", "DiffusionGPUWorker"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "DiffusionGPUWorker":
-        from vllm.platforms import current_platform
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.platforms import current_platform
 
+    if name == "ARGPUWorker":
         if current_platform.is_cpu():
-            from vllm_omni.worker.diffusion_cpu_worker import DiffusionCPUWorker
+            from vllm_omni.worker.ar_cpu_worker import ARCPUWorker
 
-            return DiffusionCPUWorker
-        from vllm_omni.worker.diffusion_gpu_worker import DiffusionGPUWorker
+            return ARCPUWorker
+        from vllm_omni.worker.ar_gpu_worker import ARGPUWorker
 
-        return DiffusionGPUWorker
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return ARGPUWorker
+    if current_platform.is_cpu():
+        from vllm_omni.worker.diffusion_cpu_worker import DiffusionCPUWorker
+
+        return DiffusionCPUWorker
+    from vllm_omni.worker.diffusion_gpu_worker import DiffusionGPUWorker
+
+    return DiffusionGPUWorker

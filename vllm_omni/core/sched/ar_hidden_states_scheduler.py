@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ARHiddenStatesScheduler`: carries hidden states from the AR worker to the client, beside the text.
+
+To stock vLLM a tensor in `ModelRunnerOutput.pooler_output` ends a request and replaces its text. This scheduler takes
+the tensors out before stock code sees them, keeps each request's rows until tokens leave the engine, and lets them
+leave together (`vllm_omni.hidden_states.encode_rows`). What it adds to the stock policy, and nothing else:
+
+- a request that wants all rows does not read the prefix cache: a cached token is not computed and would have no row;
+- each token's row leaves once, in order of position, also after a preemption that computes tokens again;
+- a request whose rows exceed `omni.max_hidden_states_bytes`, or that the worker refused, ends with `finish_reason`
+  "error" and the reason; every other request goes on.
+
+Works with and without async scheduling. Requests that did not ask take the stock path. Held by
+tests/core/test_ar_hidden_states_scheduler.py.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.hidden_states import HiddenStatesRequest, encode_rows, error_text
+from vllm_omni.outputs import RequestFailed, unpack
+
+
+@dataclass
+class _Rows:
+    """One request's rows: where its computation stands and what has not left the engine yet."""
+
+    request: Request
+    asked: HiddenStatesRequest
+    computed: int = 0
+    """Tokens behind the rows of the steps seen so far; goes back when a preempted request starts again."""
+    next_position: int = 0
+    """Rows of lower positions have been taken."""
+    num_bytes: int = 0
+    held: list[torch.Tensor] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+
+
+class ARHiddenStatesScheduler(Scheduler):
+    def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> "ARHiddenStatesScheduler":
+        if vllm_config.scheduler_config.async_scheduling and not issubclass(cls, AsyncScheduler):
+            return super().__new__(_AsyncARHiddenStatesScheduler)
+        return super().__new__(cls)
+
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        if self.return_sampling_mask:
+            raise ValueError(
+                "ARHiddenStatesScheduler sends hidden states in the field of --return-sampling-mask: use one of them"
+            )
+        self._max_bytes = OmniConfig.from_additional_config(vllm_config.additional_config).max_hidden_states_bytes
+        self._rows: dict[str, _Rows] = {}
+
+    def add_request(self, request: Request) -> None:
+        asked = _asked_by(request)
+        if asked is not None and request.request_id not in self._rows:
+            if asked.hidden_states == "all":
+                request.skip_reading_prefix_cache = True
+            self._rows[request.request_id] = _Rows(request, asked)
+        super().add_request(request)
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self._rows.pop(request.request_id, None)
+        return super()._free_request(request, delay_free_blocks)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        entries = model_runner_output.pooler_output
+        if entries is None and not self._rows:
+            return super().update_from_output(scheduler_output, model_runner_output)
+        model_runner_output.pooler_output = None
+        taken, failed = self._take(scheduler_output, model_runner_output, entries)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for engine_outputs in outputs.values():
+            for output in engine_outputs.outputs:
+                if (rows := taken.get(output.request_id)) is not None and output.request_id not in failed:
+                    _attach(rows, output)
+        if failed:
+            self._finish_failed(failed, outputs)
+        return outputs
+
+    def _take(
+        self,
+        scheduler_output: SchedulerOutput,
+        model_runner_output: ModelRunnerOutput,
+        entries: list[torch.Tensor | None] | None,
+    ) -> tuple[dict[str, _Rows], dict[str, RequestFailed]]:
+        """Add this step's rows to what is held. Returns the requests concerned, and those that must end."""
+        restarts = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        cached = scheduler_output.scheduled_cached_reqs
+        for req_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if req_id in cached.resumed_req_ids:
+                restarts[req_id] = num_computed
+        concerned: dict[str, _Rows] = {}
+        failed: dict[str, RequestFailed] = {}
+        for req_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            index = model_runner_output.req_id_to_index.get(req_id)
+            entry = None if entries is None or index is None else entries[index]
+            if entry is not None and entry.dtype == torch.uint8:
+                failed[req_id] = _error_in(entry)
+                continue
+            rows = self._rows.get(req_id)
+            if rows is None or index is None:
+                continue
+            sampled = model_runner_output.sampled_token_ids
+            num_sampled = len(sampled[index]) if sampled else 0
+            num_drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(req_id, ()))
+            rejected = num_drafts - (num_sampled - 1) if num_drafts and num_sampled else 0
+            rows.computed = restarts.get(req_id, rows.computed) + num_scheduled - rejected
+            concerned[req_id] = rows
+            if entry is not None:
+                failure = self._hold(rows, entry)
+                if failure is not None:
+                    failed[req_id] = failure
+        return concerned, failed
+
+    def _hold(self, rows: _Rows, entry: torch.Tensor) -> RequestFailed | None:
+        """Keep the rows not seen before; the entry is the end of what this step computed."""
+        first = rows.computed - len(entry)
+        entry = entry[max(0, rows.next_position - first) :]
+        if not len(entry):
+            return None
+        if rows.asked.hidden_states == "last":
+            rows.held.clear()
+            rows.positions.clear()
+            rows.num_bytes = 0
+        rows.num_bytes += entry.nbytes
+        if rows.num_bytes > self._max_bytes:
+            return RequestFailed(
+                "too_large",
+                f"{rows.num_bytes} bytes of hidden states at token {rows.computed} exceed the limit of "
+                f"{self._max_bytes} bytes per request (omni.max_hidden_states_bytes): ask for fewer layers, for "
+                "`generated` or `last` rows, or for fewer tokens",
+            )
+        rows.held.append(entry)
+        rows.positions.extend(range(rows.computed - len(entry), rows.computed))
+        rows.next_position = rows.computed
+        return None
+
+    def _finish_failed(self, failed: dict[str, RequestFailed], outputs: dict[int, EngineCoreOutputs]) -> None:
+        """End these requests with an error; what this step sampled for them still leaves."""
+        requests = {req_id: self.requests[req_id] for req_id in failed if req_id in self.requests}
+        self.finish_requests(requests, RequestStatus.FINISHED_ERROR)
+        for req_id, request in requests.items():
+            engine_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            output = next((out for out in engine_outputs.outputs if out.request_id == req_id), None)
+            if output is None:
+                output = EngineCoreOutput(req_id, [], events=request.take_events(), trace_headers=request.trace_headers)
+                engine_outputs.outputs = [*engine_outputs.outputs, output]
+            output.finish_reason = FinishReason.ERROR
+            output.stop_reason = error_text(failed[req_id])
+        for client_index, finished in (self.finished_req_ids_dict or {}).items():
+            engine_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
+            engine_outputs.finished_requests = (engine_outputs.finished_requests or set()) | finished
+        if self.finished_req_ids_dict:
+            self.finished_req_ids_dict.clear()
+
+
+class _AsyncARHiddenStatesScheduler(ARHiddenStatesScheduler, AsyncScheduler):
+    """The same over the scheduler that plans a step ahead of the results."""
+
+
+def _asked_by(request: Request) -> HiddenStatesRequest | None:
+    """What a request asks for; None too if it is malformed: the worker refuses it, with the reason."""
+    if request.sampling_params is None:
+        return None
+    try:
+        return HiddenStatesRequest.from_extra_args(request.sampling_params.extra_args)
+    except RequestFailed:
+        return None
+
+
+def _error_in(envelope: torch.Tensor) -> RequestFailed:
+    try:
+        unpack(envelope)
+    except RequestFailed as failed:
+        return failed
+    return RequestFailed("internal", "the worker returned an envelope without an error")
+
+
+def _attach(rows: _Rows, output: EngineCoreOutput) -> None:
+    """Give an output the rows held so far; rows behind a token that a stop cut off stay behind."""
+    num_tokens = len(output.new_token_ids)
+    known = rows.request.num_tokens - 1
+    keep = sum(position < known for position in rows.positions)
+    last_only = rows.asked.hidden_states == "last"
+    if not keep or not num_tokens or (last_only and output.finish_reason is None and not _stops_in_front(rows)):
+        return
+    held = torch.cat(rows.held)[:keep]
+    positions = rows.positions[:keep]
+    rows.held.clear()
+    rows.positions.clear()
+    token_ids = [rows.request.all_token_ids[position] for position in positions]
+    output.new_sampling_mask = encode_rows(held, rows.asked.layers, positions, token_ids, num_tokens)
+
+
+def _stops_in_front(rows: _Rows) -> bool:
+    """Whether the front end may end this request by itself (stop strings): then every step's row must be there."""
+    params = rows.request.sampling_params
+    return params is not None and bool(params.stop)

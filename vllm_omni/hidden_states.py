@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hidden states of an autoregressive request: how a client asks for them and reads them.
+
+A client asks in `SamplingParams.extra_args` (`HiddenStatesRequest.to_extra_args`) and reads the answer from the stock
+`RequestOutput` (`hidden_states_of`), offline and streamed. Rows travel beside the text in
+`CompletionOutput.sampling_mask`, the one stock field that holds something per generated token and that vLLM gathers,
+merges for a slow reader and cuts at a stop string together with the tokens. How a row looks there is this file's
+secret: `encode_rows` and `_decode` are the only two that know. No scheduler and no worker here. Held by
+tests/test_hidden_states.py.
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+import torch
+
+from vllm_omni.outputs import RequestFailed
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.outputs import SamplingMaskLists
+
+EXTRA_ARGS_KEY: Final = "omni"
+FINAL: Final = -1
+"""The last layer: what the model's output head reads, after the final norm."""
+
+_ERROR_PREFIX: Final = "hidden_states: "
+_MAGIC: Final = b"VOHS"
+_HEADER: Final = struct.Struct("<4sIIHH")  # magic, position, token id, dtype, layers; then hidden size and layer ids
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_END: Final = 1
+"""Every row ends in this byte: numpy drops trailing zeros of byte strings."""
+
+LayerIndex = Annotated[int, msgspec.Meta(ge=-1024, le=1024)]
+
+
+class HiddenStatesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which rows of which layers one request wants back.
+
+    hidden_states: `all` = one row per token that went through the model (prompt and generated), `generated` = those of
+    generated tokens, `last` = the newest only. The token sampled last was never fed back, so it has no row.
+    layers: numbered as transformers' `output_hidden_states`: 0 = the input embeddings, k = behind block k, -1 (or the
+    number of blocks) = after the final norm. Others than the last must be named at start (`omni.hidden_state_layers`).
+    """
+
+    hidden_states: Literal["all", "generated", "last"]
+    layers: Annotated[tuple[LayerIndex, ...], msgspec.Meta(min_length=1, max_length=64)] = (FINAL,)
+
+    def to_extra_args(self) -> dict[str, Any]:
+        """Return `SamplingParams.extra_args` carrying this request."""
+        return {EXTRA_ARGS_KEY: {"hidden_states": self.hidden_states, "layers": list(self.layers)}}
+
+    @classmethod
+    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> "HiddenStatesRequest | None":
+        """Read the request back; None if there is none. Raises `RequestFailed("invalid_request", ...)`.
+
+        The map may also be its JSON text: `vllm_xargs` of the HTTP API holds no nested maps.
+        """
+        asked = (extra_args or {}).get(EXTRA_ARGS_KEY)
+        if asked is None:
+            return None
+        try:
+            request = msgspec.json.decode(asked, type=cls) if isinstance(asked, str) else msgspec.convert(asked, cls)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise RequestFailed(
+                "invalid_request",
+                f"extra_args[{EXTRA_ARGS_KEY!r}]: {error}; allowed: hidden_states (all, generated or last) and layers "
+                "(a list of layer numbers)",
+            ) from error
+        if len(set(request.layers)) != len(request.layers):
+            raise RequestFailed("invalid_request", f"layers must differ from each other, got {list(request.layers)}")
+        return request
+
+
+class HiddenStates(Mapping[int, torch.Tensor]):
+    """Rows of one completion: layer number, as asked for -> `[num_rows, hidden_size]`, in the model's dtype, on CPU.
+
+    positions: int64 `[num_rows]`, the index of each row's token in prompt + completion, ascending, without doubles.
+    token_ids: int64 `[num_rows]`, that token (0 for a prompt given as embeddings).
+    """
+
+    def __init__(self, layers: dict[int, torch.Tensor], positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+        self._layers = layers
+        self.positions = positions
+        self.token_ids = token_ids
+
+    def __getitem__(self, layer: int) -> torch.Tensor:
+        return self._layers[layer]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.positions)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(rows.nbytes for rows in self._layers.values())
+
+    @property
+    def last(self) -> "HiddenStates":
+        """The newest row only (`[1, hidden_size]`)."""
+        return HiddenStates({k: rows[-1:] for k, rows in self.items()}, self.positions[-1:], self.token_ids[-1:])
+
+
+def hidden_states_of(output: "RequestOutput | CompletionOutput", index: int = 0) -> HiddenStates | None:
+    """Return the hidden states that came with a completion.
+
+    output: what `LLM.generate` or `AsyncLLM.generate` returned; `index` picks one of `n` completions. A streamed delta
+    holds the rows that became known with it (the first one all rows of the prompt); `CUMULATIVE` and `FINAL_ONLY`
+    outputs hold all rows, once, when the request has finished. None where no rows came.
+    Raises `RequestFailed(code, message)` when the request failed because of its hidden states.
+    """
+    from vllm.outputs import RequestOutput
+
+    completion = output.outputs[index] if isinstance(output, RequestOutput) else output
+    if completion.finish_reason == "error" and (failed := error_of(completion.stop_reason)) is not None:
+        raise failed
+    if completion.sampling_mask is None:
+        return None
+    per_token: Any = completion.sampling_mask.token_ids  # lists of token ids where vLLM fills it itself
+    rows = [row for rows in per_token for row in rows]
+    return _decode(rows) if rows else None
+
+
+def concat(parts: Sequence[HiddenStates | None]) -> HiddenStates | None:
+    """Join the rows of consecutive deltas; None where none of them holds rows."""
+    found = [part for part in parts if part is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    return HiddenStates(
+        {layer: torch.cat([part[layer] for part in found]) for layer in found[0]},
+        torch.cat([part.positions for part in found]),
+        torch.cat([part.token_ids for part in found]),
+    )
+
+
+def error_text(failed: RequestFailed) -> str:
+    """The stop reason under which a failed request leaves the engine."""
+    return f"{_ERROR_PREFIX}{json.dumps([failed.code, failed.message])}"
+
+
+def error_of(stop_reason: int | str | None) -> RequestFailed | None:
+    """Read `error_text` back; None for any other stop reason."""
+    if not isinstance(stop_reason, str) or not stop_reason.startswith(_ERROR_PREFIX):
+        return None
+    code, message = json.loads(stop_reason.removeprefix(_ERROR_PREFIX))
+    return RequestFailed(code, message)
+
+
+def encode_rows(
+    rows: torch.Tensor, layers: Sequence[int], positions: Sequence[int], token_ids: Sequence[int], num_tokens: int
+) -> "SamplingMaskLists":
+    """Pack rows for the way to the client, beside `num_tokens` newly sampled tokens.
+
+    rows: `[num_rows, len(layers), hidden_size]` on CPU, with the position and token id of each. The newest rows go one
+    to each newly sampled token and the others to the first, so that cutting tokens at the end cuts their rows.
+    """
+    from vllm.v1.outputs import SamplingMaskLists
+
+    num_rows, num_layers, hidden_size = rows.shape
+    shape = struct.pack(f"<I{num_layers}h", hidden_size, *layers)
+    payload = rows.contiguous().view(num_rows, -1).view(torch.uint8).numpy()
+    start = _HEADER.size + len(shape)
+    packed = np.empty((num_rows, start + payload.shape[1] + 1), dtype=np.uint8)
+    for i, (position, token_id) in enumerate(zip(positions, token_ids, strict=True)):
+        head = _HEADER.pack(_MAGIC, position, token_id, _DTYPES.index(rows.dtype), num_layers)
+        packed[i, :start] = np.frombuffer(head + shape, dtype=np.uint8)
+    packed[:, start:-1] = payload
+    packed[:, -1] = _END
+    newest = min(num_tokens, num_rows)
+    counts = np.zeros(num_tokens, dtype=np.int64)
+    counts[num_tokens - newest :] = 1
+    counts[0] += num_rows - newest
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+    return SamplingMaskLists(packed.view(f"S{packed.shape[1]}").reshape(num_rows), offsets)
+
+
+def _decode(rows: Sequence[bytes]) -> HiddenStates:
+    magic, _, _, dtype_index, num_layers = _HEADER.unpack_from(rows[0])
+    if magic != _MAGIC:
+        raise ValueError("the engine's sampling masks are not hidden states")
+    hidden_size, *layers = struct.unpack_from(f"<I{num_layers}h", rows[0], _HEADER.size)
+    start = _HEADER.size + struct.calcsize(f"<I{num_layers}h")
+    packed = np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(len(rows), -1)
+    numbers = packed[:, 4:12].copy().view(np.uint32).astype(np.int64)
+    payload = torch.from_numpy(packed[:, start:-1].copy()).view(_DTYPES[dtype_index])
+    payload = payload.view(len(rows), num_layers, hidden_size)
+    return HiddenStates(
+        {layer: payload[:, i] for i, layer in enumerate(layers)},
+        torch.from_numpy(numbers[:, 0].copy()),
+        torch.from_numpy(numbers[:, 1].copy()),
+    )

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the AR worker adds to vLLM's worker, shared by its CUDA and CPU classes: numbers for `collective_rpc`."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
+
+    from vllm_omni.worker.ar_gpu_model_runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
+else:
+    _Worker = object
+
+
+class ARWorkerMixin(_Worker):
+    """Mix in before a vLLM worker class."""
+
+    model_runner: "ARModelRunnerV1Mixin | ARModelRunnerV2Mixin"
+
+    def hidden_states_stats(self) -> dict[str, Any]:
+        """`collective_rpc("hidden_states_stats")`: what this rank can give and has copied, JSON types only."""
+        rows = self.model_runner.hidden_state_rows
+        return {
+            "bytes_copied": rows.bytes_copied,
+            "layers": sorted(rows.layers),
+            "num_layers": rows.num_layers,
+            "delivers": rows.listens and rows.copies,
+            "runner": type(self.model_runner).__name__,
+        }
