@@ -16,7 +16,7 @@ from starlette.websockets import WebSocket
 from vllm.engine.protocol import EngineClient
 
 from vllm_omni.entrypoints import websocket as websocket_options
-from vllm_omni.entrypoints.realtime import world_camera
+from vllm_omni.entrypoints.realtime import generate_door, video_door, world_camera
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
@@ -36,11 +36,17 @@ class OmniEndpoints:
 
     def __init__(self) -> None:
         self._camera_door: world_camera.WorldCameraDoor | None = None
+        self._generate_door: generate_door.GenerateDoor | None = None
+        self._video_door: video_door.VideoDoor | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         websocket_options.apply_at_startup(app)
         for path in world_camera.PATHS:
             app.add_api_websocket_route(path, self._world_camera)
+        for path in generate_door.PATHS:
+            app.add_api_websocket_route(path, self._realtime_generate)
+        for path in video_door.PATHS:
+            app.add_api_websocket_route(path, self._realtime_video)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         if engine_client is None:  # a render-only server; `required_tasks` keeps us away from it
@@ -52,10 +58,20 @@ class OmniEndpoints:
         manager = SessionManager(WorldEngine(engine_client), facts, limits, executor)
         options = websocket_options.WebSocketOptions.from_args(args)
         self._camera_door = world_camera.WorldCameraDoor(manager, options.max_bytes)
+        self._generate_door = generate_door.GenerateDoor(manager)
+        self._video_door = video_door.VideoDoor(manager)
 
     async def _world_camera(self, websocket: WebSocket) -> None:
         assert self._camera_door is not None, "vLLM initialises state before it serves"
         await self._camera_door.serve(websocket)
+
+    async def _realtime_generate(self, websocket: WebSocket) -> None:
+        assert self._generate_door is not None, "vLLM initialises state before it serves"
+        await self._generate_door.serve(websocket)
+
+    async def _realtime_video(self, websocket: WebSocket) -> None:
+        assert self._video_door is not None, "vLLM initialises state before it serves"
+        await self._video_door.serve(websocket)
 
 
 def create_plugin() -> OmniEndpoints:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for vLLM's engine client, so that doors are tested in milliseconds; and a real server around a door.
+"""A stand-in for vLLM's engine client, so that doors are tested in milliseconds; and a real server around all doors.
 
 `FakeEngine` keeps the engine's contract: one pooling request a chunk, chunks of a session one after the other and in
 order, `encode` does not abort when dropped, an aborted chunk commits nothing, errors come as envelopes.
@@ -21,7 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 from websockets.sync.client import ClientConnection, connect
 
-from vllm_omni.entrypoints.realtime import codec
+from vllm_omni.entrypoints.realtime import codec, generate_door, video_door
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
@@ -156,15 +156,20 @@ class FakeEngine:
 
 
 class DoorServer:
-    """A door behind a real uvicorn server on a loopback port, in a thread of its own."""
+    """All doors behind a real uvicorn server on a loopback port, in a thread of its own."""
 
     def __init__(self, engine: FakeEngine, limits: DoorLimits, facts: WorldFacts) -> None:
         self.engine = engine
         self.manager = SessionManager(WorldEngine(engine), facts, limits, ThreadPoolExecutor(2))  # type: ignore[arg-type]
-        door = WorldCameraDoor(self.manager, max_message_bytes=1 << 20)
+        doors = {
+            PATHS: WorldCameraDoor(self.manager, max_message_bytes=1 << 20).serve,
+            generate_door.PATHS: generate_door.GenerateDoor(self.manager).serve,
+            video_door.PATHS: video_door.VideoDoor(self.manager).serve,
+        }
         app = FastAPI()
-        for path in PATHS:
-            app.add_api_websocket_route(path, door.serve)
+        for paths, serve in doors.items():
+            for path in paths:
+                app.add_api_websocket_route(path, serve)
         config = uvicorn.Config(app, log_level="warning", ws_per_message_deflate=False, ws_max_size=1 << 20)
         self.server = uvicorn.Server(config)
         app.state.server = self.server

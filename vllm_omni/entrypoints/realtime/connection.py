@@ -107,10 +107,23 @@ class Connection:
         return error
 
     async def send(self, *messages: bytes | str) -> None:
-        """Hand messages to the network, none of another task between them.
+        """Hand messages to the network, none of another task between them, and all of them even when cancelled.
 
         Raises `ClientGone`; a peer that reads too slowly is closed with 4008.
         """
+        if len(messages) == 1:
+            await self._send(messages)
+            return
+        sending = asyncio.ensure_future(self._send(messages))
+        try:
+            await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            await asyncio.wait([sending])
+            if not sending.cancelled():
+                sending.exception()
+            raise
+
+    async def _send(self, messages: tuple[bytes | str, ...]) -> None:
         try:
             async with asyncio.timeout(self._limits.send_deadline_s), self._send_lock:
                 if self._closed:

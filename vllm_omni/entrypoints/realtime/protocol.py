@@ -159,11 +159,11 @@ def parse(value: Any, limits: DoorLimits) -> Message:
     message_type = _MESSAGES.get(endpoint) if isinstance(endpoint, str) else None
     if message_type is None:
         raise DoorError("unknown_endpoint", f"endpoint must be one of {', '.join(_MESSAGES)}", param="endpoint")
-    fields = _with_whole_numbers(value)
+    fields = with_whole_numbers(value)
     if fields.get("extra_body") is None:
         fields.pop("extra_body", None)
     elif isinstance(fields["extra_body"], dict):
-        fields["extra_body"] = _with_whole_numbers(fields["extra_body"])
+        fields["extra_body"] = with_whole_numbers(fields["extra_body"])
     try:
         message = msgspec.convert(fields, message_type)
     except msgspec.ValidationError as error:
@@ -191,7 +191,7 @@ def _check_infer(infer: Infer, limits: DoorLimits) -> None:
         )
 
 
-def _with_whole_numbers(fields: dict[str, Any]) -> dict[str, Any]:
+def with_whole_numbers(fields: dict[str, Any]) -> dict[str, Any]:
     """JavaScript packs large integers as floats; whole floats become ints again (a float field takes either)."""
     return {key: int(value) if type(value) is float and value.is_integer() else value for key, value in fields.items()}
 

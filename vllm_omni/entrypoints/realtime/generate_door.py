@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door `/v1/realtime_video/generate`: SGLang's wire protocol for live, steered video over the shared session core.
+
+Its clients and WebUI work unchanged; a client that names `extensions` in `init` gets more (receipts, credit, pause,
+reset, ping). A message of a type that those clients do not know would swallow their next frame, so none is ever sent to
+one that has not asked. Better than the original where that is invisible: many sessions at once, every end has a close
+frame, a slow reader loses its place, and leaving aborts the running chunk. Held by
+tests/entrypoints/realtime/test_generate_door.py.
+"""
+
+import time
+import uuid
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from starlette.websockets import WebSocket
+
+from vllm_omni.entrypoints.realtime import generate_protocol as protocol
+from vllm_omni.entrypoints.realtime.camera import PosePolicy
+from vllm_omni.entrypoints.realtime.codec import CodecError, decode
+from vllm_omni.entrypoints.realtime.controls import ControlTrack
+from vllm_omni.entrypoints.realtime.errors import Close, DoorError
+from vllm_omni.entrypoints.realtime.generate_frames import ChunkReport, FrameBatcher, FrameMessage
+from vllm_omni.entrypoints.realtime.images import load_image
+from vllm_omni.entrypoints.realtime.live import (
+    RENDER_INLINE_BYTES,
+    UNSENT_CHUNKS,
+    LiveClient,
+    MediaClock,
+    TextFrames,
+    Throttle,
+)
+from vllm_omni.entrypoints.realtime.run import Controls, Job
+from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+
+PATHS: Final = ("/v1/realtime_video/generate", "/v1/realtime_video/generate/")
+
+_OFF_LOOP_BYTES: Final = 64 * 1024
+_MAX_STRIKES: Final = 100  # clients of this protocol expect an answer to each mistake; floods end all the same
+_POSE_POLICY: Final[PosePolicy] = "error"
+
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class GenerateDoor:
+    """The door in one API server process; `serve` runs one connection."""
+
+    def __init__(self, manager: SessionManager) -> None:
+        self.manager = manager
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """Run one connection from handshake to close."""
+        async with self.manager.gate.admit(websocket) as admitted:
+            if admitted:
+                await _Client(self.manager, websocket, _MAX_STRIKES).run()
+
+
+class _KeyedSource:
+    """Steers the session's chunks by what its client has asked for (`ChunkSource`)."""
+
+    def __init__(self, prompt: str, track: ControlTrack, throttle: Throttle, *, camera: bool) -> None:
+        self._prompt, self._track, self._throttle, self._camera = prompt, track, throttle, camera
+
+    @property
+    def ready(self) -> bool:
+        return self._throttle.ready
+
+    async def wait_until_ready(self) -> None:
+        await self._throttle.wait_until_ready()
+
+    def sample(self, chunk_index: int, pixel_frames: int, latent_frames: int) -> Controls:
+        self._throttle.take()
+        sample = self._track.sample(latent_frames, with_prompt=chunk_index > 0)
+        actions = sample.actions if sample.actions is not None else [[] for _ in range(latent_frames)]
+        return Controls(
+            actions=actions if self._camera else None,
+            prompt=self._prompt if chunk_index == 0 else sample.prompt,
+            mark=sample,
+        )
+
+
+class _Client(LiveClient):
+    door = "realtime_video/generate"
+
+    def __init__(self, manager: SessionManager, websocket: WebSocket, max_strikes: int) -> None:
+        super().__init__(manager, websocket, max_strikes)
+        self._init: protocol.Init | None = None
+        self._granted: tuple[str, ...] = ()
+        self._size = (0, 0)
+        self._image: np.ndarray | None = None
+        self._track = ControlTrack()
+        self._throttle = Throttle()
+        self._clock: MediaClock | None = None
+        self._texts = TextFrames()
+        self._sent_bytes = 0
+        self._write_ms = self._pace_ms = 0.0
+
+    @property
+    def is_active(self) -> bool:
+        return super().is_active and self._throttle.ready
+
+    # -- messages in ---------------------------------------------------------------------------------------------
+
+    async def take(self, data: bytes | str) -> None:
+        content = protocol.INVALID_INIT if self._init is None else protocol.INVALID_EVENT
+        event_id: int | None = None
+        try:
+            if isinstance(data, str):
+                raise self._texts.refuse("send binary frames with msgpack maps, not text")
+            value = await self._decode(data)
+            if self._init is None:
+                await self._begin(value)
+            elif (extra := protocol.parse_extra(value, self._granted)) is not None:
+                await self._take_extra(extra)
+            else:
+                event_id = _event_id(value)
+                await self._take_event(protocol.parse_event(value, self.limits))
+        except DoorError as error:
+            if error.close is not None:
+                raise
+            if event_id is not None and self.session is not None:
+                await self._acknowledge("rejected", event_id, reason=error.code)
+            await self._send(protocol.error_reply(error, content, self._granted))
+
+    async def _decode(self, data: bytes) -> Any:
+        try:
+            decoded = await self.manager.off_loop(decode, data) if len(data) >= _OFF_LOOP_BYTES else decode(data)
+        except CodecError as error:
+            raise self.connection.strike(DoorError("invalid_msgpack", str(error))) from None
+        return decoded.value
+
+    async def _begin(self, value: Any) -> None:
+        """Start the session that `init` asks for; a bad init leaves the connection waiting for a good one."""
+        init = protocol.parse_init(value, self.limits)
+        size = init.height_width() or (self.facts.height, self.facts.width)
+        self.facts.check_size(*size)
+        if init.first_frame is None and self.facts.needs_image:
+            raise DoorError("missing_image", "this model begins with an image; send first_frame", param="first_frame")
+        if init.first_frame is not None:
+            self._image = await self.manager.off_loop(load_image, init.first_frame, *size, self.limits)
+        self._init, self._granted, self._size = init, init.granted, size
+        try:
+            session = await self.open_session(uuid.uuid4().hex)
+        except DoorError as error:
+            error.close = Close.CAPACITY if self._granted else Close.POLICY
+            raise
+        if "credit" in self._granted:
+            self._throttle.credit = 0
+        if self._granted:
+            await self._send(
+                {
+                    "type": "session",
+                    "protocol": 1,
+                    "session_id": session.session_id,
+                    "granted": list(self._granted),
+                    "limits": {
+                        "max_image_bytes": min(self.limits.max_image_bytes, (1 << 32) - 1),
+                        "max_prompt_chars": self.limits.max_prompt_chars,
+                        "max_messages_per_s": self.limits.max_messages_per_s,
+                    },
+                    "server": {"name": "vllm-omni", "model": self.facts.model},
+                }
+            )
+        self._start(init)
+
+    def _start(self, init: protocol.Init) -> None:
+        script = init.script()
+        if script is not None:
+            self._track.apply([script])
+        if init.realtime_output_pacing:
+            self._clock = MediaClock(init.fps or self.facts.fps)
+        self.start(self._job(init))
+
+    def _job(self, init: protocol.Init) -> Job:
+        kind = (init.realtime_output_format or "raw").replace("-", "_")
+        image = self._image
+        return Job(
+            request_id=uuid.uuid4().hex,
+            digest=b"",
+            camera=None,
+            actions=None,
+            num_frames=None,
+            pose_policy=_POSE_POLICY,
+            load_image=None if image is None else lambda height, width: image,
+            prompt=init.prompt,
+            seed=init.seed,
+            height=self._size[0],
+            width=self._size[1],
+            restart=False,
+            chunk_index=None,
+            options={},
+            render=FrameBatcher(kind, init.output_compression, init.realtime_preview_max_width),
+            source=_KeyedSource(init.prompt, self._track, self._throttle, camera=self.facts.camera),
+            num_chunks=init.max_chunks,
+            render_inline_bytes=RENDER_INLINE_BYTES if kind == "raw" else 0,
+            keep_replies=False,
+            unsent_chunks=UNSENT_CHUNKS,
+        )
+
+    async def _take_event(self, event: protocol.Event) -> None:
+        if self._track.is_repeated(event.event_id):
+            return
+        superseded = self._track.apply(event.updates, event.event_id)
+        for event_id in superseded:
+            await self._acknowledge("superseded", event_id)
+        if event.event_id is not None:
+            await self._acknowledge("accepted", event.event_id)
+
+    # -- messages out --------------------------------------------------------------------------------------------
+
+    async def deliver(self, payload: FrameMessage) -> None:
+        if payload.is_first:
+            self._sent_bytes, self._write_ms, self._pace_ms = 0, 0.0, 0.0
+            if self._clock is not None:
+                self._pace_ms = await self._clock.wait(payload.chunk_frames, payload.is_new_event)
+        started_s = time.perf_counter()
+        await self.connection.send(*payload.parts)
+        self._write_ms += (time.perf_counter() - started_s) * 1e3
+        self._sent_bytes += len(payload)
+        if payload.report is not None:
+            await self._send(self._stats(payload.report))
+            for event_id in payload.report.sample.applied if "receipts" in self._granted else ():
+                await self._send(
+                    {
+                        "type": "event_applied",
+                        "event_id": event_id,
+                        "chunk_index": payload.report.chunk_index,
+                        "frame_offset": 0,
+                    }
+                )
+
+    def _stats(self, report: ChunkReport) -> dict[str, Any]:
+        """`chunk_stats`: whole, non-negative numbers only; half a millisecond counts as one."""
+        times_ms = {
+            "request_prepare_ms": 0.0,
+            "scheduler_forward_ms": report.forward_ms,
+            "pace_wait_ms": self._pace_ms,
+            "header_write_ms": 0.0,
+            "raw_payload_build_ms": report.build_ms,
+            "raw_write_ms": self._write_ms,
+            "ws_write_ms": self._write_ms,
+            "chunk_total_ms": report.forward_ms + report.build_ms + self._pace_ms + self._write_ms,
+        }
+        return {
+            "type": "chunk_stats",
+            "session_id": report.session_id,
+            "request_id": report.request_id,
+            "chunk_index": report.chunk_index,
+            "event_id": report.sample.event_id,
+            **{name: int(max(0.0, value) + 0.5) for name, value in times_ms.items()},
+            "num_batches": report.num_batches,
+            "num_frames": report.num_frames,
+            "raw_bytes": report.raw_bytes,
+            "ws_payload_bytes": self._sent_bytes,
+            "content_type": report.content_type,
+        }
+
+    async def complete(self) -> None:
+        await self.connection.close(Close.NORMAL, "generation complete")
+
+    async def tell(self, error: DoorError) -> None:
+        if error.close is Close.IDLE:  # the close frame says it; these clients show an error for ever
+            return
+        if error.code in ("capacity", "session_limit"):
+            content = protocol.BUSY
+        elif self.session is not None and error.close not in (Close.UNSUPPORTED_DATA, Close.POLICY):
+            content = f"error during generate loop: {error.message}"
+        else:
+            content = protocol.INVALID_INIT if self._init is None else protocol.INVALID_EVENT
+        await self._send(protocol.error_reply(error, content, self._granted))
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        await self.connection.send(_pack(message))
+
+    # -- extensions ----------------------------------------------------------------------------------------------
+
+    async def _acknowledge(self, status: str, event_id: int, reason: str | None = None) -> None:
+        if "receipts" in self._granted:
+            message: dict[str, Any] = {"type": "event_ack", "event_id": event_id, "status": status}
+            await self._send(message if reason is None else {**message, "reason": reason})
+
+    async def _take_extra(self, extra: protocol.Extra) -> None:
+        match extra:
+            case protocol.Ping(t=sent):
+                await self._send({"type": "pong", "t": sent, "server_ms": time.time() * 1e3})
+            case protocol.Credit(chunks=chunks):
+                self._throttle.update(more_credit=chunks)
+            case protocol.Control(op="pause" | "resume" as op):
+                self._throttle.update(paused=op == "pause")
+                await self._send({"type": "control_result", "id": extra.id, "ok": True, "op": op})
+            case protocol.Control(op="stop"):
+                await self._send({"type": "control_result", "id": extra.id, "ok": True, "op": "stop"})
+                await self.stop()
+                await self.connection.close(Close.NORMAL, "stopped by the client")
+            case protocol.Control():
+                await self._restart(extra)
+
+    async def _restart(self, control: protocol.Control) -> None:
+        """Begin the world again with the same init; controls are forgotten, the prompt is the first one."""
+        assert self._init is not None
+        await self.stop()
+        self._track = ControlTrack()
+        session = await self.open_session(uuid.uuid4().hex)
+        reply = {"type": "control_result", "id": control.id, "ok": True, "op": "reset"}
+        await self._send({**reply, "session_id": session.session_id})
+        self._start(self._init)
+
+
+def _event_id(value: Any) -> int | None:
+    """The id of an event that is about to be refused, if it has a usable one."""
+    event_id = value.get("event_id") if isinstance(value, dict) else None
+    return event_id if type(event_id) is int and 0 <= event_id < 1 << 32 else None

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frame messages of `/v1/realtime_video/generate`: a finished chunk becomes one or more `FrameMessage`s.
+
+A message is one msgpack map with the payload inside, or, from 64 KiB on, a header map and the payload as a WebSocket
+message of its own right behind it. Runs on the executor's threads unless a chunk is tiny. Held by
+tests/entrypoints/realtime/test_generate_frames.py.
+"""
+
+import io
+import time
+import uuid
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from PIL import Image
+
+from vllm_omni.entrypoints.realtime.controls import Sample
+from vllm_omni.entrypoints.realtime.run import FinishedChunk
+
+# T frames, H height, W width, C = 3 channels (RGB)
+
+SEPARATE_FROM_BYTES: Final = 64 * 1024
+RAW_FRAMES_PER_MESSAGE: Final = 16
+ENCODED_FRAMES_PER_MESSAGE: Final = 6
+
+_CONTENT_TYPES: Final = {
+    "raw": "application/x-raw-rgb",
+    "delta_gzip": "application/x-raw-rgb-delta-gzip",
+    "webp": "image/webp",
+    "jpeg": "image/jpeg",
+}
+_DEFAULT_QUALITY: Final = {"webp": 90, "jpeg": 95}
+_GZIP_LEVEL: Final = 1
+_GZIP_WINDOW: Final = 31  # zlib's way to say: gzip framing
+
+_pack = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True)
+class ChunkReport:
+    """What `chunk_stats` says of a chunk, as far as it is known before the chunk is sent. Times in milliseconds."""
+
+    session_id: str
+    request_id: str
+    chunk_index: int
+    sample: Sample
+    forward_ms: float
+    build_ms: float
+    num_batches: int
+    num_frames: int
+    raw_bytes: int
+    content_type: str
+
+
+@dataclass(frozen=True)
+class FrameMessage:
+    """WebSocket messages that belong together. report: of the whole chunk, with its last message only."""
+
+    parts: tuple[bytes, ...]
+    chunk_frames: int
+    is_first: bool
+    is_new_event: bool
+    report: ChunkReport | None
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+
+@dataclass(frozen=True)
+class FrameBatcher:
+    """How one session wants its frames. format: a key of the content types; quality: of webp and jpeg, None = default.
+
+    preview_max_width: webp and jpeg are scaled down to it, None or 0 = not at all; never scaled up.
+    """
+
+    format: str
+    quality: int | None = None
+    preview_max_width: int | None = None
+
+    def __call__(self, chunk: FinishedChunk) -> list[FrameMessage]:
+        """Return the chunk's messages in order."""
+        started_s = time.perf_counter()
+        frames_THWC = chunk.result.frames_THWC
+        sample: Sample = chunk.controls.mark if chunk.controls is not None else Sample()
+        request_id = f"{chunk.session_id}_{uuid.uuid4().hex}"
+        step = ENCODED_FRAMES_PER_MESSAGE if self.format in _DEFAULT_QUALITY else RAW_FRAMES_PER_MESSAGE
+        starts = range(0, len(frames_THWC), step)
+        messages = []
+        reference_HWC: np.ndarray | None = None
+        for index, start in enumerate(starts):
+            part_THWC = frames_THWC[start : start + step]
+            payload, fields = self._payload(part_THWC, reference_HWC)
+            reference_HWC = part_THWC[-1]
+            header: dict[str, Any] = {
+                "type": "frame_batch",
+                "request_id": request_id,
+                "chunk_index": chunk.chunk_index,
+                "content_type": _CONTENT_TYPES[self.format],
+                "num_frames": len(part_THWC),
+                "total_size": len(payload),
+                **fields,
+                "frame_batch_index": index,
+                "num_frame_batches": len(starts),
+                "is_final_frame_batch": index == len(starts) - 1,
+            }
+            if sample.event_id is not None:
+                header["event_id"] = sample.event_id
+            messages.append(_message(header, payload))
+        report = ChunkReport(
+            session_id=chunk.session_id,
+            request_id=request_id,
+            chunk_index=chunk.chunk_index,
+            sample=sample,
+            forward_ms=chunk.result.wall_ms,
+            build_ms=(time.perf_counter() - started_s) * 1e3,
+            num_batches=len(starts),
+            num_frames=len(frames_THWC),
+            raw_bytes=frames_THWC.nbytes,
+            content_type=_CONTENT_TYPES[self.format],
+        )
+        return [
+            FrameMessage(
+                parts=parts,
+                chunk_frames=len(frames_THWC),
+                is_first=index == 0,
+                is_new_event=sample.is_new,
+                report=report if index == len(starts) - 1 else None,
+            )
+            for index, parts in enumerate(messages)
+        ]
+
+    def _payload(self, frames_THWC: np.ndarray, reference_HWC: np.ndarray | None) -> tuple[bytes, dict[str, Any]]:
+        """Return one message's frames as bytes, and the header fields that describe them."""
+        _, height, width, channels = frames_THWC.shape
+        fields: dict[str, Any] = {
+            "format": "rgb24",
+            "width": width,
+            "height": height,
+            "channels": channels,
+            "bytes_per_frame": height * width * channels,
+        }
+        if self.format in _DEFAULT_QUALITY:
+            shown_width, shown_height = self._preview_size(width, height)
+            files = list(self._encoded(frames_THWC, (shown_width, shown_height)))
+            sizes = {"source_width": width, "source_height": height}
+            sizes |= {"preview_width": shown_width, "preview_height": shown_height}
+            fields |= {"format": self.format, "width": shown_width, "height": shown_height, "encoding": self.format}
+            return b"".join(files), {**fields, **sizes, "payload_lengths": [len(file) for file in files]}
+        fields["raw_size"] = frames_THWC.nbytes
+        if self.format == "raw":
+            return frames_THWC.tobytes(), {**fields, "encoding": "raw"}
+        fields["encoding"] = "delta-gzip"
+        if reference_HWC is not None:
+            fields["delta_reference"] = "previous-frame"
+        return _delta_gzip(frames_THWC, reference_HWC), fields
+
+    def _preview_size(self, width: int, height: int) -> tuple[int, int]:
+        if not self.preview_max_width or width <= self.preview_max_width:
+            return width, height
+        return self.preview_max_width, max(1, round(height * self.preview_max_width / width))
+
+    def _encoded(self, frames_THWC: np.ndarray, size: tuple[int, int]) -> Iterator[bytes]:
+        quality = self.quality or _DEFAULT_QUALITY[self.format]
+        options = {"method": 0} if self.format == "webp" else {"subsampling": 0}
+        for frame_HWC in frames_THWC:
+            picture = Image.fromarray(frame_HWC)
+            if picture.size != size:
+                picture = picture.resize(size, Image.Resampling.BICUBIC)
+            buffer = io.BytesIO()
+            picture.save(buffer, self.format.upper(), quality=quality, **options)
+            yield buffer.getvalue()
+
+
+def _delta_gzip(frames_THWC: np.ndarray, reference_HWC: np.ndarray | None) -> bytes:
+    """Each frame XOR the one before it (the first: XOR `reference_HWC`, if there is one), in one gzip stream."""
+    compressor = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW)
+    parts = []
+    for frame_HWC in frames_THWC:
+        delta_HWC = frame_HWC if reference_HWC is None else frame_HWC ^ reference_HWC
+        parts.append(compressor.compress(delta_HWC.tobytes()))
+        reference_HWC = frame_HWC
+    return b"".join([*parts, compressor.flush()])
+
+
+def _message(header: dict[str, Any], payload: bytes) -> tuple[bytes, ...]:
+    if len(payload) < SEPARATE_FROM_BYTES:
+        return (_pack({**header, "payload": payload}),)
+    return _pack({**header, "type": "frame_batch_header"}), payload

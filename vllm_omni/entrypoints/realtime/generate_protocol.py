@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The typed messages of `/v1/realtime_video/generate`, wire-compatible with SGLang 0.5.23.
+
+Reads what a client says (msgpack maps, already decoded) and writes errors. Integers of the server stay within 32 bits
+and its strings below 64 KiB, because the WebUI's own decoder reads nothing larger. Held by
+tests/entrypoints/realtime/test_generate_protocol.py.
+"""
+
+import re
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from vllm_omni.entrypoints.realtime.controls import KEYS, MAX_SCRIPT_ENTRIES, Held, Prompt, Script, States, Update
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.protocol import with_whole_numbers
+
+EXTENSIONS: Final = ("receipts", "credit", "control", "ping")
+"""What a client may opt into with `init.extensions`; a client that does not never sees another message type."""
+
+INVALID_INIT: Final = "invalid generate request"
+INVALID_EVENT: Final = "invalid event"
+BUSY: Final = "another realtime session is already active"
+
+_MAX_KEYS: Final = 16  # keys held at once
+_MAX_TRANSITIONS: Final = 512
+_U32: Final = (1 << 32) - 1
+_SIZE: Final = re.compile(r"(\d{1,5})x(\d{1,5})", re.ASCII)
+
+OutputFormat = Literal["raw", "webp", "jpeg", "delta_gzip", "delta-gzip"]
+Number = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+EventId = Annotated[int, msgspec.Meta(ge=0, le=_U32)]
+
+
+class Init(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message. Unknown keys are ignored; so are settings that a deployment fixes (steps, causal window).
+
+    size: `"832x480"`; None = the deployment's. first_frame: PNG, JPEG or WebP bytes, or a `data:` URL.
+    num_frames: accepted and unused, the model's first chunk has its own length. output_compression: quality of webp and
+    jpeg. realtime_preview_max_width: frames are scaled down to this width before they are encoded.
+    """
+
+    type: Literal["init"]
+    prompt: str
+    model: str | None = None
+    first_frame: Any = None
+    size: str | None = None
+    fps: Annotated[int, msgspec.Meta(ge=1, le=240)] | None = None
+    num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
+    max_chunks: Annotated[int, msgspec.Meta(ge=1, le=_U32)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 42
+    num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
+    guidance_scale: Number | None = None
+    negative_prompt: str | None = None
+    enhance_prompt: bool = False
+    condition_inputs: dict[str, Any] | None = None
+    realtime_output_format: OutputFormat | None = None
+    output_compression: Annotated[int, msgspec.Meta(ge=1, le=100)] | None = None
+    realtime_preview_max_width: Annotated[int, msgspec.Meta(ge=0, le=8192)] | None = None
+    realtime_output_pacing: bool = False
+    enable_frame_interpolation: bool = False
+    enable_upscaling: bool = False
+    extensions: Annotated[list[str], msgspec.Meta(max_length=32)] | None = None
+
+    @property
+    def granted(self) -> tuple[str, ...]:
+        """The extensions that were asked for and exist here."""
+        return tuple(name for name in EXTENSIONS if name in (self.extensions or ()))
+
+    def height_width(self) -> tuple[int, int] | None:
+        """Raises `DoorError` if `size` is not of the form WIDTHxHEIGHT."""
+        if self.size is None:
+            return None
+        found = _SIZE.fullmatch(self.size)
+        if found is None:
+            raise DoorError("invalid_request", "size must look like 832x480", param="size")
+        return int(found[2]), int(found[1])
+
+    def script(self) -> Script | None:
+        """The keys that steer the first chunks, if the client sent some. Raises `DoorError`."""
+        actions = (self.condition_inputs or {}).get("camera_actions")
+        return None if actions is None else _script(actions)
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A control while the stream runs; `updates` belong together."""
+
+    updates: tuple[Update, ...]
+    event_id: int | None
+
+
+class Control(msgspec.Struct, frozen=True, kw_only=True):
+    """Extension `control`: act on the session itself. id comes back in `control_result`."""
+
+    type: Literal["control"]
+    op: Literal["pause", "resume", "reset", "stop"]
+    id: EventId | Annotated[str, msgspec.Meta(max_length=128)] | None = None
+
+
+class Credit(msgspec.Struct, frozen=True, kw_only=True):
+    """Extension `credit`: the client can take so many chunks more."""
+
+    type: Literal["credit"]
+    chunks: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True):
+    """Extension `ping`: answered with `pong`, which carries `t` back."""
+
+    type: Literal["ping"]
+    t: float | None = None
+
+
+Extra = Control | Credit | Ping
+_EXTRAS: Final[dict[str, tuple[str, type[Control] | type[Credit] | type[Ping]]]] = {
+    "control": ("control", Control),
+    "credit": ("credit", Credit),
+    "ping": ("ping", Ping),
+}
+
+
+def parse_init(value: Any, limits: DoorLimits) -> Init:
+    """Raises `DoorError`; its text is for the log and for clients with extensions."""
+    init = _convert(value, Init)
+    if init.enhance_prompt:
+        raise DoorError("invalid_request", "enhance_prompt is not offered", param="enhance_prompt")
+    _check_prompt(init.prompt, limits, empty_ok=True)
+    image = init.first_frame
+    if isinstance(image, str) and not image.startswith("data:image/"):
+        raise DoorError("invalid_image", "first_frame must be the image's bytes or a data: URL", param="first_frame")
+    if not isinstance(image, bytes | str | None):
+        raise DoorError("invalid_image", "first_frame must be the image's bytes or a data: URL", param="first_frame")
+    init.height_width()
+    init.script()
+    return init
+
+
+def parse_event(value: Any, limits: DoorLimits) -> Event:
+    """Raises `DoorError`: the whole event is refused if any part of it is wrong."""
+    if not isinstance(value, dict) or value.get("type") != "event":
+        raise DoorError("invalid_request", "a message must be a map with type 'event'")
+    event_id = with_whole_numbers({"id": value.get("event_id")})["id"]
+    if event_id is not None and (type(event_id) is not int or not 0 <= event_id <= _U32):
+        raise DoorError("invalid_request", f"event_id must be a whole number from 0 to {_U32}", param="event_id")
+    kind, payload = value.get("kind"), value.get("payload")
+    if kind == "composite_input":
+        return Event(_composite(payload, limits), event_id)
+    return Event((_update(kind, payload, limits),), event_id)
+
+
+def parse_extra(value: Any, granted: tuple[str, ...]) -> Extra | None:
+    """Return an extension's message; None if it is not one, or of an extension that was not granted."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in _EXTRAS or _EXTRAS[kind][0] not in granted:
+        return None
+    return _convert(value, _EXTRAS[kind][1])
+
+
+def error_reply(error: DoorError, content: str, granted: tuple[str, ...] = ()) -> dict[str, Any]:
+    """An `error` message; details only for clients that know extensions."""
+    reply: dict[str, Any] = {"type": "error", "content": content}
+    if granted:
+        reply |= {"code": error.code, "message": error.message, "retryable": error.retryable}
+    return reply
+
+
+def _convert(value: Any, kind: type[Any]) -> Any:
+    if not isinstance(value, dict):
+        raise DoorError("invalid_request", "a message must be a map")
+    try:
+        return msgspec.convert(with_whole_numbers(value), kind)
+    except msgspec.ValidationError as error:
+        raise DoorError("invalid_request", str(error)) from None
+
+
+def _composite(payload: Any, limits: DoorLimits) -> tuple[Update, ...]:
+    if not isinstance(payload, dict) or not isinstance(payload.get("input_types"), list) or not payload["input_types"]:
+        raise DoorError("invalid_request", "composite_input needs input_types, a list of kinds", param="payload")
+    kinds = payload["input_types"]
+    if len(kinds) > 8 or any(not isinstance(kind, str) or kind not in payload for kind in kinds):
+        raise DoorError("invalid_request", "composite_input must hold one entry for each of its kinds", param="payload")
+    return tuple(_update(kind, payload[kind], limits) for kind in kinds)
+
+
+def _update(kind: Any, payload: Any, limits: DoorLimits) -> Update:
+    if kind == "prompt":
+        if not isinstance(payload, str):
+            raise DoorError("invalid_request", "a prompt must be text", param="payload")
+        _check_prompt(payload, limits, empty_ok=False)
+        return Prompt(payload)
+    if kind == "camera_actions":
+        if isinstance(payload, dict) and payload.get("mode") == "state":
+            return _states(payload.get("transitions"))
+        return _script(payload)
+    raise DoorError("invalid_request", "kind must be camera_actions, prompt or composite_input", param="kind")
+
+
+def _check_prompt(prompt: str, limits: DoorLimits, *, empty_ok: bool) -> None:
+    if not prompt.strip() and not empty_ok:
+        raise DoorError("invalid_request", "a prompt must not be empty", param="prompt")
+    if len(prompt) > limits.max_prompt_chars:
+        raise DoorError(
+            "prompt_too_long",
+            f"the prompt has {len(prompt)} characters; at most {limits.max_prompt_chars} are allowed",
+            param="prompt",
+        )
+
+
+def _script(value: Any) -> Script:
+    if not isinstance(value, list) or len(value) > MAX_SCRIPT_ENTRIES:
+        raise DoorError(
+            "invalid_request",
+            f"camera_actions must be a list of at most {MAX_SCRIPT_ENTRIES} lists of keys",
+            param="camera_actions",
+        )
+    return Script(tuple(_held(keys) for keys in value))
+
+
+def _states(transitions: Any) -> States:
+    if not isinstance(transitions, list) or len(transitions) > _MAX_TRANSITIONS:
+        raise DoorError(
+            "invalid_request", f"transitions must be a list of at most {_MAX_TRANSITIONS}", param="transitions"
+        )
+    held = []
+    for transition in transitions:
+        if not isinstance(transition, dict) or not isinstance(transition.get("client_ts_ms", 0), int | float | None):
+            raise DoorError("invalid_request", "a transition must be a map with actions", param="transitions")
+        held.append(_held(transition.get("actions")))
+    return States(tuple(held))
+
+
+def _held(value: Any) -> Held:
+    """Keys held in one latent frame, each once; keys that do not exist are ignored, as everywhere in this protocol."""
+    if not isinstance(value, list) or len(value) > _MAX_KEYS or any(not isinstance(key, str) for key in value):
+        raise DoorError(
+            "invalid_request", f"keys must be a list of at most {_MAX_KEYS} short texts", param="camera_actions"
+        )
+    return tuple(dict.fromkeys(key.lower() for key in value if key.lower() in KEYS))

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LiveClient`: one connection that watches and steers one endless world; what the streaming doors share.
+
+The connection's own task reads, so that a disconnect is noticed at once; a second task delivers chunks. Whichever ends
+first ends the other: a client that leaves has its chunk aborted in the engine and its world freed, a stream that ends
+closes the connection with a code and a reason, whatever it ended of. Doors subclass it and speak their own messages.
+Held by tests/entrypoints/realtime/{test_generate_door,test_video_door,test_live_faults}.py.
+"""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from typing import Any, Final
+
+from starlette.websockets import WebSocket
+
+from vllm_omni.entrypoints.realtime.connection import Connection
+from vllm_omni.entrypoints.realtime.errors import ClientGone, Close, DoorError
+from vllm_omni.entrypoints.realtime.run import Job
+from vllm_omni.entrypoints.realtime.session import Session, new_session_id
+from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+
+logger = logging.getLogger("vllm." + __name__)
+
+UNSENT_CHUNKS: Final = 1
+"""Finished chunks that wait for a reader while the next one is generated: whoever steers must see now, not then."""
+RENDER_INLINE_BYTES: Final = 256 * 1024
+"""Frames smaller than this are copied into a message on the event loop; a thread switch would take longer."""
+
+_SLOT_POLL_S: Final = 0.1
+_MAX_TEXT_FRAMES: Final = 3
+
+
+class LiveClient(ABC):
+    """One connection's life: accept, messages, at most one stream at a time, close."""
+
+    door: str
+    """For the log."""
+
+    def __init__(self, manager: SessionManager, websocket: WebSocket, max_strikes: int) -> None:
+        self.manager, self.limits, self.facts = manager, manager.limits, manager.facts
+        self.connection = Connection(websocket, manager.limits, max_strikes)
+        self.session: Session | None = None
+        self._stream: asyncio.Task[None] | None = None
+        self._num_messages = 0
+        self._end = "client left"
+
+    @property
+    def is_active(self) -> bool:
+        """Whether chunks are being made for this client; if not, its silence is idleness."""
+        return self._stream is not None and not self._stream.done()
+
+    async def run(self) -> None:
+        await self.connection.accept(None)
+        started_s = time.monotonic()
+        try:
+            await self.begin()
+            while True:
+                await self.take(await self.receive())
+        except ClientGone:
+            pass
+        except DoorError as error:  # of the connection, not of one message
+            await self.end_with(error)
+        except Exception:
+            logger.exception("%s connection failed", self.door)
+            self._end = "internal error"
+            await self.connection.close(Close.INTERNAL, self._end)
+        finally:
+            await self.stop()
+            seconds = time.monotonic() - started_s
+            logger.info("%s ended after %.1f s and %d messages: %s", self.door, seconds, self._num_messages, self._end)
+
+    async def receive(self) -> bytes | str:
+        return await self.connection.receive(busy=lambda: self.is_active)
+
+    # -- for doors -----------------------------------------------------------------------------------------------
+
+    async def begin(self) -> None:  # noqa: B027  (most doors say nothing first)
+        """What happens before the first message of the receive loop."""
+
+    @abstractmethod
+    async def take(self, data: bytes | str) -> None:
+        """Act on one message. A `DoorError` raised here ends the connection."""
+
+    @abstractmethod
+    async def deliver(self, payload: Any) -> None:
+        """Send one of the replies that the job's `render` made."""
+
+    @abstractmethod
+    async def complete(self) -> None:
+        """The stream has come to its planned end: say so and close."""
+
+    @abstractmethod
+    async def tell(self, error: DoorError) -> None:
+        """Send an error message."""
+
+    # -- the stream ----------------------------------------------------------------------------------------------
+
+    async def open_session(self, session_id: str | None = None) -> Session:
+        """Open a session for this connection; if all are in use, wait `slot_wait_s` for one to end.
+
+        Raises `DoorError` `capacity` or `session_limit`.
+        """
+        key = (self.connection.principal, session_id or new_session_id())
+        deadline_s = time.monotonic() + self.limits.slot_wait_s
+        while True:
+            try:
+                self.session = self.manager.open(key, self.connection.client)
+                self.session.connections.add(self)
+                return self.session
+            except DoorError:
+                if time.monotonic() >= deadline_s:
+                    raise
+            await asyncio.sleep(_SLOT_POLL_S)
+
+    def start(self, job: Job) -> None:
+        """Begin to generate and deliver; `open_session` has been called."""
+        self._stream = self.manager.spawn(self._deliver_all(job))
+
+    async def _deliver_all(self, job: Job) -> None:
+        assert self.session is not None
+        try:
+            run = self.session.submit(job)
+            try:
+                await run.follow(self._count_and_deliver, self)
+            finally:
+                if not run.finished:
+                    self.session.cancel([run])
+            self._end = "complete"
+            await self.complete()
+        except ClientGone:
+            pass
+        except DoorError as error:
+            await self.end_with(error)
+        except Exception:
+            logger.exception("%s stream failed", self.door)
+            await self.end_with(DoorError("engine_error", "internal error; the server's log has details"))
+
+    async def _count_and_deliver(self, payload: Any) -> None:
+        await self.deliver(payload)
+        self._num_messages += 1
+
+    async def end_with(self, error: DoorError) -> None:
+        """Tell the client what went wrong and close: every end has a close code and a reason."""
+        self._end = f"{error.code}: {error.message}"
+        try:
+            await self.tell(error)
+        except ClientGone:
+            return
+        await self.connection.close(error.close or Close.INTERNAL, error.message)
+
+    async def stop(self) -> None:
+        """Cancel the stream and free the world and its place; idempotent."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.cancel()  # first of all: the engine stops
+        if self._stream is not None:
+            self._stream.cancel()
+            await asyncio.wait([self._stream])
+            self._stream = None
+        if session is not None:
+            session.connections.discard(self)
+            await session.reset()
+            self.manager.forget_if_empty(session)
+
+
+class TextFrames:
+    """Counts messages of the wrong kind at a door that takes the other: the third ends the connection."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def refuse(self, message: str) -> DoorError:
+        self._count += 1
+        return DoorError(
+            "invalid_frame", message, close=Close.UNSUPPORTED_DATA if self._count >= _MAX_TEXT_FRAMES else None
+        )
+
+
+class MediaClock:
+    """Spaces chunks as they would play. `wait` returns how long it slept, in milliseconds."""
+
+    def __init__(self, fps: float) -> None:
+        self._fps = fps
+        self._next_s = 0.0
+
+    async def wait(self, num_frames: int, skip: bool) -> float:
+        """Sleep until the chunk before this one has played. skip: this one answers the client, so let it go now."""
+        now_s = time.monotonic()
+        if skip:
+            self._next_s = now_s
+        delay_s = max(0.0, self._next_s - now_s)
+        self._next_s = max(self._next_s, now_s) + num_frames / self._fps
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)
+        return delay_s * 1e3
+
+
+class Throttle:
+    """Whether the next chunk may begin: not while paused, and not without credit (None = unlimited)."""
+
+    def __init__(self) -> None:
+        self.credit: int | None = None
+        self.paused = False
+        self._changed = asyncio.Event()
+
+    @property
+    def ready(self) -> bool:
+        return not self.paused and self.credit != 0
+
+    async def wait_until_ready(self) -> None:
+        while not self.ready:
+            await self._changed.wait()
+
+    def take(self) -> None:
+        """A chunk begins."""
+        if self.credit is not None:
+            self.credit -= 1
+
+    def update(self, *, paused: bool | None = None, more_credit: int = 0) -> None:
+        if paused is not None:
+            self.paused = paused
+        if more_credit:
+            self.credit = min((self.credit or 0) + more_credit, 1 << 31)
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door `/v1/realtime/video`: JSON control and fragmented MP4 that a browser plays as it arrives.
+
+Speaks the protocol of vLLM-Omni 0.30 over the shared session core. Better than the original where that is invisible:
+streams without an end, start images up to the server's limit, prompts and camera for every model that takes them, a
+close frame at every end, and neither a stray binary message nor a slow reader stops the controls. Held by
+tests/entrypoints/realtime/test_video_door.py.
+"""
+
+import asyncio
+import uuid
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from starlette.websockets import WebSocket
+
+from vllm_omni.entrypoints.fmp4 import FragmentEncoder
+from vllm_omni.entrypoints.realtime import video_protocol as protocol
+from vllm_omni.entrypoints.realtime.camera import CameraPath
+from vllm_omni.entrypoints.realtime.controls import ControlTrack, Script
+from vllm_omni.entrypoints.realtime.errors import Close, DoorError
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.images import load_image
+from vllm_omni.entrypoints.realtime.live import UNSENT_CHUNKS, LiveClient, MediaClock, TextFrames
+from vllm_omni.entrypoints.realtime.pose_track import PoseTrack, Progress
+from vllm_omni.entrypoints.realtime.run import Controls, FinishedChunk, Job
+from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+
+PATHS: Final = ("/v1/realtime/video", "/v1/realtime/video/")
+
+_MAX_STRIKES: Final = 100
+_REMEMBERED_IDS: Final = 1024
+_FOCAL: Final = 500.0 / 832.0  # focal length over frame width that goes with keys; commands use the same view
+
+
+class VideoDoor:
+    """The door in one API server process; `serve` runs one connection."""
+
+    def __init__(self, manager: SessionManager) -> None:
+        self.manager = manager
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """Run one connection from handshake to close."""
+        async with self.manager.gate.admit(websocket) as admitted:
+            if admitted:
+                await _Client(self.manager, websocket, _MAX_STRIKES).run()
+
+
+@dataclass(frozen=True)
+class _Media:
+    """One chunk on its way: a metadata message and the bytes it announces."""
+
+    metadata: dict[str, Any]
+    data: bytes
+    is_answer: bool
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+class _FragmentRenderer:
+    """Turns a session's chunks into fragments, in order."""
+
+    def __init__(self, fps: float, request_id: str) -> None:
+        self._encoder = FragmentEncoder(fps)
+        self._request_id = request_id
+
+    def __call__(self, chunk: FinishedChunk) -> list[_Media]:
+        assert chunk.controls is not None
+        progress: Progress = chunk.controls.mark
+        is_first = self._encoder.mime_type is None
+        data = self._encoder.encode(chunk.result.frames_THWC)
+        metadata: dict[str, Any] = {
+            "type": "video.chunk_metadata",
+            "request_id": self._request_id,
+            "kind": "media",
+            "num_frames": len(chunk.result.frames_THWC),
+            "byte_length": len(data),
+            "generation_chunk_index": chunk.chunk_index,
+            "started_event_ids": list(progress.started),
+            "active_event_ids": list(progress.active),
+            "completed_event_ids": list(progress.completed),
+        }
+        if is_first:
+            metadata["mime_type"] = self._encoder.mime_type
+        return [_Media(metadata, data, is_answer=bool(progress.started))]
+
+
+class _CommandedSource:
+    """Steers the session's chunks by its client's interactions (`ChunkSource`); always ready."""
+
+    ready = True
+
+    def __init__(self, prompt: str, script: Script | None, facts: WorldFacts) -> None:
+        self._prompt, self._facts = prompt, facts
+        self._new_prompt: tuple[str, str] | None = None
+        self._keys = ControlTrack()
+        self.has_script = script is not None
+        if script is not None:
+            self._keys.apply([script])
+        self._poses = PoseTrack()
+        self._uses_poses = False
+
+    async def wait_until_ready(self) -> None:
+        return
+
+    def take(self, interaction: protocol.Interaction) -> None:
+        if interaction.prompt is not None:
+            self._new_prompt = (interaction.prompt, interaction.event_id)
+        if interaction.command is not None:
+            self._poses.push(interaction.command)
+            self._uses_poses = True
+
+    def sample(self, chunk_index: int, pixel_frames: int, latent_frames: int) -> Controls:
+        prompt, progress, camera, actions = None, Progress(), None, None
+        if self._uses_poses:
+            poses_N44, progress = self._poses.sample(pixel_frames, latent_frames)
+            camera = CameraPath(poses_N44, self._intrinsics(pixel_frames))
+        elif self._facts.camera:
+            actions = self._keys.sample(latent_frames).actions or [[] for _ in range(latent_frames)]
+        if chunk_index == 0:
+            prompt = self._prompt
+        elif self._new_prompt is not None:
+            (prompt, event_id), self._new_prompt = self._new_prompt, None
+            done = (*progress.completed, event_id)
+            progress = Progress((*progress.started, event_id), progress.active, tuple(dict.fromkeys(done)))
+        return Controls(actions=actions, camera=camera, prompt=prompt, mark=progress)
+
+    def _intrinsics(self, pixel_frames: int) -> np.ndarray:
+        width, height = self._facts.intrinsics_reference_size
+        focal = _FOCAL * width
+        return np.tile(np.array([focal, focal, width / 2, height / 2], np.float32), (pixel_frames, 1))
+
+
+class _Client(LiveClient):
+    door = "realtime/video"
+
+    def __init__(self, manager: SessionManager, websocket: WebSocket, max_strikes: int) -> None:
+        super().__init__(manager, websocket, max_strikes)
+        self._request_id: str | None = None
+        self._source: _CommandedSource | None = None
+        self._clock: MediaClock | None = None
+        self._binaries = TextFrames()
+        self._event_ids: OrderedDict[str, None] = OrderedDict()
+        self._chunks = 0
+
+    # -- messages in ---------------------------------------------------------------------------------------------
+
+    async def begin(self) -> None:
+        """Wait for `session.start` and begin; a start that cannot be ends the connection."""
+        try:
+            async with asyncio.timeout(self.limits.start_timeout_s):
+                data = await self.receive()
+        except TimeoutError:
+            raise DoorError("timeout", "Timeout waiting for session.start", close=Close.POLICY) from None
+        try:
+            if not isinstance(data, str):
+                raise DoorError("invalid_frame", "session.start must be a JSON text message")
+            value = protocol.decode(data, protocol.max_start_bytes(self.limits), "session.start")
+            await self._start(protocol.parse_start(value, self.limits))
+        except DoorError as error:
+            error.close = error.close or Close.POLICY
+            raise
+
+    async def _start(self, start: protocol.Start) -> None:
+        facts = self.facts
+        if start.model is not None and start.model != facts.model:
+            raise DoorError("invalid_request", f"Model mismatch: this server runs '{facts.model}'", param="model")
+        size = (start.height or facts.height, start.width or facts.width)
+        facts.check_size(*size)
+        num_chunks = self._num_chunks(start.num_frames)
+        if start.script() is not None and not facts.camera:
+            raise DoorError("unsupported", "the served model takes no camera", param="extra_params")
+        if start.image_reference is None and facts.needs_image:
+            raise DoorError("missing_image", "this model begins with an image_reference", param="image_reference")
+        image: np.ndarray | None = None
+        if start.image_reference is not None:
+            image = await self.manager.off_loop(load_image, start.image_reference.image_url, *size, self.limits)
+        request_id = f"video_stream-{uuid.uuid4().hex}"
+        try:
+            session = await self.open_session()
+        except DoorError as error:
+            error.close = Close.CAPACITY
+            raise
+        self._request_id = request_id
+        fps = start.fps or facts.fps
+        if start.extra_params.pace_to_media_time:
+            self._clock = MediaClock(fps)
+        config = {"model": facts.model, "prompt": start.prompt, "width": size[1], "height": size[0], "fps": fps}
+        config |= {"num_frames": start.num_frames, "seed": start.seed, "session_id": session.session_id}
+        await self._send({"type": "video.start", "request_id": request_id, "format": protocol.FORMAT, "config": config})
+        script = start.script()
+        self._source = _CommandedSource(start.prompt, None if script is None else Script(tuple(script)), facts)
+        self.start(
+            Job(
+                request_id=request_id,
+                digest=b"",
+                camera=None,
+                actions=None,
+                num_frames=None,
+                pose_policy="error",
+                load_image=None if image is None else lambda height, width: image,
+                prompt=start.prompt,
+                seed=start.seed,
+                height=size[0],
+                width=size[1],
+                restart=False,
+                chunk_index=None,
+                options={},
+                render=_FragmentRenderer(fps, request_id),
+                source=self._source,
+                num_chunks=num_chunks,
+                keep_replies=False,
+                unsent_chunks=UNSENT_CHUNKS,
+            )
+        )
+
+    def _num_chunks(self, num_frames: int | None) -> int | None:
+        if num_frames is None:
+            return None
+        first, later = self.facts.first_chunk_frames, self.facts.chunk_frames
+        chunks, rest = divmod(num_frames - first, later)
+        if rest or chunks < 0:
+            raise DoorError(
+                "invalid_request",
+                f"Invalid session.start: num_frames must be {first} + {later}k, got {num_frames}",
+                param="num_frames",
+            )
+        return chunks + 1
+
+    async def take(self, data: bytes | str) -> None:
+        event_id: str | None = None
+        try:
+            if not isinstance(data, str):
+                raise self._binaries.refuse("WebSocket messages must be JSON text")
+            try:
+                value = protocol.decode(data, protocol.MAX_CONTROL_BYTES, "message")
+            except DoorError as error:
+                raise self.connection.strike(error) if error.code == "invalid_json" else error from None
+            kind = value.get("type")
+            if kind == "session.ping":
+                await self._send({"type": "session.pong"})
+            elif kind == "session.stop":
+                await self._stop()
+            elif kind == "session.interaction":
+                interaction = protocol.parse_interaction(value, self.limits)
+                event_id = interaction.event_id
+                await self._interact(interaction)
+            else:
+                raise DoorError("invalid_request", "Unknown message type", param="type")
+        except DoorError as error:
+            if error.close is not None:
+                raise
+            await self._tell(error, event_id)
+
+    async def _interact(self, interaction: protocol.Interaction) -> None:
+        assert self._source is not None
+        if interaction.event_id in self._event_ids:
+            raise DoorError("event_id_conflict", "event_id_conflict", param="event_id")
+        if interaction.command is not None and not self.facts.camera:
+            raise DoorError("interaction_failed", "the served model takes no camera")
+        if interaction.command is not None and self._source.has_script:
+            raise DoorError("interaction_failed", "the camera follows camera_action_script; start without one")
+        self._event_ids[interaction.event_id] = None
+        while len(self._event_ids) > _REMEMBERED_IDS:
+            self._event_ids.popitem(last=False)
+        reply = {"type": "session.interaction.queued", "request_id": self._request_id}
+        await self._send({**reply, "event_id": interaction.event_id})
+        self._source.take(interaction)  # after its receipt was sent: `queued` comes before any effect
+
+    async def _stop(self) -> None:
+        await self.stop()
+        await self._finish(stopped=True)
+
+    # -- messages out --------------------------------------------------------------------------------------------
+
+    async def deliver(self, payload: _Media) -> None:
+        if self._clock is not None:
+            await self._clock.wait(payload.metadata["num_frames"], payload.is_answer)
+        metadata = {**payload.metadata, "transport_chunk_index": self._chunks}
+        await self.connection.send(_json(metadata), payload.data)
+        self._chunks += 1
+
+    async def complete(self) -> None:
+        await self._finish(stopped=False)
+
+    async def _finish(self, *, stopped: bool) -> None:
+        done = {"type": "session.done", "request_id": self._request_id, "chunks": self._chunks, "stopped": stopped}
+        await self._send(done)
+        await self.connection.close(Close.NORMAL, "stopped by the client" if stopped else "generation complete")
+
+    async def tell(self, error: DoorError) -> None:
+        await self._tell(error, None)
+
+    async def _tell(self, error: DoorError, event_id: str | None) -> None:
+        message = {
+            "type": "error",
+            "message": error.message,
+            "code": error.code,
+            "request_id": self._request_id,
+            "event_id": event_id,
+        }
+        await self._send({key: value for key, value in message.items() if value is not None})
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        await self.connection.send(_json(message))
+
+
+def _json(message: dict[str, Any]) -> str:
+    return msgspec.json.encode(message).decode()

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The typed messages of `/v1/realtime/video`: JSON text for control, as vLLM-Omni 0.30 speaks it.
+
+A `session.start` comes first, then interactions (a prompt, a camera command), `session.stop` and `session.ping`. Held
+by tests/entrypoints/realtime/test_video_protocol.py.
+"""
+
+import uuid
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+
+from vllm_omni.entrypoints.realtime.controls import MAX_SCRIPT_ENTRIES, Held
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.limits import MIB, DoorLimits
+from vllm_omni.entrypoints.realtime.pose_track import Command, unit_quaternion
+from vllm_omni.entrypoints.realtime.protocol import with_whole_numbers
+
+FORMAT: Final = "m4s"
+MAX_CONTROL_BYTES: Final = 128 * 1024
+
+_LARGEST: Final = 1e6  # as for camera paths: beyond it a float32 position loses all precision
+_MAX_TRANSITION_CHUNKS: Final = 10_000
+
+Pixels = Annotated[int, msgspec.Meta(ge=8, le=8192)]
+Coordinate = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+
+
+class ImageReference(msgspec.Struct, frozen=True):
+    image_url: str
+
+
+class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
+    """camera_action_script: keys held in each latent frame. pace_to_media_time: send no faster than it plays."""
+
+    camera_action_script: Annotated[list[list[str] | str], msgspec.Meta(max_length=MAX_SCRIPT_ENTRIES)] | None = None
+    pace_to_media_time: bool = False
+    preencode_mp4: bool = False
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message. Unknown keys are ignored; so are settings that a deployment fixes (steps, guidance).
+
+    num_frames: where the stream ends, first chunk + k chunks; None = at `session.stop`.
+    """
+
+    prompt: str
+    model: str | None = None
+    format: str = FORMAT
+    width: Pixels | None = None
+    height: Pixels | None = None
+    fps: Annotated[float, msgspec.Meta(ge=1, le=240)] | None = None
+    num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    image_reference: ImageReference | None = None
+    extra_params: ExtraParams = ExtraParams()
+
+    def script(self) -> list[Held] | None:
+        entries = self.extra_params.camera_action_script
+        return None if entries is None else [tuple(keys) for keys in entries]
+
+
+class Interaction(msgspec.Struct, frozen=True):
+    """A prompt, a camera command, or both."""
+
+    event_id: str
+    prompt: str | None
+    command: Command | None
+
+
+class _CameraData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    translation: tuple[Coordinate, Coordinate, Coordinate] = (0.0, 0.0, 0.0)
+    rotation: tuple[Coordinate, Coordinate, Coordinate, Coordinate] = (0.0, 0.0, 0.0, 1.0)
+
+
+class _Camera(msgspec.Struct, frozen=True):
+    data: _CameraData
+    mode: Literal["target", "velocity"] = "target"
+
+
+class _MultiModal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    camera: _Camera
+
+
+class _InteractionEvent(msgspec.Struct, frozen=True):
+    prompt: str | None = None
+    multi_modal_data: _MultiModal | None = None
+
+
+class _Interaction(msgspec.Struct, frozen=True):
+    event: _InteractionEvent
+    event_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
+    transition_chunks: Annotated[int, msgspec.Meta(ge=0, le=_MAX_TRANSITION_CHUNKS)] | None = None
+
+
+def max_start_bytes(limits: DoorLimits) -> int:
+    """A start image travels as base64 text."""
+    return limits.max_image_bytes * 4 // 3 + MIB // 4
+
+
+def decode(text: str, max_bytes: int, name: str) -> dict[str, Any]:
+    """Return the JSON object of one message. Raises `DoorError`; `name` is what the message should be."""
+    if len(text) > max_bytes:
+        raise DoorError("invalid_request", f"{name} too large: {len(text)} characters, at most {max_bytes}")
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise DoorError("invalid_json", f"Invalid JSON in {name}") from None
+    if not isinstance(value, dict):
+        raise DoorError("invalid_request", f"{name} must be a JSON object")
+    return value
+
+
+def parse_start(value: dict[str, Any], limits: DoorLimits) -> Start:
+    """Raises `DoorError`."""
+    if value.get("type") != "session.start":
+        raise DoorError("invalid_request", "Expected session.start", param="type")
+    nested = value.get("sampling_params")
+    fields = with_whole_numbers({**(nested if isinstance(nested, dict) else {}), **value})
+    start: Start = _convert(fields, Start, "Invalid session.start")
+    if start.format != FORMAT:
+        raise DoorError("unsupported_codec", f"Invalid session.start format: expected '{FORMAT}'.", param="format")
+    _check_prompt(start.prompt, limits)
+    if (start.width is None) != (start.height is None):
+        raise DoorError("invalid_request", "Invalid session.start: send width and height, or neither", param="width")
+    if start.extra_params.preencode_mp4:
+        raise DoorError("invalid_request", "Invalid session.start: preencode_mp4 does not stream", param="extra_params")
+    return start
+
+
+def parse_interaction(value: dict[str, Any], limits: DoorLimits) -> Interaction:
+    """Raises `DoorError`; nothing of a refused interaction takes effect."""
+    wanted: _Interaction = _convert(value.get("interaction"), _Interaction, "Invalid session.interaction")
+    event = wanted.event
+    if event.prompt is None and event.multi_modal_data is None:
+        raise DoorError("invalid_request", "session.interaction needs event.prompt or event.multi_modal_data.camera")
+    if event.prompt is not None:
+        _check_prompt(event.prompt, limits)
+    event_id = wanted.event_id or uuid.uuid4().hex
+    command = None
+    if event.multi_modal_data is not None:
+        camera = event.multi_modal_data.camera
+        try:
+            rotation_4 = unit_quaternion(camera.data.rotation)
+        except ValueError as error:
+            raise DoorError("invalid_camera", str(error), param="rotation") from None
+        chunks = 1 if wanted.transition_chunks is None else wanted.transition_chunks
+        command = Command(event_id, camera.mode, np.array(camera.data.translation), rotation_4, chunks)
+    return Interaction(event_id, event.prompt, command)
+
+
+def _convert(value: Any, kind: type[Any], what: str) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise DoorError("invalid_request", f"{what}: {error}") from None
+
+
+def _check_prompt(prompt: str, limits: DoorLimits) -> None:
+    if not prompt.strip():
+        raise DoorError("invalid_request", "prompt must not be empty", param="prompt")
+    if len(prompt) > limits.max_prompt_chars:
+        raise DoorError(
+            "prompt_too_long",
+            f"the prompt has {len(prompt)} characters; at most {limits.max_prompt_chars} are allowed",
+            param="prompt",
+        )
