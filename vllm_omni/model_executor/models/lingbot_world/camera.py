@@ -21,13 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_omni.model_executor.models.lingbot_world.config import (
-    NATIVE_HEIGHT,
-    NATIVE_WIDTH,
-    VAE_SPATIAL,
-    VAE_TEMPORAL,
-    first_pixel_frame,
-)
+from vllm_omni.model_executor.models.lingbot_world.config import NATIVE_HEIGHT, NATIVE_WIDTH
+from vllm_omni.model_executor.models.wan.chunk_plan import VAE_SPATIAL, VAE_TEMPORAL, first_pixel_frame
 from vllm_omni.outputs import RequestFailed
 
 MOVE_UNIT = 0.05

@@ -7,18 +7,18 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_config.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import torch
 
 from vllm_omni.config import parse_options
+from vllm_omni.model_executor.models.wan.architecture import read_architecture
+from vllm_omni.model_executor.models.wan.chunk_plan import VAE_SPATIAL, WanChunkPlan, check_sliding
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule
 
 LATENT_CHANNELS = 16
-VAE_SPATIAL = 8
-VAE_TEMPORAL = 4
 CAMERA_CHANNELS = 6
 NATIVE_HEIGHT, NATIVE_WIDTH = 480, 832
 """The size camera intrinsics are expressed for."""
@@ -94,35 +94,11 @@ class LingBotWorldConfig:
 
         Raises ValueError naming unknown keys, and every value that this code does not implement.
         """
-        unknown = sorted(set(values) - set(_RENAMED) - set(_REQUIRED) - set(_IGNORED))
-        if unknown:
-            raise ValueError(
-                f"transformer config has unknown keys {unknown}; known: {sorted({*_RENAMED, *_REQUIRED, *_IGNORED})}"
-            )
-        for key, allowed in _REQUIRED.items():
-            if key in values and values[key] not in allowed:
-                raise ValueError(f"transformer config has {key} = {values[key]!r}; this model implements {allowed}")
-        fields: dict[str, Any] = {}
         states_window = values.get("sliding_window_num_frames") or values.get("local_attn_size", -1) != -1
         skipped = [] if states_window else ["sink_size"]
         if values.get("sliding_window_num_frames") or not states_window:
             skipped.append("local_attn_size")
-        for key, name in _RENAMED.items():
-            if values.get(key) is None or key in skipped:
-                continue
-            value = tuple(values[key]) if key == "patch_size" else values[key]
-            if name in fields and fields[name] != value:
-                raise ValueError(f"transformer config gives {name} twice: {fields[name]} and {value} ({key})")
-            fields[name] = value
-        config = cls(**{name: value for name, value in fields.items() if name != "attention_head_dim"})
-        if "dim" not in fields and "attention_head_dim" in fields:
-            config = replace(config, dim=config.num_heads * fields["attention_head_dim"])
-        elif fields.get("attention_head_dim", config.head_dim) != config.head_dim:
-            raise ValueError(
-                f"attention_head_dim {fields['attention_head_dim']} contradicts dim {config.dim} over "
-                f"{config.num_heads} heads"
-            )
-        return config
+        return cls(**read_architecture(values, _RENAMED, _REQUIRED, (*_IGNORED, *skipped), cls.num_heads, cls.dim))
 
 
 _RENAMED = {
@@ -233,15 +209,8 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return {"fp32": torch.float32, "bf16": torch.bfloat16, None: model_dtype}[self.vae_dtype]
 
 
-@dataclass(frozen=True)
-class ChunkPlan:
+class ChunkPlan(WanChunkPlan):
     """How a session is cut into chunks and what each sees: architecture and options resolved."""
-
-    first_chunk_frames: int
-    chunk_frames: int
-    window_frames: int
-    sink_frames: int
-    max_attention_frames: int | None
 
     @classmethod
     def resolve(cls, config: LingBotWorldConfig, options: LingBotOptions) -> "ChunkPlan":
@@ -253,33 +222,8 @@ class ChunkPlan:
             window = sink = options.global_frames
         else:
             sink = _first_set(options.sink_frames, config.sink_frames, _SINKS[options.version or "v1"])
-            if sink + chunk > window:
-                raise ValueError(
-                    f"a window of {window} latent frames with {sink} sink frames leaves no room for chunks of {chunk}; "
-                    f"need sink_frames + latent_frames_per_chunk <= window_frames"
-                )
-        if first > window:
-            raise ValueError(f"the first chunk of {first} latent frames does not fit a window of {window}")
-        if (limit := options.max_attention_frames) is not None and limit < max(chunk, first):
-            raise ValueError(f"max_attention_frames {limit} is smaller than a chunk of {max(chunk, first)}")
+            check_sliding(window, sink, chunk)
         return cls(first, chunk, window, sink, options.max_attention_frames)
-
-    def frames(self, chunk_index: int) -> range:
-        """Return the latent frames of a chunk, by absolute index."""
-        if chunk_index == 0:
-            return range(self.first_chunk_frames)
-        start = self.first_chunk_frames + (chunk_index - 1) * self.chunk_frames
-        return range(start, start + self.chunk_frames)
-
-    def pixel_frames(self, chunk_index: int) -> range:
-        """Return the video frames a chunk decodes to, by absolute index: 9 for a first chunk of 3 latents, 12 later."""
-        frames = self.frames(chunk_index)
-        return range(first_pixel_frame(frames.start), first_pixel_frame(frames.stop))
-
-
-def first_pixel_frame(latent_frame: int) -> int:
-    """Return the first video frame of a latent frame: latent 0 is frame 0, latent i > 0 is frames 4i - 3 .. 4i."""
-    return max(0, VAE_TEMPORAL * (latent_frame - 1) + 1)
 
 
 def _first_set(*values: int | None) -> int:

@@ -9,13 +9,12 @@ from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS, hf
 from vllm_omni.model_executor.models.lingbot_world.config import (
     NATIVE_HEIGHT,
     NATIVE_WIDTH,
-    VAE_SPATIAL,
-    VAE_TEMPORAL,
     ChunkPlan,
     LingBotOptions,
     LingBotWorldConfig,
 )
 from vllm_omni.model_executor.models.registry import ModelFamily
+from vllm_omni.model_executor.models.wan.chunk_plan import VAE_SPATIAL, VAE_TEMPORAL
 
 
 def _make_tiny(out: Path, seed: int, layout: str) -> None:

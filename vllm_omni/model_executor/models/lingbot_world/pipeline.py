@@ -35,11 +35,12 @@ from vllm_omni.model_executor.models.lingbot_world.camera import camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition, prepare_image
 from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan, LingBotOptions, LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk, past_nbytes, rebuilt_from, still_visible
+from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk, past_nbytes
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, SessionShape
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
+from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.noise import standard_normal

@@ -8,7 +8,6 @@ chunk then sees sinks and replayed chunks only, as it once saw what came before 
 Held by tests/model_executor/models/lingbot_world/test_lingbot_replay.py.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,29 +38,6 @@ class PastChunk:
     def to(self, device: torch.device | str) -> "PastChunk":
         y = None if self.y is None else self.y.to(device)
         return PastChunk(self.frames, self.latents.to(device), y, self.relative_F44, self.intrinsics_F4)
-
-
-def still_visible(past: Sequence[PastChunk], plan: ChunkPlan, next_frames: range) -> tuple[PastChunk, ...]:
-    """Return the chunks of which chunk `next_frames` sees at least one frame, oldest first."""
-    oldest = oldest_ring_frame(plan, next_frames)
-    return tuple(chunk for chunk in past if chunk.frames.start < plan.sink_frames or chunk.frames.stop > oldest)
-
-
-def oldest_ring_frame(plan: ChunkPlan, next_frames: range) -> int:
-    """Return the first frame behind the sinks that chunk `next_frames` sees; 0 while it sees everything."""
-    if next_frames.stop <= plan.window_frames:
-        return 0
-    return next_frames.stop - (plan.window_frames - plan.sink_frames)
-
-
-def rebuilt_from(past: Sequence[PastChunk]) -> int:
-    """Return the frame from which on `past` has no gap: ring frames before it are not in a rebuilt window."""
-    start = past[-1].frames.start
-    for chunk in reversed(past):
-        if chunk.frames.stop < start:
-            break
-        start = chunk.frames.start
-    return start
 
 
 def past_nbytes(plan: ChunkPlan, frame_bytes: int) -> int:
