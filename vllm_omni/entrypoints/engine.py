@@ -8,6 +8,7 @@ engine ended the request), `engine_error` (it failed on it) and `engine_dead` (n
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Mapping
 from typing import Any, Final
@@ -25,6 +26,7 @@ from vllm_omni.outputs import RequestFailed, unpack
 logger = logging.getLogger("vllm." + __name__)
 
 _DEAD: Final = "the engine has stopped"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class OmniEngine:
@@ -68,6 +70,27 @@ class OmniEngine:
                 "engine_error", "the engine failed on this request; the server's log has details"
             ) from error
         return meta, {name: tensor.numpy() for name, tensor in results.items()}
+
+    async def run_when_room(
+        self, params: DiffusionParams, arrays: Mapping[str, np.ndarray], *, timeout_s: float, wait_s: float
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Like `run`, but while the engine answers `capacity`, ask again for up to `wait_s`.
+
+        timeout_s: an attempt that takes longer is aborted. Raises `RequestFailed`, also with `timeout`.
+        """
+        give_up_s = time.monotonic() + wait_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await self.run(params, arrays)
+            except RequestFailed as failure:
+                if failure.code != "capacity" or time.monotonic() > give_up_s:
+                    raise
+            except TimeoutError:
+                raise RequestFailed("timeout", "the engine took too long; the request was dropped") from None
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
 
     async def close(self, session_id: str) -> None:
         """Free a session's state; unknown ids are fine. Raises `RequestFailed`."""

@@ -5,6 +5,7 @@ Loaded when `VLLM_PLUGINS` names `vllm_omni` (`vllm serve --omni` sees to that) 
 requests of the task `plugin`.
 """
 
+import logging
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,16 +17,23 @@ from starlette.websockets import WebSocket
 from vllm.engine.protocol import EngineClient
 
 from vllm_omni.entrypoints import websocket as websocket_options
+from vllm_omni.entrypoints.access import BrowserAccess, configured_keys
+from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
+from vllm_omni.entrypoints.readiness import Readiness, ReadyRoute
 from vllm_omni.entrypoints.realtime import generate_door, video_door, world_camera
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+from vllm_omni.entrypoints.webui import pages
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
 
 _CODEC_THREADS: Final = 4
+
+logger = logging.getLogger("vllm." + __name__)
 
 
 class OmniEndpoints:
@@ -38,6 +46,8 @@ class OmniEndpoints:
         self._camera_door: world_camera.WorldCameraDoor | None = None
         self._generate_door: generate_door.GenerateDoor | None = None
         self._video_door: video_door.VideoDoor | None = None
+        self._openai = OpenAIRoutes()
+        self._ready = ReadyRoute()
 
     def attach_router(self, app: FastAPI) -> None:
         websocket_options.apply_at_startup(app)
@@ -47,6 +57,9 @@ class OmniEndpoints:
             app.add_api_websocket_route(path, self._realtime_generate)
         for path in video_door.PATHS:
             app.add_api_websocket_route(path, self._realtime_video)
+        self._openai.attach(app)
+        self._ready.attach(app)
+        BrowserAccess(configured_keys(app.state.args)).attach(app, open_paths=pages.attach(app))
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         if engine_client is None:  # a render-only server; `required_tasks` keeps us away from it
@@ -60,6 +73,18 @@ class OmniEndpoints:
         self._camera_door = world_camera.WorldCameraDoor(manager, options.max_bytes)
         self._generate_door = generate_door.GenerateDoor(manager)
         self._video_door = video_door.VideoDoor(manager)
+        names = dict.fromkeys([*(args.served_model_name or [args.model]), served])
+        self._openai.start(engine_client, list(names), limits, executor)
+        self._ready.readiness = Readiness(
+            OmniEngine(engine_client),
+            self._openai.stats_interval_s,
+            has_room=lambda: manager.has_room and self._openai.has_room(),
+            sessions_are_room=self._openai.served.capabilities.is_world,
+            media_bytes=self._openai.media_bytes,
+        )
+
+        if (address := pages.address(args)) is not None:
+            logger.info("web page: %s", address)
 
     async def _world_camera(self, websocket: WebSocket) -> None:
         assert self._camera_door is not None, "vLLM initialises state before it serves"

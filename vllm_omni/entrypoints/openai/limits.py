@@ -34,6 +34,7 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_videos: Count = 32
     request_timeout_s: Seconds = 1800.0
     queue_timeout_s: Seconds = 600.0
+    image_wait_s: Seconds = 60.0
     media_dir: str = ""
     media_ttl_s: Seconds = 86_400.0
     max_videos: Count = 256

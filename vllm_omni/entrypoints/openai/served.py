@@ -29,6 +29,7 @@ class ServedModel:
     width: int
     height: int
     max_pixels: int
+    max_sessions: int
     world: WorldFacts | None = None
 
     @classmethod
@@ -47,5 +48,6 @@ class ServedModel:
             width=capabilities.width or omni.width,
             height=capabilities.height or omni.height,
             max_pixels=capabilities.max_pixels or omni.max_area,
+            max_sessions=omni.max_sessions,
             world=world,
         )

@@ -100,6 +100,15 @@ class SessionManager:
 
     # -- room ----------------------------------------------------------------------------------------------------
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a new session would be taken now: there is a place, or a session that nobody uses."""
+        if self.is_over_budget:
+            return False
+        return len(self._sessions) < self.facts.max_sessions or any(
+            not session.is_busy and not session.connections for session in self._sessions.values()
+        )
+
     def _make_room(self) -> None:
         for session in self._sessions.values():  # least recently used first
             if not session.is_busy and not session.connections:

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus metrics of all doors, on stock vLLM's own `/metrics`, and the structured log lines of sessions and jobs.
+
+vLLM serves `prometheus_client`'s default registry, or, with several API server processes, what they all write to
+`PROMETHEUS_MULTIPROC_DIR`: metrics made here appear there by themselves. A door makes a `SessionMeter` for each session
+and calls it; requests without a session go through `door_metrics()`. Labels have few values and never name a client.
+
+Log lines are one word for what happened and `key=value` pairs: two for a session, two for a video job, one for an image
+call. No prompt, key or address is ever in them. Held by tests/entrypoints/test_metrics.py.
+"""
+
+import functools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from prometheus_client import Counter, Gauge, Histogram
+
+logger = logging.getLogger("vllm." + __name__)
+
+_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
+_LONG_SECONDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_STAGES: Final = {"encode": "encode", "steps": "denoise", "decode": "decode"}
+"""Stage names in an envelope's `timings_ms` -> label."""
+LATE_TOLERANCE_S: Final = 0.02
+"""A chunk counts as late when it comes this much after the one before it has been played."""
+
+
+def log_event(event: str, **fields: object) -> None:
+    """One structured line: `event key=value ...`; floats with three decimals, None left out."""
+    shown = (
+        f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in fields.items()
+        if value is not None
+    )
+    logger.info("%s %s", event, " ".join(shown))
+
+
+class DoorMetrics:
+    """All metrics of one process. Make it through `door_metrics()`: a registry takes each name once."""
+
+    def __init__(self) -> None:
+        endpoint = ("endpoint",)
+        self.sessions = Gauge("omni_rt_sessions", "Live sessions.", endpoint, multiprocess_mode="livesum")
+        self.opened = Counter("omni_rt_sessions_opened", "Sessions begun.", endpoint)
+        self.closed = Counter("omni_rt_sessions_closed", "Sessions ended, by reason.", (*endpoint, "reason"))
+        self.rejected = Counter("omni_rt_sessions_rejected", "Sessions refused, by reason.", (*endpoint, "reason"))
+        self.chunks = Counter("omni_rt_chunks", "Chunks generated.", endpoint)
+        self.frames = Counter("omni_rt_frames", "Frames generated.", endpoint)
+        self.aborted = Counter("omni_rt_chunks_aborted", "Chunks dropped in the engine.", (*endpoint, "reason"))
+        self.dropped = Counter("omni_rt_frames_dropped", "Frames generated, never delivered.", (*endpoint, "reason"))
+        self.late = Counter(
+            "omni_rt_deadline_misses", "Chunks that came after the one before had been played.", endpoint
+        )
+        self.first_frame = Histogram(
+            "omni_rt_time_to_first_frame_seconds", "From a request to its first chunk.", endpoint, buckets=_SECONDS
+        )
+        self.gap = Histogram(
+            "omni_rt_inter_chunk_gap_seconds", "Between chunks of one request.", endpoint, buckets=_SECONDS
+        )
+        self.stage = Histogram(
+            "omni_rt_chunk_seconds", "Where a chunk's time goes.", (*endpoint, "stage"), buckets=_SECONDS
+        )
+        self.duration = Histogram(
+            "omni_rt_session_duration_seconds", "Length of sessions.", endpoint, buckets=_LONG_SECONDS
+        )
+        self.requests = Counter("omni_requests", "Image calls and video jobs, by outcome.", (*endpoint, "status"))
+        self.request_seconds = Histogram(
+            "omni_request_seconds", "Time of image calls and video jobs.", endpoint, buckets=_LONG_SECONDS
+        )
+        self.waiting = Gauge(
+            "omni_requests_waiting",
+            "Image calls and video jobs not yet finished.",
+            (*endpoint, "state"),
+            multiprocess_mode="livesum",
+        )
+        # Every process asks the engine the same: the latest answer is the truth.
+        self.held_bytes = Gauge(
+            "omni_held_bytes", "Bytes held, by what holds them.", ("kind",), multiprocess_mode="livemostrecent"
+        )
+        self.engine_sessions = Gauge(
+            "omni_engine_sessions", "Sessions the engine holds.", multiprocess_mode="livemostrecent"
+        )
+        self.engine_slots = Gauge(
+            "omni_engine_session_slots", "Sessions the engine may hold.", multiprocess_mode="livemostrecent"
+        )
+
+    def session_refused(self, endpoint: str, reason: str) -> None:
+        self.rejected.labels(endpoint, reason).inc()
+
+    def request_done(self, endpoint: str, status: str, seconds: float) -> None:
+        """An image call or a video job has ended. status: `completed`, `failed`, `cancelled` or `refused`."""
+        self.requests.labels(endpoint, status).inc()
+        self.request_seconds.labels(endpoint).observe(seconds)
+
+    def engine_state(self, stats: Mapping[str, Any]) -> None:
+        """Take over what the worker's `session_stats` says."""
+        self.engine_sessions.set(stats["sessions"])
+        self.engine_slots.set(stats["max_sessions"])
+        self.held_bytes.labels("sessions").set(stats["bytes"])
+        if stats.get("max_bytes") is not None:
+            self.held_bytes.labels("sessions_limit").set(stats["max_bytes"])
+
+    def media_bytes(self, nbytes: int) -> None:
+        self.held_bytes.labels("media_files").set(nbytes)
+
+    def stages(self, endpoint: str, timings_ms: Mapping[str, Sequence[float]], wall_s: float) -> None:
+        """Where a chunk's (or a picture's) time went; what the engine did not account for is `queue`."""
+        spent_s = {name: sum(times) / 1e3 for name, times in timings_ms.items()}
+        for name, label in _STAGES.items():
+            if name in spent_s:
+                self.stage.labels(endpoint, label).observe(spent_s[name])
+        busy_s = spent_s.get("total", sum(spent_s.values()))
+        self.stage.labels(endpoint, "queue").observe(max(0.0, wall_s - busy_s))
+
+
+@functools.cache
+def door_metrics() -> DoorMetrics:
+    """The metrics of this process."""
+    return DoorMetrics()
+
+
+class SessionMeter:
+    """One session's numbers: made when it begins, told of every chunk, closed once."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._metrics = door_metrics()
+        self._endpoint = endpoint
+        self._opened_s = time.monotonic()
+        self._request_s: float | None = None
+        self._last_chunk_s: float | None = None
+        self._due_s = 0.0
+        self._closed = False
+        self.num_chunks = self.num_frames = self.num_aborted = self.num_dropped = self.num_late = 0
+        self._first_frame_s: float | None = None
+        self._worst_gap_s = 0.0
+        self._metrics.opened.labels(endpoint).inc()
+        self._metrics.sessions.labels(endpoint).inc()
+        log_event("session_opened", endpoint=endpoint)
+
+    def request_started(self) -> None:
+        """A request's turn has come: the time until it was asked for counts neither as gap nor as delay."""
+        self._request_s, self._last_chunk_s = time.monotonic(), None
+
+    def chunk_done(self, num_frames: int, fps: float, timings_ms: Mapping[str, Sequence[float]], wall_s: float) -> None:
+        """A chunk has come from the engine. wall_s: from its submission to now."""
+        now, endpoint = time.monotonic(), self._endpoint
+        self.num_chunks += 1
+        self.num_frames += num_frames
+        self._metrics.chunks.labels(endpoint).inc()
+        self._metrics.frames.labels(endpoint).inc(num_frames)
+        self._metrics.stages(endpoint, timings_ms, wall_s)
+        if self._last_chunk_s is None:
+            first_s = now - (self._opened_s if self._request_s is None else self._request_s)
+            self._first_frame_s = first_s if self._first_frame_s is None else self._first_frame_s
+            self._metrics.first_frame.labels(endpoint).observe(first_s)
+            self._due_s = now
+        else:
+            gap_s = now - self._last_chunk_s
+            self._worst_gap_s = max(self._worst_gap_s, gap_s)
+            self._metrics.gap.labels(endpoint).observe(gap_s)
+            if now > self._due_s + LATE_TOLERANCE_S:
+                self.num_late += 1
+                self._metrics.late.labels(endpoint).inc()
+        self._last_chunk_s = now
+        self._due_s = max(self._due_s, now) + num_frames / fps
+
+    def chunks_aborted(self, reason: str, count: int = 1) -> None:
+        self.num_aborted += count
+        self._metrics.aborted.labels(self._endpoint, reason).inc(count)
+
+    def frames_dropped(self, reason: str, count: int) -> None:
+        self.num_dropped += count
+        self._metrics.dropped.labels(self._endpoint, reason).inc(count)
+
+    def close(self, reason: str) -> None:
+        """The session has ended; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        lasted_s = time.monotonic() - self._opened_s
+        self._metrics.sessions.labels(self._endpoint).dec()
+        self._metrics.closed.labels(self._endpoint, reason).inc()
+        self._metrics.duration.labels(self._endpoint).observe(lasted_s)
+        log_event(
+            "session_closed",
+            endpoint=self._endpoint,
+            reason=reason,
+            lasted_s=lasted_s,
+            chunks=self.num_chunks,
+            frames=self.num_frames,
+            aborted=self.num_aborted,
+            dropped=self.num_dropped,
+            late=self.num_late,
+            first_frame_s=self._first_frame_s,
+            worst_gap_s=self._worst_gap_s,
+        )

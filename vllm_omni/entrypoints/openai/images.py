@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/images/generations`, `/v1/images/edits` and `/v1/files/{id}/content`: pictures while the client waits.
+
+A client that leaves cancels its engine requests. Held by tests/entrypoints/openai/test_openai_served.py.
+"""
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+from fastapi import Request
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.metrics import door_metrics, log_event
+from vllm_omni.entrypoints.openai.body import Body, read_body
+from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, from_failure, invalid, not_found
+from vllm_omni.entrypoints.openai.limits import MediaLimits
+from vllm_omni.entrypoints.openai.pictures import MEDIA_TYPES, encode_picture, read_mask, read_upload
+from vllm_omni.entrypoints.openai.plan import PicturePlan, plan_pictures, unsupported
+from vllm_omni.entrypoints.openai.protocol import (
+    Format,
+    ImageData,
+    ImageEditRequest,
+    ImageGenerationRequest,
+    ImagesReply,
+    read_request,
+)
+from vllm_omni.entrypoints.openai.served import ServedModel
+from vllm_omni.entrypoints.openai.store import MediaStore
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
+
+ENDPOINT: Final = "images"
+_NO_USAGE: Final = {
+    "input_tokens": 0,
+    "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
+    "output_tokens": 0,
+    "total_tokens": 0,
+}
+"""The `openai` client's event type wants the field; a diffusion model counts no tokens."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One image call: its engine requests, their inputs, and how pictures are returned."""
+
+    request: ImageGenerationRequest
+    plan: PicturePlan
+    arrays: dict[str, np.ndarray]
+    output_format: Format
+    base_url: str
+    is_edit: bool
+
+
+class ImageRoutes:
+    """The image routes of one API server process."""
+
+    def __init__(
+        self,
+        engine: OmniEngine,
+        served: ServedModel,
+        store: MediaStore,
+        limits: MediaLimits,
+        door_limits: DoorLimits,
+        executor: Executor,
+    ) -> None:
+        self._engine, self._served, self._store = engine, served, store
+        self._limits, self._door_limits, self._executor = limits, door_limits, executor
+        self._places = asyncio.Semaphore(served.max_sessions)
+        self._num_calls = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_calls >= self._limits.max_image_requests
+
+    # -- routes ----------------------------------------------------------------------------------------------------
+
+    @answer_errors
+    async def generations(self, request: Request) -> Response:
+        body = await read_body(request, self._limits.max_body_bytes)
+        if body.files:
+            raise invalid("this route takes no files; send them to /v1/images/edits", next(iter(body.files)))
+        asked = read_request(ImageGenerationRequest, body.fields)
+        plan = plan_pictures(asked, self._served)
+        return await self._answer(request, self._call(request, asked, plan, {}, is_edit=False))
+
+    @answer_errors
+    async def edits(self, request: Request) -> Response:
+        body = await read_body(request, self._limits.max_body_bytes)
+        sources, mask = _edit_inputs(body)
+        asked = read_request(ImageEditRequest, body.fields)
+        if not self._served.capabilities.edits_images:
+            raise unsupported(self._served, "edit pictures")
+        if mask is not None and not self._served.capabilities.mask:
+            raise unsupported(self._served, "honour a mask", "mask")
+        most = self._served.capabilities.input_images
+        if not 1 <= len(sources) <= most:
+            raise invalid(f"{len(sources)} images: this model takes 1 to {most}", "image")
+        arrays = await self._off_loop(self._read_inputs, sources, mask)
+        height, width = arrays["image"].shape[:2]
+        plan = plan_pictures(asked, self._served, input_size=(width, height))
+        return await self._answer(request, self._call(request, asked, plan, arrays, is_edit=True))
+
+    @answer_errors
+    async def file_content(self, request: Request, file_id: str) -> Response:
+        path = await self._off_loop(self._store.find_file, file_id)
+        if path is None:
+            raise not_found("no such file; files are kept for a limited time", "file_id")
+        return FileResponse(path, media_type=MEDIA_TYPES[path.suffix[1:]])
+
+    # -- one call ----------------------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        request: Request,
+        asked: ImageGenerationRequest,
+        plan: PicturePlan,
+        arrays: dict[str, np.ndarray],
+        is_edit: bool,
+    ) -> _Call:
+        return _Call(asked, plan, arrays, asked.output_format or "png", str(request.base_url), is_edit)
+
+    def _read_inputs(self, sources: list[Any], mask: bytes | None) -> dict[str, np.ndarray]:
+        arrays = {
+            "image" if number == 0 else f"image_{number}": read_upload(source, "image", self._door_limits)
+            for number, source in enumerate(sources)
+        }
+        if mask is not None:
+            height, width = arrays["image"].shape[:2]
+            arrays["mask"] = read_mask(mask, height, width, self._door_limits)
+        return arrays
+
+    async def _answer(self, request: Request, call: _Call) -> Response:
+        if self.is_full:
+            door_metrics().request_done(ENDPOINT, "refused", 0.0)
+            raise ApiError(
+                429,
+                f"{self._num_calls} image calls are at work or waiting; try again later",
+                code="too_many_requests",
+                retry_after_s=2,
+            )
+        if call.request.stream:
+            return StreamingResponse(self._events(call), media_type="text/event-stream")
+        return await _until_disconnected(request, self._whole(call))
+
+    async def _whole(self, call: _Call) -> Response:
+        with _Accounting(self, call):
+            groups = await _all([self._pictures(call, params) for params in call.plan.requests()])
+            pictures = [picture for group in groups for picture in group]
+            data = [await self._returned(call, files) for files, _ in pictures]
+        width, height = pictures[0][1]
+        quality = call.request.quality
+        reply = ImagesReply(
+            created=int(time.time()),
+            data=data,
+            output_format=call.output_format,
+            quality=quality if quality not in (None, "auto", "standard", "hd") else None,
+            size=f"{width}x{height}",
+            seed=call.plan.sampling.seed,
+        )
+        return JSONResponse(reply.model_dump(exclude_none=True))
+
+    async def _events(self, call: _Call) -> AsyncGenerator[bytes]:
+        """Server-sent events, one for each picture as it is finished."""
+        kind = "image_edit.completed" if call.is_edit else "image_generation.completed"
+        try:
+            with _Accounting(self, call):
+                for params in call.plan.requests():
+                    for data, (width, height) in await self._pictures(call, params):
+                        event = {
+                            "type": kind,
+                            "b64_json": base64.b64encode(data).decode(),
+                            "background": "opaque",
+                            "created_at": int(time.time()),
+                            "output_format": call.output_format,
+                            "quality": call.request.quality or "auto",
+                            "size": f"{width}x{height}",
+                            "usage": _NO_USAGE,
+                        }
+                        yield _event(kind, event)
+        except RequestFailed as failure:
+            yield _event("error", msgspec.json.decode(bytes(from_failure(failure).response().body)))
+
+    async def _pictures(self, call: _Call, params: DiffusionParams) -> list[tuple[bytes, tuple[int, int]]]:
+        """Run one engine request; returns `(file, (width, height))` of its pictures."""
+        async with self._places:
+            started_s = time.monotonic()
+            meta, results = await self._engine.run_when_room(
+                params, call.arrays, timeout_s=self._limits.request_timeout_s, wait_s=self._limits.image_wait_s
+            )
+        if "images" not in results or len(results["images"]) != params.num_images:
+            raise RequestFailed("engine_error", "the model did not make the pictures asked for")
+        door_metrics().stages(ENDPOINT, meta.get("timings_ms", {}), time.monotonic() - started_s)
+        asked = call.request
+        return [
+            (
+                await self._off_loop(
+                    encode_picture, image_HWC, call.output_format, asked.output_compression, asked.quality
+                ),
+                (image_HWC.shape[1], image_HWC.shape[0]),
+            )
+            for image_HWC in results["images"]
+        ]
+
+    async def _returned(self, call: _Call, data: bytes) -> ImageData:
+        if call.request.response_format == "url":
+            file_id = await self._off_loop(self._store.add_file, data, call.output_format)
+            return ImageData(url=f"{call.base_url}v1/files/{file_id}/content")
+        return ImageData(b64_json=base64.b64encode(data).decode())
+
+    async def _off_loop(self, function: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+
+class _Accounting:
+    """Counts a call while it is at work, and says afterwards how it went."""
+
+    def __init__(self, routes: ImageRoutes, call: _Call) -> None:
+        self._routes, self._call = routes, call
+
+    def __enter__(self) -> None:
+        self._started_s = time.monotonic()
+        self._count(1)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        self._count(-1)
+        left = isinstance(error, asyncio.CancelledError | GeneratorExit)
+        status = "completed" if error is None else "cancelled" if left else "failed"
+        lasted_s = time.monotonic() - self._started_s
+        door_metrics().request_done(ENDPOINT, status, lasted_s)
+        sampling = self._call.plan.sampling
+        log_event(
+            "image_call",
+            edit=self._call.is_edit,
+            status=status,
+            code=error.code if isinstance(error, RequestFailed) else None,
+            n=self._call.plan.n,
+            size=f"{sampling.width}x{sampling.height}",
+            lasted_s=lasted_s,
+        )
+
+    def _count(self, change: int) -> None:
+        self._routes._num_calls += change
+        door_metrics().waiting.labels(ENDPOINT, "in_progress").inc(change)
+
+
+def _edit_inputs(body: Body) -> tuple[list[Any], bytes | None]:
+    """The pictures of an edit in the client's order, and the mask; `images` is taken out of the fields."""
+    files = dict(body.files)
+    sources: list[Any] = [*files.pop("image", [])]
+    masks = files.pop("mask", [])
+    if files:
+        raise invalid(f"Unknown file: {next(iter(files))!r}; allowed: image, mask", next(iter(files)))
+    if len(masks) > 1:
+        raise invalid("send one mask", "mask")
+    listed = body.fields.pop("images", None)
+    if listed is not None:
+        if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+            raise invalid('images must be a list of {"image_url": "data:image/...;base64,..."}', "images")
+        sources += [_inline(item, "images") for item in listed]
+    if not sources:
+        raise invalid("Missing required parameter: 'image'", "image", "missing_required_parameter")
+    return sources, masks[0] if masks else None
+
+
+def _inline(reference: dict[str, Any], param: str) -> str:
+    """The `data:` URL of a JSON reference to a picture; nothing is fetched from elsewhere."""
+    url = reference.get("image_url")
+    if set(reference) != {"image_url"} or not isinstance(url, str) or not url.startswith("data:"):
+        raise invalid(
+            f'{param}: only {{"image_url": "data:image/...;base64,..."}} is taken; this server fetches no URLs', param
+        )
+    return url
+
+
+def _event(kind: str, payload: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(payload))
+
+
+async def _all(work: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all at once; the first failure ends the others and is raised."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise
+
+
+async def _until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`; when the client leaves first, cancel it. The request's body must have been read."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, leaving = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        leaving.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])

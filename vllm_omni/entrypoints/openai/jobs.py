@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`VideoJobs`: video jobs of this API server process, from acceptance to a terminal state.
+
+A job is accepted at once, waits for one of `max_running_videos` places, then for room in the engine, and always ends:
+completed with its files in the store, or failed with a reason. It belongs to no connection. Ending it cancels its
+engine request, which stops before the next denoise step. Progress comes from the workers, is monotonic and reaches 100
+only with the file. Knows no HTTP. Held by tests/entrypoints/openai/test_openai_served.py.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import Executor
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.metrics import door_metrics, log_event
+from vllm_omni.entrypoints.openai.errors import ApiError
+from vllm_omni.entrypoints.openai.limits import MediaLimits
+from vllm_omni.entrypoints.openai.plan import VideoPlan, new_engine_id
+from vllm_omni.entrypoints.openai.served import ServedModel
+from vllm_omni.entrypoints.openai.store import Ending, JobRecord, MediaStore
+from vllm_omni.entrypoints.openai.video_file import VideoFile
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
+
+logger = logging.getLogger("vllm." + __name__)
+
+ENDPOINT: Final = "videos"
+_WATCH_S: Final = 0.1
+_PROGRESS_S: Final = 0.4
+_END_TIMEOUT_S: Final = 5.0
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(eq=False)
+class _Job:
+    record: JobRecord
+    plan: VideoPlan
+    image_HWC: np.ndarray | None
+    session_id: str
+    num_chunks: int
+    chunks_done: int = 0
+    ending: Ending | None = None
+    started_s: float | None = None
+    task: asyncio.Task[dict[str, str] | None] | None = None
+
+
+class VideoJobs:
+    def __init__(
+        self, engine: OmniEngine, served: ServedModel, store: MediaStore, limits: MediaLimits, executor: Executor
+    ) -> None:
+        self._engine, self._served, self.store, self._limits = engine, served, store, limits
+        self._executor = executor
+        self._jobs: dict[str, _Job] = {}
+        self._places = asyncio.Semaphore(limits.max_running_videos)
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def num_queued(self) -> int:
+        return sum(job.record.status == "queued" for job in self._jobs.values())
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._jobs) >= self._limits.max_running_videos + self._limits.max_queued_videos
+
+    def check_room(self) -> None:
+        """Raise `ApiError` 429 when no further job is accepted now."""
+        if self.is_full:
+            door_metrics().request_done(ENDPOINT, "refused", 0.0)
+            raise ApiError(
+                429,
+                f"{len(self._jobs)} video jobs run or wait, which is as many as this server takes; try again later",
+                code="too_many_jobs",
+                retry_after_s=5,
+            )
+
+    async def submit(self, plan: VideoPlan, image_HWC: np.ndarray | None) -> JobRecord:
+        """Accept a job. Raises `ApiError` 429."""
+        self.check_room()
+        sampling = plan.sampling
+        record = JobRecord(
+            id=self.store.new_id(),
+            owner=self.store.owner,
+            model=sampling.model,
+            prompt=sampling.prompt,
+            size=f"{sampling.width}x{sampling.height}",
+            seconds=plan.seconds,
+            fps=plan.fps,
+            num_frames=plan.num_frames,
+            seed=sampling.seed,
+            created_s=time.time(),
+        )
+        num_chunks = 1 if self._served.world is None else sum(1 for _ in self._chunks(plan))
+        job = self._jobs[record.id] = _Job(record, plan, image_HWC, new_engine_id(), num_chunks)
+        self.store.write(record)
+        job.task = asyncio.create_task(self._run(job))
+        job.task.add_done_callback(lambda task: self._ended(job, task))
+        if self._watcher is None or self._watcher.done():
+            self._watcher = asyncio.create_task(self._watch())
+        self._count()
+        await self._off_loop(self.store.prune)
+        return record
+
+    async def end(self, media_id: str, ending: Ending) -> JobRecord | None:
+        """Stop a job if it still runs, and with `delete` remove it. Returns its last record; None if it is unknown."""
+        record = self.store.read(media_id)
+        if record is None:
+            return None
+        job = self._jobs.get(media_id)
+        if job is not None and job.task is not None:
+            job.ending = ending
+            job.task.cancel()
+            await asyncio.wait([job.task], timeout=_END_TIMEOUT_S)
+        elif not record.is_terminal:
+            self.store.ask_to_end(media_id, ending)  # its owner is another process
+        elif ending == "delete":
+            self.store.delete(media_id)
+        return job.record if job is not None else self.store.read(media_id) or record
+
+    # -- one job ---------------------------------------------------------------------------------------------------
+
+    async def _run(self, job: _Job) -> dict[str, str] | None:
+        """Return the error, or None when the files are there."""
+        try:
+            async with self._places:
+                await self._generate(job)
+        except RequestFailed as failure:
+            return {"code": failure.code, "message": failure.message}
+        except OSError:
+            logger.exception("video job %s could not be written", job.record.id)
+            return {"code": "storage", "message": "the video could not be stored; the server's log has details"}
+        except Exception:
+            logger.exception("video job %s failed", job.record.id)
+            return {"code": "engine_error", "message": "internal error; the server's log has details"}
+        return None
+
+    def _ended(self, job: _Job, task: "asyncio.Task[dict[str, str] | None]") -> None:
+        """A done-callback, since a task cancelled before its first step never runs its own clean-up."""
+        if not task.cancelled():
+            self._finish(job, task.result())
+        elif job.ending is not None:
+            self._finish(job, {"code": "cancelled", "message": "the job was cancelled"})
+        else:
+            self._finish(job, {"code": "server_stopped", "message": "the server has stopped"})
+
+    def _finish(self, job: _Job, error: dict[str, str] | None) -> None:
+        """The job's terminal state, written once; never raises, since nobody would see it."""
+        record = job.record
+        record.completed_s = time.time()
+        record.expires_s = record.completed_s + self._limits.media_ttl_s
+        record.error = error
+        record.status = "completed" if error is None else "failed"
+        record.progress = 100 if error is None else record.progress
+        del self._jobs[record.id]
+        try:
+            ending = job.ending or self.store.asked_to_end(record.id)
+            if ending == "delete":
+                self.store.delete(record.id)
+            else:
+                self.store.write(record)
+        except OSError:
+            logger.exception("the record of video job %s could not be written", record.id)
+        status = "completed" if error is None else "cancelled" if job.ending else "failed"
+        door_metrics().request_done(ENDPOINT, status, record.completed_s - record.created_s)
+        self._count()
+        log_event(
+            "video_job_ended",
+            id=record.id,
+            status=status,
+            code=error["code"] if error is not None else None,
+            frames=record.num_frames,
+            size=record.size,
+            lasted_s=record.completed_s - record.created_s,
+            inference_s=record.inference_time_s,
+            file_bytes=record.file_bytes,
+        )
+
+    async def _generate(self, job: _Job) -> None:
+        """Run the job's engine requests and write its files."""
+        log_event("video_job_started", id=job.record.id, waited_s=time.time() - job.record.created_s)
+        stem = self.store.path(job.record.id, "mp4").with_suffix("")
+        job.started_s = time.monotonic()
+        file: VideoFile | None = None
+        try:
+            async with contextlib.aclosing(self._frames(job)) as pieces:
+                async for frames_THWC, fps in pieces:
+                    if file is None:
+                        file = VideoFile(stem, fps, job.plan.num_frames)
+                        job.record.fps = fps
+                        job.record.size = f"{frames_THWC.shape[2]}x{frames_THWC.shape[1]}"
+                    await self._off_loop(file.add, frames_THWC)
+            if file is None:
+                raise RequestFailed("engine_error", "the model made no frames")
+            job.record.file_bytes = await self._off_loop(file.finish)
+        except BaseException:
+            if file is not None:
+                file.abandon()
+            raise
+        job.record.num_frames = file.num_frames
+        job.record.seconds = f"{file.num_frames / job.record.fps:g}"
+        job.record.inference_time_s = round(time.monotonic() - job.started_s, 3)
+
+    async def _frames(self, job: _Job) -> AsyncGenerator[tuple[np.ndarray, float]]:
+        """Yield `(frames_THWC, fps)` pieces of the video in order."""
+        plan, arrays = job.plan, {} if job.image_HWC is None else {"image": job.image_HWC}
+        if self._served.world is None:
+            params = plan.sampling.params(job.session_id, num_frames=plan.num_frames, fps=plan.fps)
+            meta, results = await self._request(job, params, arrays)
+            yield results["frames"][: plan.num_frames], float(meta.get("fps", plan.fps))
+            return
+        left = plan.num_frames
+        try:
+            for params in self._chunks(plan, job.session_id):
+                _, results = await self._request(job, params, arrays if params.chunk_index == 0 else {})
+                frames_THWC = results["frames"][:left]
+                left -= len(frames_THWC)
+                yield frames_THWC, plan.fps
+        finally:
+            await self._close_session(job.session_id)
+
+    def _chunks(self, plan: VideoPlan, session_id: str = "-") -> Iterator[DiffusionParams]:
+        """The requests of a world, chunk after chunk, until the video is long enough."""
+        world = self._served.world
+        assert world is not None
+        left, latent_start = plan.num_frames, 0
+        for index, size in enumerate(world.chunk_sizes(first=True)):
+            if left <= 0:
+                return
+            left -= size
+            count = world.latent_frames(size)
+            actions = plan.actions[latent_start : latent_start + count]
+            latent_start += count
+            first: dict[str, Any] = {}
+            if index:
+                first = dict.fromkeys(("prompt", "seed", "height", "width"))
+            yield plan.sampling.params(
+                session_id,
+                one_shot=False,
+                chunk_index=index,
+                actions=[*actions, *([] for _ in range(count - len(actions)))] if world.camera else None,
+                **first,
+            )
+
+    async def _request(
+        self, job: _Job, params: DiffusionParams, arrays: dict[str, np.ndarray]
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """One engine request; while the engine has no room, the job waits. Raises `RequestFailed`."""
+        sent_s = time.monotonic()
+        meta, results = await self._engine.run_when_room(
+            params, arrays, timeout_s=self._limits.request_timeout_s, wait_s=self._limits.queue_timeout_s
+        )
+        if "frames" not in results or len(results["frames"]) == 0:
+            raise RequestFailed("engine_error", "the model made no frames")
+        door_metrics().stages(ENDPOINT, meta.get("timings_ms", {}), time.monotonic() - sent_s)
+        job.chunks_done += 1
+        self._set_progress(job, 0, 1)
+        return meta, results
+
+    async def _close_session(self, session_id: str) -> None:
+        try:
+            await asyncio.shield(self._engine.close(session_id))
+        except RequestFailed as failure:
+            logger.warning("the engine did not close a video's session: %s", failure)
+
+    # -- progress ----------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """While jobs are here: ask the workers how far they are; end those that another process was asked to end."""
+        asked_s = 0.0
+        while self._jobs:
+            for job in list(self._jobs.values()):
+                ending = self.store.asked_to_end(job.record.id)
+                if ending is not None and job.ending is None and job.task is not None:
+                    job.ending = ending
+                    job.task.cancel()
+            if time.monotonic() - asked_s >= _PROGRESS_S and any(job.started_s for job in self._jobs.values()):
+                with contextlib.suppress(RequestFailed):  # the requests themselves will tell
+                    progress = await self._engine.progress()
+                    for job in self._jobs.values():
+                        if job.session_id in progress:
+                            self._set_progress(job, *progress[job.session_id])
+                asked_s = time.monotonic()
+            await asyncio.sleep(_WATCH_S)
+
+    def _set_progress(self, job: _Job, steps_done: int, num_steps: int) -> None:
+        record = job.record
+        share = (job.chunks_done + steps_done / max(1, num_steps)) / job.num_chunks
+        percent = max(record.progress, min(99, int(100 * share)))
+        if record.is_terminal or (percent == record.progress and record.status == "in_progress"):
+            return
+        record.status, record.progress = "in_progress", percent
+        with contextlib.suppress(OSError):  # a full disk is told when the video is written
+            self.store.write(record)
+        self._count()
+
+    def _count(self) -> None:
+        queued = self.num_queued
+        waiting = door_metrics().waiting
+        waiting.labels(ENDPOINT, "queued").set(queued)
+        waiting.labels(ENDPOINT, "in_progress").set(len(self._jobs) - queued)
+
+    async def _off_loop(self, function: Callable[..., T], *args: Any) -> T:
+        """Run on the executor's threads; a cancellation waits for the thread, which cannot be stopped."""
+        future = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`OpenAIRoutes`: attaches the image and video routes to the server, with their OpenAPI description.
+
+Bodies are read by the routes themselves (one route takes JSON and forms, and errors have OpenAI's shape), so what a
+body looks like is described here from the same pydantic models that check it. Held by
+tests/entrypoints/openai/test_openai_served.py and test_openai_schema.py.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+from vllm.engine.protocol import EngineClient
+
+from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.environment import read_struct
+from vllm_omni.entrypoints.openai.images import ImageRoutes
+from vllm_omni.entrypoints.openai.jobs import VideoJobs
+from vllm_omni.entrypoints.openai.limits import MediaLimits
+from vllm_omni.entrypoints.openai.protocol import (
+    ErrorReply,
+    ImageEditRequest,
+    ImageGenerationRequest,
+    ImagesReply,
+    Video,
+    VideoDeleted,
+    VideoList,
+    VideoRequest,
+)
+from vllm_omni.entrypoints.openai.served import ServedModel
+from vllm_omni.entrypoints.openai.store import MediaStore
+from vllm_omni.entrypoints.openai.videos import VideoRoutes
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+
+Route = Callable[..., Awaitable[Response]]
+
+_BINARY: Final = {"type": "string", "contentMediaType": "application/octet-stream"}
+_REFERENCE: Final = {
+    "type": "object",
+    "properties": {"image_url": {"type": "string", "description": "A data: URL of a PNG, JPEG or WebP."}},
+    "required": ["image_url"],
+    "additionalProperties": False,
+}
+_LIST_PARAMETERS: Final = [
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}},
+    {"name": "order", "in": "query", "schema": {"type": "string", "enum": ["asc", "desc"], "default": "desc"}},
+    {
+        "name": "after",
+        "in": "query",
+        "schema": {"type": "string"},
+        "description": "The id before the first one wanted.",
+    },
+]
+_VARIANT_PARAMETER: Final = {
+    "name": "variant",
+    "in": "query",
+    "schema": {"type": "string", "enum": ["video", "thumbnail", "spritesheet"], "default": "video"},
+}
+
+
+class OpenAIRoutes:
+    """Routes of one API server process: `attach` while the application is built, `start` once there is an engine."""
+
+    def __init__(self) -> None:
+        self._images: ImageRoutes | None = None
+        self._videos: VideoRoutes | None = None
+
+    def start(self, client: EngineClient, names: Sequence[str], door_limits: DoorLimits, executor: Executor) -> None:
+        """names: what clients may call the served model, the first in replies."""
+        limits = read_struct(MediaLimits)
+        engine = OmniEngine(client)
+        self.served = ServedModel.from_vllm_config(client.vllm_config, names)
+        store = MediaStore(limits)
+        jobs = VideoJobs(engine, self.served, store, limits, executor)
+        self._images = ImageRoutes(engine, self.served, store, limits, door_limits, executor)
+        self._videos = VideoRoutes(jobs, self.served, limits, door_limits, executor)
+        self.has_room = lambda: not (jobs.is_full or self.images.is_full)
+        self.media_bytes = store.nbytes
+        self.stats_interval_s = limits.stats_interval_s
+
+    def attach(self, app: FastAPI) -> None:
+        add = _Adder(app)
+        add(
+            "/v1/images/generations",
+            self._generations,
+            body={"application/json": _schema(ImageGenerationRequest)},
+            reply=ImagesReply,
+        )
+        images = {"type": "array", "items": _BINARY, "minItems": 1, "maxItems": 16}
+        add(
+            "/v1/images/edits",
+            self._edits,
+            body={
+                "multipart/form-data": _schema(ImageEditRequest, {"image": images, "mask": _BINARY}, ("image",)),
+                "application/json": _schema(
+                    ImageEditRequest, {"images": {"type": "array", "items": _REFERENCE, "minItems": 1}}, ("images",)
+                ),
+            },
+            reply=ImagesReply,
+        )
+        add(
+            "/v1/files/{file_id}/content",
+            self._file_content,
+            "GET",
+            media_types=("image/png", "image/jpeg", "image/webp"),
+        )
+        add(
+            "/v1/videos",
+            self._create_video,
+            body={
+                "application/json": _schema(VideoRequest, {"input_reference": _REFERENCE}),
+                "multipart/form-data": _schema(VideoRequest, {"input_reference": _BINARY}),
+            },
+            reply=Video,
+        )
+        add("/v1/videos", self._list_videos, "GET", reply=VideoList, parameters=_LIST_PARAMETERS)
+        add("/v1/videos/{video_id}", self._retrieve_video, "GET", reply=Video)
+        add("/v1/videos/{video_id}", self._delete_video, "DELETE", reply=VideoDeleted)
+        add("/v1/videos/{video_id}/cancel", self._cancel_video, reply=Video)
+        add(
+            "/v1/videos/{video_id}/content",
+            self._video_content,
+            "GET",
+            media_types=("video/mp4", "image/webp", "image/jpeg"),
+            parameters=[_VARIANT_PARAMETER],
+        )
+
+    # vLLM builds the application before the engine is there: these look the routes up when they are called.
+
+    @property
+    def images(self) -> ImageRoutes:
+        assert self._images is not None, "vLLM initialises state before it serves"
+        return self._images
+
+    @property
+    def videos(self) -> VideoRoutes:
+        assert self._videos is not None, "vLLM initialises state before it serves"
+        return self._videos
+
+    async def _generations(self, request: Request) -> Response:
+        """Make pictures from text."""
+        return await self.images.generations(request)
+
+    async def _edits(self, request: Request) -> Response:
+        """Make pictures from pictures and text."""
+        return await self.images.edits(request)
+
+    async def _file_content(self, request: Request, file_id: str) -> Response:
+        """A picture made with `response_format` `url`."""
+        return await self.images.file_content(request, file_id)
+
+    async def _create_video(self, request: Request) -> Response:
+        """Start a video job; returns at once."""
+        return await self.videos.create(request)
+
+    async def _list_videos(self, request: Request) -> Response:
+        """Video jobs, newest first."""
+        return await self.videos.list_jobs(request)
+
+    async def _retrieve_video(self, request: Request, video_id: str) -> Response:
+        """A video job and its progress."""
+        return await self.videos.retrieve(request, video_id)
+
+    async def _delete_video(self, request: Request, video_id: str) -> Response:
+        """Remove a video job; one that still runs stops before its next denoise step."""
+        return await self.videos.delete(request, video_id)
+
+    async def _cancel_video(self, request: Request, video_id: str) -> Response:
+        """Stop a video job before its next denoise step, and keep its record."""
+        return await self.videos.cancel(request, video_id)
+
+    async def _video_content(self, request: Request, video_id: str) -> Response:
+        """The finished MP4 (`Range` is honoured), its thumbnail, or a sprite sheet."""
+        return await self.videos.content(request, video_id)
+
+
+class _Adder:
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    def __call__(
+        self,
+        path: str,
+        route: Route,
+        method: str = "POST",
+        *,
+        body: dict[str, dict[str, Any]] | None = None,
+        reply: type[BaseModel] | None = None,
+        media_types: Sequence[str] = (),
+        parameters: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        extra: dict[str, Any] = {}
+        if body is not None:
+            content = {media_type: {"schema": schema} for media_type, schema in body.items()}
+            extra["requestBody"] = {"required": True, "content": content}
+        if parameters:
+            extra["parameters"] = list(parameters)
+        errors: dict[int | str, dict[str, Any]] = {
+            "4XX": {"model": ErrorReply, "description": "The request is refused."},
+            "5XX": {"model": ErrorReply, "description": "The server could not answer it."},
+        }
+        success: dict[str, Any] = {"description": "Success"}
+        if reply is not None:
+            success["model"] = reply
+        else:
+            success["content"] = {media_type: {"schema": _BINARY} for media_type in media_types}
+        self._app.add_api_route(
+            path,
+            route,
+            methods=[method],
+            response_class=Response,
+            response_model=None,
+            responses={200: success, **errors},
+            openapi_extra=extra or None,
+            tags=["omni"],
+        )
+
+
+def _schema(model: type[BaseModel], more: dict[str, Any] | None = None, required: Sequence[str] = ()) -> dict[str, Any]:
+    """A model's JSON schema with the properties that travel beside its fields."""
+    schema = model.model_json_schema()
+    schema["properties"] = {**schema["properties"], **(more or {})}
+    schema["required"] = [*schema.get("required", ()), *required]
+    return schema

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MediaStore`: finished files and the records of video jobs, in one directory that several server processes may share.
+
+A record is a small JSON file, replaced as a whole; files lie beside it under the record's id. Only the process that
+made a job writes its record; another process that is asked to end it leaves a request file, which the owner looks
+for. A process holds a lock while it lives, so that a job whose process has died is known to have failed. Names come
+from here, never from a client. Everything is bounded: finished jobs by count, bytes and age; the oldest go first.
+
+Blocking file operations of a few hundred bytes to some MB: call off the event loop where many records are read.
+Held by tests/entrypoints/openai/test_store.py.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Final, Literal
+
+import msgspec
+
+from vllm_omni.entrypoints.openai.limits import MediaLimits
+
+Status = Literal["queued", "in_progress", "completed", "failed"]
+Ending = Literal["cancel", "delete"]
+
+_ID: Final = re.compile(r"^(video|file)_[A-Za-z0-9_-]{22}$")
+_SUFFIXES: Final = ("json", "mp4", "webp", "jpg", "png", "jpeg", "ending", "part")
+
+
+class JobRecord(msgspec.Struct, kw_only=True):
+    """A video job as it is kept. created_s: Unix time with fraction, orders lists. file_bytes: of all its files."""
+
+    id: str
+    owner: str
+    model: str
+    prompt: str
+    size: str
+    seconds: str
+    fps: float
+    num_frames: int
+    seed: int
+    created_s: float
+    status: Status = "queued"
+    progress: int = 0
+    completed_s: float | None = None
+    expires_s: float | None = None
+    error: dict[str, str] | None = None
+    inference_time_s: float | None = None
+    file_bytes: int = 0
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.status in ("completed", "failed")
+
+
+class MediaStore:
+    def __init__(self, limits: MediaLimits) -> None:
+        self._limits = limits
+        self.root, is_ours = _open_directory(limits.media_dir)
+        self.owner = secrets.token_hex(8)
+        self._lock = _hold_lock(self.root / f"{self.owner}.owner")
+        if is_ours:
+            atexit.register(self.close)
+
+    def close(self) -> None:
+        """Let go of the directory; the last process removes it if it was made for this server. Idempotent."""
+        self._lock.close()
+        (self.root / f"{self.owner}.owner").unlink(missing_ok=True)
+        if not self._limits.media_dir and not any(self.root.glob("*.owner")):
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    # -- records -------------------------------------------------------------------------------------------------
+
+    def new_id(self, kind: Literal["video", "file"] = "video") -> str:
+        return f"{kind}_{secrets.token_urlsafe(16)}"
+
+    def path(self, media_id: str, suffix: str) -> Path:
+        assert _ID.match(media_id) and suffix in _SUFFIXES
+        return self.root / f"{media_id}.{suffix}"
+
+    def write(self, record: JobRecord) -> None:
+        part = self.path(record.id, "part")
+        part.write_bytes(msgspec.json.encode(record))
+        part.replace(self.path(record.id, "json"))
+
+    def read(self, media_id: str) -> JobRecord | None:
+        """The record as every process may show it; None if there is none, or it is being deleted."""
+        record = self._load(media_id)
+        return None if record is None or self.asked_to_end(media_id) == "delete" else record
+
+    def _load(self, media_id: str) -> JobRecord | None:
+        if not _ID.match(media_id):
+            return None
+        try:
+            record = msgspec.json.decode(self.path(media_id, "json").read_bytes(), type=JobRecord)
+        except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+            return None
+        if not record.is_terminal and not self._is_alive(record.owner):
+            record.status, record.completed_s = "failed", time.time()
+            record.expires_s = record.completed_s + self._limits.media_ttl_s
+            record.error = {"code": "server_stopped", "message": "the server process that ran this job has stopped"}
+            self.write(record)
+        return record
+
+    def records(self) -> list[JobRecord]:
+        """All records, oldest first."""
+        found = [record for path in self.root.glob("video_*.json") if (record := self.read(path.stem)) is not None]
+        return sorted(found, key=lambda record: (record.created_s, record.id))
+
+    def delete(self, media_id: str) -> None:
+        """Remove a record and its files; idempotent."""
+        for suffix in _SUFFIXES:
+            self.path(media_id, suffix).unlink(missing_ok=True)
+
+    def _is_alive(self, owner: str) -> bool:
+        """Whether the process that made a job still runs: it holds a lock until it ends."""
+        if owner == self.owner:
+            return True
+        try:
+            with (self.root / f"{owner}.owner").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    # -- ending a job of another process ---------------------------------------------------------------------------
+
+    def ask_to_end(self, media_id: str, ending: Ending) -> None:
+        """Tell the owner of a job that is not finished to end it."""
+        self.path(media_id, "ending").write_text(ending)
+
+    def asked_to_end(self, media_id: str) -> Ending | None:
+        try:
+            text = self.path(media_id, "ending").read_text()
+        except OSError:
+            return None
+        return "delete" if text == "delete" else "cancel"
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def add_file(self, data: bytes, suffix: str) -> str:
+        """Keep a file under a new unguessable id, until it expires; returns the id."""
+        self.prune()
+        media_id = self.new_id("file")
+        part = self.path(media_id, "part")
+        part.write_bytes(data)
+        part.replace(self.path(media_id, suffix))
+        return media_id
+
+    def find_file(self, media_id: str) -> Path | None:
+        """The file kept by `add_file`; None if the id is unknown or has expired."""
+        if not _ID.match(media_id) or not media_id.startswith("file_"):
+            return None
+        for suffix in ("png", "jpeg", "webp"):
+            path = self.path(media_id, suffix)
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime + self._limits.media_ttl_s > time.time():
+                    return path
+        return None
+
+    def nbytes(self) -> int:
+        return sum(size for size, _ in self._media_files())
+
+    def _media_files(self) -> Iterator[tuple[int, Path]]:
+        for path in self.root.iterdir():
+            with contextlib.suppress(OSError):
+                if path.suffix not in (".json", ".owner", ".ending"):
+                    yield path.stat().st_size, path
+
+    def prune(self) -> None:
+        """Remove what has expired, and the oldest finished jobs and files beyond the bounds."""
+        now = time.time()
+        kept = []
+        for path in self.root.glob("video_*.json"):
+            record = self._load(path.stem)
+            if record is None or not record.is_terminal:
+                continue
+            expired = record.expires_s is not None and record.expires_s <= now
+            if expired or self.asked_to_end(record.id) == "delete":
+                self.delete(record.id)
+            else:
+                kept.append((record.created_s, record.id, record.file_bytes))
+        for path in self.root.glob("file_*"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                if status.st_mtime + self._limits.media_ttl_s <= now:
+                    path.unlink()
+                else:
+                    kept.append((status.st_mtime, path.stem, status.st_size))
+        kept.sort()
+        excess_bytes = sum(size for _, _, size in kept) - self._limits.max_media_bytes
+        excess_jobs = sum(media_id.startswith("video_") for _, media_id, _ in kept) - self._limits.max_videos
+        for _, media_id, size in kept:
+            is_job = media_id.startswith("video_")
+            if excess_bytes > 0 or (is_job and excess_jobs > 0):
+                self.delete(media_id)
+                excess_bytes -= size
+                excess_jobs -= is_job
+
+
+def _open_directory(configured: str) -> tuple[Path, bool]:
+    """`(directory, whether it is made for this server)`; readable by this user alone.
+
+    The API server processes of one `vllm serve` share a parent, whose number names their directory.
+    """
+    if configured:
+        root = Path(configured)
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return root, False
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return Path(tempfile.mkdtemp(prefix="vllm-omni-media-")), True
+    root = Path(tempfile.gettempdir()) / f"vllm-omni-media-{os.getuid()}-{parent.pid}"
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(f"{root} exists and is not a private directory of this user; set VLLM_OMNI_MEDIA_DIR")
+    return root, True
+
+
+def _hold_lock(path: Path) -> IO[Any]:
+    file = path.open("wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file

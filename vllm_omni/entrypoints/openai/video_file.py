@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of one video: the MP4, a thumbnail (WebP) and a sprite sheet (JPEG), written while frames arrive.
+
+Blocking: call off the event loop. Held by tests/entrypoints/openai/test_store.py.
+"""
+
+import contextlib
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from PIL import Image
+
+from vllm_omni.entrypoints.media import Mp4Writer, contact_sheet
+
+_SHEET_FRAMES: Final = 16
+_STILL_WIDTH: Final = 320
+
+
+class VideoFile:
+    """Writes `<stem>.mp4`, `<stem>.webp` and `<stem>.jpg`. num_frames: of the whole video, to spread the stills."""
+
+    def __init__(self, stem: Path, fps: float, num_frames: int) -> None:
+        self._stem = stem
+        self._writer = Mp4Writer(stem.with_suffix(".mp4"), fps)
+        count = min(_SHEET_FRAMES, num_frames)
+        self._wanted = {round(number * (num_frames - 1) / max(1, count - 1)) for number in range(count)}
+        self._stills: list[np.ndarray] = []
+        self.num_frames = 0
+
+    def add(self, frames_THWC: np.ndarray) -> None:
+        """Append uint8 RGB `[T, H, W, 3]`."""
+        self._writer.add(frames_THWC)
+        for offset in range(len(frames_THWC)):
+            if self.num_frames + offset in self._wanted:
+                self._stills.append(_still(frames_THWC[offset]))
+        self.num_frames += len(frames_THWC)
+
+    def finish(self) -> int:
+        """Complete the files; returns their bytes."""
+        self._writer.close()
+        Image.fromarray(self._stills[0]).save(self._stem.with_suffix(".webp"), "WEBP", quality=80)
+        contact_sheet(np.stack(self._stills)).save(self._stem.with_suffix(".jpg"), "JPEG", quality=85)
+        return sum(self._stem.with_suffix(suffix).stat().st_size for suffix in (".mp4", ".webp", ".jpg"))
+
+    def abandon(self) -> None:
+        """Remove what was written; idempotent."""
+        with contextlib.suppress(Exception):  # an MP4 without frames cannot be closed properly; it goes anyway
+            self._writer.close()
+        for suffix in (".mp4", ".webp", ".jpg"):
+            self._stem.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _still(frame_HWC: np.ndarray) -> np.ndarray:
+    picture = Image.fromarray(np.ascontiguousarray(frame_HWC))
+    picture.thumbnail((_STILL_WIDTH, _STILL_WIDTH))
+    return np.asarray(picture)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/omni/ready`: whether this server takes new work now, as opposed to `/health`, which says whether it lives.
+
+200 = there is room; 503 with `status` `capacity` = it works, but would refuse; 503 with `engine_dead` = it does not
+work. The same worker statistics feed the gauges of `metrics.py`, every `stats_interval_s`.
+Held by tests/entrypoints/openai/test_openai_served.py.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.metrics import door_metrics
+from vllm_omni.outputs import RequestFailed
+
+logger = logging.getLogger("vllm." + __name__)
+
+PATH: Final = "/omni/ready"
+_FRESH_S: Final = 1.0
+_ASK_TIMEOUT_S: Final = 3.0  # the workers answer between engine steps
+
+
+class ReadyReply(BaseModel):
+    """status: `ready`, `capacity` or `engine_dead`. bytes, max_bytes: of sessions, on the first rank."""
+
+    status: str
+    sessions: int | None = None
+    max_sessions: int | None = None
+    bytes: int | None = None
+    max_bytes: int | None = None
+
+
+class Readiness:
+    """has_room: what the doors of this process say. media_bytes: bytes of the files kept; called on a thread.
+
+    sessions_are_room: a world's clients need a session each; one-shot requests queue for them instead.
+    """
+
+    def __init__(
+        self,
+        engine: OmniEngine,
+        interval_s: float,
+        has_room: Callable[[], bool],
+        sessions_are_room: bool,
+        media_bytes: Callable[[], int],
+    ) -> None:
+        self._engine, self._interval_s = engine, interval_s
+        self._has_room, self._sessions_are_room = has_room, sessions_are_room
+        self._media_bytes = media_bytes
+        self._stats: dict[str, Any] = {}
+        self._asked_s = float("-inf")
+        self._asking = asyncio.Lock()
+        self._sampler = asyncio.create_task(self._sample())
+
+    async def ready(self) -> Response:
+        if self._engine.is_dead:
+            return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
+        try:
+            async with asyncio.timeout(_ASK_TIMEOUT_S):
+                await self._refresh(_FRESH_S)
+        except TimeoutError:
+            pass  # a long engine step: what was known before it will do
+        except RequestFailed:
+            return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
+        has_room = self._has_room() and (not self._sessions_are_room or self._engine_has_room())
+        reply = ReadyReply(
+            status="ready" if has_room else "capacity",
+            **{name: self._stats.get(name) for name in ("sessions", "max_sessions", "bytes", "max_bytes")},
+        )
+        headers = {} if has_room else {"Retry-After": "2"}
+        return JSONResponse(reply.model_dump(), 200 if has_room else 503, headers)
+
+    def _engine_has_room(self) -> bool:
+        """Whether one more session fits, as large as those that are held."""
+        stats = self._stats
+        if not stats or not stats["sessions"]:
+            return True
+        one_more = stats["bytes"] / stats["sessions"]
+        fits = stats["max_bytes"] is None or stats["bytes"] + one_more <= stats["max_bytes"]
+        return bool(stats["sessions"] < stats["max_sessions"] and fits)
+
+    async def _refresh(self, max_age_s: float) -> None:
+        async with self._asking:
+            if time.monotonic() - self._asked_s < max_age_s:
+                return
+            self._stats = await self._engine.session_stats()
+            self._asked_s = time.monotonic()
+            door_metrics().engine_state(self._stats)
+
+    async def _sample(self) -> None:
+        while not self._engine.is_dead:
+            try:
+                await self._refresh(0.0)
+                door_metrics().media_bytes(await asyncio.to_thread(self._media_bytes))
+            except (RequestFailed, OSError) as error:
+                logger.debug("no statistics this time: %s", error)
+            await asyncio.sleep(self._interval_s)
+
+
+class ReadyRoute:
+    """`attach` while the application is built; `readiness` when the engine is there."""
+
+    def __init__(self) -> None:
+        self.readiness: Readiness | None = None
+
+    def attach(self, app: FastAPI) -> None:
+        responses: dict[int | str, dict[str, Any]] = {
+            200: {"model": ReadyReply, "description": "There is room."},
+            503: {"model": ReadyReply, "description": "It works but is full (`capacity`), or its engine has stopped."},
+        }
+        app.add_api_route(
+            PATH, self._ready, methods=["GET"], response_class=Response, response_model=None, responses=responses
+        )
+
+    async def _ready(self, request: Request) -> Response:
+        """Whether this server takes new work now."""
+        assert self.readiness is not None, "vLLM initialises state before it serves"
+        return await self.readiness.ready()
