@@ -31,7 +31,8 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     """Generation settings of one `infer`; all optional.
 
     frames_per_chunk: frames in one reply message; None = a whole chunk (4 for `ndarray_f32`).
-    video_format: one of `CODECS`. quality: JPEG quality. pose_policy: what to do when the poses do not fill whole
+    video_format: one of `CODECS`. with_mp4: each message also carries its frames as an MP4 file, in `mp4`.
+    quality: JPEG quality. pose_policy: what to do when the poses do not fill whole
     chunks. options: options of the model itself (JSON types), checked by the model.
     """
 
@@ -46,6 +47,7 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
     negative_prompt: Annotated[str, msgspec.Meta(max_length=16384)] | None = None
     video_format: str | None = None
+    with_mp4: bool = False
     quality: Annotated[int, msgspec.Meta(ge=1, le=100)] = 90
     pose_policy: PosePolicy | None = None
     options: dict[str, Any] = msgspec.field(default_factory=dict)

@@ -28,7 +28,8 @@ class FrameRenderer:
 
     codec: `mp4` (a file in each message), `jpeg` (a list of files), `ndarray_u8` (one array `[T, H, W, 3]`) or
     `ndarray_f32` (a list of arrays `[H, W, 3]` in [0, 1]). frames_per_message: None = a whole chunk, but 4 for
-    `ndarray_f32`, which is what clients of that codec expect.
+    `ndarray_f32`, which is what clients of that codec expect. with_mp4: the frames also come as a file, in `mp4`, for
+    clients that show pictures and record video.
     """
 
     codec: str
@@ -36,6 +37,7 @@ class FrameRenderer:
     quality: int
     frames_per_message: int | None
     dialect: Dialect
+    with_mp4: bool = False
 
     def __call__(self, chunk: FinishedChunk) -> list[bytes]:
         """Return the chunk's messages. `index` and `total` count all messages of the request."""
@@ -56,6 +58,7 @@ class FrameRenderer:
     def _message(self, chunk: FinishedChunk, frames_THWC: np.ndarray, offset: int, index: int, total: int) -> bytes:
         started_s = time.perf_counter()
         video = self._video(frames_THWC)
+        mp4 = {"mp4": encode_mp4(frames_THWC, self.fps)} if self.with_mp4 else {}
         mux_ms = (time.perf_counter() - started_s) * 1e3
         message: dict[str, Any] = {
             "type": "frame",
@@ -79,7 +82,7 @@ class FrameRenderer:
             message["seed"] = chunk.seed
         if chunk.warnings and offset == 0:
             message["warnings"] = list(chunk.warnings)
-        return encode({**message, "video": video}, self.dialect)
+        return encode({**message, **mp4, "video": video}, self.dialect)
 
     def _video(self, frames_THWC: np.ndarray) -> Any:
         match self.codec:

@@ -266,6 +266,7 @@ class _Client:
                 quality=extra.quality,
                 frames_per_message=extra.frames_per_chunk,
                 dialect=dialect or Dialect.OPENPI,
+                with_mp4=extra.with_mp4,
             ),
         )
 

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may use which route: API keys on every route that does work, tickets for browsers' WebSockets.
+
+Stock vLLM guards the prefixes `/v1`, `/v2`, `/inference` and `/cohere` by the header `Authorization`. Two things are
+added, both as routes and middleware of the application, nothing patched:
+
+- `KeyGuard` asks for the key on every other route as well, but for `OPEN_PATHS` and the web page's files;
+- a browser cannot set headers on a WebSocket. It trades its key for a ticket (`POST /v1/omni/ticket`) and connects to
+  `/omni/ws/...`; the ticket is taken there and the connection goes on as `/v1/...` with the header it stands for,
+  through the whole application again, so that stock vLLM checks the key itself.
+
+Knows no door. Held by tests/entrypoints/test_access.py.
+"""
+
+import hashlib
+import hmac
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlencode
+
+from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+from starlette.routing import WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from vllm_omni.entrypoints.tickets import TicketError, TicketOffice, derive_secret
+
+logger = logging.getLogger("vllm." + __name__)
+
+TICKET_PATH: Final = "/v1/omni/ticket"
+SOCKET_PREFIX: Final = "/omni/ws/"
+TICKET_SUBPROTOCOL: Final = "ticket."
+
+OPEN_PATHS: Final = frozenset({"/health", "/omni/ready", "/ping", "/version", "/load", "/metrics", "/metrics/"})
+"""Without a key: probes and Prometheus, as in stock vLLM."""
+
+
+def configured_keys(args: Namespace) -> tuple[str, ...]:
+    """The API keys of this server, by stock vLLM's rule: `--api-key`, else the variable VLLM_API_KEY."""
+    from vllm import envs
+
+    return tuple(key for key in (args.api_key or [envs.VLLM_API_KEY]) if key)
+
+
+class BrowserAccess:
+    """The keys of one API server process, and the tickets that stand for them."""
+
+    def __init__(self, keys: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
+        self._keys = tuple(keys)
+        self._digests = [hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys]
+        secret = derive_secret(keys, os.environ if environ is None else environ) if keys else b""
+        self._office = TicketOffice(secret, len(self._keys))
+        self.open_paths = OPEN_PATHS
+
+    def attach(self, app: FastAPI, open_paths: Iterable[str] = ()) -> None:
+        """Add the middleware and the two routes. open_paths: further paths that need no key."""
+        self.open_paths = OPEN_PATHS.union(open_paths)
+        app.add_middleware(KeyGuard, access=self)
+        app.add_api_route(TICKET_PATH, self._ticket, methods=["POST"], include_in_schema=False)
+        app.router.routes.append(WebSocketRoute(SOCKET_PREFIX + "{door:path}", self._socket))
+
+    @property
+    def needs_key(self) -> bool:
+        return bool(self._keys)
+
+    def key_index(self, headers: Headers) -> int | None:
+        """Number of the key that a request's header carries; None = none of them. Takes the same time either way."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for index, known in enumerate(self._digests):
+            if hmac.compare_digest(digest, known) and scheme.lower() == "bearer":
+                found = index
+        return found
+
+    async def _ticket(self, request: Request) -> Response:
+        """Trade a key for a ticket that is good for one WebSocket from the same origin."""
+        headers = {"Cache-Control": "no-store"}
+        if not self._keys:
+            return JSONResponse({"required": False}, headers=headers)
+        index = self.key_index(request.headers)
+        if index is None:  # stock vLLM's middleware has asked before; this holds if a proxy rewrites paths
+            return _unauthorized()
+        ticket = self._office.issue(index, request.headers.get("origin"))
+        answer = {"required": True, "ticket": ticket, "expires_in_s": self._office.ttl_s}
+        return JSONResponse(answer, headers=headers)
+
+    async def _socket(self, websocket: WebSocket) -> None:
+        """Take the ticket, then let the connection go on as `/v1/...` under the key it stands for."""
+        headers, rest = list(websocket.scope["headers"]), websocket.scope
+        if self._keys and self.key_index(websocket.headers) is None:
+            try:
+                index = self._office.take(_offered_ticket(websocket), websocket.headers.get("origin"))
+            except TicketError as error:
+                logger.info("a WebSocket was refused: ticket %s", error)
+                await websocket.send_denial_response(Response("a new ticket is needed", 401))
+                return
+            headers = [item for item in headers if item[0] != b"authorization"]
+            headers.append((b"authorization", b"Bearer " + self._keys[index].encode("utf-8", "surrogateescape")))
+        await websocket.app(_without_ticket(rest, headers), websocket.receive, websocket.send)
+
+
+class KeyGuard:
+    """ASGI middleware: everything but the open paths and the tickets' sockets needs the key, if there is one."""
+
+    def __init__(self, app: ASGIApp, access: BrowserAccess) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._needs_key(scope) and self._access.key_index(Headers(scope=scope)) is None:
+            await _unauthorized()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _needs_key(self, scope: Scope) -> bool:
+        if not self._access.needs_key or scope["type"] not in ("http", "websocket"):
+            return False  # the server's start and stop
+        path = _route_path(scope)
+        is_open = path in self._access.open_paths or path.startswith(SOCKET_PREFIX)
+        return scope.get("method") != "OPTIONS" and not is_open
+
+
+def _route_path(scope: Scope) -> str:
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def _unauthorized() -> Response:
+    return JSONResponse({"error": "Unauthorized"}, 401)  # the words of stock vLLM
+
+
+def _offered_ticket(websocket: WebSocket) -> str:
+    """From the subprotocols (`ticket.XXX`), else from the query (`?ticket=XXX`), which may end up in access logs."""
+    for offered in websocket.scope.get("subprotocols") or []:
+        if offered.startswith(TICKET_SUBPROTOCOL):
+            return str(offered.removeprefix(TICKET_SUBPROTOCOL))
+    return websocket.query_params.get("ticket", "")
+
+
+def _without_ticket(scope: Scope, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    """The same connection as a door sees it: its own path, no trace of the ticket."""
+    path = scope.get("root_path", "") + "/v1/" + _route_path(scope).removeprefix(SOCKET_PREFIX)
+    subprotocols = [item for item in scope.get("subprotocols") or [] if not item.startswith(TICKET_SUBPROTOCOL)]
+    query = [item for item in parse_qsl(scope["query_string"].decode("latin-1")) if item[0] != "ticket"]
+    kept = ("type", "asgi", "http_version", "scheme", "server", "client", "root_path", "extensions", "state")
+    return {
+        **{name: scope[name] for name in kept if name in scope},
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": urlencode(query).encode(),
+        "headers": headers,
+        "subprotocols": subprotocols,
+    }

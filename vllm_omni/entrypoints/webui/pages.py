@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page at `/omni/`: files of this package, read once, sent with headers that let them reach this server only.
+
+Nothing is made on the server: the page learns everything else from the WebSocket's greeting. It loads without a key,
+because it holds nothing and can do nothing without one. Held by tests/entrypoints/webui/test_pages.py.
+"""
+
+import hashlib
+import importlib.resources
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources.abc import Traversable
+from typing import Final
+
+from fastapi import FastAPI, Request
+from starlette.responses import RedirectResponse, Response
+
+PAGE_PATH: Final = "/omni"
+
+CONTENT_TYPES: Final = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "svg": "image/svg+xml",
+    "png": "image/png",
+    "jpg": "image/jpeg",
+}
+
+HEADERS: Final = {
+    "Content-Security-Policy": "; ".join(
+        (
+            "default-src 'none'",
+            "script-src 'self'",
+            "style-src 'self'",
+            "img-src 'self' blob: data:",
+            "connect-src 'self'",  # the WebSocket of this host, and its ticket
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=(), display-capture=()",
+    "Cache-Control": "no-cache",  # ask each time; an unchanged file is answered with 304
+}
+
+
+@dataclass(frozen=True)
+class Page:
+    """One file as it is sent."""
+
+    body: bytes
+    content_type: str
+    etag: str
+
+    async def send(self, request: Request) -> Response:
+        headers = {**HEADERS, "ETag": self.etag}
+        if request.headers.get("if-none-match") == self.etag:
+            return Response(status_code=304, headers=headers)
+        return Response(self.body, media_type=self.content_type, headers=headers)
+
+
+def attach(app: FastAPI) -> list[str]:
+    """Add a route for every file under `static/` and return their paths; nothing is looked up on disk later."""
+    pages = {"": _page("index.html", _static() / "index.html"), **dict(_pages(_static(), ""))}
+    by_path = {f"{PAGE_PATH}/{name}": page for name, page in pages.items()}
+
+    async def to_slash(request: Request) -> Response:
+        return RedirectResponse("omni/", 307, headers=HEADERS)  # relative, so that it holds behind a proxy's prefix
+
+    app.add_route(PAGE_PATH, to_slash, methods=["GET"], include_in_schema=False)
+    for path, page in by_path.items():
+        app.add_route(path, page.send, methods=["GET"], include_in_schema=False)  # GET brings HEAD
+    return [PAGE_PATH, *by_path]
+
+
+def address(args: Namespace) -> str | None:
+    """The page's URL as someone at this machine would type it; None when the server listens on a Unix socket."""
+    if args.uds:
+        return None
+    scheme = "https" if args.ssl_certfile else "http"
+    return page_url(args.host, args.port, scheme, args.root_path or "")
+
+
+def page_url(host: str | None, port: int | str, scheme: str = "http", root_path: str = "") -> str:
+    """`host`: what the server binds; a wildcard becomes `localhost`."""
+    name = "localhost" if host in (None, "", "0.0.0.0", "::") else host
+    return f"{scheme}://{f'[{name}]' if name and ':' in name else name}:{port}{root_path.rstrip('/')}{PAGE_PATH}/"
+
+
+def _static() -> Traversable:
+    return importlib.resources.files(__package__) / "static"
+
+
+def _pages(folder: Traversable, prefix: str) -> Iterator[tuple[str, Page]]:
+    for entry in folder.iterdir():
+        name = prefix + entry.name
+        if entry.is_dir():
+            yield from _pages(entry, name + "/")
+        elif name.rpartition(".")[2] in CONTENT_TYPES:
+            yield name, _page(name, entry)
+
+
+def _page(name: str, file: Traversable) -> Page:
+    body = file.read_bytes()
+    return Page(body, CONTENT_TYPES[name.rpartition(".")[2]], f'"{hashlib.sha256(body).hexdigest()[:32]}"')

@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ties the parts together: what happens with a chunk, a click, a loss. Each part's own work is in its own file.
+
+import { intrinsicsFor, poseOf, START, walk } from "./camera.js";
+import { Minimap } from "./minimap.js";
+import { Notices } from "./dialogs.js";
+import { Marks } from "./marks.js";
+import { Pacer } from "./pacer.js";
+import { Player } from "./player.js";
+import { download, fileName, Recorder } from "./recorder.js";
+import { Stats } from "./stats.js";
+import { World } from "./world.js";
+
+const MAP_EVERY_MS = 100;
+
+export class App {
+  speed = 1;
+  turnSpeed = 1;
+  isLive = false; // a world has been begun
+  isPaused = false;
+  prompt = "";
+  #choice = null; // what the world was begun with
+  #place = START; // where the next chunk sets out
+  #nextPrompt = null;
+  #mapDrawn = 0;
+  #thumbnail = document.createElement("canvas");
+
+  /** elements: view, map, notices, live, marks. onstate(): something the buttons show has changed. */
+  constructor(link, controls, elements, onstate) {
+    this.link = link;
+    this.controls = controls;
+    this.elements = elements;
+    this.onstate = onstate;
+    this.world = new World(link);
+    this.player = new Player(elements.view);
+    this.pacer = new Pacer();
+    this.stats = new Stats();
+    this.map = new Minimap(elements.map);
+    this.notices = new Notices(elements.notices, elements.live);
+    this.marks = new Marks(elements.marks, {
+      onback: (mark) => this.goBack(mark),
+      onforget: (mark) => this.world.free(mark.sessionId),
+      onchange: (marks) => this.map.setMarks(marks),
+    });
+    this.recorder = new Recorder(
+      (blob, numFrames) => {
+        download(blob, fileName("mp4"));
+        this.notices.show(`Saved ${numFrames} frames as MP4.`);
+      },
+      (text) => this.notices.show(text),
+    );
+    this.world.addEventListener("chunk", ({ detail }) => this.#chunk(detail));
+    this.world.addEventListener("applied", ({ detail }) => this.#promptApplied(detail));
+    this.world.addEventListener("trouble", ({ detail }) => this.#trouble(detail));
+    this.world.addEventListener("resumed", () => this.#resumed());
+    this.player.onframe = (frame) => this.#shown(frame);
+  }
+
+  // -- what the visitor does ------------------------------------------------------------------------------------------
+
+  /** choice: {image, prompt, seed, width, height}. */
+  begin(choice) {
+    if (!this.link.isUp) {
+      this.notices.show("There is no connection yet; try again in a moment.", { isBad: true });
+      return;
+    }
+    this.recorder.stop();
+    this.world.begin();
+    this.player.flush();
+    this.player.fps = this.link.hello.fps;
+    this.pacer.forget();
+    this.map.setPath([]);
+    [this.#choice, this.#place, this.prompt, this.#nextPrompt] = [choice, START, choice.prompt, null];
+    [this.isLive, this.isPaused, this.player.isPaused] = [true, false, false];
+    this.controls.take();
+    this.notices.show("Waiting for the first picture …", { stays: true });
+    this.onstate();
+  }
+
+  restart({ seed = this.#choice?.seed } = {}) {
+    if (this.isLive) this.begin({ ...this.#choice, prompt: this.prompt, seed });
+  }
+
+  /** Begin a new world from the picture that is on the screen. */
+  async beginFromView() {
+    const blob = await new Promise((resolve) => this.elements.view.toBlob(resolve, "image/png"));
+    this.begin({ ...this.#choice, prompt: this.prompt, image: new Uint8Array(await blob.arrayBuffer()) });
+  }
+
+  leave() {
+    if (!this.isLive) return;
+    this.recorder.stop();
+    this.marks.all.forEach(({ sessionId }) => this.world.free(sessionId));
+    this.marks.clear();
+    this.world.free(this.world.sessionId);
+    this.player.flush();
+    this.isLive = false;
+    this.onstate();
+  }
+
+  pause(paused = !this.isPaused) {
+    if (!this.isLive) return;
+    this.isPaused = this.player.isPaused = paused;
+    this.notices.whisper(paused ? "Paused" : "Running");
+    this.onstate();
+  }
+
+  setPrompt(text) {
+    this.#nextPrompt = text;
+    this.onstate();
+  }
+
+  get promptState() {
+    return this.#nextPrompt !== null ? "queued" : null;
+  }
+
+  record() {
+    if (this.recorder.isOn) this.recorder.stop();
+    else if (this.isLive) {
+      this.recorder.start();
+      this.notices.whisper("Recording");
+    }
+    this.onstate();
+  }
+
+  async savePicture() {
+    const blob = await new Promise((resolve) => this.elements.view.toBlob(resolve, "image/png"));
+    if (blob) download(blob, fileName("png"));
+  }
+
+  /** Keep the world as it is after the last chunk, to come back to. */
+  async mark() {
+    await this.#between(async () => {
+      const { sessionId, nextChunk } = await this.world.branch();
+      const mark = this.marks.add({
+        sessionId,
+        nextChunk,
+        place: this.#place,
+        path: this.map.path,
+        prompt: this.prompt,
+        thumbnail: await this.#makeThumbnail(),
+      });
+      this.notices.show(`Mark ${mark.name} is set. Walk on, and come back to it whenever you like.`);
+    }, "The mark could not be set");
+  }
+
+  /** Go on from a mark, in a new copy of its world; the mark stays. */
+  async goBack(mark) {
+    await this.#between(async () => {
+      const { sessionId, nextChunk } = await this.world.branch(mark.sessionId);
+      this.world.switchTo(sessionId, nextChunk - 1);
+      this.player.flush();
+      [this.#place, this.prompt, this.#nextPrompt] = [mark.place, mark.prompt, null];
+      this.map.setPath(mark.path);
+      this.pause(false);
+      this.notices.show(`Back at mark ${mark.name}.`);
+    }, "It is not possible to go back there");
+  }
+
+  /** Run `work` when no request is under way and none is sent meanwhile. */
+  async #between(work, failure) {
+    if (!this.isLive || !this.world.hasBegun || this.world.isHeld || !this.link.isUp) return;
+    this.world.isHeld = true;
+    try {
+      while (this.world.numPending > 0) {
+        await new Promise((resolve) => setTimeout(resolve, 10));
+        if (!this.link.isUp) throw new Error("The connection was lost.");
+      }
+      await work();
+    } catch (error) {
+      this.notices.show(`${failure}: ${error.message}`, { isBad: true });
+    } finally {
+      if (this.link.isUp) this.world.isHeld = false;
+      this.onstate();
+    }
+  }
+
+  // -- every picture --------------------------------------------------------------------------------------------------
+
+  tick(now) {
+    this.player.tick(now);
+    if (this.isLive && !this.isPaused && this.world.canAsk) {
+      if (this.pacer.isTime(this.player.bufferedMs, this.world.numPending)) this.#ask();
+    }
+    if (now - this.#mapDrawn > MAP_EVERY_MS) {
+      this.#mapDrawn = now;
+      this.map.draw();
+    }
+  }
+
+  #ask() {
+    const { hello } = this.link;
+    const first = !this.world.hasBegun;
+    const count = first ? hello.first_chunk_frames : hello.chunk_frames;
+    const reading = this.controls.take();
+    const pace = { framesPerStep: hello.vae_stride[0], speed: this.speed, turnSpeed: this.turnSpeed };
+    const places = walk(this.#place, count, reading, pace, first);
+    const prompt = first ? this.#choice.prompt : this.#nextPrompt;
+    const start = first ? { image: this.#choice.image, restart: true } : {};
+    const startBody = first ? { seed: this.#choice.seed, width: this.#choice.width, height: this.#choice.height } : {};
+    this.world.ask({
+      poses: places.map(poseOf),
+      intrinsics: intrinsicsFor(hello.intrinsics_reference_size),
+      extra: { ...start, ...(prompt !== null ? { prompt } : {}) },
+      extraBody: { ...startBody, ...(this.recorder.isOn ? { with_mp4: true } : {}) },
+      note: { places, prompt, inputAt: reading.inputAt, from: this.#place, reading },
+    });
+    this.#place = places.at(-1);
+    if (!first) this.#nextPrompt = null;
+    this.onstate();
+  }
+
+  #chunk({ message, request }) {
+    const wallMs = performance.now() - request.sentAt;
+    this.pacer.add(wallMs);
+    const supply = this.pacer.supply(message.num_frames);
+    if (supply !== null) this.player.setSupply(supply);
+    this.stats.chunk(wallMs, message.video.reduce((sum, file) => sum + file.length, 0), message.timing);
+    this.recorder.add(message.mp4, message.num_frames);
+    this.player.push(message.video, { places: request.note.places, inputAt: request.note.inputAt });
+    for (const warning of message.warnings ?? []) this.notices.show(warning);
+  }
+
+  #shown({ tag, index }) {
+    if (tag.places[index]) this.map.add(tag.places[index]);
+    if (index === 0 && tag.inputAt !== null) this.stats.inputToPhotonMs.add(performance.now() - tag.inputAt);
+    if (this.player.numShown === 1 || !this.elements.view.classList.contains("has-picture")) {
+      this.elements.view.classList.add("has-picture");
+      this.onstate();
+    }
+    if (!this.elements.notices.hidden && this.elements.notices.textContent.startsWith("Waiting")) this.notices.hide();
+  }
+
+  #promptApplied({ prompt, frame }) {
+    if (prompt === null || prompt === undefined) return;
+    const changed = prompt !== this.prompt;
+    this.prompt = prompt;
+    if (changed || frame > 0) this.notices.whisper(`The new prompt holds from frame ${frame}.`);
+    this.appliedFrame = frame;
+    this.onstate();
+  }
+
+  // -- what goes wrong ------------------------------------------------------------------------------------------------
+
+  #trouble({ text, code, lost, request, retryable }) {
+    if (request) {
+      // Its frames will not come: set out again from where it did.
+      this.#place = request.note.from;
+      if (request.note.prompt !== null && this.world.hasBegun) this.#nextPrompt ??= request.note.prompt;
+    }
+    if (lost) {
+      this.notices.show(`The server no longer keeps this world (${text}).`, {
+        isBad: true,
+        action: { label: "Go on from this picture", run: () => this.beginFromView() },
+      });
+    } else if (retryable) {
+      if (code !== "resync_required") this.notices.show(`Trying again: ${text}`);
+    } else {
+      this.pause(true);
+      this.notices.show(text, { isBad: true, action: { label: "Try again", run: () => this.pause(false) } });
+    }
+    this.onstate();
+  }
+
+  #resumed() {
+    this.notices.hide();
+    this.onstate();
+  }
+
+  async #makeThumbnail() {
+    const { view } = this.elements;
+    [this.#thumbnail.width, this.#thumbnail.height] = [160, Math.round((160 * view.height) / view.width)];
+    this.#thumbnail.getContext("2d").drawImage(view, 0, 0, this.#thumbnail.width, this.#thumbnail.height);
+    const blob = await new Promise((resolve) => this.#thumbnail.toBlob(resolve, "image/jpeg", 0.8));
+    return URL.createObjectURL(blob);
+  }
+}

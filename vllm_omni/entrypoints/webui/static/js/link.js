@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+// One WebSocket to the world camera door that comes back by itself. Gets a ticket before each attempt, waits longer after
+// each failure, notices a silent peer. Knows messages only as maps.
+//
+// Events: `up` {hello, again}, `message` {message}, `down` {reason, retryMs}, `refused` {code, reason} (no more attempts).
+
+import { decode, encode } from "./msgpack.js";
+
+const SUBPROTOCOL = "omni.world.camera.v1";
+const FIRST_RETRY_MS = 250;
+const LAST_RETRY_MS = 8000;
+const PING_MS = 5000;
+const SILENCE_MS = 20000;
+const GREETING_MS = 10000;
+
+/** Close codes after which trying again at once would be wrong, and what to tell. */
+const FINAL = {
+  1003: "The server did not understand this page.",
+  1008: "The server refused the connection.",
+  4009: "This world was taken over from another page.",
+};
+
+export class Link extends EventTarget {
+  hello = null;
+  rttMs = null;
+  #socket = null;
+  #wanted = false;
+  #failures = 0;
+  #timers = new Set();
+  #heardAt = 0;
+  #askKey;
+  #key = null;
+
+  /** askKey(wasWrong): Promise of the API key, asked for when the server wants one. */
+  constructor(askKey) {
+    super();
+    this.#askKey = askKey;
+    document.addEventListener("visibilitychange", () => this.#retryNow());
+    addEventListener("online", () => this.#retryNow());
+  }
+
+  get isUp() {
+    return this.hello !== null && this.#socket?.readyState === WebSocket.OPEN;
+  }
+
+  open() {
+    if (this.#wanted) return;
+    this.#wanted = true;
+    this.#failures = 0;
+    this.#attempt();
+  }
+
+  /** Send a map, or bytes made earlier by `pack`. Returns whether there was a connection to send it on. */
+  send(message) {
+    if (!this.isUp) return false;
+    this.#socket.send(message instanceof Uint8Array ? message : encode(message));
+    return true;
+  }
+
+  static pack(message) {
+    return encode(message);
+  }
+
+  /** Connect anew, as after a loss. */
+  reconnect() {
+    this.#wanted = true;
+    if (this.#socket) this.#lost(this.#socket, "reconnecting", 0);
+    else this.#retryNow();
+  }
+
+  async #attempt() {
+    this.#clearTimers();
+    let socket;
+    try {
+      const ticket = await this.#ticket();
+      const url = new URL("ws/realtime/world/camera", document.baseURI);
+      url.protocol = url.protocol.replace("http", "ws");
+      socket = new WebSocket(url, ticket ? [SUBPROTOCOL, `ticket.${ticket}`] : [SUBPROTOCOL]);
+    } catch (error) {
+      this.#again(error.message);
+      return;
+    }
+    this.#socket = socket;
+    socket.binaryType = "arraybuffer";
+    socket.onmessage = ({ data }) => this.#hear(socket, data);
+    socket.onclose = ({ code, reason }) => this.#closed(socket, code, reason);
+    this.#after(GREETING_MS, () => this.#lost(socket, "the server does not answer"));
+  }
+
+  async #ticket() {
+    for (let asked = false; ; asked = true) {
+      const headers = this.#key === null ? {} : { Authorization: `Bearer ${this.#key}` };
+      const answer = await fetch(new URL("../v1/omni/ticket", document.baseURI), {
+        method: "POST",
+        headers,
+        cache: "no-store",
+        signal: AbortSignal.timeout(GREETING_MS),
+      }).catch(() => {
+        throw new Error("the server cannot be reached");
+      });
+      if (answer.ok) return (await answer.json()).ticket ?? null;
+      if (answer.status !== 401) throw new Error(`the server answers ${answer.status}`);
+      this.#key = await this.#askKey(asked);
+    }
+  }
+
+  #hear(socket, data) {
+    if (socket !== this.#socket) return;
+    this.#heardAt = performance.now();
+    if (typeof data === "string") return;
+    const message = decode(data);
+    if (this.hello === null && message.type === undefined) {
+      this.#clearTimers();
+      this.hello = message;
+      const again = this.#failures > 0;
+      this.#failures = 0;
+      this.#after(PING_MS, () => this.#ping(socket));
+      this.#tell("up", { hello: message, again });
+    } else if (message.type === "pong") {
+      this.rttMs = performance.now() - message.t;
+    } else {
+      this.#tell("message", { message });
+    }
+  }
+
+  #ping(socket) {
+    if (socket !== this.#socket) return;
+    if (!document.hidden) {
+      if (performance.now() - this.#heardAt > SILENCE_MS) {
+        this.#lost(socket, "the connection went silent");
+        return;
+      }
+      this.send({ endpoint: "ping", t: performance.now() });
+    } else {
+      this.#heardAt = performance.now();
+    }
+    this.#after(PING_MS, () => this.#ping(socket));
+  }
+
+  #closed(socket, code, reason) {
+    if (socket !== this.#socket) return;
+    if (code in FINAL) {
+      this.#drop();
+      this.#wanted = false;
+      this.#tell("refused", { code, reason: FINAL[code], detail: reason });
+    } else {
+      this.#lost(socket, reason || "the connection was lost");
+    }
+  }
+
+  #lost(socket, reason, waitMs = null) {
+    if (socket !== this.#socket) return;
+    this.#drop();
+    socket.close();
+    if (this.#wanted) this.#again(reason, waitMs);
+  }
+
+  #drop() {
+    this.#clearTimers();
+    const socket = this.#socket;
+    this.#socket = this.hello = this.rttMs = null;
+    if (socket) socket.onclose = socket.onmessage = null;
+  }
+
+  #again(reason, waitMs = null) {
+    const ceiling = Math.min(LAST_RETRY_MS, FIRST_RETRY_MS * 2 ** this.#failures);
+    const retryMs = waitMs ?? ceiling * (0.75 + Math.random() / 2);
+    this.#failures += 1;
+    this.#after(retryMs, () => this.#attempt());
+    this.#tell("down", { reason, retryMs });
+  }
+
+  /** The network or the visitor is back: do not sit out a long wait. */
+  #retryNow() {
+    if (this.#wanted && this.#socket === null && this.#timers.size > 0 && !document.hidden) this.#attempt();
+  }
+
+  #after(ms, run) {
+    const timer = setTimeout(() => {
+      this.#timers.delete(timer);
+      run();
+    }, ms);
+    this.#timers.add(timer);
+  }
+
+  #clearTimers() {
+    for (const timer of this.#timers) clearTimeout(timer);
+    this.#timers.clear();
+  }
+
+  #tell(type, detail) {
+    this.dispatchEvent(new CustomEvent(type, { detail }));
+  }
+}

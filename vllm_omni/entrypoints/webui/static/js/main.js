@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+// The page's entry: finds the elements, connects buttons and devices to the app, shows its state.
+
+import { App } from "./app.js";
+import { keyDialog } from "./dialogs.js";
+import { Controls } from "./input/controls.js";
+import { attachGamepad } from "./input/gamepad.js";
+import { attachKeyboard } from "./input/keyboard.js";
+import { attachMouse } from "./input/mouse.js";
+import { attachStick } from "./input/stick.js";
+import { Link } from "./link.js";
+import { StartPanel } from "./start.js";
+import { showStats } from "./stats.js";
+
+const STATS_EVERY_MS = 250;
+
+const by = (id) => document.getElementById(id);
+const controls = new Controls();
+const link = new Link(keyDialog(by("key-dialog")));
+const app = new App(
+  link,
+  controls,
+  { view: by("view"), map: by("map"), notices: by("notices"), live: by("live"), marks: by("marks") },
+  () => show(),
+);
+const start = new StartPanel(
+  by("start"),
+  (choice) => {
+    app.begin(choice);
+    by("stage").focus({ preventScroll: true });
+  },
+  (text) => app.notices.show(text, { isBad: true }),
+);
+
+// ---- connection ---------------------------------------------------------------------------------------------------
+
+let status = ["connecting", "Connecting …"];
+
+link.addEventListener("up", ({ detail: { hello } }) => {
+  status = ["up", "Connected"];
+  by("model").textContent = hello.model;
+  start.configure(hello);
+  app.player.fps = hello.fps;
+  show();
+});
+link.addEventListener("down", ({ detail: { reason, retryMs } }) => {
+  status = ["down", `Reconnecting: ${reason}`];
+  if (app.isLive && retryMs > 0) app.notices.show(`Connection lost (${reason}). The world waits; reconnecting …`, { stays: true });
+  show();
+});
+link.addEventListener("refused", ({ detail: { reason, detail } }) => {
+  status = ["refused", reason];
+  const text = detail ? `${reason} (${detail})` : reason;
+  app.notices.show(text, { isBad: true, action: { label: "Connect again", run: () => link.reconnect() } });
+  show();
+});
+
+// ---- buttons ------------------------------------------------------------------------------------------------------
+
+const lockPointer = attachMouse(by("view"), controls, () => app.isLive && !app.isPaused, (isLocked) => {
+  by("look").setAttribute("aria-pressed", isLocked);
+});
+
+const commands = {
+  pause: () => app.pause(),
+  restart: () => app.restart(),
+  mark: () => app.mark(),
+  record: () => app.record(),
+  picture: () => app.savePicture(),
+  look: lockPointer,
+  full: () => (document.fullscreenElement ? document.exitFullscreen() : by("stage").requestFullscreen?.()),
+  leave: () => {
+    app.leave();
+    start.isShown = true;
+  },
+  help: () => by("help-dialog").showModal(),
+  overlay: () => {
+    by("hud").hidden = !by("hud").hidden;
+    by("overlay").setAttribute("aria-pressed", !by("hud").hidden);
+  },
+};
+for (const [id, run] of Object.entries(commands)) by(id).addEventListener("click", run);
+
+attachKeyboard(
+  controls,
+  {
+    Space: commands.pause,
+    KeyR: commands.restart,
+    KeyB: commands.mark,
+    KeyV: commands.record,
+    KeyP: commands.picture,
+    KeyM: commands.look,
+    KeyF: commands.full,
+    KeyO: commands.overlay,
+    KeyH: commands.help,
+  },
+  () => app.isLive && !document.querySelector("dialog[open]"),
+);
+attachStick(by("stick-move"), controls, (x, y) => ({ right: x, forward: y }));
+attachStick(by("stick-look"), controls, (x, y) => ({ yaw: x, pitch: y }));
+const pollGamepad = attachGamepad(controls, commands.pause, (name) => app.notices.show(`Gamepad: ${name}`));
+
+by("prompt-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = by("prompt").value.trim();
+  if (text && app.isLive) app.setPrompt(text);
+});
+by("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    by("prompt-form").requestSubmit();
+  }
+});
+
+const sliders = {
+  speed: (value) => (app.speed = value),
+  turn: (value) => (app.turnSpeed = value),
+  margin: (value) => (app.pacer.marginMs = value),
+};
+for (const [id, set] of Object.entries(sliders)) {
+  const slider = by(id);
+  const update = () => {
+    set(Number(slider.value));
+    by(`${id}-value`).textContent = id === "margin" ? `${slider.value} ms` : `${Number(slider.value).toFixed(2)}×`;
+  };
+  slider.addEventListener("input", update);
+  update();
+}
+
+// ---- showing ------------------------------------------------------------------------------------------------------
+
+let lastPrompt = null;
+
+function show() {
+  const [kind, text] = status;
+  document.body.dataset.link = kind;
+  by("status").textContent = app.isLive && kind === "up" ? (app.isPaused ? "Paused" : "Live") : text;
+  document.body.dataset.live = app.isLive;
+  start.isShown !== !app.isLive && (start.isShown = !app.isLive);
+  for (const id of ["pause", "restart", "mark", "record", "picture", "look", "leave", "apply"]) by(id).disabled = !app.isLive;
+  setToggle("pause", app.isPaused, app.isPaused ? "Resume" : "Pause");
+  setToggle("record", app.recorder.isOn, app.recorder.isOn ? "Stop and save" : "Record");
+  by("view").parentElement.classList.toggle("is-dimmed", app.isLive && kind !== "up");
+  if (lastPrompt !== app.prompt && document.activeElement !== by("prompt")) by("prompt").value = app.prompt;
+  lastPrompt = app.prompt;
+  by("prompt-state").textContent =
+    app.promptState === "queued" ? "Queued for the next chunk …" : app.appliedFrame ? `Holds from frame ${app.appliedFrame}.` : "";
+}
+
+function setToggle(id, isOn, label) {
+  const button = by(id);
+  button.setAttribute("aria-pressed", isOn);
+  const text = button.querySelector(".label");
+  if (text.textContent !== label) text.textContent = label;
+}
+
+function showHeld() {
+  const { held } = controls;
+  for (const key of document.querySelectorAll("#keys [data-axis]")) {
+    key.classList.toggle("is-held", held[key.dataset.axis] * Number(key.dataset.sign) > 0.1);
+  }
+}
+
+let statsShown = 0;
+function tick(now) {
+  pollGamepad();
+  app.tick(now);
+  if (now - statsShown > STATS_EVERY_MS) {
+    statsShown = now;
+    showStats(by("hud"), app.stats, { player: app.player, link, numPending: app.world.numPending });
+    by("map-text").textContent = app.map.describe();
+    by("record-time").textContent = app.recorder.isOn ? `${(app.recorder.numFrames / app.player.fps).toFixed(1)} s` : "";
+  }
+  requestAnimationFrame(tick);
+}
+
+controls.onchange = showHeld;
+link.open();
+show();
+requestAnimationFrame(tick);
+
+/** For the console and for tests: the parts of this page. */
+export const parts = { app, link, controls };

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plays frames at a steady rate from a small buffer. Decodes in order; a server that is slower than its own frame rate
+// is played slower, evenly, instead of fast and then frozen. Knows no server.
+
+const SLOWEST = 0.05;
+const SMOOTHING = 0.3;
+
+export class Player {
+  fps = 16;
+  isPaused = false;
+  numShown = 0;
+  numStalls = 0;
+  shown = null; // what was drawn last: {bitmap, tag, index, count}
+  onframe = () => {};
+  #canvas;
+  #context;
+  #queue = [];
+  #coming = 0; // frames that are being decoded
+  #decoding = Promise.resolve();
+  #generation = 0;
+  #rate = 1;
+  #due = 0; // frames that should have been shown by now and were not, below 1 while all is well
+  #last = null;
+  #isStarved = true;
+  #times = [];
+
+  constructor(canvas) {
+    this.#canvas = canvas;
+    this.#context = canvas.getContext("2d", { alpha: false });
+  }
+
+  /** Milliseconds of video in hand at the present rate. */
+  get bufferedMs() {
+    return Math.max(0, ((this.#queue.length + this.#coming - this.#due) * 1000) / (this.fps * this.#rate));
+  }
+
+  get numBuffered() {
+    return this.#queue.length + this.#coming;
+  }
+
+  /** Frames shown in the last second. */
+  get shownFps() {
+    const now = performance.now();
+    this.#times = this.#times.filter((time) => now - time < 1000);
+    return this.#times.length;
+  }
+
+  get rate() {
+    return this.#rate;
+  }
+
+  /** Take JPEG files in order; `tag` comes back with each frame. */
+  push(files, tag) {
+    const generation = this.#generation;
+    this.#coming += files.length;
+    const bitmaps = files.map((file) => createImageBitmap(new Blob([file], { type: "image/jpeg" })));
+    const settled = Promise.allSettled(bitmaps);
+    this.#decoding = this.#decoding.then(async () => {
+      const results = await settled;
+      if (generation !== this.#generation) {
+        for (const { value } of results) value?.close();
+        return;
+      }
+      this.#coming -= files.length;
+      results.forEach(({ value }, index) => {
+        if (value) this.#queue.push({ bitmap: value, tag, index, count: files.length });
+      });
+    });
+  }
+
+  /** Tell how fast frames come when the server is kept busy; None of it changes what is shown, only when. */
+  setSupply(framesPerS) {
+    const wanted = Math.min(1, Math.max(SLOWEST, (0.97 * framesPerS) / this.fps));
+    this.#rate += SMOOTHING * (wanted - this.#rate);
+    if (wanted === 1 && this.#rate > 0.98) this.#rate = 1;
+  }
+
+  /** Forget what was not shown yet; the picture stays. */
+  flush() {
+    this.#generation += 1;
+    for (const { bitmap } of this.#queue) bitmap.close();
+    this.#queue = [];
+    this.#coming = this.#due = 0;
+    this.#isStarved = true;
+  }
+
+  /** Draw what is due at `now` (a frame's timestamp). */
+  tick(now) {
+    const elapsedMs = this.#last === null ? 0 : Math.min(250, now - this.#last);
+    this.#last = now;
+    if (this.isPaused) return;
+    if (this.#isStarved) {
+      if (this.#queue.length === 0) return;
+      this.#isStarved = false;
+      this.#due = 1;
+    } else {
+      this.#due += (elapsedMs / 1000) * this.fps * this.#rate;
+    }
+    // At most one frame a tick is drawn; a display slower than the video skips, and says so in `numShown`.
+    let next = null;
+    while (this.#due >= 1 && this.#queue.length > 0) {
+      if (next) this.#retire(next);
+      next = this.#queue.shift();
+      this.#due -= 1;
+    }
+    if (next) this.#draw(next);
+    if (this.#due >= 1 && this.#queue.length === 0) {
+      this.#isStarved = true;
+      this.#due = 0;
+      this.numStalls += 1;
+    }
+  }
+
+  #draw(frame) {
+    const { bitmap } = frame;
+    if (this.#canvas.width !== bitmap.width || this.#canvas.height !== bitmap.height) {
+      [this.#canvas.width, this.#canvas.height] = [bitmap.width, bitmap.height];
+    }
+    this.#context.drawImage(bitmap, 0, 0);
+    bitmap.close();
+    this.numShown += 1;
+    this.#times.push(performance.now());
+    this.shown = frame;
+    this.onframe(frame);
+  }
+
+  #retire(frame) {
+    frame.bitmap.close();
+    this.onframe(frame);
+  }
+}

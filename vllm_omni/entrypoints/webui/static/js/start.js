@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// The panel before a world begins: start image (sample, file, drop or paste), prompt, size, seed.
+
+import { SAMPLES } from "./samples.js";
+
+const MAX_SEED = 2 ** 31;
+const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp"];
+
+export class StartPanel {
+  #form;
+  #gallery;
+  #image = null; // {bytes: Promise<Uint8Array>, name}
+  #ownPrompt = false;
+  #limits = { max_image_bytes: Infinity };
+  #uploadUrl = null;
+
+  /** onstart({image, prompt, seed, width, height}); ontrouble(text). */
+  constructor(form, onstart, ontrouble) {
+    this.#form = form;
+    this.#gallery = form.querySelector(".gallery");
+    this.ontrouble = ontrouble;
+    SAMPLES.forEach((sample, index) => this.#addSample(sample, index));
+    const { upload, prompt, dice } = form.elements;
+    upload.addEventListener("change", () => upload.files[0] && this.#take(upload.files[0]));
+    prompt.addEventListener("input", () => (this.#ownPrompt = prompt.value.trim() !== ""));
+    dice.addEventListener("click", () => this.rollSeed());
+    form.addEventListener("submit", async (event) => {
+      event.preventDefault();
+      const choice = await this.#choice();
+      if (choice) onstart(choice);
+    });
+    addEventListener("paste", ({ clipboardData }) => {
+      const file = [...clipboardData.files].find(({ type }) => IMAGE_TYPES.includes(type));
+      if (file && !form.hidden) this.#take(file);
+    });
+    const zone = form.parentElement;
+    zone.addEventListener("dragover", (event) => {
+      event.preventDefault();
+      form.classList.toggle("is-target", !form.hidden);
+    });
+    zone.addEventListener("dragleave", () => form.classList.remove("is-target"));
+    zone.addEventListener("drop", (event) => {
+      event.preventDefault();
+      form.classList.remove("is-target");
+      if (!form.hidden && event.dataTransfer.files[0]) this.#take(event.dataTransfer.files[0]);
+    });
+    this.#select(0);
+    this.rollSeed();
+  }
+
+  rollSeed() {
+    this.#form.elements.seed.value = crypto.getRandomValues(new Uint32Array(1))[0] % MAX_SEED;
+  }
+
+  /** Offer what this server can make. */
+  configure(hello) {
+    this.#limits = hello.limits;
+    this.#form.elements.prompt.maxLength = hello.limits.max_prompt_chars;
+    const select = this.#form.elements.size;
+    const chosen = select.value;
+    select.replaceChildren(...sizes(hello).map(([width, height]) => new Option(`${width} × ${height}`, `${width}x${height}`)));
+    if ([...select.options].some(({ value }) => value === chosen)) select.value = chosen;
+    this.#form.elements.start.disabled = false;
+  }
+
+  set isShown(shown) {
+    this.#form.hidden = !shown;
+    if (shown) this.#form.elements.start.focus({ preventScroll: true });
+  }
+
+  get isShown() {
+    return !this.#form.hidden;
+  }
+
+  async #choice() {
+    const { prompt, seed, size } = this.#form.elements;
+    const [width, height] = size.value.split("x").map(Number);
+    try {
+      const image = await this.#image.bytes();
+      return { image, prompt: prompt.value.trim(), seed: Math.abs(Math.trunc(Number(seed.value))) || 0, width, height };
+    } catch {
+      this.ontrouble("The start image could not be loaded.");
+      return null;
+    }
+  }
+
+  #take(file) {
+    if (!IMAGE_TYPES.includes(file.type)) return this.ontrouble("Use a PNG, JPEG or WebP picture.");
+    if (file.size > this.#limits.max_image_bytes) {
+      return this.ontrouble(`The picture is larger than ${Math.floor(this.#limits.max_image_bytes / 2 ** 20)} MB.`);
+    }
+    if (this.#uploadUrl) URL.revokeObjectURL(this.#uploadUrl);
+    this.#uploadUrl = URL.createObjectURL(file);
+    const tile = this.#gallery.querySelector(".upload");
+    tile.querySelector("img").src = this.#uploadUrl;
+    tile.classList.add("has-image");
+    tile.querySelector(".caption").textContent = file.name;
+    this.#image = { bytes: async () => new Uint8Array(await file.arrayBuffer()) };
+    for (const radio of this.#form.querySelectorAll("[name=sample]")) radio.checked = false;
+    tile.classList.add("is-chosen");
+    return undefined;
+  }
+
+  #addSample({ name, file }, index) {
+    const tile = document.createElement("label");
+    tile.className = "tile";
+    const radio = Object.assign(document.createElement("input"), { type: "radio", name: "sample", value: index });
+    const picture = Object.assign(document.createElement("img"), { src: file, alt: "", width: 832, height: 480 });
+    const caption = Object.assign(document.createElement("span"), { className: "caption", textContent: name });
+    radio.addEventListener("change", () => this.#select(index));
+    tile.append(radio, picture, caption);
+    this.#gallery.insertBefore(tile, this.#gallery.querySelector(".upload"));
+  }
+
+  #select(index) {
+    const { file, prompt } = SAMPLES[index];
+    this.#gallery.querySelectorAll("[name=sample]")[index].checked = true;
+    this.#gallery.querySelector(".upload").classList.remove("is-chosen");
+    this.#image = {
+      bytes: async () => {
+        const answer = await fetch(file);
+        if (!answer.ok) throw new Error(answer.statusText);
+        return new Uint8Array(await answer.arrayBuffer());
+      },
+    };
+    if (!this.#ownPrompt) this.#form.elements.prompt.value = prompt;
+  }
+}
+
+/** The default size, and smaller ones of about the same shape that the model can make. */
+function sizes({ default_size: [width, height], size_multiple: [wide, high] }) {
+  const offered = new Map();
+  for (const scale of [1, 0.75, 0.5, 0.25]) {
+    const w = Math.max(wide, Math.floor((width * scale) / wide) * wide);
+    const h = Math.max(high, Math.floor((height * scale) / high) * high);
+    if (scale === 1 || Math.min(w, h) >= 96) offered.set(`${w}x${h}`, [w, h]);
+  }
+  return [...offered.values()];
+}

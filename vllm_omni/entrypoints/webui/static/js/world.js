@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+// One visitor's world on the server: its session, the requests under way, marks to come back to, and what to do when the
+// connection is back. Ids of sessions are always the server's. Knows no pictures and no devices.
+//
+// Invariants: a chunk is told once, in order; a request is kept until it is answered, so that it can be sent again as it
+// was (the server does not make it twice); frames of requests that were dropped are dropped.
+//
+// Events: `chunk` {message, request}, `applied` {prompt, frame}, `trouble` {text, code, lost}, `resumed` {}.
+
+import { Link } from "./link.js";
+
+const MAX_LOOKUPS = 4; // several API server processes: a session is known to one of them, another attempt may reach it
+const RETRY_MS = 500;
+
+export class World extends EventTarget {
+  sessionId = null;
+  lastChunk = -1;
+  isHeld = false; // no further requests: a mark is being set, or the connection is being resumed
+  #link;
+  #pending = new Map();
+  #waiting = null; // {requestId, resolve, reject} of `branch`
+  #resumeId = null;
+  #replaying = 0;
+  #lookups = 0;
+  #count = 0;
+  #notBefore = 0;
+
+  constructor(link) {
+    super();
+    this.#link = link;
+    link.addEventListener("message", ({ detail }) => this.#take(detail.message));
+    link.addEventListener("up", ({ detail }) => this.#greet(detail.hello));
+    link.addEventListener("down", () => this.#interrupt());
+    link.addEventListener("refused", () => this.#interrupt());
+  }
+
+  get hasBegun() {
+    return this.lastChunk >= 0;
+  }
+
+  get numPending() {
+    return this.#pending.size;
+  }
+
+  get canAsk() {
+    return this.sessionId !== null && this.#link.isUp && !this.isHeld && performance.now() >= this.#notBefore;
+  }
+
+  /** Begin afresh: the next request carries the start image. */
+  begin() {
+    if (this.sessionId !== null && (this.hasBegun || this.#pending.size > 0)) {
+      this.#link.send({ endpoint: "reset", session_id: this.sessionId, protocol_version: 1 });
+    } else {
+      this.sessionId = this.#link.hello.session_id;
+    }
+    this.#pending.clear();
+    this.lastChunk = -1;
+    this.isHeld = false;
+  }
+
+  /**
+   * Ask for one chunk. poses, intrinsics: as the door takes them; extra: further keys of the message; extraBody: of its
+   * extra_body; note: kept with the request for whoever hears of its chunk.
+   */
+  ask({ poses, intrinsics, extra = {}, extraBody = {}, note = {} }) {
+    const requestId = `${this.sessionId.slice(0, 24)}-${++this.#count}-${randomText()}`;
+    const bytes = Link.pack({
+      endpoint: "infer",
+      protocol_version: 1,
+      session_id: this.sessionId,
+      request_id: requestId,
+      cameras: { poses, intrinsics },
+      extra_body: { video_format: "jpeg", ...extraBody },
+      ...extra,
+    });
+    this.#pending.set(requestId, { requestId, bytes, note, sentAt: performance.now(), frames: poses.length });
+    this.#link.send(bytes);
+  }
+
+  /** Copy the world as it is now. Resolves to {sessionId, nextChunk} of the copy. `from`: another session's id. */
+  branch(from = this.sessionId) {
+    if (this.#waiting) return Promise.reject(new Error("one thing at a time"));
+    return new Promise((resolve, reject) => {
+      const requestId = `branch-${randomText()}`;
+      this.#waiting = { requestId, resolve, reject };
+      const message = { endpoint: "branch", request_id: requestId, session_id: from };
+      if (!this.#link.send(message)) this.#refuseWaiting("There is no connection.");
+    });
+  }
+
+  /** Go on in another session (a copy); the one left behind is freed. */
+  switchTo(sessionId, lastChunk) {
+    this.free(this.sessionId);
+    this.#pending.clear();
+    [this.sessionId, this.lastChunk] = [sessionId, lastChunk];
+  }
+
+  free(sessionId) {
+    this.#link.send({ endpoint: "close", session_id: sessionId });
+  }
+
+  // -- messages -------------------------------------------------------------------------------------------------------
+
+  #take(message) {
+    switch (message.type) {
+      case "frame":
+        return this.#frame(message);
+      case "error":
+        return this.#error(message);
+      case "branched":
+        this.#waiting?.resolve({ sessionId: message.session_id, nextChunk: message.next_chunk_index });
+        this.#waiting = null;
+        return undefined;
+      case "resumed":
+        this.#replaying = message.replayed;
+        this.#lookups = 0;
+        return this.#replaying === 0 ? this.#goOn() : undefined;
+      default:
+        return undefined; // done, reset, closed, and what later servers may say
+    }
+  }
+
+  #frame(message) {
+    const request = this.#pending.get(message.request_id);
+    if (request && message.session_id === this.sessionId) {
+      if (message.final) this.#pending.delete(message.request_id);
+      if (message.chunk_index > this.lastChunk) {
+        this.lastChunk = message.chunk_index;
+        this.#tell("chunk", { message, request });
+        if (message.prompt_applied) {
+          this.#tell("applied", { prompt: request.note.prompt, frame: message.first_frame });
+        }
+      }
+    }
+    if (this.#replaying > 0 && --this.#replaying === 0) this.#goOn();
+  }
+
+  #error(message) {
+    const { request_id: requestId } = message;
+    if (requestId === undefined) return this.#trouble(message, false);
+    if (requestId === this.#waiting?.requestId) return this.#refuseWaiting(message.message);
+    if (requestId === this.#resumeId) return this.#notResumed(message);
+    const request = this.#pending.get(requestId);
+    if (!request) return undefined; // dropped by this page, for instance by a reset
+    this.#pending.delete(requestId);
+    const lost = ["session_evicted", "missing_image"].includes(message.code) && this.hasBegun;
+    if (message.retryable) this.#notBefore = performance.now() + (message.retry_after_ms ?? RETRY_MS);
+    if (message.code === "resync_required" && message.next_chunk_index !== undefined) {
+      this.lastChunk = message.next_chunk_index - 1;
+    }
+    return this.#trouble(message, lost, request);
+  }
+
+  #trouble(message, lost, request = null) {
+    if (lost) this.isHeld = true;
+    this.#tell("trouble", { text: message.message, code: message.code, lost, request, retryable: message.retryable });
+  }
+
+  // -- after a loss ---------------------------------------------------------------------------------------------------
+
+  #interrupt() {
+    this.isHeld = this.sessionId !== null;
+    this.#replaying = 0;
+    this.#refuseWaiting("The connection was lost.");
+  }
+
+  #greet() {
+    if (this.sessionId === null) return;
+    this.isHeld = true;
+    const last = this.hasBegun ? { last_chunk_id: this.lastChunk } : {};
+    this.#resumeId = `resume-${randomText()}`;
+    this.#link.send({ endpoint: "resume", request_id: this.#resumeId, session_id: this.sessionId, ...last });
+  }
+
+  /** The server does not know the session: it is another process's, or had not begun, or is gone. */
+  #notResumed(message) {
+    if (message.code === "resync_required" && message.next_chunk_index !== undefined) {
+      this.lastChunk = message.next_chunk_index - 1;
+      this.#pending.clear();
+      this.#goOn();
+    } else if (!this.hasBegun) {
+      this.#goOn();
+    } else if (++this.#lookups < MAX_LOOKUPS) {
+      this.#link.reconnect();
+    } else {
+      this.#lookups = 0;
+      this.#trouble(message, true);
+    }
+  }
+
+  #goOn() {
+    for (const { bytes } of this.#pending.values()) this.#link.send(bytes);
+    this.isHeld = false;
+    this.#tell("resumed", {});
+  }
+
+  #refuseWaiting(text) {
+    this.#waiting?.reject(new Error(text));
+    this.#waiting = null;
+  }
+
+  #tell(type, detail) {
+    this.dispatchEvent(new CustomEvent(type, { detail }));
+  }
+}
+
+function randomText() {
+  return Array.from(crypto.getRandomValues(new Uint32Array(2)), (number) => number.toString(36)).join("");
+}
