@@ -9,10 +9,11 @@ import logging
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from fastapi import FastAPI
 from starlette.datastructures import State
+from starlette.responses import Response
 from starlette.websockets import WebSocket
 from vllm.engine.protocol import EngineClient
 
@@ -70,16 +71,18 @@ class OmniEndpoints:
         executor = ThreadPoolExecutor(_CODEC_THREADS, thread_name_prefix="omni-codec")
         manager = SessionManager(WorldEngine(engine_client), facts, limits, executor)
         options = websocket_options.WebSocketOptions.from_args(args)
-        self._camera_door = world_camera.WorldCameraDoor(manager, options.max_bytes)
-        self._generate_door = generate_door.GenerateDoor(manager)
-        self._video_door = video_door.VideoDoor(manager)
         names = dict.fromkeys([*(args.served_model_name or [args.model]), served])
         self._openai.start(engine_client, list(names), limits, executor)
+        is_world = self._openai.served.capabilities.is_world
+        if is_world:
+            self._camera_door = world_camera.WorldCameraDoor(manager, options.max_bytes)
+            self._generate_door = generate_door.GenerateDoor(manager)
+            self._video_door = video_door.VideoDoor(manager)
         self._ready.readiness = Readiness(
             OmniEngine(engine_client),
             self._openai.stats_interval_s,
             has_room=lambda: manager.has_room and self._openai.has_room(),
-            sessions_are_room=self._openai.served.capabilities.is_world,
+            sessions_are_room=is_world,
             media_bytes=self._openai.media_bytes,
         )
 
@@ -87,16 +90,25 @@ class OmniEndpoints:
             logger.info("web page: %s", address)
 
     async def _world_camera(self, websocket: WebSocket) -> None:
-        assert self._camera_door is not None, "vLLM initialises state before it serves"
-        await self._camera_door.serve(websocket)
+        await _serve(self._camera_door, websocket)
 
     async def _realtime_generate(self, websocket: WebSocket) -> None:
-        assert self._generate_door is not None, "vLLM initialises state before it serves"
-        await self._generate_door.serve(websocket)
+        await _serve(self._generate_door, websocket)
 
     async def _realtime_video(self, websocket: WebSocket) -> None:
-        assert self._video_door is not None, "vLLM initialises state before it serves"
-        await self._video_door.serve(websocket)
+        await _serve(self._video_door, websocket)
+
+
+class _Door(Protocol):
+    async def serve(self, websocket: WebSocket) -> None: ...
+
+
+async def _serve(door: _Door | None, websocket: WebSocket) -> None:
+    """Serve one connection; a model that makes single images and videos has no realtime doors."""
+    if door is None:
+        await websocket.send_denial_response(Response("the served model is no world", 404))
+    else:
+        await door.serve(websocket)
 
 
 def create_plugin() -> OmniEndpoints:
