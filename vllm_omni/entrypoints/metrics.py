@@ -49,7 +49,7 @@ class DoorMetrics:
         self.chunks = Counter("omni_rt_chunks", "Chunks generated.", endpoint)
         self.frames = Counter("omni_rt_frames", "Frames generated.", endpoint)
         self.aborted = Counter("omni_rt_chunks_aborted", "Chunks dropped in the engine.", (*endpoint, "reason"))
-        self.dropped = Counter("omni_rt_frames_dropped", "Frames generated, never delivered.", (*endpoint, "reason"))
+        self.dropped = Counter("omni_rt_frames_dropped", "Frames generated, never delivered.", endpoint)
         self.late = Counter(
             "omni_rt_deadline_misses", "Chunks that came after the one before had been played.", endpoint
         )
@@ -79,6 +79,9 @@ class DoorMetrics:
         self.held_bytes = Gauge(
             "omni_held_bytes", "Bytes held, by what holds them.", ("kind",), multiprocess_mode="livemostrecent"
         )
+        self.reply_bytes = Gauge(
+            "omni_rt_held_reply_bytes", "Replies kept for readers and for resume.", multiprocess_mode="livesum"
+        )
         self.engine_sessions = Gauge(
             "omni_engine_sessions", "Sessions the engine holds.", multiprocess_mode="livemostrecent"
         )
@@ -102,8 +105,10 @@ class DoorMetrics:
         if stats.get("max_bytes") is not None:
             self.held_bytes.labels("sessions_limit").set(stats["max_bytes"])
 
-    def media_bytes(self, nbytes: int) -> None:
-        self.held_bytes.labels("media_files").set(nbytes)
+    def door_bytes(self, media_files: int, replies: int) -> None:
+        """Take over what the doors hold: files of all processes, replies of this one."""
+        self.held_bytes.labels("media_files").set(media_files)
+        self.reply_bytes.set(replies)
 
     def stages(self, endpoint: str, timings_ms: Mapping[str, Sequence[float]], wall_s: float) -> None:
         """Where a chunk's (or a picture's) time went; what the engine did not account for is `queue`."""
@@ -170,9 +175,10 @@ class SessionMeter:
         self.num_aborted += count
         self._metrics.aborted.labels(self._endpoint, reason).inc(count)
 
-    def frames_dropped(self, reason: str, count: int) -> None:
+    def frames_dropped(self, count: int) -> None:
+        """Frames were let go that no client had: it left, or read too slowly, and did not come back for them."""
         self.num_dropped += count
-        self._metrics.dropped.labels(self._endpoint, reason).inc(count)
+        self._metrics.dropped.labels(self._endpoint).inc(count)
 
     def close(self, reason: str) -> None:
         """The session has ended; idempotent."""

@@ -84,6 +84,7 @@ class OmniEndpoints:
             has_room=lambda: manager.has_room and self._openai.has_room(),
             sessions_are_room=is_world,
             media_bytes=self._openai.media_bytes,
+            reply_bytes=lambda: manager.held_bytes,
         )
 
         if (address := pages.address(args)) is not None:

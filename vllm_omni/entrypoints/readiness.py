@@ -39,7 +39,8 @@ class ReadyReply(BaseModel):
 
 
 class Readiness:
-    """has_room: what the doors of this process say. media_bytes: bytes of the files kept; called on a thread.
+    """has_room: what the doors of this process say. media_bytes: of files kept (called on a thread); reply_bytes: of
+    the realtime doors' replies.
 
     sessions_are_room: a world's clients need a session each; one-shot requests queue for them instead.
     """
@@ -51,10 +52,11 @@ class Readiness:
         has_room: Callable[[], bool],
         sessions_are_room: bool,
         media_bytes: Callable[[], int],
+        reply_bytes: Callable[[], int],
     ) -> None:
         self._engine, self._interval_s = engine, interval_s
         self._has_room, self._sessions_are_room = has_room, sessions_are_room
-        self._media_bytes = media_bytes
+        self._media_bytes, self._reply_bytes = media_bytes, reply_bytes
         self._stats: dict[str, Any] = {}
         self._asked_s = float("-inf")
         self._asking = asyncio.Lock()
@@ -99,7 +101,7 @@ class Readiness:
         while not self._engine.is_dead:
             try:
                 await self._refresh(0.0)
-                door_metrics().media_bytes(await asyncio.to_thread(self._media_bytes))
+                door_metrics().door_bytes(await asyncio.to_thread(self._media_bytes), self._reply_bytes())
             except (RequestFailed, OSError) as error:
                 logger.debug("no statistics this time: %s", error)
             await asyncio.sleep(self._interval_s)

@@ -112,11 +112,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Reply:
-    """One encoded message; `part` counts the messages of its chunk. `len(payload)` is its size in bytes."""
+    """One encoded message; `part` counts the messages of its chunk. `len(payload)` is its size in bytes.
+
+    num_frames: of the whole chunk with its first part, 0 with the others.
+    """
 
     chunk_index: int
     part: int
     payload: Any
+    num_frames: int = 0
 
 
 @dataclass(eq=False)
@@ -130,7 +134,8 @@ class Run:
 
     sizes: pixel frames of its chunks, set when its turn comes (empty for a live run). controls: of a live run's chunks
     that the engine has. completed: chunks done. first_kept: replies before this number have been dropped. delivered:
-    replies the current follower has. account: told of each change of `kept_bytes`.
+    replies the current follower has. account: told of each change of `kept_bytes`. dropped: told of frames that are
+    let go undelivered.
     """
 
     job: Job
@@ -148,6 +153,7 @@ class Run:
     controls: deque[Controls] = field(default_factory=deque)
     kept_bytes: int = 0
     account: Callable[[int], None] = lambda delta: None
+    dropped: Callable[[int], None] = lambda num_frames: None
     _follower: "_Follower | None" = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -176,6 +182,8 @@ class Run:
 
     def discard(self) -> None:
         """Let go of every reply; nobody will ask for them."""
+        undelivered = islice(self.replies, max(0, self.delivered - self.first_kept), None)
+        self.dropped(sum(reply.num_frames for reply in undelivered))
         self.first_kept = self.num_replies
         self.replies.clear()
         self._grow(-self.kept_bytes)
@@ -238,8 +246,11 @@ class Run:
         """Forget the oldest reply if it was delivered; returns the bytes freed (0: nothing to forget)."""
         if not self.replies or (not self.finished and self.first_kept >= self.delivered):
             return 0
+        oldest = self.replies.popleft()
+        if self.first_kept >= self.delivered:
+            self.dropped(oldest.num_frames)
         self.first_kept += 1
-        freed = len(self.replies.popleft().payload)
+        freed = len(oldest.payload)
         self._grow(-freed)
         return freed
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from vllm_omni.entrypoints.metrics import SessionMeter
 from vllm_omni.entrypoints.realtime.camera import plan_frames
 from vllm_omni.entrypoints.realtime.engine import ChunkResult
 from vllm_omni.entrypoints.realtime.errors import DoorError
@@ -48,8 +49,9 @@ def new_session_id() -> str:
 class Session:
     """One world of one client; used from one event loop."""
 
-    def __init__(self, key: SessionKey, manager: "SessionManager", client: str) -> None:
+    def __init__(self, key: SessionKey, manager: "SessionManager", client: str, endpoint: str) -> None:
         self.key = key
+        self.meter = SessionMeter(endpoint)
         self.client = client
         """Who counts against `sessions_per_client` for it."""
         self._manager = manager
@@ -108,7 +110,9 @@ class Session:
             run.reopen(job)
         else:
             attempt = run.attempt + 1 if run is not None else 1
-            run = self.runs[job.request_id] = Run(job, attempt=attempt, account=self._manager.account)
+            run = self.runs[job.request_id] = Run(
+                job, attempt=attempt, account=self._manager.account, dropped=self.meter.frames_dropped
+            )
             self._trim_journal()
         self._waiting += 1
         run.task = self._manager.spawn(self._produce(run))
@@ -152,6 +156,7 @@ class Session:
         begun before this one is rendered and sent.
         """
         limits, job = self._manager.limits, run.job
+        self.meter.request_started()
         image, warnings = await self._begin(run)
         in_flight: deque[asyncio.Task[ChunkResult]] = deque()
         numbers: Iterator[int] = iter(range(run.completed, len(run.sizes)))
@@ -193,6 +198,8 @@ class Session:
             refused = isinstance(error, DoorError) and error.code not in ("cancelled", "engine_error")
             if isinstance(error, DoorError) and not refused:
                 self.in_step = False  # the engine ended that chunk in a way that does not tell what became of it
+            if isinstance(error, DoorError):
+                self.meter.chunks_aborted(error.code)
             await self._abort(run, in_flight, refused)
             raise
 
@@ -334,7 +341,10 @@ class Session:
         prompt_applied = prompt is not None and (not self.started or prompt != self.prompt)
         self.prompt = prompt if prompt_applied else self.prompt
         self.started, self.in_step = True, True
-        self.next_chunk, self.next_frame = index + 1, first_frame + len(result.frames_THWC)
+        num_frames = len(result.frames_THWC)
+        self.next_chunk, self.next_frame = index + 1, first_frame + num_frames
+        timings_ms = result.meta.get("timings_ms", {})
+        self.meter.chunk_done(num_frames, self._manager.facts.fps, timings_ms, result.wall_ms / 1e3)
         run.completed += 1
         return FinishedChunk(
             session_id=self.session_id,
@@ -363,7 +373,8 @@ class Session:
 
     def _keep(self, run: Run, chunk: FinishedChunk, payloads: Sequence[Sized]) -> None:
         for part, payload in enumerate(payloads):
-            run.append(Reply(chunk.chunk_index, part, payload))
+            num_frames = len(chunk.result.frames_THWC) if part == 0 else 0
+            run.append(Reply(chunk.chunk_index, part, payload, num_frames))
         self._trim_journal()
 
     async def _abort(self, run: Run, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False) -> None:
@@ -376,6 +387,8 @@ class Session:
             answered.append(in_flight.popleft().result())
         for task in in_flight:
             task.cancel()
+        if in_flight:
+            self.meter.chunks_aborted("cancelled", len(in_flight))
         for result in answered:
             await self._render(run, self._advance(run, result, ()))
         if in_flight:

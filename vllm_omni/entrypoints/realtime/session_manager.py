@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
+from vllm_omni.entrypoints.metrics import door_metrics
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
@@ -56,10 +57,10 @@ class SessionManager:
     def was_evicted(self, key: SessionKey) -> bool:
         return key in self._evicted
 
-    def open(self, key: SessionKey, client: str | None = None) -> Session:
+    def open(self, key: SessionKey, client: str | None = None, endpoint: str = "realtime") -> Session:
         """Return the session of that key, a new one if there is none.
 
-        client: who counts for it against `sessions_per_client`; None = the principal.
+        client: who counts for it against `sessions_per_client`; None = the principal. endpoint: the door, for metrics.
         Raises `DoorError` `capacity` or `session_limit`.
         """
         if self._sweeper is None:
@@ -67,10 +68,14 @@ class SessionManager:
         session = self._sessions.get(key)
         if session is None:
             client = key[0] if client is None else client
-            self._check_bounds(client)
-            if len(self._sessions) >= self.facts.max_sessions:
-                self._make_room()
-            session = self._sessions[key] = Session(key, self, client)
+            try:
+                self._check_bounds(client)
+                if len(self._sessions) >= self.facts.max_sessions:
+                    self._make_room()
+            except DoorError as refusal:
+                door_metrics().session_refused(endpoint, refusal.code)
+                raise
+            session = self._sessions[key] = Session(key, self, client, endpoint)
         self._sessions.move_to_end(key)
         return session
 
@@ -112,7 +117,7 @@ class SessionManager:
     def _make_room(self) -> None:
         for session in self._sessions.values():  # least recently used first
             if not session.is_busy and not session.connections:
-                self._evict(session)
+                self._evict(session, "made_room")
                 return
         raise DoorError(
             "capacity",
@@ -120,9 +125,10 @@ class SessionManager:
             retry_after_ms=1000,
         )
 
-    def _evict(self, session: Session) -> None:
+    def _evict(self, session: Session, reason: str) -> None:
         """Free a session that is not busy, and remember that it was not the client who closed it."""
         session.forget_world()
+        session.meter.close(reason)
         self.forget_if_empty(session)
         self._evicted[session.key] = None
         while len(self._evicted) > _REMEMBERED_EVICTIONS:
@@ -140,6 +146,7 @@ class SessionManager:
         """A session without a world and without requests is nothing: its id is free again."""
         if not session.started and not session.is_busy and self._sessions.get(session.key) is session:
             del self._sessions[session.key]
+            session.meter.close("closed")
         elif session.started:
             self._evicted.pop(session.key, None)
 
@@ -167,7 +174,7 @@ class SessionManager:
             await asyncio.sleep(min(5.0, idle_s / 4))
             for session in list(self._sessions.values()):
                 if not session.is_busy and time.monotonic() - session.last_used_s >= idle_s:
-                    self._evict(session)
+                    self._evict(session, "idle")
 
     # -- work ----------------------------------------------------------------------------------------------------
 
