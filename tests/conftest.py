@@ -37,6 +37,22 @@ def lingbot_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def qwen2_5_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2.5-Omni checkpoint."""
+    out = tmp_path_factory.mktemp("qwen2_5_omni")
+    get_family("qwen2_5_omni").make_tiny(out, 0, "original")
+    return out
+
+
+@pytest.fixture(scope="session")
+def tiny_language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen2 model with a tokenizer, in transformers' layout."""
+    from vllm_omni.model_executor.tiny_language_model import write_tiny_language_model
+
+    return write_tiny_language_model(tmp_path_factory.mktemp("tiny_language_model"))
+
+
+@pytest.fixture(scope="session")
 def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """vLLM's process groups for a world of one, in this process."""
     from vllm.config import VllmConfig, set_current_vllm_config

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking for hidden states and reading them: the request, the rows' way through vLLM's own output code, the errors."""
+
+import contextlib
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.outputs import SamplingMaskLists
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from vllm_omni.hidden_states import (
+    HiddenStates,
+    HiddenStatesRequest,
+    concat,
+    encode_rows,
+    error_of,
+    error_text,
+    hidden_states_of,
+)
+from vllm_omni.outputs import RequestFailed
+
+
+def completion(mask: SamplingMaskLists | None, **fields: Any) -> CompletionOutput:
+    chosen = {"index": 0, "text": "", "token_ids": [1], "cumulative_logprob": None, "logprobs": None, **fields}
+    return CompletionOutput(sampling_mask=None if mask is None else SamplingMask(mask.to_nested_list()), **chosen)
+
+
+def request_output(*completions: CompletionOutput) -> RequestOutput:
+    return RequestOutput("r", None, [1, 2], None, list(completions), True)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        HiddenStatesRequest(hidden_states="all"),
+        HiddenStatesRequest(hidden_states="generated", layers=(0, 2, -1)),
+        HiddenStatesRequest(hidden_states="last", layers=(28,)),
+    ],
+)
+def test_a_request_survives_extra_args(request_: HiddenStatesRequest) -> None:
+    """As the map of `to_extra_args`, and as the JSON text that `vllm_xargs` can hold."""
+    extra_args = request_.to_extra_args()
+    assert HiddenStatesRequest.from_extra_args(extra_args) == request_
+    as_text = {"omni": msgspec.json.encode(extra_args["omni"]).decode()}
+    assert HiddenStatesRequest.from_extra_args(as_text) == request_
+
+
+@pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}])
+def test_no_request_is_none(extra_args: Any) -> None:
+    """Other users of extra_args are left alone."""
+    assert HiddenStatesRequest.from_extra_args(extra_args) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"hidden_states": "some"}, "hidden_states"),
+        ({"hidden_states": True}, "hidden_states"),
+        ({}, "hidden_states"),
+        ({"layers": [1]}, "hidden_states"),
+        ({"hidden_states": "all", "layer": [1]}, "layer"),
+        ({"hidden_states": "all", "layers": []}, "layers"),
+        ({"hidden_states": "all", "layers": [1.5]}, "layers"),
+        ({"hidden_states": "all", "layers": ["last"]}, "layers"),
+        ({"hidden_states": "all", "layers": [3, 3]}, "layers"),
+        ({"hidden_states": "all", "layers": list(range(65))}, "layers"),
+        ({"hidden_states": "all", "layers": 3}, "layers"),
+        ("{not json", "omni"),
+        ("[]", "omni"),
+        (7, "omni"),
+        ([], "omni"),
+    ],
+)
+def test_a_malformed_request_says_what_is_wrong(asked: Any, named: str) -> None:
+    """`invalid_request`, naming the field and what is allowed."""
+    with pytest.raises(RequestFailed, match=named) as failed:
+        HiddenStatesRequest.from_extra_args({"omni": asked})
+    assert failed.value.code == "invalid_request"
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5))
+@settings(max_examples=200, deadline=None)
+def test_any_rubbish_is_refused_with_the_one_documented_error(asked: Any) -> None:
+    """Whatever a client puts there, nothing but RequestFailed comes out."""
+    for value in (asked, {"hidden_states": asked}, {"hidden_states": "all", "layers": asked}):
+        with contextlib.suppress(RequestFailed):
+            HiddenStatesRequest.from_extra_args({"omni": value})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("layers", [(-1,), (0, 7, -1)])
+def test_rows_arrive_bit_for_bit(dtype: torch.dtype, layers: tuple[int, ...]) -> None:
+    """Also rows that end in zero bytes, which numpy's byte strings would drop."""
+    rows = torch.randn(5, len(layers), 6).to(dtype)
+    rows[1] = 0
+    mask = encode_rows(rows, layers, range(3, 8), [9, 8, 7, 6, 5], num_tokens=1)
+    states = hidden_states_of(request_output(completion(mask)))
+    assert states is not None and tuple(states) == layers
+    for i, layer in enumerate(layers):
+        assert states[layer].dtype == dtype and torch.equal(states[layer], rows[:, i])
+    assert states.positions.tolist() == [3, 4, 5, 6, 7] and states.token_ids.tolist() == [9, 8, 7, 6, 5]
+    assert states.num_rows == 5 and states.nbytes == rows.nbytes
+    assert torch.equal(states.last[layers[0]], rows[-1:, 0])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_tokens", "counts"), [(40, 1, [40]), (3, 3, [1, 1, 1]), (5, 3, [3, 1, 1]), (1, 3, [0, 0, 1])]
+)
+def test_rows_are_dealt_to_the_tokens_they_came_with(num_rows: int, num_tokens: int, counts: list[int]) -> None:
+    """One to each new token from the end, the rest to the first: a token cut off takes its row along."""
+    mask = encode_rows(torch.zeros(num_rows, 1, 4), (-1,), range(num_rows), range(num_rows), num_tokens)
+    assert [len(rows) for rows in mask.to_nested_list()] == counts
+    kept = mask.slice_request(0, 1).to_nested_list()
+    assert [len(rows) for rows in kept] == counts[:1]
+
+
+def test_rows_pass_vllms_wire_unchanged() -> None:
+    """Engine core to front end: msgpack with out-of-band buffers, as stock vLLM does it."""
+    rows = torch.randn(50, 2, 32)
+    mask = encode_rows(rows, (0, -1), range(50), range(50), num_tokens=1)
+    sent = EngineCoreOutput("r", [3], new_sampling_mask=mask)
+    received = MsgpackDecoder(EngineCoreOutput).decode(MsgpackEncoder().encode(sent))
+    states = hidden_states_of(completion(received.new_sampling_mask))
+    assert states is not None and torch.equal(states[-1], rows[:, 1])
+
+
+def test_a_slow_reader_of_deltas_loses_no_row() -> None:
+    """vLLM merges deltas nobody has read yet: the rows are merged with the tokens."""
+    rows = torch.randn(4, 1, 8)
+    first = request_output(completion(encode_rows(rows[:2], (-1,), [0, 1], [5, 6], 1)))
+    first.add(request_output(completion(encode_rows(rows[2:3], (-1,), [2], [7], 1))), aggregate=True)
+    first.add(request_output(completion(None)), aggregate=True)
+    first.add(request_output(completion(encode_rows(rows[3:], (-1,), [3], [8], 1))), aggregate=True)
+    states = hidden_states_of(first)
+    assert states is not None and torch.equal(states[-1], rows[:, 0]) and states.positions.tolist() == [0, 1, 2, 3]
+
+
+def test_consecutive_deltas_join() -> None:
+    """`concat` is what a streaming client keeps; deltas without rows (None) are welcome."""
+    parts = [
+        hidden_states_of(completion(encode_rows(torch.full((n, 1, 4), float(n)), (-1,), range(n), range(n), 1)))
+        for n in (2, 1)
+    ]
+    joined = concat([None, *parts, None])
+    assert isinstance(joined, HiddenStates)
+    assert joined.positions.tolist() == [0, 1, 0] and joined[-1][:, 0].tolist() == [2.0, 2.0, 1.0]
+    assert concat([None]) is None
+
+
+def test_an_output_without_rows_is_none() -> None:
+    """A request that did not ask, or an engine without the scheduler."""
+    assert hidden_states_of(request_output(completion(None))) is None
+
+
+def test_the_reason_of_a_failed_request_is_raised() -> None:
+    """It leaves the engine as a stop reason and comes back as the same error."""
+    failed = RequestFailed("too_large", 'the "limit" is 5 bytes')
+    output = request_output(completion(None, finish_reason="error", stop_reason=error_text(failed)))
+    with pytest.raises(RequestFailed, match="limit") as raised:
+        hidden_states_of(output)
+    assert (raised.value.code, raised.value.message) == (failed.code, failed.message)
+    assert error_of("\n") is None and error_of(17) is None and error_of(None) is None
+
+
+def test_a_real_sampling_mask_is_not_read_as_rows() -> None:
+    """Only where somebody fills the field with vLLM's own masks; then it says so."""
+    mask = SamplingMaskLists(np.array([b"12345678901234567890123"]), np.array([0, 1]))
+    with pytest.raises(ValueError, match="not hidden states"):
+        hidden_states_of(completion(mask))

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hand-made `SchedulerOutput`s of an autoregressive engine, for runner tests."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+
+def new_request(
+    name: str,
+    hidden_states: str | None,
+    extra_args: Mapping[str, Any] | None = None,
+    prompt_len: int = 3,
+    layers: Iterable[int] = (-1,),
+) -> NewRequestData:
+    """A newly scheduled request; `hidden_states` None = it does not ask. `extra_args` replaces what would be asked."""
+    if extra_args is None and hidden_states is not None:
+        extra_args = {"omni": {"hidden_states": hidden_states, "layers": list(layers)}}
+    return NewRequestData(
+        req_id=name,
+        prompt_token_ids=list(range(prompt_len)),
+        mm_features=[],
+        sampling_params=SamplingParams(extra_args=None if extra_args is None else dict(extra_args)),
+        pooling_params=None,
+        block_ids=([0],),
+        num_computed_tokens=0,
+        lora_request=None,
+        prefill_token_ids=list(range(prompt_len)),
+    )
+
+
+def scheduler_output(
+    new: Iterable[NewRequestData] = (),
+    scheduled: Mapping[str, int] | None = None,
+    finished: Iterable[str] = (),
+    drafts: Mapping[str, list[int]] | None = None,
+) -> SchedulerOutput:
+    """One engine step: `scheduled` tokens per request (new ones with their whole prompt, unless named there)."""
+    new = list(new)
+    tokens = {**{data.req_id: data.prompt_len for data in new}, **(scheduled or {})}
+    return SchedulerOutput(
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=CachedRequestData.make_empty(),
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        scheduled_spec_decode_tokens=dict(drafts or {}),
+        scheduled_encoder_inputs={},
+        num_common_prefix_blocks=[],
+        finished_req_ids=set(finished),
+        free_encoder_mm_hashes=[],
+    )

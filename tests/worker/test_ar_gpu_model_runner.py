@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both runner generations' mixins over a pretended runner, and the vLLM source they rely on.
+
+The pretended base class stands where vLLM's runner stands: it sees exactly what our hooks leave it. That what it
+pretends is real is checked against vLLM's own classes at the end of the file. The five faults that the review of the
+first version (vLLM-Omni PR 3) found have a test each.
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from ar_steps import new_request, scheduler_output
+from vllm.sequence import IntermediateTensors
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker import gpu_input_batch, gpu_model_runner, gpu_worker
+from vllm.v1.worker.gpu import input_batch as v2_input_batch
+from vllm.v1.worker.gpu import model_runner as v2_model_runner
+
+import vllm_omni
+import vllm_omni.hidden_states
+from vllm_omni.hidden_states import HiddenStatesRequest
+from vllm_omni.worker import ar_gpu_model_runner, ar_gpu_worker, ar_worker, hidden_state_layers, hidden_state_rows
+from vllm_omni.worker.ar_gpu_model_runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
+from vllm_omni.worker.hidden_state_layers import LayerTaps
+from vllm_omni.worker.hidden_state_rows import HiddenStateRows
+
+LAYERS, WIDTH = 4, 8
+OUR_MODULES = (ar_gpu_model_runner, ar_gpu_worker, ar_worker, hidden_state_layers, hidden_state_rows)
+REPO = Path(vllm_omni.__file__).parents[1]
+
+
+class StateV1(NamedTuple):
+    scheduler_output: Any
+    hidden_states: Any
+    aux_hidden_states: Any
+
+
+class StateV2(NamedTuple):
+    input_batch: Any
+    hidden_states: Any
+    aux_hidden_states: Any
+
+
+class AsyncOutput(AsyncModelRunnerOutput):
+    """vLLM's asynchronous output: the tokens exist only once it is fetched."""
+
+    def __init__(self, output: ModelRunnerOutput, sampled: list[list[int]]) -> None:
+        self.output, self.sampled = output, sampled
+
+    def get_output(self) -> ModelRunnerOutput:
+        self.output.sampled_token_ids = self.sampled
+        return self.output
+
+
+class PretendedRunner:
+    """What both generations have in common from the outside: execute_model leaves a state, sample_tokens uses it up."""
+
+    def __init__(self, rows: HiddenStateRows, taps: LayerTaps, asynchronous: bool = False) -> None:
+        self.hidden_state_rows, self.layer_taps = rows, taps
+        self.asynchronous = asynchronous
+        self.execute_model_state: Any = None
+        self.seen: list[Any] = []
+        self.sampled: dict[str, list[int]] = {}
+        self.stage_output: ModelRunnerOutput | None = None
+
+    def finish(self, names: list[str]) -> Any:
+        self.seen.append(self.execute_model_state)
+        self.execute_model_state = None
+        sampled = [self.sampled.get(name, [1]) for name in names]
+        output = ModelRunnerOutput(
+            names,
+            {name: i for i, name in enumerate(names)},
+            sampled_token_ids=[] if self.asynchronous else sampled,
+            prompt_logprobs_dict=dict.fromkeys(names),
+            num_nans_in_logits=dict.fromkeys(names, 3),
+            kv_connector_output=SimpleNamespace(),  # type: ignore[arg-type]
+            cudagraph_stats=SimpleNamespace(),  # type: ignore[arg-type]
+        )
+        return AsyncOutput(output, sampled) if self.asynchronous else output
+
+
+class PretendedV1(PretendedRunner):
+    broadcast_pp_output = False
+
+    def execute_model(self, scheduled: SchedulerOutput, intermediate_tensors: Any = None) -> None:
+        names = list(scheduled.num_scheduled_tokens)
+        total = scheduled.total_num_scheduled_tokens
+        computed = np.array([0 if n in {d.req_id for d in scheduled.scheduled_new_reqs} else 3 for n in names])
+        self.input_batch = SimpleNamespace(req_ids=names, num_computed_tokens_cpu=np.append(computed, [9, 9]))
+        self.execute_model_state = StateV1(scheduled, hidden(total + 3), aux(total + 3))
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        self.grammar_output = grammar_output
+        if self.stage_output is not None:  # as a stage before the last
+            return self.stage_output
+        return self.finish(list(self.input_batch.req_ids))
+
+
+class PretendedV2(PretendedRunner):
+    def execute_model(self, scheduled: SchedulerOutput, **kwargs: Any) -> None:
+        # V2 sorts its batch: decodes first. Buffers are longer than the batch.
+        names = sorted(scheduled.num_scheduled_tokens, key=scheduled.num_scheduled_tokens.__getitem__)
+        counts = [scheduled.num_scheduled_tokens[name] for name in names]
+        total = sum(counts)
+        new = {data.req_id for data in scheduled.scheduled_new_reqs}
+        drafts = [len(scheduled.scheduled_spec_decode_tokens.get(name, ())) for name in names]
+        batch = SimpleNamespace(
+            req_ids=names,
+            num_reqs=len(names),
+            query_start_loc_np=np.array([0, *np.cumsum(counts), total, total], dtype=np.int32),
+            num_computed_tokens_np=np.array([0 if name in new else 3 for name in names], dtype=np.int32),
+            num_draft_tokens_per_req=np.array(drafts, dtype=np.int32) if any(drafts) else None,
+        )
+        self.execute_model_state = StateV2(batch, hidden(total + 3), aux(total + 3))
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        self.grammar_output = grammar_output
+        if self.stage_output is not None:
+            return self.stage_output
+        return self.finish(list(self.execute_model_state.input_batch.req_ids))
+
+
+class V1(ARModelRunnerV1Mixin, PretendedV1):  # type: ignore[misc]
+    pass
+
+
+class V2(ARModelRunnerV2Mixin, PretendedV2):  # type: ignore[misc]
+    pass
+
+
+def hidden(num_rows: int) -> torch.Tensor:
+    return torch.arange(float(num_rows))[:, None].expand(num_rows, WIDTH).clone()
+
+
+def aux(num_rows: int) -> list[torch.Tensor]:
+    return [hidden(num_rows) + 100, hidden(num_rows) + 200]
+
+
+def make(generation: Any, asynchronous: bool = False) -> Any:
+    rows = HiddenStateRows(LAYERS, (1, 2, LAYERS))
+    return generation(rows, LayerTaps(LAYERS, (1, 2), installed=True), asynchronous)
+
+
+def run(runner: Any, scheduled: SchedulerOutput, grammar_output: Any = None) -> ModelRunnerOutput:
+    assert runner.execute_model(scheduled) is None
+    output = runner.sample_tokens(grammar_output)
+    return output.get_output() if isinstance(output, AsyncModelRunnerOutput) else output
+
+
+def entries(output: ModelRunnerOutput) -> dict[str, Any]:
+    assert output.pooler_output is not None
+    return {
+        name: None if entry is None else entry[:, :, 0].tolist()
+        for name, entry in zip(output.req_ids, output.pooler_output, strict=True)
+    }
+
+
+both = pytest.mark.parametrize("generation", [V1, V2])
+both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+@both
+@both_ways
+def test_rows_of_a_mixed_batch(generation: Any, asynchronous: bool) -> None:
+    """Each asking request gets the rows of its own tokens, wherever the runner sorted them; padding is left out."""
+    runner = make(generation, asynchronous)
+    run(runner, scheduler_output(new=[new_request("old", "all", prompt_len=3)]))
+    output = run(
+        runner,
+        scheduler_output(
+            new=[new_request("plain", None, prompt_len=4), new_request("new", "all", prompt_len=3, layers=(-1, 2))],
+            scheduled={"old": 1},
+        ),
+    )
+    found = entries(output)
+    order = output.req_ids
+    first = {name: sum({"plain": 4, "new": 3, "old": 1}[n] for n in order[: order.index(name)]) for name in order}
+    assert found["plain"] is None
+    assert found["old"] == [[first["old"]]]
+    assert found["new"] == [[first["new"] + i, 200 + first["new"] + i] for i in range(3)]
+
+
+@both
+def test_a_batch_nobody_asked_in_is_stock(generation: Any) -> None:
+    """The very object that vLLM returned, without a pooler output, and no rows taken."""
+    runner = make(generation)
+    runner.execute_model(scheduler_output(new=[new_request("r", None)]))
+    runner._take_rows = None  # calling it would fail
+    output = runner.sample_tokens(None)
+    assert output.pooler_output is None and runner.hidden_state_rows.bytes_copied == 0
+
+
+@both
+@both_ways
+def test_rejected_drafts_have_no_row(generation: Any, asynchronous: bool) -> None:
+    """Speculative decoding: of four rows the two of accepted tokens stay."""
+    runner = make(generation, asynchronous)
+    run(runner, scheduler_output(new=[new_request("r", "all")]))
+    runner.sampled = {"r": [5, 6]}
+    output = run(runner, scheduler_output(scheduled={"r": 4}, drafts={"r": [5, 7, 8]}))
+    assert entries(output) == {"r": [[0.0], [1.0]]}
+
+
+@both
+def test_the_grammar_reaches_the_sampler(generation: Any) -> None:
+    """Structured outputs: the mask is handed on as it is."""
+    runner = make(generation)
+    grammar = object()
+    run(runner, scheduler_output(new=[new_request("r", "all")]), grammar)
+    assert runner.grammar_output is grammar
+
+
+@both
+def test_a_finished_request_is_forgotten(generation: Any) -> None:
+    """With the next step's scheduler output, as vLLM announces it."""
+    runner = make(generation)
+    run(runner, scheduler_output(new=[new_request("r", "all"), new_request("other", None)]))
+    output = run(runner, scheduler_output(scheduled={"other": 1}, finished=["r"]))
+    assert output.pooler_output is None and not runner.hidden_state_rows
+
+
+# ---- the five faults of the first version ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("generation", "state"), [(V1, None), (V2, None), (V2, StateV2(SimpleNamespace(req_ids=["r"]), None, None))]
+)
+def test_fault_1_stages_before_the_last_answer_as_stock(generation: Any, state: Any) -> None:
+    """The branch of a stage without hidden states is reached first, before anything reads them."""
+    runner = make(generation)
+    runner.execute_model(scheduler_output(new=[new_request("r", "all")]))
+    runner.execute_model_state = state
+    runner.stage_output = ModelRunnerOutput([], {})
+    assert runner.sample_tokens(None) is runner.stage_output
+    assert runner.stage_output.pooler_output is None and runner.hidden_state_rows.bytes_copied == 0
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_fault_1_under_torchrun_every_stage_answers_with_rows(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There each stage has a scheduler of its own: the last one shows its rows to the others, which hold none."""
+    shown: list[torch.Tensor] = []
+
+    def broadcast(rows: torch.Tensor, src: int) -> torch.Tensor:
+        assert src == 1
+        shown.append(rows)
+        return rows if last else rows.copy_(hidden(len(rows)))
+
+    group = SimpleNamespace(is_last_rank=last, world_size=2, broadcast=broadcast)
+    monkeypatch.setattr(ar_gpu_model_runner, "get_pp_group", lambda: group)
+    runner = V1(HiddenStateRows(LAYERS, (LAYERS,)), LayerTaps(LAYERS, (), installed=False))
+    runner.broadcast_pp_output = True
+    runner.device = torch.device("cpu")
+    runner.model_config = SimpleNamespace(get_hidden_size=lambda: WIDTH, dtype=torch.float32)
+    scheduled = scheduler_output(new=[new_request("r", "all")])
+    runner.execute_model(scheduled)
+    states = hidden(6) if last else IntermediateTensors({"hidden_states": torch.zeros(6, WIDTH)})
+    runner.execute_model_state = StateV1(scheduled, states, None)
+    assert entries(runner.sample_tokens(None)) == {"r": [[0.0], [1.0], [2.0]]}
+    assert [len(rows) for rows in shown] == [3], "only real rows, not the padding"
+
+
+@both
+def test_fault_2_a_drafter_gets_every_layer_it_reads(generation: Any) -> None:
+    """EAGLE-3 reads the extra layers of the forward: the sampler sees the same state, the same list, same tensors."""
+    runner = make(generation)
+    runner.execute_model(scheduler_output(new=[new_request("r", "all", layers=(1, -1))]))
+    state, layers = runner.execute_model_state, runner.execute_model_state.aux_hidden_states
+    runner.sample_tokens(None)
+    assert runner.seen[0] is state and runner.seen[0].aux_hidden_states is layers and len(layers) == 2
+
+
+@both
+@both_ways
+def test_fault_3_nothing_else_of_the_output_changes(generation: Any, asynchronous: bool) -> None:
+    """NaN counters, logprobs, connector results: each field but the pooler output is the object vLLM put there."""
+    runner = make(generation, asynchronous)
+    runner.execute_model(scheduler_output(new=[new_request("r", "all")]))
+    output = runner.sample_tokens(None)
+    inner = output._inner.output if asynchronous else output
+    before = {field.name: getattr(inner, field.name) for field in dataclasses.fields(inner)}
+    final = output.get_output() if asynchronous else output
+    ignored = {"pooler_output", "sampled_token_ids"} if asynchronous else {"pooler_output"}
+    for name in before.keys() - ignored:
+        assert getattr(final, name) is before[name], name
+    assert final.num_nans_in_logits == {"r": 3} and final.pooler_output is not None
+
+
+def test_fault_4_no_body_of_vllm_is_copied() -> None:
+    """The workers define no `init_device` of their own but one that begins with vLLM's, and share no six lines."""
+    assert "init_device" not in vars(ar_gpu_worker.ARGPUWorker)
+    from vllm_omni.worker import ar_cpu_worker
+
+    body = inspect.getsource(ar_cpu_worker.ARCPUWorker.init_device)
+    assert "super().init_device()" in body and body.count("\n") <= 4
+    theirs = {
+        window
+        for module in (gpu_worker, gpu_model_runner, v2_model_runner)
+        for window in windows(inspect.getsource(module))
+    }
+    for module in (*OUR_MODULES, ar_cpu_worker):
+        assert not [window for window in windows(inspect.getsource(module)) if window in theirs], module.__name__
+
+
+def windows(source: str, length: int = 6) -> list[tuple[str, ...]]:
+    """Every run of `length` lines of code that say something."""
+    lines = [line.strip() for line in source.splitlines()]
+    lines = [line for line in lines if len(line) > 3 and not line.startswith(("#", "from ", "import "))]
+    return [tuple(lines[i : i + length]) for i in range(len(lines) - length + 1)]
+
+
+@pytest.mark.parametrize("module", [*OUR_MODULES, vllm_omni.hidden_states], ids=lambda module: module.__name__)
+def test_fault_5_docstrings_promise_what_exists(module: Any) -> None:
+    """No fallback is promised, each test file that is named exists, and so does each option and name in backquotes."""
+    tree = ast.parse(inspect.getsource(module))
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    text = "\n".join(ast.get_docstring(node) or "" for node in nodes)
+    assert not re.search(r"fall(s|ing)?[- ]?back", text, re.I)
+    for path in re.findall(r"tests/[\w/]+\.py", text):
+        assert (REPO / path).exists(), path
+    for option in re.findall(r"`omni\.(\w+)`", text):
+        assert option in vllm_omni.config.OmniConfig.__struct_fields__, option
+
+
+def test_fault_5_the_documented_modes_are_the_modes() -> None:
+    """Every value that is allowed is explained, and nothing else is."""
+    allowed = set(HiddenStatesRequest.__annotations__["hidden_states"].__args__)
+    explained = set(re.findall(r"`(\w+)` =", inspect.getdoc(HiddenStatesRequest) or "")) | {"last"}
+    assert explained == allowed and "`last` = the newest only" in textwrap.dedent(HiddenStatesRequest.__doc__ or "")
+
+
+# ---- what the pretended runners pretend --------------------------------------------------------------------------
+
+
+def test_v1_has_what_the_mixin_uses() -> None:
+    """Fields of the state between execute and sample, of the batch, and the hooks themselves, in the installed vLLM."""
+    assert set(StateV1._fields) <= set(gpu_model_runner.ExecuteModelState._fields)
+    runner = gpu_model_runner.GPUModelRunner
+    assert list(inspect.signature(runner.execute_model).parameters) == [
+        "self",
+        "scheduler_output",
+        "intermediate_tensors",
+    ]
+    assert list(inspect.signature(runner.sample_tokens).parameters) == ["self", "grammar_output"]
+    source = inspect.getsource(runner)
+    for name in ("use_aux_hidden_state_outputs", "intermediate_tensors", "broadcast_pp_output", "max_num_tokens"):
+        assert f"self.{name} = " in source or f"self.{name}: " in source, name
+    batch = inspect.getsource(gpu_input_batch.InputBatch)
+    assert "self.num_computed_tokens_cpu = " in batch and "def req_ids(self)" in batch
+
+
+def test_v2_has_what_the_mixin_uses() -> None:
+    """The same for the second generation."""
+    assert set(StateV2._fields) <= set(v2_model_runner.ExecuteModelState._fields)
+    fields = {field.name for field in dataclasses.fields(v2_input_batch.InputBatch)}
+    used = {"req_ids", "num_reqs", "query_start_loc_np", "num_computed_tokens_np", "num_draft_tokens_per_req"}
+    assert used <= fields
+    runner = v2_model_runner.GPUModelRunner
+    assert list(inspect.signature(runner.execute_model).parameters)[:2] == ["self", "scheduler_output"]
+    assert list(inspect.signature(runner.sample_tokens).parameters) == ["self", "grammar_output"]
+    source = inspect.getsource(runner)
+    for name in ("use_aux_hidden_state_outputs", "intermediate_tensors", "pp_handler", "is_first_pp_rank", "use_pp"):
+        assert f"self.{name} = " in source or f"self.{name}: " in source, name
+
+
+def test_v2_balances_experts_after_a_step() -> None:
+    """EPLB hangs on the stock `sample_tokens`, which our mixin calls exactly once per step."""
+    source = inspect.getsource(v2_model_runner)
+    assert re.search(r"@step_eplb_after\(\)\s+def sample_tokens", source)
+    assert inspect.getsource(ARModelRunnerV2Mixin.sample_tokens).count("super().sample_tokens(") == 1
+    assert "self.eplb_step()" in inspect.getsource(gpu_model_runner.GPUModelRunner.sample_tokens)
+    assert inspect.getsource(ARModelRunnerV1Mixin.sample_tokens).count("super().sample_tokens(") == 1
+
+
+def test_the_worker_still_asks_for_its_runner() -> None:
+    """The CUDA worker is ours by one documented hook."""
+    assert "self._make_model_runner()" in inspect.getsource(gpu_worker.Worker._init_workspace_and_model_runner)
+    assert vars(ar_gpu_worker.ARGPUWorker).keys() & {"_make_model_runner", "init_device", "execute_model"} == {
+        "_make_model_runner"
+    }

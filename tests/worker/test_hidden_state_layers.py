@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LayerTaps on vLLM's own model classes: what can be kept, what is refused, and the numbers of transformers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_omni.worker.hidden_state_layers import LayerTaps, prepare_stages
+
+BLOCKS = 4
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tiny_language_model: Path, single_rank: None) -> VllmConfig:
+    return EngineArgs(model=str(tiny_language_model), enforce_eager=True, max_model_len=64).create_engine_config()
+
+
+@pytest.fixture
+def model(vllm_config: VllmConfig) -> Iterator[nn.Module]:
+    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+
+    vllm_config.compilation_config.static_forward_context.clear()
+    with set_current_vllm_config(vllm_config), torch.device("meta"):
+        yield Qwen2ForCausalLM(vllm_config=vllm_config)
+
+
+def with_layers(config: VllmConfig, *layers: int, method: str | None = None) -> Any:
+    return SimpleNamespace(
+        model_config=config.model_config,
+        additional_config={"omni": {"hidden_state_layers": list(layers)}},
+        speculative_config=None if method is None else SimpleNamespace(method=method),
+    )
+
+
+def test_without_options_the_model_is_as_loaded(vllm_config: VllmConfig, model: Any) -> None:
+    """Nothing is kept, nothing costs anything."""
+    taps = LayerTaps.install(with_layers(vllm_config), model, drafter_reads_layers=False)
+    assert taps == LayerTaps(BLOCKS, (), installed=False)
+    assert model.model.aux_hidden_state_layers == () and taps.named(None) == {}
+
+
+def test_layers_are_kept_in_the_models_order(vllm_config: VllmConfig, model: Any) -> None:
+    """Asked in any order, doubled, the last one (which needs no keeping) among them."""
+    taps = LayerTaps.install(with_layers(vllm_config, 3, 0, 3, BLOCKS), model, drafter_reads_layers=False)
+    assert taps == LayerTaps(BLOCKS, (0, 3), installed=True) and model.model.aux_hidden_state_layers == (0, 3)
+    first, second = torch.zeros(1), torch.ones(1)
+    assert taps.named([first, second]) == {0: first, 3: second}
+    with pytest.raises(ValueError, match="shorter"):
+        taps.named([first])
+
+
+def test_a_drafters_layers_can_be_had_and_no_others(vllm_config: VllmConfig, model: Any) -> None:
+    """It reads whatever the forward returns, so the set may not grow."""
+    model.set_aux_hidden_state_layers((1, 2))
+    taps = LayerTaps.install(with_layers(vllm_config, 2), model, drafter_reads_layers=True)
+    assert taps == LayerTaps(BLOCKS, (1, 2), installed=False) and model.model.aux_hidden_state_layers == (1, 2)
+    with pytest.raises(ValueError, match=r"\[3\].*\[1, 2\]"):
+        LayerTaps.install(with_layers(vllm_config, 3), model, drafter_reads_layers=True)
+
+
+@pytest.mark.parametrize("method", ["eagle", "mtp", "draft_model", "medusa"])
+def test_a_drafter_that_would_read_our_layers_is_refused(vllm_config: VllmConfig, model: Any, method: str) -> None:
+    with pytest.raises(ValueError, match=f"{method}.*ngram"):
+        LayerTaps.install(with_layers(vllm_config, 1, method=method), model, drafter_reads_layers=False)
+
+
+def test_ngram_drafts_go_together_with_layers(vllm_config: VllmConfig, model: Any) -> None:
+    taps = LayerTaps.install(with_layers(vllm_config, 1, method="ngram"), model, drafter_reads_layers=False)
+    assert taps.installed
+
+
+def test_a_layer_the_model_does_not_have_is_named(vllm_config: VllmConfig, model: Any) -> None:
+    with pytest.raises(ValueError, match="4 blocks"):
+        LayerTaps.install(with_layers(vllm_config, 5), model, drafter_reads_layers=False)
+
+
+def test_a_model_without_the_facility_is_named(vllm_config: VllmConfig) -> None:
+    with pytest.raises(ValueError, match="Linear returns its last layer only"):
+        LayerTaps.install(with_layers(vllm_config, 1), nn.Linear(1, 1), drafter_reads_layers=False)
+    with pytest.raises(ValueError, match="pipeline parallelism"):
+        prepare_stages(nn.Linear(1, 1))
