@@ -27,6 +27,7 @@ from vllm_omni.model_executor.models.diffusers_pipeline.tasks import (
     is_required,
     makes_video,
     max_pixels,
+    tasks_of,
 )
 from vllm_omni.outputs import RequestFailed
 
@@ -36,7 +37,7 @@ _FROM_FIELDS = (
     *("prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps", "generator", "latents"),
     *("num_images_per_prompt", "num_videos_per_prompt", "output_type", "return_dict", "callback", "callback_steps"),
     *("callback_on_step_end", "callback_on_step_end_tensor_inputs", "attention_kwargs", "joint_attention_kwargs"),
-    *("cross_attention_kwargs", "padding_mask_crop", "ip_adapter_image", "negative_ip_adapter_image"),
+    *("cross_attention_kwargs", "padding_mask_crop"),
 )
 """Arguments that a request reaches through its fields, or not at all."""
 _FRAME_RATE = ("frame_rate", "fps")
@@ -49,7 +50,8 @@ class PipelineFacts:
     """What requests are checked against; read from a loaded pipeline once.
 
     size_multiple: height and width must be multiples of it. frame_stride: num_frames must be 1 + a multiple of it.
-    text_widths: widths of a text embedding this transformer takes (empty = not known).
+    text_widths: widths of a text embedding this transformer takes (empty = not known). encodes_text: False if the
+    deployment left the text encoder out.
     """
 
     class_name: str
@@ -60,6 +62,7 @@ class PipelineFacts:
     guidance: str | None
     text_widths: tuple[int, ...]
     tensor_dtype: torch.dtype
+    encodes_text: bool
 
     @property
     def video(self) -> bool:
@@ -82,6 +85,7 @@ class PipelineFacts:
             guidance=guidance_argument(parameters, distilled=config.get("guidance_embeds") is True),
             text_widths=tuple(width for width in widths if isinstance(width, int)),
             tensor_dtype=torch.float32 if denoiser is None else denoiser.dtype,
+            encodes_text="text_encoder" not in parts or parts["text_encoder"] is not None,
         )
 
 
@@ -128,6 +132,10 @@ def pipeline_call(
     _size(arguments, params, own, facts, options)
     _counts(arguments, params, facts, options)
     _guidance(arguments, params, facts)
+    if "image" not in arguments and not any(
+        task.startswith("text") for task in tasks_of(facts.class_name, facts.parameters)
+    ):
+        raise _invalid(f"{facts.class_name} needs a picture: send the tensor image, uint8 [H, W, 3]")
     for name in facts.parameters:
         if is_required(facts.parameters, name) and name not in arguments and name not in ("args", "kwargs"):
             raise _invalid(f"{facts.class_name} needs {name!r}, and the request has none")
@@ -207,6 +215,8 @@ def _texts(
     elif "prompt" in facts.parameters:
         if prompt is None:
             raise _invalid("a prompt or the tensor prompt_embeds is needed")
+        if not facts.encodes_text:
+            raise _invalid("the pipeline is served without its text encoder: send the tensor prompt_embeds")
         language = own.get("prompt_suffix", options.prompt_suffix)
         suffixes = facts.conventions.prompt_suffixes
         if language not in ("off", "auto", *suffixes):
@@ -220,6 +230,8 @@ def _texts(
     if params.negative_prompt is not None:
         if "negative_prompt" not in facts.parameters:
             raise _invalid(f"{facts.class_name} takes no negative prompt")
+        if params.negative_prompt and not facts.encodes_text:
+            raise _invalid("the pipeline is served without its text encoder: send the tensor negative_prompt_embeds")
         arguments["negative_prompt"] = params.negative_prompt
     if "negative_prompt_embeds" in arguments:
         if params.negative_prompt:

@@ -40,7 +40,7 @@ def tensor_arguments(
     for name, tensor in tensors.items():
         further = _FURTHER_IMAGE.match(name)
         argument = "image" if further else _RENAMED.get(name, name)
-        if argument not in parameters:
+        if argument not in parameters or not (_is_picture(argument) or _is_numbers(argument)):
             raise RequestFailed("invalid_request", f"this pipeline takes no tensor {name!r}; {_known(parameters)}")
         if further:
             pictures[int(further[1])] = _pictures(name, tensor)[0]
@@ -68,11 +68,11 @@ def _known(parameters: Parameters) -> str:
 
 
 def _is_picture(argument: str) -> bool:
-    return argument in ("image", "last_image", "video") or argument.endswith("_image")
+    return argument in ("image", "video") or (argument.endswith("_image") and "ip_adapter" not in argument)
 
 
 def _is_numbers(argument: str) -> bool:
-    return argument.endswith(("_embeds", "_mask", "latents"))
+    return argument.endswith(("_embeds", "_mask", "latents")) and "ip_adapter" not in argument
 
 
 def _pictures(name: str, tensor: torch.Tensor) -> list[Image.Image]:
@@ -95,8 +95,6 @@ def _numbers(
 ) -> torch.Tensor:
     """Embeddings [L, D] or [D], masks [L], latents as they are; a batch of one is put in front of the former two."""
     shape = tuple(tensor.shape)
-    if not _is_numbers(name):
-        raise RequestFailed("invalid_request", f"{name!r} is no tensor argument of this pipeline")
     if tensor.numel() == 0:
         raise RequestFailed("invalid_request", f"{name} is empty, shape {shape}")
     if name.endswith("_mask"):

@@ -69,7 +69,7 @@ class PipelineHost:
             raise ValueError(f"omni.model.component_dtypes: {unknown[0]!r} is none of {', '.join(index.components)}")
         pipeline = getattr(diffusers, class_name).from_pretrained(
             self.path,
-            torch_dtype={"default": self.dtype, **dtypes} if dtypes else self.dtype,
+            dtype={"default": self.dtype, **dtypes} if dtypes else self.dtype,
             use_safetensors=True,
             local_files_only=True,
             **({} if options.variant is None else {"variant": options.variant}),

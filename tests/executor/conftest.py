@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny pipelines of every layout, hosts and runners on them, and diffusers itself to compare with."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_omni.executor.pipeline_host import PipelineHost
+from vllm_omni.executor.pipeline_runner import PipelineRunner
+from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions
+from vllm_omni.model_executor.models.registry import get_family
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny_pipelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_pipelines(layout)` -> a tiny pipeline directory, written once."""
+    written: dict[str, Path] = {}
+
+    def of(layout: str) -> Path:
+        if layout not in written:
+            written[layout] = tmp_path_factory.mktemp("pipelines") / layout
+            written[layout].mkdir()
+            get_family("diffusers_pipeline").make_tiny(written[layout], 0, layout)
+        return written[layout]
+
+    return of
+
+
+MakeHost = Callable[..., PipelineHost]
+
+
+@pytest.fixture
+def make_host(tiny_pipelines: Callable[[str], Path]) -> MakeHost:
+    """`make_host(layout, **options)` -> a host on CPU in float32."""
+
+    def make(layout: str = "qwen_image", **options: Any) -> PipelineHost:
+        return PipelineHost(tiny_pipelines(layout), DiffusersOptions.parse(options), CPU, torch.float32)
+
+    return make
+
+
+@pytest.fixture
+def make_runner(make_host: MakeHost) -> Iterator[Callable[..., PipelineRunner]]:
+    """`make_runner(layout, **options)` -> a runner, one turn per engine step unless `step_at_a_time=False`."""
+    runners: list[PipelineRunner] = []
+
+    def make(layout: str = "qwen_image", step_at_a_time: bool = True, **options: Any) -> PipelineRunner:
+        runners.append(PipelineRunner(make_host(layout, **options), step_at_a_time=step_at_a_time))
+        return runners[-1]
+
+    yield make
+    for runner in runners:
+        runner.close()
+
+
+def direct(path: Path, seed: int, prompt: str | None = "a red fox", **arguments: Any) -> torch.Tensor:
+    """What diffusers itself returns, as uint8 pictures [N, H, W, 3] (of a video: its frames)."""
+    import diffusers
+
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(path)
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(seed)
+    output = pipeline(prompt=prompt, generator=generator, output_type="pil", **arguments)
+    pictures = output.frames[0] if "frames" in output else output.images
+    return torch.from_numpy(np.stack([np.array(picture) for picture in pictures]))

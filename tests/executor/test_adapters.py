@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters: from a directory, per request by name, unloaded; without a name nothing changes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import direct
+from scheduling import new_request, run_to_end
+
+from vllm_omni.executor.pipeline_runner import PipelineRunner
+from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions, LoraSource
+
+Pipelines = Callable[[str], Path]
+SMALL = {"height": 32, "width": 48, "num_inference_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def lora(tiny_pipelines: Pipelines, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """`lora(seed)` -> a directory with a random adapter for the tiny Qwen-Image, as diffusers saves them."""
+    import diffusers
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    def write(seed: int) -> Path:
+        pipeline = diffusers.QwenImagePipeline.from_pretrained(tiny_pipelines("qwen_image"))
+        pipeline.transformer.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_k", "to_v"]))
+        generator = torch.Generator().manual_seed(seed)
+        state = get_peft_model_state_dict(pipeline.transformer)
+        random = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
+        folder = tmp_path_factory.mktemp(f"lora-{seed}")
+        diffusers.QwenImagePipeline.save_lora_weights(folder, transformer_lora_layers=random)
+        return folder
+
+    return write
+
+
+def image(runner: PipelineRunner, request_id: str, **options: Any) -> torch.Tensor:
+    data = new_request(request_id, session_id=request_id, prompt="a red fox", seed=1, options=options, **SMALL)
+    result = run_to_end(runner, data)[request_id]
+    assert isinstance(result, tuple), result
+    return result[1]["images"]
+
+
+def reference(path: Path, folders: dict[str, tuple[Path, float]]) -> torch.Tensor:
+    """diffusers itself with these adapters set."""
+    import diffusers
+
+    pipeline = diffusers.QwenImagePipeline.from_pretrained(path)
+    pipeline.set_progress_bar_config(disable=True)
+    for name, (folder, _) in folders.items():
+        pipeline.load_lora_weights(folder, adapter_name=name)
+    pipeline.set_adapters(list(folders), [scale for _, scale in folders.values()])
+    output = pipeline("a red fox", generator=torch.Generator().manual_seed(1), output_type="pt", **SMALL)
+    return (output.images * 255).round().to(torch.uint8).movedim(1, -1)
+
+
+def test_adapters_per_request_equal_diffusers(
+    make_runner: Callable[..., PipelineRunner], tiny_pipelines: Pipelines, lora: Callable[[int], Path]
+) -> None:
+    """One, the other, both with strengths, none: each bit for bit what diffusers gives; none is the bare model."""
+    path, first, second = tiny_pipelines("qwen_image"), lora(1), lora(2)
+    runner = make_runner(loras={"one": {"path": str(first)}, "two": {"path": str(second), "scale": 0.5}})
+    bare = direct(path, 1, **SMALL)
+    assert torch.equal(image(runner, "none"), bare)
+    with_one = image(runner, "a", lora="one")
+    assert not torch.equal(with_one, bare)
+    assert torch.equal(with_one, reference(path, {"one": (first, 1.0)}))
+    assert torch.equal(image(runner, "b", lora=["two"]), reference(path, {"two": (second, 0.5)}))
+    both = reference(path, {"one": (first, 0.25), "two": (second, 1.5)})
+    assert torch.equal(image(runner, "c", lora={"one": 0.25, "two": 1.5}), both)
+    assert torch.equal(image(runner, "d"), bare)
+
+
+def test_interleaved_requests_keep_their_adapters(
+    make_runner: Callable[..., PipelineRunner], tiny_pipelines: Pipelines, lora: Callable[[int], Path]
+) -> None:
+    """Adapters are switched between two requests' turns."""
+    folder = lora(1)
+    runner = make_runner(interleave=2, loras={"one": {"path": str(folder)}})
+    fields = {"prompt": "a red fox", "seed": 1, **SMALL}
+    results = run_to_end(
+        runner,
+        new_request("bare", session_id="bare", **fields),
+        new_request("one", session_id="one", options={"lora": "one"}, **fields),
+    )
+    path = tiny_pipelines("qwen_image")
+    assert torch.equal(results["bare"][1]["images"], direct(path, 1, **SMALL))
+    assert torch.equal(results["one"][1]["images"], reference(path, {"one": (folder, 1.0)}))
+
+
+def test_load_and_unload_while_serving(
+    make_runner: Callable[..., PipelineRunner], tiny_pipelines: Pipelines, lora: Callable[[int], Path]
+) -> None:
+    """A name is known after `add` and unknown after `remove`; the bare model stays the bare model throughout."""
+    runner, folder = make_runner(), lora(1)
+    adapters, pipeline = runner.host.adapters, runner.host.pipeline
+    bare = image(runner, "before")
+    assert adapters.add(pipeline, "late", LoraSource(path=str(folder)), number=3)
+    assert not adapters.add(pipeline, "late", LoraSource(path=str(folder)))
+    with pytest.raises(ValueError, match="unload it first"):
+        adapters.add(pipeline, "late", LoraSource(path=str(lora(2))))
+    assert torch.equal(image(runner, "bare"), bare)
+    assert torch.equal(
+        image(runner, "late", lora="late"), reference(tiny_pipelines("qwen_image"), {"x": (folder, 1.0)})
+    )
+    assert adapters.ids == {3} and adapters.remove_number(pipeline, 3) and not adapters.remove(pipeline, "late")
+    assert torch.equal(image(runner, "after"), bare)
+    unknown = new_request("u", session_id="u", prompt="x", options={"lora": "late"}, **SMALL)
+    failure = run_to_end(runner, unknown)["u"]
+    assert failure.code == "invalid_request" and "none is loaded" in failure.message
+    assert adapters.add(pipeline, "again", LoraSource(path=str(folder)))
+    assert torch.equal(image(runner, "bare-2"), bare)
+
+
+@pytest.mark.parametrize("wanted", [3, ["one", 2], {"one": "strong"}, {"one": True}])
+def test_malformed_selections_are_refused(make_runner: Callable[..., PipelineRunner], wanted: Any) -> None:
+    """options.lora is a name, names, or names with numbers."""
+    failure = run_to_end(make_runner(), new_request("a", session_id="a", prompt="x", options={"lora": wanted}))["a"]
+    assert failure.code == "invalid_request" and "map of names to strengths" in failure.message
+
+
+def test_files_that_are_no_adapter_are_refused(
+    make_runner: Callable[..., PipelineRunner], tmp_path: Path, tiny_pipelines: Pipelines
+) -> None:
+    """An empty folder, a foreign file, a pickle: the name and the reason; the pipeline serves on."""
+    runner = make_runner()
+    adapters, pipeline = runner.host.adapters, runner.host.pipeline
+    bare = image(runner, "before")
+    with pytest.raises(ValueError, match=r"holds 0 \*\.safetensors"):
+        adapters.add(pipeline, "empty", LoraSource(path=str(tmp_path)))
+    foreign = next((tiny_pipelines("flux") / "vae").glob("*.safetensors"))
+    with pytest.raises(ValueError, match="LoRA adapter 'foreign'"):
+        adapters.add(pipeline, "foreign", LoraSource(path=str(foreign)))
+    marker = tmp_path / "ran"
+    (tmp_path / "evil.bin").write_bytes(b"cposix\nsystem\n(S'touch " + str(marker).encode() + b"'\ntR.")
+    with pytest.raises(ValueError, match="LoRA adapter 'evil'"):
+        adapters.add(pipeline, "evil", LoraSource(path=str(tmp_path), weight_name="evil.bin"))
+    assert not marker.exists() and adapters.names == []
+    assert torch.equal(image(runner, "after"), bare)
+
+
+def test_a_table_that_names_a_missing_directory_is_refused_early() -> None:
+    """Where options are read, so also by `vllm serve --omni`."""
+    with pytest.raises(ValueError, match=r"omni\.model\.loras\.x: nowhere does not exist"):
+        DiffusersOptions.parse({"loras": {"x": {"path": "nowhere"}}})

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The executor answers everything vLLM's engine asks of an executor's workers: read from vLLM's own source."""
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scheduling import new_request, step
+from vllm.v1.engine import core
+from vllm.v1.executor import abstract
+
+from vllm_omni.executor import DiffusersPipelineExecutor
+from vllm_omni.executor.diffusers_pipeline_executor import PipelineWorker
+from vllm_omni.outputs import RequestFailed, unpack
+
+# Worker methods that a pipeline engine can never be asked for, each with the reason.
+UNREACHABLE = {
+    "sample_tokens": "the executor answers it itself",
+    "save_sharded_state": "the executor refuses it by name",
+    "shutdown": "the executor calls it directly",
+    "profile": "the executor calls it directly",
+    "execute_model": "the executor calls it directly",
+    "compute_weight_checksums": "RL weight sync; refused by vLLM's own NotImplementedError",
+    "elastic_ep_execute": "expert parallelism",
+}
+SMALL = {"height": 32, "width": 48, "num_inference_steps": 3}
+
+
+def asked_of_workers() -> list[str]:
+    source = inspect.getsource(abstract) + inspect.getsource(core)
+    return sorted(set(re.findall(r'collective_rpc\(\s*(?:#[^\n]*\n\s*)?"(\w+)"', source)))
+
+
+def test_the_pattern_still_finds_the_surface() -> None:
+    """If vLLM changes how it calls, this must fail instead of finding nothing to check."""
+    assert {"get_kv_cache_spec", "initialize_from_config", "sleep", "synchronize_device"} <= set(asked_of_workers())
+
+
+@pytest.mark.parametrize("name", [name for name in asked_of_workers() if name not in UNREACHABLE])
+def test_every_worker_method_exists(name: str) -> None:
+    assert callable(getattr(PipelineWorker, name, None))
+
+
+@pytest.fixture(scope="module")
+def executor(tiny_pipelines: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A real executor on a real config, without an engine around it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(
+        model=str(tiny_pipelines("qwen_image")),
+        config_format="omni",
+        skip_tokenizer_init=True,
+        profiler_config={"profiler": "torch", "torch_profiler_dir": str(tmp_path_factory.mktemp("trace"))},
+    )
+    config = args.create_engine_config()
+    assert abstract.Executor.get_class(config) is DiffusersPipelineExecutor  # chosen by the config hook
+    executor = DiffusersPipelineExecutor(config)
+    yield executor
+    executor.shutdown()
+    executor.shutdown()
+
+
+def run(executor: Any, request_id: str = "a") -> Any:
+    data = new_request(request_id, session_id=request_id, prompt="a fox", seed=1, **SMALL)
+    output = executor.execute_model(step(new=[data]), non_block=True).result()
+    while output.pooler_output[0] is None:
+        output = executor.execute_model(step(running=[request_id]))
+    executor.execute_model(step(finished=[request_id]))
+    return unpack(output.pooler_output[0])
+
+
+def test_start_up_answers(executor: Any) -> None:
+    """No KV cache, one task, nothing compiled."""
+    assert executor.get_kv_cache_specs() == [{}]
+    assert executor.supported_tasks == ("plugin",)
+    assert executor.determine_available_memory() == [0]
+    executor.initialize_from_config([])
+    executor.compile_or_warm_up_model()
+    executor.check_health()
+    info = executor.collective_rpc("pipeline_info")[0]
+    assert info["pipeline"] == "QwenImagePipeline" and info["requests_at_once"] == 1 and info["bytes"] > 0
+
+
+def test_rpcs_by_name_callable_and_future(executor: Any) -> None:
+    """Known names answer in a list of one; unknown names and failures come back as exceptions, also in a future."""
+    assert executor.collective_rpc("request_progress") == [{}]
+    assert executor.collective_rpc(lambda worker, n: [*worker.loras(), n], args=(1,)) == [[1]]
+    assert executor.collective_rpc("loras", non_block=True).result() == [[]]
+    with pytest.raises(NotImplementedError):
+        executor.collective_rpc("no_such_method")
+    assert isinstance(executor.collective_rpc("no_such_method", non_block=True).exception(), NotImplementedError)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake_give_the_same_picture(executor: Any, level: int) -> None:
+    """Asleep, the executor says so and refuses requests; awake, it draws the same picture as before."""
+    before = run(executor)[1]["images"]
+    executor.sleep(level)
+    assert executor.is_sleeping and executor.collective_rpc("pipeline_info")[0]["asleep"]
+    with pytest.raises(RequestFailed, match="asleep"):
+        run(executor, "asleep")
+    executor.wake_up()
+    assert not executor.is_sleeping
+    assert torch.equal(run(executor)[1]["images"], before)
+
+
+def test_sleep_during_a_request(executor: Any) -> None:
+    """Level 1 lets it go on afterwards, bit for bit; level 2 ends it with an error of its own."""
+    expected = run(executor)[1]["images"]
+    fields = {"prompt": "a fox", "seed": 1, **SMALL}
+    executor.execute_model(step(new=[new_request("kept", session_id="kept", **fields)]))
+    executor.sleep(1)
+    executor.wake_up()
+    for _ in range(3):
+        output = executor.execute_model(step(running=["kept"]))
+    assert torch.equal(unpack(output.pooler_output[0])[1]["images"], expected)
+    executor.execute_model(step(new=[new_request("lost", session_id="lost", **fields)], finished=["kept"]))
+    executor.sleep(2)
+    executor.wake_up()
+    output = executor.execute_model(step(running=["lost"]))
+    with pytest.raises(RequestFailed, match="put to sleep during this request"):
+        unpack(output.pooler_output[0])
+    executor.execute_model(step(finished=["lost"]))
+
+
+def test_profiling_traces_the_pipelines_thread(executor: Any) -> None:
+    """Started in the middle of a request, the trace holds the operators of its remaining steps."""
+    executor.execute_model(step(new=[new_request("p", session_id="p", prompt="a fox", seed=1, **SMALL)]))
+    executor.profile(is_start=True)
+    executor.execute_model(step(running=["p"]))
+    executor.profile(is_start=False)
+    executor.execute_model(step(finished=["p"]))
+    folder = Path(executor.vllm_config.profiler_config.torch_profiler_dir)
+    traces = [file for file in folder.rglob("*") if file.is_file()]
+    assert len(traces) >= 1
+    import gzip
+
+    content = max(traces, key=lambda file: file.stat().st_size).read_bytes()
+    text = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
+    assert b"aten::" in text
+
+
+def test_what_a_pipeline_does_not_have_is_refused_by_name(executor: Any) -> None:
+    """No silent success."""
+    with pytest.raises(NotImplementedError, match="save_pretrained"):
+        executor.save_sharded_state("x")
+    with pytest.raises(NotImplementedError, match="sleep level 2"):
+        executor.discard(("weights",))
+    executor.sleeping_tags.clear()
+    with pytest.raises(ValueError, match="no iterator"):
+        executor.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(())})
+
+
+def test_more_than_one_rank_is_refused(tiny_pipelines: Callable[[str], Path]) -> None:
+    """By the config hook, before any process starts."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(
+        model=str(tiny_pipelines("sd3")), config_format="omni", skip_tokenizer_init=True, tensor_parallel_size=2
+    )
+    with pytest.raises(ValueError, match="one process on one device"):
+        args.create_engine_config()
+
+
+def test_async_scheduling_is_not_offered() -> None:
+    assert not DiffusersPipelineExecutor.supports_async_scheduling()

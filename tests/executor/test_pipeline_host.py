@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a pipeline's weights are, and what deployments may ask of its loading."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CPU, MakeHost
+
+from vllm_omni.executor.pipeline_host import PipelineHost
+from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions
+
+
+@pytest.mark.parametrize("offload", ["model", "sequential"])
+def test_offload_is_refused_on_a_cpu(make_host: MakeHost, offload: str) -> None:
+    """There is nothing to offload from."""
+    with pytest.raises(ValueError, match="needs an accelerator: on a CPU the weights are in host memory"):
+        make_host(offload=offload)
+
+
+def test_offload_and_interleaving_exclude_each_other() -> None:
+    """Refused where options are read, so also by `vllm serve --omni`."""
+    with pytest.raises(ValueError, match=r"interleave 2 needs omni\.model\.offload 'none'"):
+        DiffusersOptions.parse({"offload": "model", "interleave": 2})
+
+
+def test_sleep_levels_on_a_cpu(make_host: MakeHost) -> None:
+    """Level 1 frees nothing on a CPU and says so; level 2 drops the weights and waking reads the same ones again."""
+    host = make_host()
+    nbytes = host.nbytes
+    weight = host.pipeline.transformer.proj_out.weight.clone()
+    assert host.sleep(1) == {"freed": 0} and host.asleep
+    host.wake_up()
+    assert host.sleep(2) == {"freed": nbytes} and host.nbytes == 0
+    with pytest.raises(RuntimeError, match="wake it up first"):
+        _ = host.pipeline
+    host.wake_up()
+    host.wake_up()
+    assert not host.asleep and torch.equal(host.pipeline.transformer.proj_out.weight, weight)
+
+
+def test_dtype_of_all_and_of_single_components(make_host: MakeHost, tiny_pipelines: Callable[[str], Path]) -> None:
+    """--dtype for all, component_dtypes for those named; a misspelt one is refused."""
+    options = DiffusersOptions.parse({"component_dtypes": {"vae": "float32"}})
+    host = PipelineHost(tiny_pipelines("wan"), options, CPU, torch.bfloat16)
+    assert (host.pipeline.transformer.dtype, host.pipeline.vae.dtype) == (torch.bfloat16, torch.float32)
+    with pytest.raises(ValueError, match="'vea' is none of"):
+        make_host("wan", component_dtypes={"vea": "float32"})
+
+
+def test_components_can_be_left_out(make_host: MakeHost) -> None:
+    """A deployment fed with prompt_embeds needs no text encoder."""
+    host = make_host(without=["text_encoder", "tokenizer"])
+    assert host.pipeline.text_encoder is None
+    assert host.nbytes < make_host().nbytes
+    with pytest.raises(ValueError, match="'text' is none of"):
+        make_host(without=["text"])
+
+
+def test_vae_tiling_and_slicing_by_option(make_host: MakeHost) -> None:
+    """Both reach the VAE; they are off unless asked for."""
+    host = make_host(vae_tiling=True, vae_slicing=True)
+    assert host.pipeline.vae.use_tiling and host.pipeline.vae.use_slicing
+    assert not make_host().pipeline.vae.use_tiling
+
+
+def test_a_call_object_shares_weights_and_nothing_else(make_host: MakeHost) -> None:
+    """Scheduler and call state are the copy's own."""
+    host = make_host()
+    first, second = host.call_object(), host.call_object()
+    assert first.transformer is second.transformer and first.scheduler is not second.scheduler
+    first.scheduler.set_timesteps(3, mu=1.0)
+    assert len(second.scheduler.timesteps) != 3 and len(host.pipeline.scheduler.timesteps) != 3
+
+
+def test_generators_are_seeded_one_after_the_other(make_host: MakeHost) -> None:
+    """Image i is drawn with seed + i, also across the largest seed."""
+    host = make_host()
+    single = host.generators(7, 1)
+    first, second = host.generators(6, 2)
+    assert single.initial_seed() == second.initial_seed() == 7 and first.initial_seed() == 6
+    assert host.generators(2**63 - 1, 2)[1].initial_seed() == 0
+
+
+def test_reload_takes_the_same_class_only(
+    make_host: MakeHost, tiny_pipelines: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Other weights of the same pipeline are taken over, another pipeline is refused and the old one stays."""
+    host = make_host()
+    with pytest.raises(ValueError, match="FluxPipeline"):
+        host.reload(tiny_pipelines("flux"))
+    assert type(host.pipeline).__name__ == "QwenImagePipeline"
+    other = tmp_path / "other"
+    shutil.copytree(tiny_pipelines("qwen_image"), other)
+    host.reload(other)
+    assert host.path == other and host.pipeline.transformer is not None
+
+
+def test_a_checkpoints_own_code_is_not_run(tiny_pipelines: Callable[[str], Path], tmp_path: Path) -> None:
+    """A component that names a module inside the directory is refused; the module is never imported."""
+    evil = tmp_path / "evil"
+    shutil.copytree(tiny_pipelines("qwen_image"), evil)
+    index = json.loads((evil / "model_index.json").read_text())
+    index["scheduler"] = ["own_scheduler", "OwnScheduler"]
+    (evil / "model_index.json").write_text(json.dumps(index))
+    (evil / "scheduler" / "own_scheduler.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(ValueError, match="brings its own code"):
+        PipelineHost(evil, DiffusersOptions(), CPU, torch.float32)
+    assert not (tmp_path / "ran").exists()

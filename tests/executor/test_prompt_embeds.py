@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt embeddings made elsewhere: a request with them equals the request with the text they were made from."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import direct
+from scheduling import new_request, run_to_end
+
+from vllm_omni.executor.pipeline_runner import PipelineRunner
+from vllm_omni.model_executor.models.diffusers_pipeline import qwen_image
+
+SMALL = {"height": 32, "width": 48, "num_inference_steps": 2}
+PROMPT = "a red fox under 三 trees {not a field}"
+
+
+def states_of(path: Path, prompt: str) -> torch.Tensor:
+    """Hidden states [L, D] as an autoregressive engine would hand them over: last layer, after the final norm."""
+    from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+
+    tokenizer = AutoTokenizer.from_pretrained(path / "tokenizer")
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(path / "text_encoder")
+    tokens = tokenizer(qwen_image.templated(prompt), return_tensors="pt")
+    with torch.inference_mode():
+        return model.model(**tokens).last_hidden_state[0].clone()
+
+
+def test_template_and_offset_are_the_pipelines(tiny_pipelines: Callable[[str], Path]) -> None:
+    """The constants equal those of diffusers' pipeline; braces in a prompt are text."""
+    import diffusers
+
+    pipeline = diffusers.QwenImagePipeline.from_pretrained(tiny_pipelines("qwen_image"))
+    assert qwen_image.templated(PROMPT) == pipeline.prompt_template_encode.replace("{}", PROMPT)
+    assert pipeline.prompt_template_encode_start_idx == qwen_image.DROPPED_TOKENS
+    assert pipeline.tokenizer_max_length == qwen_image.MAX_PROMPT_TOKENS
+
+
+@pytest.mark.parametrize("without", [[], ["text_encoder", "tokenizer"]])
+def test_embeddings_equal_the_text(
+    make_runner: Callable[..., PipelineRunner], tiny_pipelines: Callable[[str], Path], without: list[str]
+) -> None:
+    """Positive and negative, with and without a text encoder in the pipeline: bit for bit the text's picture."""
+    path = tiny_pipelines("qwen_image")
+    positive = qwen_image.prompt_embeds(states_of(path, PROMPT))
+    negative = {
+        f"negative_{name}": tensor for name, tensor in qwen_image.prompt_embeds(states_of(path, "rain")).items()
+    }
+    runner = make_runner(without=without)
+    guided = new_request(
+        "a", {**positive, **negative}, session_id="a", one_shot=True, prompt="", seed=4, guidance_scale=3.0, **SMALL
+    )
+    got = run_to_end(runner, guided)["a"]
+    expected = direct(path, 4, prompt=PROMPT, negative_prompt="rain", true_cfg_scale=3.0, **SMALL)
+    assert torch.equal(got[1]["images"], expected)
+
+
+def test_text_without_a_text_encoder_is_the_requests_error(make_runner: Callable[..., PipelineRunner]) -> None:
+    """A deployment that left the encoder out says what to send."""
+    runner = make_runner(without=["text_encoder", "tokenizer"])
+    failure = run_to_end(runner, new_request("a", session_id="a", prompt="a fox", **SMALL))["a"]
+    assert failure.code == "invalid_request" and "prompt_embeds" in failure.message
+
+
+def test_too_few_states_are_refused() -> None:
+    """Nothing but the template's own tokens."""
+    with pytest.raises(ValueError, match="more than 34 tokens"):
+        qwen_image.prompt_embeds(torch.zeros(34, 8))
