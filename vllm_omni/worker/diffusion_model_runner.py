@@ -36,6 +36,7 @@ from vllm_omni.worker.pipeline_parallel import ReturnChannel
 from vllm_omni.worker.requests import RequestState, RequestStates
 from vllm_omni.worker.sessions import SessionStore
 from vllm_omni.worker.step_batch import group_requests
+from vllm_omni.worker.whole_request import WholeRequestModel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,9 +85,8 @@ class DiffusionGPUModelRunner:
         loader = get_model_loader(self.load_config)
         model = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
         self.model_memory_usage = sum(p.numel() * p.element_size() for p in model.parameters())
-        if not isinstance(model, SupportsStepExecution) or not model.supports_step_execution:
-            raise TypeError(f"{type(model).__name__} does not implement SupportsStepExecution")
-        self.model: Any = model
+        in_steps = isinstance(model, SupportsStepExecution) and model.supports_step_execution
+        self.model: Any = model if in_steps else WholeRequestModel(model)
 
     def reload_weights(
         self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True

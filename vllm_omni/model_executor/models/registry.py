@@ -18,6 +18,7 @@ _FAMILY_MODULES = {
     "null_world": "vllm_omni.model_executor.models.null_world.family",
     "null_image": "vllm_omni.model_executor.models.null_image.family",
     "lingbot_world": "vllm_omni.model_executor.models.lingbot_world.family",
+    "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.family",
     # Last: it takes any directory in diffusers' layout, also of a model that is served by a worker here.
     "diffusers_pipeline": "vllm_omni.model_executor.models.diffusers_pipeline.family",
 }
@@ -28,6 +29,7 @@ ARCHITECTURES = {
     "LingBotWorldPipeline": "vllm_omni.model_executor.models.lingbot_world.pipeline:LingBotWorldPipeline",
     "NullImagePipeline": "vllm_omni.model_executor.models.null_image.pipeline:NullImagePipeline",
     "NullWorldPipeline": "vllm_omni.model_executor.models.null_world.pipeline:NullWorldPipeline",
+    "Qwen2_5OmniToken2WavPipeline": "vllm_omni.model_executor.models.qwen2_5_omni.token2wav:Token2WavPipeline",
 }
 """vLLM architecture name -> model class, registered lazily with vLLM's `ModelRegistry`."""
 

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The token2wav stage in the diffusion runner against transformers' `Qwen2_5OmniToken2WavModel`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scheduling import execute, new_request, run_to_end, step
+from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
+
+from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import CheckpointTensors, load_voices
+from vllm_omni.outputs import RequestFailed
+
+CODES = torch.randint(0, 64, (50,), generator=torch.Generator().manual_seed(3))
+SAMPLES_PER_CODE = 480
+
+
+@pytest.fixture(scope="module")
+def reference(qwen2_5_omni: Path) -> Callable[..., torch.Tensor]:
+    """`reference(codes, seed, voice, **options)` -> transformers' waveform."""
+    config = Qwen2_5OmniConfig.from_pretrained(qwen2_5_omni).token2wav_config
+    model = Qwen2_5OmniToken2WavModel(config).float().eval()
+    model.load_state_dict(dict(CheckpointTensors(qwen2_5_omni).below("token2wav.")), strict=False)
+    voices = load_voices(qwen2_5_omni)
+
+    @torch.no_grad()
+    def run(codes: torch.Tensor, seed: int, voice: str = "Chelsie", **options: Any) -> torch.Tensor:
+        torch.manual_seed(seed)
+        speaker = voices[voice]
+        wave: torch.Tensor = model(codes[None], conditioning=speaker.cond, reference_mel=speaker.ref_mel, **options)
+        return wave.reshape(-1)
+
+    return run
+
+
+def speech(name: str, codes: torch.Tensor = CODES, voice: str = "Chelsie", **fields: Any) -> Any:
+    options = {"voice": voice, **fields.pop("options", {})}
+    return new_request(name, {"codes": codes}, session_id=name, one_shot=True, options=options, **fields)
+
+
+def test_whole_clip_equals_transformers(
+    qwen2_5_omni: Path, make_runner: Any, reference: Callable[..., torch.Tensor]
+) -> None:
+    """Same codes, seed and voice give transformers' waveform, alone and in a batch of unequal requests."""
+    runner = make_runner(qwen2_5_omni, {"batch_invariant": False})
+    short = CODES[:31]
+    results = run_to_end(
+        runner,
+        speech("a", seed=7),
+        speech("b", seed=8, voice="Ethan", guidance_scale=0.0),
+        speech("c", short, seed=9, num_inference_steps=5, options={"sway_coefficient": 0.0}),
+        speech("d", seed=10, guidance_scale=1.5),
+    )
+    expected = {
+        "a": reference(CODES, 7),
+        "b": reference(CODES, 8, "Ethan", guidance_scale=0.0),
+        "c": reference(short, 9, num_steps=5, sway_coefficient=0.0),
+        "d": reference(CODES, 10, guidance_scale=1.5),
+    }
+    for name, wave in expected.items():
+        meta, tensors = results[name]
+        assert meta["sample_rate"] == 24_000
+        assert tensors["audio"].dtype == torch.float32 and wave.std() > 1e-4
+        assert tensors["audio"].shape == wave.shape
+        torch.testing.assert_close(tensors["audio"], wave, atol=1e-5, rtol=0)  # batches sum in another order
+    alone = run_to_end(make_runner(qwen2_5_omni), speech("e", seed=7))["e"][1]["audio"]
+    assert torch.equal(alone, expected["a"])
+
+
+def test_a_piece_with_enough_context_is_the_clip(qwen2_5_omni: Path, make_runner: Any) -> None:
+    """Noise is tied to the code's index: a piece whose context is the rest of the clip sounds as in the clip."""
+    runner = make_runner(qwen2_5_omni)
+    results = run_to_end(
+        runner,
+        speech("clip", seed=4, options={"first_code": 0}),
+        speech("piece", seed=4, options={"first_code": 0, "left_codes": 12, "right_codes": 20}),
+        speech("later", CODES[12:], seed=4, options={"first_code": 12, "left_codes": 24}),
+    )
+    clip, piece, later = (results[name][1]["audio"] for name in ("clip", "piece", "later"))
+    assert torch.equal(piece, clip[12 * SAMPLES_PER_CODE : 30 * SAMPLES_PER_CODE])
+    assert later.numel() == 14 * SAMPLES_PER_CODE
+    same = clip[36 * SAMPLES_PER_CODE :]
+    assert float((later - same).abs().mean()) < 0.2 * float(same.std())  # near: far context is missing
+
+
+WRONG = (
+    (torch.tensor([1, 99]), {}, "invalid_codes", "0 to 71"),
+    (torch.tensor([-1]), {}, "invalid_codes", "-1"),
+    (torch.zeros(0, dtype=torch.int64), {}, "invalid_request", "N >= 1"),
+    (torch.rand(4), {}, "invalid_request", "integers"),
+    (torch.zeros(65, dtype=torch.int64), {}, "invalid_request", "65 codes"),
+    (CODES, {"voice": "Nobody"}, "invalid_request", "Chelsie, Ethan"),
+    (CODES, {"speed": 2}, "invalid_request", "allowed keys"),
+    (CODES, {"left_codes": 30, "right_codes": 20}, "invalid_request", "leave nothing"),
+)
+
+
+def test_wrong_inputs_are_this_requests_error(qwen2_5_omni: Path, make_runner: Any) -> None:
+    """Each wrong request gets its code and a message; the good one beside them is served."""
+    runner = make_runner(qwen2_5_omni, {"model": {"max_codes": 64}, "max_sessions": 16})
+    bad = [speech(f"bad{number}", codes, options=options) for number, (codes, options, _, _) in enumerate(WRONG)]
+    results = run_to_end(runner, *bad, speech("good"))
+    for number, (_, _, code, says) in enumerate(WRONG):
+        failure = results[f"bad{number}"]
+        assert isinstance(failure, RequestFailed)
+        assert failure.code == code and says in failure.message
+    assert results["good"][1]["audio"].numel() == CODES.numel() * SAMPLES_PER_CODE
+
+
+def test_abort_between_solver_intervals(qwen2_5_omni: Path, make_runner: Any) -> None:
+    """Nine intervals are nine engine steps; an abort after the second leaves nothing behind."""
+    runner = make_runner(qwen2_5_omni)
+    assert execute(runner, step(new=[speech("gone")])) == {"gone": None}
+    assert execute(runner, step(running=["gone"])) == {"gone": None}
+    execute(runner, step(finished=["gone"]))
+    assert len(runner.requests) == 0 and len(runner.sessions) == 0

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codec tokens to a waveform: transformers' flow-matching DiT and BigVGAN vocoder on the diffusion worker.
+
+One solver interval is one denoise step, so an abort takes effect between intervals and requests share batches. The
+solver is the 3/8-rule Runge-Kutta of the reference, on the same time grid, with operations in the same order: a whole
+clip equals transformers' `Qwen2_5OmniToken2WavModel.forward` bit for bit on one machine
+(tests/model_executor/models/qwen2_5_omni/test_token2wav.py).
+
+B requests, T mel frames (`repeats` per code), M mel bins, N codes, S samples.
+"""
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2_5OmniToken2WavConfig, Qwen2_5OmniToken2WavModel
+from vllm.config import VllmConfig
+
+from vllm_omni.config import OmniConfig, parse_options
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
+from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import CheckpointTensors, load_voices
+from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_options import (
+    SAMPLE_RATE,
+    Token2WavModelOptions,
+    Token2WavRequestOptions,
+)
+from vllm_omni.model_executor.noise import standard_normal
+from vllm_omni.model_executor.one_shot import OneShotSession
+from vllm_omni.model_executor.vllm_model import StepPipeline
+from vllm_omni.outputs import RequestFailed
+
+_PREFIX = "token2wav."
+_TIME_POINTS = 10
+_GUIDANCE_SCALE = 0.5
+_NO_GUIDANCE = 1e-5
+"""Below this the reference skips the unconditional half of the batch."""
+
+
+@dataclass
+class _Clip:
+    mel_1TM: torch.Tensor
+    codes_1N: torch.Tensor
+    cond_1TD: torch.Tensor
+    ref_mel: torch.Tensor
+    times: torch.Tensor
+    guidance: float
+    options: Token2WavRequestOptions
+
+
+class Token2WavPipeline(StepPipeline):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        self.max_codes = parse_options(Token2WavModelOptions, omni.model, "omni.model").max_codes
+        self.path = Path(vllm_config.model_config.model)
+        config: Any = Qwen2_5OmniToken2WavConfig(**vllm_config.model_config.hf_config.token2wav_config)
+        self.dit_config: Any = config.dit_config
+        bigvgan: Any = config.bigvgan_config
+        self.samples_per_code = self.dit_config.repeats * math.prod(bigvgan.upsample_rates)
+        self.token2wav = Qwen2_5OmniToken2WavModel(config).float().eval()
+        self.voices = load_voices(self.path)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Read this stage's tensors; `weights` (all of the checkpoint, one by one) is left unread."""
+        state = dict(CheckpointTensors(self.path).below(_PREFIX))
+        # Strict: missing, unexpected and misshapen keys all raise. The resampling filters are derived, not stored.
+        missing, unexpected = self.token2wav.load_state_dict(state, strict=False)
+        missing = [name for name in missing if not name.endswith(".filter")]
+        if missing or unexpected:
+            found = f"{len(missing)} missing {missing[:3]}, {len(unexpected)} unexpected {unexpected[:3]}"
+            raise ValueError(f"token2wav weights: {found}")
+        return {name for name, _ in self.named_parameters()}
+
+    # -- the step protocol ---------------------------------------------------------------------------------------
+
+    def session_nbytes(self, params: DiffusionParams) -> int:
+        frames = self.max_codes * self.dit_config.repeats
+        return 4 * frames * (self.dit_config.mel_dim + self.dit_config.enc_emb_dim)
+
+    def new_session(self, params: DiffusionParams) -> OneShotSession:
+        if not params.one_shot:
+            raise RequestFailed("invalid_request", "token2wav keeps nothing between requests: send one_shot")
+        return OneShotSession(params.session_id, self.session_nbytes(params))
+
+    def prepare_encode(self, request: DiffusionRequest) -> None:
+        params = request.params
+        try:
+            options = parse_options(Token2WavRequestOptions, params.options, "options")
+        except ValueError as error:
+            raise RequestFailed("invalid_request", str(error)) from error
+        if options.voice not in self.voices:
+            raise RequestFailed("invalid_request", f"voice {options.voice!r}; known: {', '.join(sorted(self.voices))}")
+        points = _TIME_POINTS if params.num_inference_steps is None else params.num_inference_steps
+        if points < 2:
+            raise RequestFailed("invalid_request", f"num_inference_steps counts time points, at least 2, got {points}")
+        codes_1N = self._codes(request, options)
+        device = self._device
+        noise_1TM = self._noise(codes_1N.shape[1], params.seed or 0, options)
+        voice = self.voices[options.voice]
+        times = torch.linspace(0, 1, points)
+        times += options.sway_coefficient * (torch.cos(torch.pi / 2 * times) - 1 + times)
+        request.state = _Clip(
+            mel_1TM=noise_1TM.to(device),
+            codes_1N=codes_1N.to(device),
+            cond_1TD=voice.cond.unsqueeze(1).repeat(1, noise_1TM.shape[1], 1).to(device),
+            ref_mel=voice.ref_mel.to(device),
+            times=times.to(device),
+            guidance=_GUIDANCE_SCALE if params.guidance_scale is None else params.guidance_scale,
+            options=options,
+        )
+        request.num_steps = points - 1
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.token2wav.parameters()).device
+
+    def _codes(self, request: DiffusionRequest, options: Token2WavRequestOptions) -> torch.Tensor:
+        codes = request.tensors.get("codes")
+        if codes is None or codes.dim() != 1 or codes.is_floating_point() or codes.numel() == 0:
+            raise RequestFailed("invalid_request", "tensor `codes` must hold codec tokens, integers [N] with N >= 1")
+        limit = min(self.max_codes, self.dit_config.max_position_embeddings // self.dit_config.repeats)
+        if codes.numel() > limit:
+            raise RequestFailed("invalid_request", f"{codes.numel()} codes arrived, a request may bring {limit}")
+        low, high = int(codes.min()), int(codes.max())
+        if low < 0 or high >= self.dit_config.num_embeds:
+            raise RequestFailed(
+                "invalid_codes", f"codes must be from 0 to {self.dit_config.num_embeds - 1}, got {low} to {high}"
+            )
+        if options.left_codes + options.right_codes >= codes.numel():
+            raise RequestFailed("invalid_request", f"left_codes + right_codes leave nothing of {codes.numel()} codes")
+        return codes.long().unsqueeze(0)
+
+    def _noise(self, num_codes: int, seed: int, options: Token2WavRequestOptions) -> torch.Tensor:
+        repeats, mel = self.dit_config.repeats, self.dit_config.mel_dim
+        if options.first_code is None:
+            generator = torch.Generator().manual_seed(seed)
+            return torch.randn([1, num_codes * repeats, mel], generator=generator)
+        numbers = range(options.first_code, options.first_code + num_codes)
+        return torch.cat([standard_normal((repeats, mel), seed, number, 0) for number in numbers]).unsqueeze(0)
+
+    def batch_key(self, request: DiffusionRequest) -> Hashable:
+        clip: _Clip = request.state
+        return clip.mel_1TM.shape, clip.ref_mel.shape, clip.guidance < _NO_GUIDANCE
+
+    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """One interval of the solver for each request, at its own time; returns the change of mel, [B, T, M]."""
+        clips: list[_Clip] = [request.state for request in batch]
+        codes_BN = torch.cat([clip.codes_1N for clip in clips])
+        cond_BTD = torch.cat([clip.cond_1TD for clip in clips])
+        ref_mel = torch.cat([clip.ref_mel for clip in clips])
+        guidance_B11 = torch.tensor([clip.guidance for clip in clips], device=codes_BN.device).view(-1, 1, 1)
+        guided = clips[0].guidance >= _NO_GUIDANCE
+
+        def velocity(time_B11: torch.Tensor, mel_BTM: torch.Tensor) -> torch.Tensor:
+            output = self.token2wav.code2wav_dit_model(
+                hidden_states=mel_BTM,
+                condition_vector=ref_mel,
+                speaker_embedding=cond_BTD,
+                quantized_code=codes_BN,
+                time_step=time_B11.view(-1),
+                apply_cfg=guided,
+            )
+            if not guided:
+                return output
+            conditional, unconditional = torch.chunk(output, 2, dim=0)
+            return conditional + (conditional - unconditional) * guidance_B11
+
+        pairs = [clip.times[request.step : request.step + 2] for clip, request in zip(clips, batch, strict=True)]
+        start_B11, end_B11 = torch.stack(pairs, dim=1).view(2, -1, 1, 1)
+        return _three_eighths(velocity, start_B11, end_B11, torch.cat([clip.mel_1TM for clip in clips]))
+
+    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
+        for request, change_TM in zip(batch, prediction, strict=True):
+            request.state.mel_1TM = request.state.mel_1TM + change_TM
+
+    def latents(self, request: DiffusionRequest) -> torch.Tensor:
+        return request.state.mel_1TM
+
+    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
+        request.state.mel_1TM = latents.clone()
+
+    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        clip: _Clip = request.state
+        meta = {"sample_rate": SAMPLE_RATE, "num_codes": clip.codes_1N.shape[1]}
+        if request.params.output == "latents":
+            return meta, {"latents": clip.mel_1TM}
+        wave_S = self.token2wav.code2wav_bigvgan_model(clip.mel_1TM.permute(0, 2, 1)).reshape(-1).float()
+        first = clip.options.left_codes * self.samples_per_code
+        last = wave_S.numel() - clip.options.right_codes * self.samples_per_code
+        return meta, {"audio": wave_S[first:last].contiguous()}
+
+    def commit(self, request: DiffusionRequest) -> None:
+        request.session.chunk_index += 1
+
+    def warmup_inputs(self) -> list[Inputs]:
+        params = DiffusionParams(
+            session_id="warm-up", one_shot=True, num_inference_steps=2, options={"voice": next(iter(self.voices))}
+        )
+        return [(params, {"codes": torch.zeros(min(self.max_codes, 256), dtype=torch.int64)})]
+
+
+def _three_eighths(velocity: Any, start: torch.Tensor, end: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The change over one interval by Kutta's 3/8 rule; order of operations as in transformers' solver."""
+    step, third = end - start, 1 / 3
+    k1 = velocity(start, value)
+    k2 = velocity(start + step * third, value + step * k1 * third)
+    k3 = velocity(start + step * (2 / 3), value + step * (k2 - k1 * third))
+    k4 = velocity(end, value + step * (k1 - k2 + k3))
+    return (k1 + 3 * (k2 + k3) + k4) * step / 8
