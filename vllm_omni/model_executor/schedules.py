@@ -88,3 +88,22 @@ def unipc_flow_table(shift: float) -> tuple[np.ndarray, np.ndarray]:
     """
     sigmas = warp(np.linspace(_SIGMA_MAX, 0.0, TRAIN_STEPS + 1)[:-1], shift)
     return (sigmas * TRAIN_STEPS).astype(np.int64), sigmas.astype(np.float32)
+
+
+def nearest_schedule(shift: float, timesteps: Sequence[float]) -> FewStepSchedule:
+    """Return the schedule that feeds exactly `timesteps` (strictly decreasing, in [0, 1000]).
+
+    Each one's sigma is that of the nearest entry of the `exact` table, which ends at 1/1000 of warped time: close to
+    t / 1000, never 0. So the causal Wan references look a timestep up (fp32; the first of two equally near entries).
+    Raises ValueError on a shift <= 0 or bad timesteps.
+    """
+    if not shift > 0:
+        raise ValueError(f"schedule shift must be > 0, got {shift}")
+    if not timesteps or any(b >= a for a, b in itertools.pairwise(timesteps)):
+        raise ValueError(f"timesteps must be strictly decreasing and not empty, got {list(timesteps)}")
+    if not (timesteps[0] <= TRAIN_STEPS and timesteps[-1] >= 0):
+        raise ValueError(f"timesteps must be in [0, {TRAIN_STEPS}], got {list(timesteps)}")
+    table = warp((1.0 - np.arange(TRAIN_STEPS) / TRAIN_STEPS).astype(np.float32), np.float32(shift))
+    nearest = [int(np.abs(table * np.float32(TRAIN_STEPS) - np.float32(t)).argmin()) for t in timesteps]
+    sigmas = tuple(float(table[index]) for index in nearest)
+    return FewStepSchedule(tuple(float(t) for t in timesteps), sigmas, sigmas)

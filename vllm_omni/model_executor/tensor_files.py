@@ -8,7 +8,7 @@ Held by tests/model_executor/test_tensor_files.py.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,16 +63,17 @@ class TorchSource:
 TensorSource = SafetensorsSource | TorchSource
 
 
-def open_tensors(path: Path) -> TensorSource:
+def open_tensors(path: Path, state_keys: Sequence[str] = ()) -> TensorSource:
     """Open a folder of safetensors (with or without an index), one safetensors file, or one `.pth`.
 
-    Raises ValueError of one line: what is wrong with which file.
+    state_keys: a `.pth` that holds one of these keys is a training checkpoint: the first one there is the network, and
+    whatever else the file holds is not looked at. Raises ValueError of one line: what is wrong with which file.
     """
     if path.is_dir():
         return _open_safetensors(_files_of(path), str(path))
     if path.suffix == ".safetensors":
         return _open_safetensors([confined(path.parent, path.name)], str(path))
-    return _open_torch(confined(path.parent, path.name))
+    return _open_torch(confined(path.parent, path.name), state_keys)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def _open_safetensors(paths: list[Path], where: str) -> SafetensorsSource:
     return SafetensorsSource(where, files, shapes, dtypes)
 
 
-def _open_torch(path: Path) -> TorchSource:
+def _open_torch(path: Path, state_keys: Sequence[str]) -> TorchSource:
     with path.open("rb") as file:
         if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
             raise ValueError(f"{path} is no PyTorch zip archive; download it again or convert it to safetensors")
@@ -156,6 +157,8 @@ def _open_torch(path: Path) -> TorchSource:
             f"{path} cannot be read ({type(error).__name__}): it is truncated or holds more than tensors; "
             "download it again"
         ) from error
+    if isinstance(tensors, dict) and (key := next((key for key in state_keys if key in tensors), None)) is not None:
+        tensors = tensors[key]
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
         raise ValueError(f"{path} must hold a dictionary of tensor name -> tensor, got {type(tensors).__name__}")
     for name, tensor in tensors.items():

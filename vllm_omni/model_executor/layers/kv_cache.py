@@ -17,6 +17,8 @@ that outgrows its buffer is told so. Held by tests/model_executor/layers/test_kv
 
 # T tokens of a chunk, S visible tokens, N heads, H head dim
 
+from typing import Self
+
 import torch
 
 from vllm_omni.outputs import RequestFailed
@@ -121,7 +123,7 @@ class KVWindow:
 
     def chronological(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of (k, v) `[window tokens, N, H]` in the original's layout: oldest first, zeros at the end."""
-        order = self._tokens([self.slot(frame) for frame in self._visible_frames(self.committed_frames)])
+        order = self.token_positions([self.slot(frame) for frame in self.visible_frames(self.committed_frames)])
         out = torch.zeros_like(self.buffer[layer])
         out[:, : len(order)] = self.buffer[layer].index_select(1, order)
         return out[0], out[1]
@@ -133,22 +135,22 @@ class KVWindow:
         """
         end = self.committed_frames + next_frames
         size = self.tokens_per_frame
-        live = [frame for frame in self._visible_frames(end) if frame < self.committed_frames]
+        live = [frame for frame in self.visible_frames(end) if frame < self.committed_frames]
         return {
             f"kv.frame{frame}": self.buffer[:, :, self.slot(frame) * size : (self.slot(frame) + 1) * size]
             for frame in live
         }
 
-    def fork(self) -> "KVWindow":
+    def fork(self) -> Self:
         """Return an independent copy."""
-        other = object.__new__(KVWindow)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.buffer = self.buffer.clone()
         return other
 
-    def rebuild(self, written_from: int) -> "KVWindow":
+    def rebuild(self, written_from: int) -> Self:
         """Return an empty window of the same kind, to be filled again with sink frames and frames `written_from` on."""
-        other = object.__new__(KVWindow)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.buffer = torch.zeros_like(self.buffer)
         other.written_from = written_from
@@ -175,7 +177,7 @@ class KVWindow:
                 runs.append((offset, slot, 1))
         return runs
 
-    def _visible_frames(self, end_frame: int) -> list[int]:
+    def visible_frames(self, end_frame: int) -> list[int]:
         """Return the frames a chunk ending at `end_frame` sees, oldest first."""
         ring = range(max(self.sink_frames, self._oldest_ring_frame(end_frame), self.written_from), end_frame)
         return [*range(min(self.sink_frames, end_frame)), *ring]
@@ -184,7 +186,8 @@ class KVWindow:
         """Return the first frame behind the sinks that a chunk ending at `end_frame` may see."""
         return max(self.sink_frames, end_frame - self.ring_frames)
 
-    def _tokens(self, slots: list[int]) -> torch.Tensor:
+    def token_positions(self, slots: list[int]) -> torch.Tensor:
+        """Return positions, on the buffer's device, of the tokens of `slots`."""
         size = self.tokens_per_frame
         starts = torch.tensor(slots, dtype=torch.int64).unsqueeze(1) * size
         return (starts + torch.arange(size)).flatten().to(self.buffer.device)
@@ -192,7 +195,7 @@ class KVWindow:
     def _seen_tokens(self, end_frame: int) -> torch.Tensor:
         """Return positions of the visible tokens, oldest first, where that is no plain slice; kept for one chunk."""
         if self._seen is None or self._seen[0] != end_frame:
-            order = self._tokens([self.slot(frame) for frame in self._visible_frames(end_frame)])
+            order = self.token_positions([self.slot(frame) for frame in self.visible_frames(end_frame)])
             limit = self.max_attention_tokens
             self._seen = (end_frame, order if limit is None else order[-limit:])
         return self._seen[1]

@@ -17,6 +17,15 @@ def axis_dims(head_dim: int) -> tuple[int, int, int]:
     return head_dim - 2 * spatial, spatial, spatial
 
 
+def temporal_frequencies(head_dim: int, theta: float = 10000.0) -> torch.Tensor:
+    """Return the angle per frame of the temporal lanes, the first of a head: fp64 [lanes] on the CPU."""
+    return _frequencies(axis_dims(head_dim)[0], theta)
+
+
+def _frequencies(dim: int, theta: float) -> torch.Tensor:
+    return theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
 def rope_tables(
     head_dim: int, frames: range, height: int, width: int, theta: float = 10000.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +34,7 @@ def rope_tables(
     starts = (frames.start, 0, 0)
     lanes = []
     for axis, (dim, size, start) in enumerate(zip(axis_dims(head_dim), sizes, starts, strict=True)):
-        frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        frequencies = _frequencies(dim, theta)
         positions = torch.arange(start, start + size, dtype=torch.float64)
         shape = [1, 1, 1, dim // 2]
         shape[axis] = size

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SinkWindow`: a `KVWindow` for streams without end, whose sink frames move along and may be renewed.
+
+A stream that keeps its first frames for ever has two problems that its ring does not have. Their rotary distance grows
+without bound, although the network has only seen short ones; and one day they show something else than the stream.
+
+- Moving: sinks are shown to a chunk as if they stood just before the oldest frame in its window. Keys are stored
+  rotated for the frame they were made at, so the difference is one more rotation of the temporal lanes. While the
+  stream fits its window the difference is 0 and nothing changes.
+- Renewing: a frame that is about to leave the ring replaces, layer by layer, the sink that it resembles least, if the
+  similarity (mean over K and V of the cosine of token means) is below a threshold. Nothing is ever visible twice, sinks
+  that were never written are never compared, and no decision is read back by the host.
+
+The sinks as made are kept apart (`sinks`); the buffer's sink slots are a copy that `open` places for one chunk, so an
+abandoned chunk leaves nothing behind. Held by tests/model_executor/layers/test_sink_window.py.
+"""
+
+# L layers, S sink frames, T tokens of a frame, N heads, H head dim, C temporal lanes
+
+from typing import Any, Self
+
+import torch
+
+from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.rope import temporal_frequencies
+
+
+class SinkWindow(KVWindow):
+    """See the module docstring. moving: sinks move along. refresh_threshold: below it sinks are renewed; None = never.
+
+    The other arguments are `KVWindow`'s. Renewing needs chunks of one frame.
+    """
+
+    def __init__(self, *, moving: bool, refresh_threshold: float | None = None, **window: Any) -> None:
+        super().__init__(**window)
+        self.moving = moving
+        self.refresh_threshold = refresh_threshold
+        layers, kv, _, heads, head_dim = self.buffer.shape
+        kept = self.sink_frames * self.tokens_per_frame
+        self.sinks = self.buffer.new_zeros(layers, kv, kept, heads, head_dim)
+        frames = torch.arange(self.sink_frames, device=self.buffer.device)
+        self.sink_at = frames.expand(layers, -1).contiguous()
+        """[L, S]: the frame that each sink was made at."""
+        self._frequencies = temporal_frequencies(head_dim).to(self.buffer.device)
+        self._renewal: tuple[int, torch.Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.sinks.nbytes
+
+    def open(self, frames: range) -> None:
+        """Place the sinks for chunk `frames`; once a chunk, before its first forward. Does nothing without sinks."""
+        if self.sink_frames == 0 or frames.start < self.sink_frames:
+            return
+        shift = max(0, frames.stop - self.window_frames) if self.moving else 0
+        if shift == 0 and self.refresh_threshold is None:
+            return
+        kept = self.sinks.shape[2]
+        self.buffer[:, :, :kept].copy_(self.sinks)
+        if self.moving:
+            targets = torch.arange(self.sink_frames, device=self.buffer.device) + shift
+            self._turn_sinks(targets - self.sink_at)
+
+    def _turn_sinks(self, distances_LS: torch.Tensor) -> None:
+        """Rotate the buffer's sink keys by `distances_LS` frames, layer by layer."""
+        lanes = 2 * len(self._frequencies)
+        angles_LSC = distances_LS.double().unsqueeze(-1) * self._frequencies
+        cos_LSC, sin_LSC = angles_LSC.cos().float(), angles_LSC.sin().float()
+        for keys, cos_SC, sin_SC in zip(self.buffer[:, 0], cos_LSC, sin_LSC, strict=True):
+            turned = keys[: self.sinks.shape[2], :, :lanes].unflatten(0, (self.sink_frames, -1))  # [S, T, N, 2C]
+            even, odd = turned.float().unflatten(-1, (-1, 2)).unbind(-1)
+            cos, sin = cos_SC[:, None, None], sin_SC[:, None, None]
+            turned.copy_(torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2))
+
+    def resemblance(self, end_frame: int) -> torch.Tensor | None:
+        """Return sums [L, S, 2, 3] (dot product and both squares, of K and V) of this rank's heads, or None.
+
+        They compare the frame that leaves after a chunk that ends at `end_frame` with every sink. Ranks that share
+        the heads add theirs up before `decide`.
+        """
+        leaving = end_frame - self.ring_frames
+        if self.refresh_threshold is None or leaving < self.sink_frames:
+            return None
+        mean_LKS = self.sinks.unflatten(2, (self.sink_frames, -1)).float().mean(3).flatten(3)  # [L, 2, S, N * H]
+        frame_LK = self._frame(leaving).float().mean(2).flatten(2).unsqueeze(2)
+        sums = (mean_LKS * frame_LK, mean_LKS.square(), frame_LK.square().expand_as(mean_LKS))
+        return torch.stack([values.sum(-1) for values in sums], dim=-1).transpose(1, 2)
+
+    def decide(self, end_frame: int, sums_LSK3: torch.Tensor) -> None:
+        """Take the full sums of `resemblance`; `commit(end_frame)` will renew accordingly."""
+        assert self.refresh_threshold is not None
+        dot, ours, theirs = sums_LSK3.unbind(-1)
+        similarity_LS = (dot * torch.rsqrt((ours * theirs).clamp_min(1e-30))).mean(-1)
+        least, index = similarity_LS.min(dim=-1, keepdim=True)
+        renewed_LS = torch.zeros_like(similarity_LS, dtype=torch.bool).scatter_(1, index, True)
+        self._renewal = (end_frame, renewed_LS & (least < self.refresh_threshold))
+
+    def commit(self, end_frame: int) -> None:
+        if self.committed_frames < self.sink_frames:
+            self.keep_sinks(range(self.committed_frames, end_frame))
+        if self._renewal is not None and self._renewal[0] == end_frame:
+            self._renew(end_frame - self.ring_frames, self._renewal[1])
+        self._renewal = None
+        super().commit(end_frame)
+
+    def keep_sinks(self, frames: range) -> None:
+        """Keep those of `frames` that are sinks as they stand in the buffer now."""
+        part = slice(frames.start * self.tokens_per_frame, min(frames.stop, self.sink_frames) * self.tokens_per_frame)
+        self.sinks[:, :, part].copy_(self.buffer[:, :, part])
+
+    def _renew(self, frame: int, renewed_LS: torch.Tensor) -> None:
+        sinks = self.sinks.unflatten(2, (self.sink_frames, -1))  # a view [L, 2, S, T, N, H]
+        sinks.copy_(torch.where(renewed_LS[:, None, :, None, None, None], self._frame(frame).unsqueeze(2), sinks))
+        self.sink_at = torch.where(renewed_LS, frame, self.sink_at)
+
+    def _frame(self, frame: int) -> torch.Tensor:
+        """Return K and V of one frame in the ring, [L, 2, T, N, H]."""
+        start = self.slot(frame) * self.tokens_per_frame
+        return self.buffer[:, :, start : start + self.tokens_per_frame]
+
+    def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
+        named = super().tensors(next_frames)
+        size = self.tokens_per_frame
+        for frame in range(min(self.sink_frames, self.committed_frames)):
+            named[f"kv.frame{frame}"] = self.sinks[:, :, frame * size : (frame + 1) * size]
+        if self.refresh_threshold is not None:
+            named["kv.sink_at"] = self.sink_at
+        return named
+
+    def fork(self) -> Self:
+        other = super().fork()
+        other.sinks = self.sinks.clone()
+        other.sink_at = self.sink_at.clone()
+        return other
+
+    def rebuild(self, written_from: int) -> Self:
+        other = super().rebuild(written_from)
+        other.sinks = torch.zeros_like(self.sinks)
+        other.sink_at = torch.arange(self.sink_frames, device=self.sinks.device).expand_as(self.sink_at).contiguous()
+        other._renewal = None
+        return other
+
+    def to(self, device: torch.device | str) -> None:
+        super().to(device)
+        self.sinks, self.sink_at = self.sinks.to(device), self.sink_at.to(device)
+        self._frequencies = self._frequencies.to(device)
+        self._renewal = None
+
+    def close(self) -> None:
+        super().close()
+        self.sinks = self.sinks.new_empty(0)
+        self._renewal = None
+
+
+def sink_window_extra_nbytes(
+    *, num_layers: int, sink_frames: int, tokens_per_frame: int, num_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Return the bytes a `SinkWindow` holds beyond a `KVWindow` of the same sizes."""
+    return 2 * num_layers * sink_frames * tokens_per_frame * num_heads * head_dim * dtype.itemsize

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ChunkCache`: which keys and values a chunk's denoise step sees of the chunks before it.
+
+Three semantics over the same `KVWindow`s:
+
+- strict: one window. A chunk's last pass, over its clean latents, leaves what later chunks see.
+- noise-matched: a window for every denoise step. Step j of a chunk sees what earlier chunks were at step j. After the
+  stream's first chunk, every window holds that chunk as its last step left it.
+- cascaded: a window for every step and one for the clean pass. Step j sees the m-th chunk before as it was at its step
+  min(j + m * offset, clean). The windows of early steps are only as long as anybody looks back at them.
+
+Each is a function of frame indices and steps alone, so chunks may run one after the other or several at once, as long
+as what a step reads has been written; the result is the same. Nothing is committed before `commit`.
+Held by tests/model_executor/models/causal_wan/test_cache.py.
+"""
+
+# T tokens of a chunk, S visible tokens, N heads, H head dim
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.sink_window import SinkWindow
+from vllm_omni.model_executor.models.wan.chunk_plan import WanChunkPlan
+from vllm_omni.model_executor.models.wan.layers import KVView
+
+MakeWindow = Callable[[int, int], KVWindow]
+"""(window_frames, sink_frames) -> an empty window of the model's sizes."""
+
+
+class ChunkCache:
+    """See the module docstring. Build with `strict`, `noise_matched` or `cascaded`.
+
+    windows: one for strict; one a step for noise-matched; one a step, then the clean one, for cascaded.
+    """
+
+    def __init__(self, windows: Sequence[KVWindow], views: Sequence[KVView], replicates_first: bool) -> None:
+        self.windows = tuple(windows)
+        self._views = tuple(views)
+        self._replicates_first = replicates_first
+
+    @classmethod
+    def strict(cls, window: KVWindow) -> "ChunkCache":
+        return cls([window], [window], False)
+
+    @classmethod
+    def noise_matched(cls, windows: Sequence[KVWindow]) -> "ChunkCache":
+        return cls(windows, windows, True)
+
+    @classmethod
+    def cascaded(cls, plan: WanChunkPlan, num_steps: int, offset: int, make_window: MakeWindow) -> "ChunkCache":
+        lengths = cascade_frames(plan, num_steps, offset)
+        windows = [make_window(frames, 0) for frames in lengths]
+        windows.append(make_window(plan.window_frames, plan.sink_frames))
+        return cls(
+            windows, [*(CascadeView(windows, step, offset, plan) for step in range(num_steps)), windows[-1]], False
+        )
+
+    @property
+    def clean(self) -> KVWindow:
+        """The window whose length and sinks are the stream's."""
+        return self.windows[-1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(window.nbytes for window in self.windows)
+
+    @property
+    def committed_frames(self) -> int:
+        return self.clean.committed_frames
+
+    def at(self, step: int) -> KVView:
+        """Return what the forward of `step` writes to and sees."""
+        return self._views[min(step, len(self._views) - 1)]
+
+    def check_fits(self, frames: range) -> None:
+        """Raise `RequestFailed` if chunk `frames` can not be served."""
+        self.clean.check_fits(frames)
+
+    def open(self, frames: range) -> None:
+        """Place the sinks for chunk `frames`; once a chunk, before its first forward."""
+        for window in self._sink_windows():
+            window.open(frames)
+
+    def resemblances(self, end_frame: int) -> torch.Tensor | None:
+        """Return this rank's sums [windows, L, S, 2, 3] that decide which sinks are renewed, or None: nothing is."""
+        sums = [window.resemblance(end_frame) for window in self._sink_windows()]
+        known = [values for values in sums if values is not None]
+        return torch.stack(known) if known and len(known) == len(sums) else None
+
+    def decide(self, end_frame: int, sums: torch.Tensor) -> None:
+        """Take the sums over all ranks that share the heads."""
+        for window, values in zip(self._sink_windows(), sums, strict=True):
+            window.decide(end_frame, values)
+
+    def commit(self, frames: range) -> None:
+        """Make chunk `frames` part of the stream."""
+        if self._replicates_first and frames.start == 0:
+            part = slice(0, frames.stop * self.clean.tokens_per_frame)
+            for window in self.windows[:-1]:
+                window.buffer[:, :, part].copy_(self.clean.buffer[:, :, part])
+        for window in self.windows:
+            window.commit(frames.stop)
+
+    def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
+        """Return every tensor that a next chunk of `next_frames` can see, by stable name."""
+        if len(self.windows) == 1:
+            return self.clean.tensors(next_frames)
+        return {
+            f"step{step}.{name}": tensor
+            for step, window in enumerate(self.windows)
+            for name, tensor in window.tensors(next_frames).items()
+        }
+
+    def fork(self) -> "ChunkCache":
+        return self._with([window.fork() for window in self.windows])
+
+    def rebuild(self, written_from: int) -> "ChunkCache":
+        """Return an empty cache of the same kind, to be filled again; strict only."""
+        assert len(self.windows) == 1
+        return ChunkCache.strict(self.clean.rebuild(written_from))
+
+    def to(self, device: torch.device | str) -> None:
+        for window in self.windows:
+            window.to(device)
+
+    def close(self) -> None:
+        for window in self.windows:
+            window.close()
+
+    def keep_sinks(self, frames: range) -> None:
+        """Take over the sinks among `frames` from the buffers (a cache that is being rebuilt, after such a chunk)."""
+        for window in self._sink_windows():
+            if frames.start < window.sink_frames:
+                window.keep_sinks(frames)
+
+    def _sink_windows(self) -> list[SinkWindow]:
+        return [window for window in self.windows if isinstance(window, SinkWindow)]
+
+    def _with(self, windows: Sequence[KVWindow]) -> "ChunkCache":
+        views = [view.over(windows) if isinstance(view, CascadeView) else None for view in self._views]
+        return ChunkCache(
+            windows,
+            [view or windows[index] for index, view in enumerate(views)],
+            self._replicates_first,
+        )
+
+
+class CascadeView:
+    """What one step of a cascaded chunk writes (its own window) and sees (a piece of several windows, gathered)."""
+
+    def __init__(self, windows: Sequence[KVWindow], step: int, offset: int, plan: WanChunkPlan) -> None:
+        self._windows, self._step, self._offset, self._plan = tuple(windows), step, offset, plan
+        self._seen: tuple[range, list[tuple[KVWindow, torch.Tensor]]] | None = None
+
+    def over(self, windows: Sequence[KVWindow]) -> "CascadeView":
+        return CascadeView(windows, self._step, self._offset, self._plan)
+
+    def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
+        self._windows[self._step].write(layer, frames, k_TNH, v_TNH)
+
+    def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies `(k_SNH, v_SNH)`, newest chunk first."""
+        if self._seen is None or self._seen[0] != frames:
+            self._seen = (frames, self._pieces(frames))
+        pieces = [window.buffer[layer].index_select(1, index) for window, index in self._seen[1]]
+        k, v = torch.cat(pieces, dim=1).unbind(0)
+        return k, v
+
+    def _pieces(self, frames: range) -> list[tuple[KVWindow, torch.Tensor]]:
+        left = set(self._windows[-1].visible_frames(frames.stop))
+        pieces = []
+        chunk: range | None = frames
+        step, clean = self._step, len(self._windows) - 1
+        while chunk is not None and step < clean:
+            seen = [frame for frame in chunk if frame in left]
+            if seen:
+                pieces.append(self._piece(self._windows[step], seen))
+            left.difference_update(seen)
+            chunk, step = self._plan.chunk_before(chunk), step + self._offset
+        if left:
+            pieces.append(self._piece(self._windows[clean], sorted(left)))
+        return pieces
+
+    @staticmethod
+    def _piece(window: KVWindow, frames: list[int]) -> tuple[KVWindow, torch.Tensor]:
+        return window, window.token_positions([window.slot(frame) for frame in frames])
+
+
+def cascade_frames(plan: WanChunkPlan, num_steps: int, offset: int) -> list[int]:
+    """Return the frames that the window of each step must hold: as many chunks as any step looks back at it."""
+    chunk = max(plan.first_chunk_frames, plan.chunk_frames)
+    return [min(plan.window_frames, (step // offset + 1) * chunk) for step in range(num_steps)]
