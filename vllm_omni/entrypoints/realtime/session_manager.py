@@ -14,7 +14,6 @@ from collections.abc import Coroutine
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
-from vllm_omni.entrypoints.metrics import door_metrics
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
@@ -68,13 +67,9 @@ class SessionManager:
         session = self._sessions.get(key)
         if session is None:
             client = key[0] if client is None else client
-            try:
-                self._check_bounds(client)
-                if len(self._sessions) >= self.facts.max_sessions:
-                    self._make_room()
-            except DoorError as refusal:
-                door_metrics().session_refused(endpoint, refusal.code)
-                raise
+            self._check_bounds(client)
+            if len(self._sessions) >= self.facts.max_sessions:
+                self._make_room()
             session = self._sessions[key] = Session(key, self, client, endpoint)
         self._sessions.move_to_end(key)
         return session

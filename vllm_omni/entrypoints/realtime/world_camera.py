@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 from starlette.websockets import WebSocket
 
+from vllm_omni.entrypoints.metrics import door_metrics
 from vllm_omni.entrypoints.realtime import protocol
 from vllm_omni.entrypoints.realtime.codec import CodecError, Decoded, Dialect, decode, encode
 from vllm_omni.entrypoints.realtime.connection import Connection
@@ -34,6 +35,7 @@ logger = logging.getLogger("vllm." + __name__)
 PATHS: Final = ("/v1/realtime/world/camera", "/v1/realtime/world/camera/")
 """Both, because WebSocket clients do not follow a redirect."""
 
+_DOOR: Final = "realtime/world/camera"
 _OFF_LOOP_BYTES: Final = 64 * 1024  # messages from here on are decoded on a thread
 _MAX_TEXT_FRAMES: Final = 3
 
@@ -207,8 +209,9 @@ class _Client:
     async def _infer(self, message: protocol.Infer, dialect: Dialect | None, digest: bytes) -> None:
         job = self._job(message, dialect, digest)
         try:
-            session = self._manager.open(self._key(self._session_id(message)), self._connection.client)
+            session = self._manager.open(self._key(self._session_id(message)), self._connection.client, _DOOR)
         except DoorError as error:
+            door_metrics().session_refused(_DOOR, error.code)
             if not self._used:
                 error.close = Close.CAPACITY
             raise
