@@ -18,6 +18,7 @@ _FAMILY_MODULES = {
     "null_world": "vllm_omni.model_executor.models.null_world.family",
     "null_image": "vllm_omni.model_executor.models.null_image.family",
     "lingbot_world": "vllm_omni.model_executor.models.lingbot_world.family",
+    "lance": "vllm_omni.model_executor.models.lance.family",
     "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.family",
     # Last: it takes any directory in diffusers' layout, also of a model that is served by a worker here.
     "diffusers_pipeline": "vllm_omni.model_executor.models.diffusers_pipeline.family",
@@ -26,12 +27,20 @@ _ALIASES = {"lingbot_world_fast": "lingbot_world"}
 
 ARCHITECTURES = {
     "DiffusersPipeline": "vllm_omni.model_executor.models.diffusers_pipeline.pipeline:DiffusersPipeline",
+    "LancePipeline": "vllm_omni.model_executor.models.lance.pipeline:LancePipeline",
     "LingBotWorldPipeline": "vllm_omni.model_executor.models.lingbot_world.pipeline:LingBotWorldPipeline",
     "NullImagePipeline": "vllm_omni.model_executor.models.null_image.pipeline:NullImagePipeline",
     "NullWorldPipeline": "vllm_omni.model_executor.models.null_world.pipeline:NullWorldPipeline",
     "Qwen2_5OmniToken2WavPipeline": "vllm_omni.model_executor.models.qwen2_5_omni.token2wav:Token2WavPipeline",
 }
 """vLLM architecture name -> model class, registered lazily with vLLM's `ModelRegistry`."""
+
+AR_ARCHITECTURES = {
+    "Qwen2_5OmniTalkerForConditionalGeneration": (
+        "vllm_omni.model_executor.models.qwen2_5_omni.talker:TalkerForConditionalGeneration"
+    ),
+}
+"""The same for autoregressive models: registered, and otherwise left to vLLM's own defaults."""
 
 
 @dataclass(frozen=True)

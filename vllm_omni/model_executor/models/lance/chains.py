@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the decoder does between matrix products and attention, as pure functions that torch.compile can fuse.
+
+All compute in fp32 and round once at the end. Compiled for a varying number of tokens: requests of every size share one
+kernel. Held by tests/model_executor/models/lance/test_lance_transformer.py.
+"""
+
+# T tokens, D width, N heads, H head dim, C = H/2 rotary lanes
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension, in the type of `x_TD`."""
+    x = x_TD.float()
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D.float()).to(x_TD.dtype)
+
+
+def add_norm(
+    x_TD: torch.Tensor, update_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (x + update, its RMS norm)."""
+    x_TD = x_TD + update_TD
+    return x_TD, rms_norm(x_TD, weight_D, eps)
+
+
+def norm_rope(
+    x_TNH: torch.Tensor, weight_H: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """RMS norm of each head, then rotation of lane m with lane m + H/2, in the type of `x_TNH`."""
+    x = x_TNH.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_H.float()
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos_TC.unsqueeze(1), sin_TC.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_TNH.dtype)
+
+
+def silu_mul(gate_up_TF: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, of the two halves of the last dimension."""
+    gate, up = gate_up_TF.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The functions above, plain or compiled."""
+
+    rms_norm: Callable[..., torch.Tensor] = rms_norm
+    add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = add_norm
+    norm_rope: Callable[..., torch.Tensor] = norm_rope
+    silu_mul: Callable[..., torch.Tensor] = silu_mul
+
+    @classmethod
+    def build(cls, compiled: bool) -> "Chains":
+        if not compiled:
+            return cls()
+        plain: dict[str, Any] = vars(cls())
+        return cls(**{name: torch.compile(function, dynamic=True) for name, function in plain.items()})

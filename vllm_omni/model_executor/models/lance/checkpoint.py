@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the pieces of a Lance checkpoint are: the repository's root, or one of its folders.
+
+    Lance_3B/ or Lance_3B_Video/   llm_config.json, model.safetensors (or ema.safetensors), tokenizer.json
+    Qwen2.5-VL-ViT/                config.json, vit.safetensors; the video checkpoint bundles the tower as well
+    Wan2.2_VAE.pth
+
+Only looks; `weights.py` loads. A piece that is missing is not an error until it is needed (`require`), so that an
+engine with dummy weights starts from configs alone.
+Held by tests/model_executor/models/lance/test_lance_checkpoint.py.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.model_executor.models.lance.config import DEFAULTS, LATENT_CHANNELS, LanceConfig, VisionConfig
+from vllm_omni.model_executor.tensor_files import confined, open_tensors, read_json
+
+IMAGE_FOLDER, VIDEO_FOLDER, VISION_FOLDER = "Lance_3B", "Lance_3B_Video", "Qwen2.5-VL-ViT"
+LAYOUTS = ("image", "video", "repository")
+"""What `make-tiny` writes: a repository with the image decoder, the video decoder, or both."""
+
+_WEIGHTS = ("model.safetensors", "ema.safetensors")
+_VAE = ("Wan2.2_VAE.pth", "Wan2.2_VAE.safetensors")
+_BASE_DIM, _DECODER_BASE_DIM = 160, 256
+
+
+@dataclass(frozen=True)
+class ComponentSource:
+    """One weight file's place among the model's parts. subfolder: None = the root itself."""
+
+    model_or_path: str
+    subfolder: str | None
+    prefix: str
+    fall_back_to_pt: bool = False
+
+
+@dataclass(frozen=True)
+class LanceLayout:
+    """The resolved places of a checkpoint's pieces; None = not there. decoder: the folder with `llm_config.json`."""
+
+    root: Path
+    decoder: Path
+    weights: Path | None
+    tokenizer: Path | None
+    vision: Path | None
+    vae: Path | None
+
+    @property
+    def video(self) -> bool:
+        return self.decoder.name == VIDEO_FOLDER
+
+    @property
+    def vision_weights(self) -> Path | None:
+        """The tower's own file."""
+        if self.vision is None:
+            return None
+        files = sorted(self.vision.glob("*.safetensors"))
+        return confined(self.vision, files[0].name) if files else None
+
+    def require(self) -> None:
+        """Raise ValueError of one line unless decoder weights, tokenizer and VAE are there."""
+        missing = []
+        if self.weights is None:
+            missing.append(f"{self.decoder.name}/{' or '.join(_WEIGHTS)}")
+        if self.tokenizer is None:
+            missing.append(f"{self.decoder.name}/tokenizer.json")
+        if self.vae is None:
+            missing.append(" or ".join(_VAE))
+        if missing:
+            raise ValueError(
+                f"{self.root} lacks {', '.join(missing)}; complete it with `vllm-omni download lance {self.root}` or "
+                "start with --load-format dummy"
+            )
+
+    def weight_sources(self) -> tuple[ComponentSource, ...]:
+        """Return which folder fills which part: the decoder, then the vision tower over what the decoder bundles."""
+        inside = None if self.decoder == self.root else self.decoder.name
+        sources = [ComponentSource(str(self.root), inside, "bagel.")]
+        if self.vision is not None:
+            sources.append(ComponentSource(str(self.root), self.vision.name, "bagel.vit_model.vision_model."))
+        return tuple(sources)
+
+    def llm_config(self) -> dict[str, Any]:
+        path = self.decoder / "llm_config.json"
+        return read_json(path) if path.exists() else {}
+
+    def vision_config(self) -> dict[str, Any]:
+        """Return the tower's config: its folder's, else the decoder's, else the released one."""
+        if self.vision is not None and (self.vision / "config.json").exists():
+            values = read_json(self.vision / "config.json")
+            nested = values.get("vision_config")
+            return nested if isinstance(nested, dict) else values
+        nested = self.llm_config().get("vision_config")
+        return nested if isinstance(nested, dict) else {}
+
+    def max_latent_frames(self) -> int:
+        """Return how many latent frames the stored position table covers; without weights, the released number."""
+        released = DEFAULTS.max_num_video_latent_frames if self.video else 1
+        if self.weights is None:
+            return released
+        shape = open_tensors(self.weights).shapes.get("latent_pos_embed.pos_embed")
+        cells = DEFAULTS.max_latent_size**2
+        if shape is None or len(shape) != 2 or shape[0] % cells:
+            raise ValueError(
+                f"{self.weights} holds no latent_pos_embed.pos_embed of a multiple of {cells} rows; it is not a Lance "
+                "decoder, download it again"
+            )
+        return max(1, shape[0] // cells)
+
+    def vae_dims(self) -> tuple[int, int]:
+        """Return the autoencoder's first widths (encoder, decoder) from its file, else the released ones."""
+        if self.vae is None:
+            return _BASE_DIM, _DECODER_BASE_DIM
+        shapes = open_tensors(self.vae).shapes
+        names = ("encoder.conv1.weight", "decoder.conv1.weight", "conv2.weight")
+        if any(name not in shapes for name in names) or shapes["conv2.weight"][0] != LATENT_CHANNELS:
+            raise ValueError(f"{self.vae} is no Wan 2.2 autoencoder of {LATENT_CHANNELS} channels; download it again")
+        return shapes[names[0]][0], shapes[names[1]][0] // 4
+
+    def dtype(self) -> str:
+        """Return the stored type: what the config says, else the weights'."""
+        stated = self.llm_config()
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(stated.get(key), str):
+                return str(stated[key]).removeprefix("torch.")
+        if self.weights is None:
+            return "bfloat16"
+        return str(next(iter(open_tensors(self.weights).dtypes.values()))).removeprefix("torch.")
+
+
+def find_layout(path: Path) -> LanceLayout:
+    """Find the pieces below `path`, or beside it when `path` is one of the repository's folders.
+
+    A root that holds both decoders means the image decoder: name the folder to get the other one. Raises ValueError of
+    one line that says what was found and what is looked for.
+    """
+    root, chosen = path, None
+    if path.name in (IMAGE_FOLDER, VIDEO_FOLDER, VISION_FOLDER) and _first(path.parent, _VAE) is not None:
+        root = path.parent
+        chosen = None if path.name == VISION_FOLDER else path
+    candidates = [chosen] if chosen is not None else [root / IMAGE_FOLDER, root / VIDEO_FOLDER, root]
+    decoder = next((folder for folder in candidates if (folder / "llm_config.json").is_file()), None)
+    if decoder is None:
+        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) if path.is_dir() else "no folder"
+        raise ValueError(
+            f"{path} holds no Lance decoder (found {found or 'nothing'}); expected {IMAGE_FOLDER}/ or {VIDEO_FOLDER}/ "
+            "with llm_config.json"
+        )
+    vision = root / VISION_FOLDER
+    return LanceLayout(
+        root=root,
+        decoder=decoder,
+        weights=_first(decoder, _WEIGHTS),
+        tokenizer=_first(decoder, ("tokenizer.json",)),
+        vision=vision if vision.is_dir() else None,
+        vae=_first(root, _VAE) or _first(decoder, _VAE),
+    )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a Lance checkpoint. Cheap, never raises."""
+    try:
+        find_layout(path)
+    except (ValueError, OSError):
+        return (path / IMAGE_FOLDER).is_dir() or (path / VIDEO_FOLDER).is_dir()  # damaged: let `hf_config` say how
+    return True
+
+
+def hf_config(path: Path) -> dict[str, Any]:
+    """Return what vLLM's config object carries for this checkpoint, JSON types only; needs no weight files.
+
+    Besides the keys vLLM reads: `lance` with `llm` and `vision` (configs as stored), `max_latent_frames`, `vae_dims`.
+    """
+    layout = find_layout(path)
+    llm, vision = layout.llm_config(), layout.vision_config()
+    frames = layout.max_latent_frames()
+    config = LanceConfig.from_checkpoint(llm, vision, max_latent_frames=frames)
+    return {
+        "architectures": ["LancePipeline"],
+        "dtype": layout.dtype(),
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": 16,
+        "lance": {
+            "llm": llm,
+            "vision": VisionConfig.from_dict(vision).to_dict(),
+            "max_latent_frames": frames,
+            "vae_dims": list(layout.vae_dims()),
+        },
+    }
+
+
+def lance_config(stored: dict[str, Any]) -> LanceConfig:
+    """Return the architecture out of `hf_config(...)["lance"]`."""
+    return LanceConfig.from_checkpoint(stored["llm"], stored["vision"], max_latent_frames=stored["max_latent_frames"])
+
+
+def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
+    for name in names:
+        if (folder / name).is_file():
+            return confined(folder, name)
+    return None

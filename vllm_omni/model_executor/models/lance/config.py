@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Lance checkpoint is (`LanceConfig`), its constants (`LanceDefaults`) and how it is served (`LanceOptions`).
+
+The architecture comes from `llm_config.json`, the vision tower's `config.json` and the header of the weights; a value
+that this code does not implement is an error. Serving options come from `additional_config["omni"]["model"]`; each
+names one place where public implementations of Lance differ. Held by tests/model_executor/models/lance/.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+import torch
+
+from vllm_omni.config import parse_options
+
+PIXELS_PER_LATENT = 16
+FRAMES_PER_LATENT = 4
+LATENT_CHANNELS = 48
+TIMESTEP_FREQUENCIES = 256
+
+Task = Literal["t2i", "image_edit", "t2v", "i2v", "video_edit", "x2t_image", "x2t_video"]
+TASKS: tuple[Task, ...] = ("t2i", "image_edit", "t2v", "i2v", "video_edit", "x2t_image", "x2t_video")
+READING_TASKS: tuple[Task, ...] = ("x2t_image", "x2t_video")
+VIDEO_TASKS: tuple[Task, ...] = ("t2v", "i2v", "video_edit")
+"""Tasks that write video latents, which only the video checkpoint was trained for."""
+EDIT_TASKS: tuple[Task, ...] = ("image_edit", "video_edit")
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+@dataclass(frozen=True)
+class LanceDefaults:
+    """Constants of the released model and what a request gets when it names nothing."""
+
+    latent_patch_size_spatial: int = 1
+    latent_patch_size_temporal: int = 1
+    max_latent_size: int = 64
+    max_num_video_latent_frames: int = 31
+    vit_max_num_patch_per_side: int = 70
+    connector_act: str = "gelu_pytorch_tanh"
+    timestep_shift: float = 3.5
+    num_timesteps: int = 30
+    cfg_text_scale: float = 4.0
+    vae_z_channels: int = LATENT_CHANNELS
+    vae_downsample_spatial: int = PIXELS_PER_LATENT
+    vae_downsample_temporal: int = FRAMES_PER_LATENT
+
+    cfg_interval: tuple[float, float] = (0.4, 1.0)
+    cfg_renorm_type: str = "global"
+    cfg_renorm_min: float = 0.0
+    seed: int = 42
+    max_text_tokens: int = 256
+    fps: float = 12.0
+    video_seconds: float = 6.0
+    image_size: tuple[int, int] = (768, 768)
+    video_size: tuple[int, int] = (480, 848)
+    num_frames: int = 49
+
+
+DEFAULTS = LanceDefaults()
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The Qwen2.5-VL vision tower; the defaults are the released one. `out_hidden_size` is the decoder's width."""
+
+    depth: int = 32
+    hidden_size: int = 1280
+    num_heads: int = 16
+    intermediate_size: int = 3420
+    in_channels: int = 3
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    window_size: int = 112
+    fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
+    out_hidden_size: int = 2048
+    tokens_per_second: int = 2
+    hidden_act: str = "silu"
+
+    def __post_init__(self) -> None:
+        fixed = {"in_channels": 3, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2}
+        fixed["tokens_per_second"] = 2
+        for name, value in fixed.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"vision config {name} must be {value}, got {getattr(self, name)}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "VisionConfig":
+        """Read the keys that shape the tower out of a Qwen2.5-VL vision config; the others do not concern inference."""
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        if "in_channels" not in known and "in_chans" in values:
+            known["in_channels"] = values["in_chans"]
+        if "fullatt_block_indexes" in known:
+            known["fullatt_block_indexes"] = tuple(known["fullatt_block_indexes"])
+        return cls(**known)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return constructor values of transformers' `Qwen2_5_VLVisionConfig`, JSON types only."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**values, "fullatt_block_indexes": list(self.fullatt_block_indexes)}
+
+
+@dataclass(frozen=True)
+class LanceConfig:
+    """The decoder with its two experts and the latent bridge; the defaults are the released 3B model.
+
+    max_latent_frames: rows of the position table over time: 1 in the image checkpoint, 31 in the video checkpoint.
+    special: ids of special tokens that the checkpoint states; they must be the tokenizer's.
+    """
+
+    hidden_size: int = 2048
+    intermediate_size: int = 11008
+    num_layers: int = 36
+    num_heads: int = 16
+    num_kv_heads: int = 2
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    mrope_section: tuple[int, int, int] = (16, 24, 24)
+    vocab_size: int = 151936
+    max_latent_size: int = DEFAULTS.max_latent_size
+    max_latent_frames: int = 1
+    vision: VisionConfig = field(default_factory=VisionConfig)
+    special: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise ValueError(
+                f"hidden_size {self.hidden_size}, {self.num_heads} heads and {self.num_kv_heads} key/value heads do "
+                "not give whole, even heads"
+            )
+        if sum(self.mrope_section) * 2 != self.head_dim:
+            raise ValueError(f"mrope_section {self.mrope_section} must sum to half the head size {self.head_dim}")
+        if self.vision.out_hidden_size != self.hidden_size:
+            raise ValueError(
+                f"the vision tower gives rows of {self.vision.out_hidden_size}, the decoder takes {self.hidden_size}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def makes_video(self) -> bool:
+        return self.max_latent_frames > 1
+
+    @property
+    def max_side(self) -> int:
+        """Pixels along each side that the position table covers."""
+        return self.max_latent_size * PIXELS_PER_LATENT
+
+    @property
+    def max_frames(self) -> int:
+        return 1 + FRAMES_PER_LATENT * (self.max_latent_frames - 1)
+
+    @classmethod
+    def from_checkpoint(cls, values: Mapping[str, Any], vision: Mapping[str, Any], **latent: Any) -> "LanceConfig":
+        """Read `llm_config.json` (Qwen2.5-VL keys) and a vision config; an empty map means the released one.
+
+        latent: `max_latent_size`, `max_latent_frames`. Raises ValueError naming every value this code does not
+        implement.
+        """
+        for key, allowed in _REQUIRED.items():
+            if key in values and values[key] not in allowed:
+                raise ValueError(f"llm_config.json has {key} = {values[key]!r}; this model implements {allowed}")
+        fields: dict[str, Any] = {name: values[key] for key, name in _RENAMED.items() if key in values}
+        scaling = values.get("rope_scaling") or values.get("rope_parameters") or {}
+        if "mrope_section" in scaling:
+            fields["mrope_section"] = tuple(scaling["mrope_section"])
+        if "rope_theta" in scaling:
+            fields["rope_theta"] = scaling["rope_theta"]
+        special = {token: values[key] for key, token in _SPECIAL_KEYS.items() if key in values}
+        tower = VisionConfig.from_dict(vision or values.get("vision_config") or {})
+        return cls(**fields, **latent, vision=tower, special=special)
+
+
+_RENAMED = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "rms_norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("qwen2_5_vl",),
+    "hidden_act": ("silu",),
+    "use_sliding_window": (False, None),
+}
+_SPECIAL_KEYS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "video_token_id": "<|video_pad|>",
+}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make `dtype` the type of parameters created inside."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class LanceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`omni.model` of a Lance server.
+
+    max_image_pixels, max_video_pixels (width x height), max_video_frames: the largest drawing that is accepted; device
+    memory is planned for it. max_new_tokens: the longest text of one understanding request.
+    uncond_positions: positions of the text behind the user's in the unconditional context: those of the conditional
+    one (`cond`, what the published results used) or recomputed (`own`).
+    i2v_renorm: guidance norms over all tokens or only those that are not pinned to the first frame.
+    understanding_vit_time: the vision block's time positions run on (`running`) or start at 1000 (`origin`).
+    position_table: `computed` rebuilds the 3-D table, `checkpoint` uses the stored one.
+    reference_latent: the reference's latents are the encoder's `mean`, or a `sample` around it.
+    vae_dtype: of the autoencoder; None = the model's. compile: fuse elementwise chains with torch.compile; None = on
+    CUDA unless --enforce-eager. sequence_parallel: split latent tokens instead of weights over the ranks (Ulysses).
+    tokens_per_step: text tokens that an understanding request decodes in one engine step.
+    """
+
+    max_image_pixels: Positive = 1024 * 1024
+    max_video_pixels: Positive = 480 * 848
+    max_video_frames: Positive = 121
+    max_new_tokens: Positive = 2048
+    uncond_positions: Literal["cond", "own"] = "cond"
+    i2v_renorm: Literal["all", "unpinned"] = "all"
+    understanding_vit_time: Literal["running", "origin"] = "running"
+    position_table: Literal["computed", "checkpoint"] = "computed"
+    reference_latent: Literal["mean", "sample"] = "mean"
+    vae_dtype: Literal["bfloat16", "float32"] | None = None
+    compile: bool | None = None
+    sequence_parallel: bool = False
+    tokens_per_step: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> "LanceOptions":
+        """Parse `omni.model`. Raises ValueError naming the key and what is allowed."""
+        return parse_options(cls, options, "additional_config['omni']['model']")

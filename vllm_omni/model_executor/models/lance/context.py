@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing a request's context into a cache: text, vision rows and clean reference latents, once, in order.
+
+Each segment's tokens see everything before them and, inside a visual block, each other; so the whole context goes
+through the decoder in one forward. Held by the golden files.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_omni.model_executor.models.lance.layout import Segment, rope_tables
+from vllm_omni.model_executor.models.lance.pack import BranchCache, PackBuilder
+from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PlacedSegment:
+    """A segment and its positions, int64 [3, length]."""
+
+    segment: Segment
+    positions_3T: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Visuals:
+    """What fills the visual blocks of a context. vit: decoder rows [n, D]. reference: clean latents, fp32 [n, 48]."""
+
+    vit: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+
+
+class ContextWriter:
+    """Adds contexts to a forward. markers: ids of the block start and end tokens."""
+
+    def __init__(self, network: LanceNetwork, markers: tuple[int, int]) -> None:
+        self.network = network
+        self._marker_ids = markers
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.language_model.device
+
+    def embed(self, ids: Sequence[int]) -> torch.Tensor:
+        return self.network.language_model.embed(torch.tensor(ids, dtype=torch.int64, device=self.device))
+
+    def markers(self) -> torch.Tensor:
+        """Return the embeddings of a block's start and end, [2, D]."""
+        return self.embed(self._marker_ids)
+
+    def rope(self, positions_3T: torch.Tensor) -> Rope:
+        config = self.network.config
+        cos, sin = rope_tables(positions_3T, config.head_dim, config.mrope_section, config.rope_theta)
+        return cos.to(self.device), sin.to(self.device)
+
+    def block_rope(self, positions_3T: torch.Tensor) -> tuple[Rope, Rope]:
+        """Return the rotations of (the two markers, the cells) of a visual block."""
+        return self.rope(positions_3T[:, [0, -1]]), self.rope(positions_3T[:, 1:-1])
+
+    def position_rows(self, grid: tuple[int, int, int]) -> torch.Tensor:
+        """Return the latent position rows of a grid, [n, D], in the model's type."""
+        rows = self.network.latent_pos_embed.rows(*grid)
+        return rows.to(self.device, self.network.language_model.dtype)
+
+    def add(
+        self, builder: PackBuilder, cache: BranchCache, context: Sequence[PlacedSegment], visuals: Visuals
+    ) -> slice | None:
+        """Write `context` behind what `cache` holds; returns where the last text run lies among the `und` tokens."""
+        last = None
+        for placed in context:
+            segment = placed.segment
+            if segment.length == 0:
+                continue
+            end = cache.length + segment.length
+            if segment.kind == "text":
+                last = builder.add("und", self.embed(segment.ids), self.rope(placed.positions_3T), cache, cache.length)
+                builder.attend("und", last, cache, end, causal=True)
+            elif segment.kind == "vit":
+                assert visuals.vit is not None
+                rows = self.markers()
+                rows = torch.cat((rows[:1], visuals.vit.to(rows.dtype), rows[1:]))
+                tokens = builder.add("und", rows, self.rope(placed.positions_3T), cache, cache.length)
+                builder.attend("und", tokens, cache, end, causal=False)
+            else:
+                assert visuals.reference is not None and segment.kind == "reference"
+                time = self.network.time_embedder(torch.zeros(1, device=self.device))
+                latents = self.network.embed_latents(visuals.reference, time, self.position_rows(segment.grid))
+                self.add_block(builder, cache, latents, self.block_rope(placed.positions_3T))
+            cache.length = end
+        return last
+
+    def add_block(
+        self, builder: PackBuilder, cache: BranchCache, latents_ND: torch.Tensor, rope: tuple[Rope, Rope]
+    ) -> slice:
+        """Write a latent block behind the context without making it part of it; returns its `gen` tokens."""
+        end = cache.length + 2 + latents_ND.shape[0]
+        markers = builder.add("und", self.markers(), rope[0], cache, cache.length)
+        cells = builder.add("gen", latents_ND, rope[1], cache, cache.length + 2)
+        builder.attend("und", markers, cache, end, causal=False)
+        builder.attend("gen", cells, cache, end, causal=False)
+        return cells
+
+
+def place(segments: Sequence[Segment], positions: Sequence[torch.Tensor]) -> list[PlacedSegment]:
+    return [PlacedSegment(segment, where) for segment, where in zip(segments, positions, strict=True)]

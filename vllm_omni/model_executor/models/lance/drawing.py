@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Drawing`: one image or video while it is made: contexts, latents, schedule, guidance.
+
+    first step    the conditional context is written; the unconditional one copies what they share and adds its rest
+    N steps       one velocity for each branch (conditional; unconditional while guidance acts), one Euler step
+
+A denoise step writes its block's keys and values behind the context and never moves the context's end. Only `advance`
+changes what a later step sees, so a step that failed may simply be run again.
+Held by the golden files and tests/model_executor/models/lance/test_lance_pipeline.py.
+"""
+
+# K pictures, N latent tokens of one, C channels
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from vllm_omni.model_executor.models.lance.context import ContextWriter, PlacedSegment, Rope, Visuals, place
+from vllm_omni.model_executor.models.lance.layout import Grid, Segment, positions
+from vllm_omni.model_executor.models.lance.pack import BranchCache, PackBuilder
+from vllm_omni.model_executor.models.lance.prompt import Prompt
+from vllm_omni.model_executor.models.lance.sampling import Guidance
+
+
+@dataclass(frozen=True)
+class DrawingPlan:
+    """Where every token of a drawing stands. `shared`: leading segments that both contexts have in common.
+
+    cond, uncond: contexts without the block that is drawn; cond_block, uncond_block: that block's positions.
+    """
+
+    cond: list[PlacedSegment]
+    uncond: list[PlacedSegment]
+    cond_block: torch.Tensor
+    uncond_block: torch.Tensor
+    shared: int
+    grid: Grid
+
+    @property
+    def num_latents(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    def capacities(self) -> tuple[int, int]:
+        """Slots the conditional and the unconditional cache need."""
+        block = self.num_latents + 2
+        return _length(self.cond) + block, _length(self.uncond) + block
+
+
+def plan_drawing(prompt: Prompt, uncond_positions: Literal["cond", "own"]) -> DrawingPlan:
+    """Place both contexts of a prompt.
+
+    uncond_positions: `cond` gives the text behind the user's the conditional context's positions, as long as nothing
+    (no negative prompt) stands in the user's place; the drawn block always has positions of its own context.
+    """
+    cond = place(prompt.cond, positions(prompt.cond))
+    uncond = place(prompt.uncond, positions(prompt.uncond))
+    shared = _common(prompt.cond, prompt.uncond)
+    has_negative = any(segment.user for segment in prompt.uncond)
+    if uncond_positions == "cond" and not has_negative:
+        uncond = [*uncond[:-2], PlacedSegment(uncond[-2].segment, cond[-2].positions_3T), uncond[-1]]
+    return DrawingPlan(
+        cond=cond[:-1],
+        uncond=uncond[:-1],
+        cond_block=cond[-1].positions_3T,
+        uncond_block=uncond[-1].positions_3T,
+        shared=shared,
+        grid=prompt.cond[-1].grid,
+    )
+
+
+@dataclass(eq=False)
+class Drawing:
+    """One request's working set.
+
+    latents: fp32 [K, N, C], the first `pinned` tokens of each fixed. timesteps: num_steps + 1 of them, 1 to 0.
+    cond, uncond: a cache per picture (uncond empty without guidance). renorm_pinned: whether pinned tokens count in
+    the guidance's global norm.
+    """
+
+    plan: DrawingPlan
+    visuals: Visuals
+    guidance: Guidance
+    timesteps: torch.Tensor
+    latents: torch.Tensor
+    cond: list[BranchCache]
+    uncond: list[BranchCache]
+    pinned: int = 0
+    renorm_pinned: bool = True
+    step: int = -1
+    """The denoise step that comes next; -1 = the context has to be written first."""
+    prediction: torch.Tensor | None = None
+    """Of the step being run: fp32 velocities [branches, K, N, C]."""
+
+    cells: list[slice] = field(default_factory=list)
+    """Of the forward being run: this drawing's `gen` tokens, conditional pictures first."""
+    _time: torch.Tensor | None = None
+    _positions: torch.Tensor | None = None
+    _ropes: list[tuple[Rope, Rope]] = field(default_factory=list)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.timesteps) - 1
+
+    @property
+    def prefilled(self) -> bool:
+        return self.step >= 0
+
+    @property
+    def guided(self) -> bool:
+        """Whether the current step needs the unconditional branch."""
+        return self.guidance.acts_at(float(self.timesteps[self.step]))
+
+    # -- the context ---------------------------------------------------------------------------------------------------
+
+    def add_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
+        """First half of the first step: the conditional context, into the first picture's cache."""
+        self.cond[0].length = 0
+        writer.add(builder, self.cond[0], self.plan.cond, self.visuals)
+
+    def add_uncond_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
+        """Second half, after that forward has run: copies, and the unconditional context's own text."""
+        for cache in self.cond[1:]:
+            cache.copy_context(self.cond[0], self.cond[0].length)
+        if self.uncond:
+            self.uncond[0].copy_context(self.cond[0], _length(self.plan.uncond[: self.plan.shared]))
+            writer.add(builder, self.uncond[0], self.plan.uncond[self.plan.shared :], self.visuals)
+
+    def finish_context(self, writer: ContextWriter) -> None:
+        """After the second forward: what every denoise step will need."""
+        for cache in self.uncond[1:]:
+            cache.copy_context(self.uncond[0], self.uncond[0].length)
+        self._time = writer.network.time_embedder(self.timesteps.to(writer.device))
+        self._positions = writer.position_rows(self.plan.grid)
+        self._ropes = [writer.block_rope(block) for block in (self.plan.cond_block, self.plan.uncond_block)]
+
+    # -- one denoise step ----------------------------------------------------------------------------------------------
+
+    def add_step(self, writer: ContextWriter, builder: PackBuilder) -> None:
+        """Add the block of every picture and branch at the current step."""
+        assert self._time is not None and self._positions is not None
+        time = self._time[self.step]
+        if self.pinned:
+            time = time.expand(self.plan.num_latents, -1).clone()
+            time[: self.pinned] = self._time[-1]
+        branches = [self.cond, self.uncond] if self.guided else [self.cond]
+        embeds = [writer.network.embed_latents(latents, time, self._positions) for latents in self.latents]
+        self.cells = [
+            writer.add_block(builder, cache, embed, rope)
+            for caches, rope in zip(branches, self._ropes, strict=False)
+            for cache, embed in zip(caches, embeds, strict=True)
+        ]
+
+    def take(self, velocity_TC: torch.Tensor) -> None:
+        """Cut this drawing's rows out of a forward's velocities."""
+        rows = torch.stack([velocity_TC[cells] for cells in self.cells])
+        self.prediction = rows.view(-1, len(self.cond), *rows.shape[1:])
+
+    def advance(self) -> None:
+        """Go to the next step: guide and take the Euler step, fp32; or begin, once the context is there."""
+        if self.prefilled:
+            self._euler()
+        else:
+            self.visuals = Visuals()
+        self.step += 1
+
+    def _euler(self) -> None:
+        velocities_BKNC = self.prediction
+        assert velocities_BKNC is not None
+        counted = slice(None) if self.renorm_pinned else slice(self.pinned, None)
+        delta = float(self.timesteps[self.step] - self.timesteps[self.step + 1])
+        updated = []
+        for picture, latents in enumerate(self.latents):
+            velocity = velocities_BKNC[0, picture]
+            if len(velocities_BKNC) > 1:
+                velocity = self.guidance.combine(velocity, velocities_BKNC[1, picture], counted)
+            moved = latents - velocity * delta
+            if self.pinned:
+                moved[: self.pinned] = latents[: self.pinned]
+            updated.append(moved)
+        self.latents = torch.stack(updated)
+
+
+def _length(context: Sequence[PlacedSegment]) -> int:
+    return sum(placed.segment.length for placed in context)
+
+
+def _common(first: Sequence[Segment], second: Sequence[Segment]) -> int:
+    """Return how many leading segments both sequences share."""
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other or one.user:
+            break
+        count += 1
+    return count

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `lance` family: what the command line, the config parser and the HTTP routes ask about it."""
+
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.lance.checkpoint import LAYOUTS, hf_config, is_checkpoint, lance_config
+from vllm_omni.model_executor.models.lance.config import (
+    DEFAULTS,
+    FRAMES_PER_LATENT,
+    PIXELS_PER_LATENT,
+    LanceOptions,
+)
+from vllm_omni.model_executor.models.registry import ModelFamily
+
+
+def _make_tiny(out: Path, seed: int, layout: str) -> None:
+    from vllm_omni.model_executor.models.lance.tiny import make_tiny  # transformers and diffusers
+
+    make_tiny(out, seed, layout)
+
+
+def _verify(golden: Path) -> Any:
+    from vllm_omni.model_executor.models.lance import parity
+
+    return parity.verify(golden)
+
+
+def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
+    LanceOptions.parse(omni.model)
+    lance_config(config["lance"])
+
+
+def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
+    """The video checkpoint draws and edits images too; its default size is the video's."""
+    options, lance = LanceOptions.parse(omni.model), lance_config(config["lance"])
+    videos = lance.makes_video
+    height, width = DEFAULTS.video_size if videos else DEFAULTS.image_size
+    limit = options.max_video_pixels if videos else options.max_image_pixels
+    if height * width > limit:
+        height = width = int(limit**0.5) // PIXELS_PER_LATENT * PIXELS_PER_LATENT
+    longest = min(options.max_video_frames, lance.max_frames)
+    return Capabilities(
+        tasks=(
+            ("text_to_image", "image_edit", "text_to_video", "image_to_video")
+            if videos
+            else ("text_to_image", "image_edit")
+        ),
+        height=height,
+        width=width,
+        max_pixels=max(options.max_image_pixels, options.max_video_pixels) if videos else options.max_image_pixels,
+        size_multiple=(PIXELS_PER_LATENT, PIXELS_PER_LATENT),
+        num_inference_steps=DEFAULTS.num_timesteps,
+        guidance_scale=DEFAULTS.cfg_text_scale,
+        negative_prompt=True,
+        num_frames=min(DEFAULTS.num_frames, longest),
+        max_num_frames=longest,
+        frame_stride=FRAMES_PER_LATENT,
+        fps=DEFAULTS.fps,
+        images_per_request=4,
+    )
+
+
+FAMILY = ModelFamily(
+    name="lance",
+    title="Lance: one model that reads, draws, edits and films",
+    architecture="LancePipeline",
+    detect=is_checkpoint,
+    hf_config=hf_config,
+    make_tiny=_make_tiny,
+    layouts=LAYOUTS,
+    verify=_verify,
+    check_options=_check_options,
+    capabilities=_capabilities,
+)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures and clips of any size -> the sizes the model was trained on, on the model's device.
+
+A picture goes to the nearest of six aspect ratios (a "bucket") of a preset's area: centre-cropped to the ratio,
+resized with antialiased bicubic filtering, and for the vision tower cropped to whole patches.
+Held by tests/model_executor/models/lance/test_lance_media.py.
+"""
+
+# T frames, H height, W width; sizes are (height, width) in pixels
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch.nn import functional
+
+from vllm_omni.model_executor.models.lance.config import DEFAULTS, FRAMES_PER_LATENT
+
+Size = tuple[int, int]
+
+_RATIOS = ((21, 9), (16, 9), (4, 3), (1, 1), (3, 4), (9, 16))
+_STRIDE = 16
+LATENT_MULTIPLE, VISION_MULTIPLE = 16, 28
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Side of the square whose area a bucket has, for the latent encoder and for the vision tower."""
+
+    vae: int
+    vit: int
+
+
+PRESETS = {
+    "image_256res": Preset(256, 224),
+    "video_192p": Preset(256, 224),
+    "image_512res": Preset(512, 448),
+    "image_768res": Preset(768, 672),
+    "video_360p": Preset(480, 476),
+    "video_480p": Preset(640, 616),
+}
+
+
+@cache
+def buckets(side: int, multiple: int, max_side: int | None = None) -> tuple[Size, ...]:
+    """Return the six sizes of a preset. multiple: of 28 for the vision tower; max_side clips the widest."""
+    sizes = []
+    for wide, high in _RATIOS:
+        short_part, long_part = min(wide, high), max(wide, high)
+        short = _round(side * math.sqrt(short_part / long_part))
+        long = _round(short * long_part / short_part)
+        height, width = (short, long) if wide >= high else (long, short)
+        if max_side is not None:
+            height, width = min(height, max_side), min(width, max_side)
+        sizes.append((height // multiple * multiple, width // multiple * multiple))
+    return tuple(sizes)
+
+
+def _round(length: float) -> int:
+    return round(length / _STRIDE) * _STRIDE
+
+
+def nearest_bucket(size: Size, sizes: tuple[Size, ...]) -> int:
+    """Return the index of the bucket whose width-to-height ratio is nearest."""
+    ratio = size[1] / size[0]
+    return min(range(len(sizes)), key=lambda index: abs(sizes[index][1] / sizes[index][0] - ratio))
+
+
+def crop_box(size: Size, target: Size) -> tuple[int, int, int, int]:
+    """Return (top, left, height, width) of the largest centred window of `size` with the target's ratio."""
+    height, width = size
+    ratio = target[1] / target[0]
+    if width / height > ratio:
+        cut = max(1, min(width, round(height * ratio)))
+        return 0, (width - cut) // 2, height, cut
+    cut = max(1, min(height, round(width / ratio)))
+    return (height - cut) // 2, 0, cut, width
+
+
+def fit(frames_THWC: torch.Tensor, resized: Size, final: Size | None = None) -> torch.Tensor:
+    """Crop uint8 frames [T, H, W, 3] to the ratio of `resized`, resize, centre-crop to `final`.
+
+    Returns fp32 [3, T, h, w], 0 to 255.
+    The resize is bicubic with antialiasing and rounds to whole levels, as Pillow's does.
+    """
+    top, left, height, width = crop_box((frames_THWC.shape[1], frames_THWC.shape[2]), resized)
+    window = frames_THWC[:, top : top + height, left : left + width].permute(0, 3, 1, 2).float()
+    if (height, width) != resized:
+        window = functional.interpolate(window, size=resized, mode="bicubic", antialias=True).round_().clamp_(0, 255)
+    if final is not None and final != resized:
+        top, left = (resized[0] - final[0]) // 2, (resized[1] - final[1]) // 2
+        window = window[:, :, top : top + final[0], left : left + final[1]]
+    return window.transpose(0, 1)
+
+
+def for_vae(frames_THWC: torch.Tensor, size: Size) -> torch.Tensor:
+    """uint8 frames -> fp32 pixels [3, T, *size] in [-1, 1]."""
+    return fit(frames_THWC, size) / 127.5 - 1
+
+
+def for_vit(frames_THWC: torch.Tensor, preset: Preset) -> torch.Tensor:
+    """uint8 frames -> fp32 pixels [3, T, h, w] of a vision bucket, with CLIP's mean and deviation."""
+    resized = buckets(preset.vit, _STRIDE)
+    index = nearest_bucket((frames_THWC.shape[1], frames_THWC.shape[2]), resized)
+    pixels = fit(frames_THWC, resized[index], buckets(preset.vit, VISION_MULTIPLE)[index]) / 255
+    mean, std = (torch.tensor(values, device=pixels.device).view(3, 1, 1, 1) for values in (_CLIP_MEAN, _CLIP_STD))
+    return (pixels - mean) / std
+
+
+def sampled_frames(num_frames: int, fps: float | None) -> torch.Tensor:
+    """Return which frames of a clip the model sees: 12 per second, at most 6 s, 4 k + 1 of them; int64.
+
+    fps: the clip's; None = it is at 12 already.
+    """
+    rate = DEFAULTS.fps if fps is None else round(fps)
+    seconds = min(num_frames / max(1, rate), DEFAULTS.video_seconds)
+    count = round(DEFAULTS.fps * seconds)
+    kept = FRAMES_PER_LATENT * (count // FRAMES_PER_LATENT) + 1
+    if count % FRAMES_PER_LATENT == 0:
+        kept -= FRAMES_PER_LATENT
+    kept = max(1, min(kept, num_frames))
+    if fps is None:  # nothing to resample: the first frames as they are
+        return torch.arange(min(kept, num_frames))
+    return torch.linspace(0, num_frames - 1, kept, dtype=torch.float64).long()

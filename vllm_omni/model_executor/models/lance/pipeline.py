@@ -1,0 +1,478 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lance served: drawings take denoise steps and answers decode tokens in the same batches, on the same weights.
+
+    prepare_encode    check, place every token, encode references (vision tower, autoencoder), draw noise
+    denoise_step      one `Stepper.step` for the batch: contexts, velocities, tokens
+    step_scheduler    Euler step with guidance; tokens to the host
+    post_decode       latents -> uint8 pictures or frames, tokens -> text
+    commit            an answer read in pieces moves on in its session
+
+`Lance` is the algorithm and needs no engine; `LancePipeline` is the same thing as vLLM loads it.
+Held by tests/model_executor/models/lance/test_lance_pipeline.py and tests/engine/test_lance.py.
+"""
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.lance.checkpoint import (
+    ComponentSource,
+    LanceLayout,
+    find_layout,
+    lance_config,
+)
+from vllm_omni.model_executor.models.lance.config import (
+    PIXELS_PER_LATENT,
+    READING_TASKS,
+    VIDEO_TASKS,
+    LanceConfig,
+    LanceOptions,
+    Task,
+    default_dtype,
+)
+from vllm_omni.model_executor.models.lance.context import Visuals, place
+from vllm_omni.model_executor.models.lance.drawing import Drawing, plan_drawing
+from vllm_omni.model_executor.models.lance.layout import positions
+from vllm_omni.model_executor.models.lance.media import Preset, for_vae, for_vit
+from vllm_omni.model_executor.models.lance.prompt import (
+    IM_END,
+    VISION_END,
+    VISION_START,
+    LanceTokenizer,
+    build_prompt,
+)
+from vllm_omni.model_executor.models.lance.reading import AnswerRules, Reading
+from vllm_omni.model_executor.models.lance.request import (
+    DrawInputs,
+    ReadInputs,
+    find_task,
+    largest_needs,
+    parse_request_options,
+    read_drawing,
+    read_question,
+)
+from vllm_omni.model_executor.models.lance.sampling import flow_timesteps
+from vllm_omni.model_executor.models.lance.state import Answer, LanceSession
+from vllm_omni.model_executor.models.lance.stepper import Stepper
+from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
+from vllm_omni.model_executor.models.lance.vae import (
+    LanceVAEConfig,
+    LanceWanVAE,
+    from_tokens,
+    to_tokens,
+    to_uint8,
+)
+from vllm_omni.model_executor.models.lance.vision import VisionTower, decoder_grid, to_patches
+from vllm_omni.model_executor.models.lance.weights import load_network, load_vae, load_vision
+from vllm_omni.model_executor.noise import noise_seed, standard_normal
+from vllm_omni.model_executor.tensor_files import open_tensors
+from vllm_omni.model_executor.vllm_model import StepPipeline
+from vllm_omni.outputs import RequestFailed
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_WARM_UP_FRAME_SIZE = 64
+
+
+@dataclass(frozen=True)
+class LanceSetup:
+    """Everything a `Lance` is built from, resolved and checked. dtype: the decoder's."""
+
+    config: LanceConfig
+    vae_config: LanceVAEConfig
+    tokenizer: Path
+    options: LanceOptions
+    parallel: ParallelContext
+    dtype: torch.dtype
+    compiled: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: dict[str, Any],
+        layout: LanceLayout,
+        omni: OmniConfig,
+        dtype: torch.dtype,
+        parallel: ParallelContext | None = None,
+        eager: bool = True,
+    ) -> "LanceSetup":
+        """Read a checkpoint's `hf_config(...)["lance"]`; `parallel` None = vLLM's groups. Raises ValueError."""
+        options = LanceOptions.parse(omni.model)
+        parallel = parallel or ParallelContext.from_vllm(options.sequence_parallel)
+        if parallel.num_stages > 1:
+            raise ValueError(
+                f"--pipeline-parallel-size {parallel.num_stages}: Lance's layers are not split over stages; use "
+                "--tensor-parallel-size"
+            )
+        if layout.tokenizer is None:
+            raise ValueError(f"{layout.decoder} lacks tokenizer.json; run `vllm-omni download lance {layout.root}`")
+        base, decoder_base = checkpoint["vae_dims"]
+        return cls(
+            config=lance_config(checkpoint),
+            vae_config=LanceVAEConfig(base_dim=base, decoder_base_dim=decoder_base),
+            tokenizer=layout.tokenizer,
+            options=options,
+            parallel=parallel,
+            dtype=dtype,
+            compiled=(torch.cuda.is_available() and not eager) if options.compile is None else options.compile,
+        )
+
+
+@dataclass(eq=False)
+class Work:
+    """What a request keeps from `prepare_encode` on: a drawing with its checked request, or a reading."""
+
+    task: Task
+    drawing: Drawing | None = None
+    inputs: DrawInputs | None = None
+    reading: Reading | None = None
+
+
+class Lance(nn.Module):
+    """Implements `SupportsStepExecution`."""
+
+    supports_step_execution: ClassVar[bool] = True
+
+    def __init__(self, setup: LanceSetup) -> None:
+        super().__init__()
+        self.build(setup)
+
+    def build(self, setup: LanceSetup) -> None:
+        """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
+        self.config, self.options, self.parallel = setup.config, setup.options, setup.parallel
+        self.tokenizer = LanceTokenizer(setup.tokenizer, setup.config.special, setup.config.vocab_size)
+        with default_dtype(setup.dtype):
+            self.network = LanceNetwork(
+                setup.config,
+                setup.parallel,
+                stored_positions=setup.options.position_table == "checkpoint",
+                compiled=setup.compiled,
+            )
+            self.vision = VisionTower(setup.config.vision)
+        vae_dtype = setup.options.vae_dtype
+        self.vae = LanceWanVAE(setup.vae_config, setup.dtype if vae_dtype is None else getattr(torch, vae_dtype))
+        markers = (self.tokenizer.ids[VISION_START], self.tokenizer.ids[VISION_END])
+        self.stepper = Stepper(self.network, markers, self.tokenizer.size)
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.language_model.device
+
+    def load_checkpoint(self, layout: LanceLayout) -> None:
+        """Fill every parameter this rank has, strictly. Raises ValueError."""
+        layout.require()
+        assert layout.weights is not None and layout.vae is not None
+        source = open_tensors(layout.weights)
+        load_network(self.network, source, self.config)
+        separate = layout.vision_weights
+        load_vision(self.vision, self.config.vision, None if separate is None else open_tensors(separate), source)
+        load_vae(self.vae, open_tensors(layout.vae))
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    def session_nbytes(self, params: DiffusionParams) -> int:
+        options = parse_request_options(params)
+        tokens = self.tokenizer.tokens
+        slots, latents = largest_needs(
+            params, options, lambda text: len(tokens.encode_user(text)), self.config, self.options
+        )
+        decoder = self.network.language_model
+        # Noise, latents and two branches' velocities in fp32, the latents' position rows in the decoder's type.
+        row = 4 * 4 * self.vae.z_channels + self.config.hidden_size * decoder.dtype.itemsize
+        return decoder.cache_nbytes(slots) + latents * row
+
+    def new_session(self, params: DiffusionParams) -> LanceSession:
+        return LanceSession(params.session_id, self.session_nbytes(params))
+
+    # -- one request ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prepare_encode(self, request: DiffusionRequest) -> None:
+        session, params = _session_of(request), request.params
+        if session.answer is not None:
+            reading = self._continue(session.answer, request)
+            request.state = Work(session.answer.task, reading=reading)
+            request.num_steps = self._reading_steps(reading)
+            return
+        options = parse_request_options(params)
+        task = find_task(params, options, request.tensors)
+        if task in READING_TASKS:
+            question = read_question(params, options, task, request.tensors, self.options)
+            reading = self._start_reading(question, request, options.chunk_tokens)
+            request.state = Work(task, reading=reading)
+            request.num_steps = self._reading_steps(reading)
+        else:
+            inputs = read_drawing(params, options, task, request.tensors, self.config, self.options)
+            request.state = Work(task, drawing=self._start_drawing(inputs, request), inputs=inputs)
+            request.num_steps = 1 + inputs.num_steps
+
+    def batch_key(self, request: DiffusionRequest) -> Hashable:
+        """All requests may share a forward: drawings of every size, answers, contexts."""
+        return "lance"
+
+    @torch.no_grad()
+    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the batch; what each request needs from it is kept in its own state. Returns an empty tensor."""
+        works = [_work_of(request) for request in batch]
+        self.stepper.step(
+            [work.drawing for work in works if work.drawing is not None],
+            [work.reading for work in works if work.reading is not None],
+            self.options.tokens_per_step,
+        )
+        return torch.empty(len(batch), 0, device=self.device)
+
+    @torch.no_grad()
+    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
+        for request in batch:
+            work = _work_of(request)
+            if work.drawing is not None:
+                work.drawing.advance()
+        for request in batch:  # last: these wait for the device
+            reading = _work_of(request).reading
+            if reading is not None:
+                reading.settle(self.tokenizer.decode)
+                if reading.done:
+                    request.num_steps = request.step + 1
+
+    def latents(self, request: DiffusionRequest) -> torch.Tensor:
+        work = _work_of(request)
+        if work.drawing is not None:
+            return work.drawing.latents
+        assert work.reading is not None
+        return torch.zeros(1) if work.reading.logits is None else work.reading.logits
+
+    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
+        raise NotImplementedError("Lance does not run on several pipeline stages")
+
+    @torch.no_grad()
+    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        work = _work_of(request)
+        if work.reading is not None:
+            return self._answer(work.reading, request)
+        inputs, drawing = work.inputs, work.drawing
+        assert inputs is not None and drawing is not None
+        meta: dict[str, Any] = {
+            "task": work.task,
+            "seed": inputs.seed,
+            "height": inputs.size[0],
+            "width": inputs.size[1],
+            "num_inference_steps": inputs.num_steps,
+        }
+        video = work.task in VIDEO_TASKS
+        if video:
+            meta |= {"num_frames": inputs.num_frames, "fps": inputs.fps}
+        latents = [from_tokens(tokens, drawing.plan.grid) for tokens in drawing.latents]
+        if request.params.output == "latents":
+            return meta, {"latents": torch.stack(latents).contiguous()}
+        pictures = [to_uint8(self.vae.decode_video(latent.unsqueeze(0))[0]) for latent in latents]
+        return meta, {"frames": pictures[0]} if video else {"images": torch.cat(pictures)}
+
+    def commit(self, request: DiffusionRequest) -> None:
+        session, reading = _session_of(request), _work_of(request).reading
+        if reading is not None:
+            progress = reading.progress
+            sent = progress.sent + len(progress.new_text(self.tokenizer.decode, reading.rules))
+            session.answer = Answer(
+                _work_of(request).task,
+                reading.cache,
+                reading.rules,
+                reading.chunk_tokens,
+                reading.prompt_tokens,
+                replace(progress, sent=sent),
+            )
+        session.chunk_index += 1
+
+    def warmup_inputs(self) -> list[Inputs]:
+        """One step of the largest picture and, if this checkpoint makes videos, of the longest one."""
+        options = self.options
+        side = min(math.isqrt(options.max_image_pixels) // PIXELS_PER_LATENT * PIXELS_PER_LATENT, self.config.max_side)
+        common = {"prompt": "warm-up", "num_inference_steps": 1, "one_shot": True}
+        inputs: list[Inputs] = [
+            (DiffusionParams(session_id="warm-up-image", height=side, width=side, **common), {}),  # type: ignore[arg-type]
+        ]
+        if self.config.makes_video:
+            side = min(
+                math.isqrt(options.max_video_pixels) // PIXELS_PER_LATENT * PIXELS_PER_LATENT, self.config.max_side
+            )
+            frames = min(options.max_video_frames, self.config.max_frames)
+            inputs.append(
+                (
+                    DiffusionParams(session_id="warm-up-video", height=side, width=side, num_frames=frames, **common),  # type: ignore[arg-type]
+                    {},
+                )
+            )
+        return inputs
+
+    # -- drawings ------------------------------------------------------------------------------------------------------
+
+    def _start_drawing(self, inputs: DrawInputs, request: DiffusionRequest) -> Drawing:
+        reads_source = inputs.task in ("image_edit", "video_edit")
+        vit = reference = None
+        visuals, grid = Visuals(), None
+        first = None
+        if inputs.source is not None:
+            source = inputs.source.to(self.device)
+            if reads_source:
+                rows, grid = self._see(source, inputs.preset, request)
+                with request.timer.stage("reference"):
+                    reference = to_tokens(self._encode(for_vae(source, inputs.size), inputs.seed))
+                visuals, vit = Visuals(rows, reference), grid
+            else:
+                with request.timer.stage("reference"):
+                    first = to_tokens(self._encode(for_vae(source, inputs.size), inputs.seed))
+        prompt = build_prompt(
+            inputs.task,
+            self.tokenizer.tokens,
+            inputs.prompt,
+            system_prompt=inputs.system_prompt,
+            negative_prompt=inputs.negative_prompt,
+            vit=vit,
+            reference=inputs.grid if reads_source else None,
+            noise=inputs.grid,
+        )
+        plan = plan_drawing(prompt, self.options.uncond_positions)
+        noise = torch.stack(
+            [
+                standard_normal((plan.num_latents, self.vae.z_channels), inputs.seed + picture, 0, 0)
+                for picture in range(inputs.num_images)
+            ]
+        ).to(self.device)
+        if first is not None:
+            noise[:, : len(first)] = first
+        cond, uncond = plan.capacities()
+        branches = inputs.num_images * (cond + uncond)
+        decoder = self.network.language_model
+        if decoder.cache_nbytes(branches) > _session_of(request).reserved_bytes:
+            raise RequestFailed("capacity", "the request needs more memory than its parameters announced")
+        return Drawing(
+            plan=plan,
+            visuals=visuals,
+            guidance=inputs.guidance,
+            timesteps=flow_timesteps(inputs.num_steps, inputs.shift),
+            latents=noise,
+            cond=[decoder.new_cache(cond) for _ in range(inputs.num_images)],
+            uncond=[decoder.new_cache(uncond) for _ in range(inputs.num_images)] if inputs.guidance.enabled else [],
+            pinned=0 if first is None else len(first),
+            renorm_pinned=self.options.i2v_renorm == "all",
+        )
+
+    def _encode(self, pixels_CTHW: torch.Tensor, seed: int) -> torch.Tensor:
+        """Pixels -> normalised latents [C, t, h, w], fp32."""
+        generator = None
+        if self.options.reference_latent == "sample":
+            generator = torch.Generator().manual_seed(noise_seed(seed, 0, 1))
+        return self.vae.encode_video(pixels_CTHW.unsqueeze(0), generator)[0]
+
+    def _see(
+        self, source: torch.Tensor, preset: Preset, request: DiffusionRequest
+    ) -> tuple[torch.Tensor, tuple[int, int, int]]:
+        """Frames -> (decoder rows, their grid)."""
+        with request.timer.stage("vision"):
+            patches, grid = to_patches(for_vit(source, preset))
+            return self.vision(patches, grid), decoder_grid(grid)
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def _start_reading(self, inputs: ReadInputs, request: DiffusionRequest, chunk_tokens: int | None) -> Reading:
+        rows, grid = self._see(inputs.source.to(self.device), inputs.preset, request)
+        prompt = build_prompt(
+            inputs.task, self.tokenizer.tokens, inputs.prompt, system_prompt=inputs.system_prompt, vit=grid
+        )
+        anchored = self.options.understanding_vit_time == "origin"
+        context = place(prompt.cond, positions(prompt.cond, anchor_vit=anchored))
+        prompt_tokens = sum(placed.segment.length for placed in context)
+        return Reading(
+            cache=self.network.language_model.new_cache(prompt_tokens + inputs.max_tokens),
+            rules=AnswerRules(
+                choice=inputs.choice,
+                seed=inputs.seed,
+                max_tokens=inputs.max_tokens,
+                end_token=self.tokenizer.ids[IM_END],
+                stop=inputs.stop,
+            ),
+            chunk_tokens=inputs.max_tokens if chunk_tokens is None else chunk_tokens,
+            context=context,
+            visuals=Visuals(rows),
+            prompt_tokens=prompt_tokens,
+        )
+
+    def _continue(self, answer: Answer, request: DiffusionRequest) -> Reading:
+        """The next piece of an answer. Raises `RequestFailed` if there is none or something else is asked for."""
+        params = request.params
+        if params.prompt is not None or params.options or request.tensors:
+            raise RequestFailed(
+                "invalid_request",
+                "this session is in the middle of an answer: go on without prompt, options and tensors, or use another "
+                "session",
+            )
+        if answer.progress.finish_reason is not None:
+            raise RequestFailed("out_of_order", "the answer of this session has ended; close it and use another one")
+        return Reading(
+            cache=answer.cache,
+            rules=answer.rules,
+            chunk_tokens=answer.chunk_tokens,
+            progress=answer.progress,
+            prompt_tokens=answer.prompt_tokens,
+            first_token=len(answer.progress.tokens),
+        )
+
+    def _reading_steps(self, reading: Reading) -> int:
+        """The most engine steps that the chunk may take."""
+        return -(-reading.wanted // self.options.tokens_per_step)
+
+    def _answer(self, reading: Reading, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        progress = reading.progress
+        meta = {
+            "task": _work_of(request).task,
+            "text": progress.new_text(self.tokenizer.decode, reading.rules),
+            "finish_reason": progress.finish_reason,
+            "prompt_tokens": reading.prompt_tokens,
+            "completion_tokens": len(progress.tokens),
+        }
+        return meta, {"token_ids": torch.tensor(progress.tokens[reading.first_token :], dtype=torch.int64)}
+
+
+def _session_of(request: DiffusionRequest) -> LanceSession:
+    assert isinstance(request.session, LanceSession)
+    return request.session
+
+
+def _work_of(request: DiffusionRequest) -> Work:
+    assert isinstance(request.state, Work), "prepare_encode has not run"
+    return request.state
+
+
+class LancePipeline(Lance, StepPipeline):
+    """`Lance` as vLLM's model loader builds and fills it."""
+
+    def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
+        StepPipeline.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        self.model_config = vllm_config.model_config
+        assert isinstance(self.model_config.dtype, torch.dtype)
+        omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        checkpoint = self.model_config.hf_config.lance
+        eager = self.model_config.enforce_eager
+        self.build(LanceSetup.of(checkpoint, self._layout(), omni, self.model_config.dtype, eager=eager))
+
+    @property
+    def weights_sources(self) -> tuple[ComponentSource, ...]:
+        """Which folder fills which part."""
+        return self._layout().weight_sources()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load every piece of the checkpoint strictly; `weights` (vLLM's flat file iterator) is not touched."""
+        self.load_checkpoint(self._layout())
+        return {name for name, _ in self.named_parameters()}
+
+    def _layout(self) -> LanceLayout:
+        return find_layout(Path(self.model_config.model))

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chat template, the system prompts and the tokenizer: a task and a user's text become segments.
+
+    <|im_start|>system\\n SYSTEM <|im_end|>\\n<|im_start|>user\\n [vision] [reference] USER <|im_end|>\\n
+    <|im_start|>assistant\\n [noise | the answer]
+
+The unconditional context is the same without USER (or with a negative prompt in its place). Text of a user never
+becomes a special token. Held by tests/model_executor/models/lance/test_lance_prompt.py and the golden files.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from vllm_omni.model_executor.models.lance.config import READING_TASKS, Task
+from vllm_omni.model_executor.models.lance.layout import Grid, Segment
+
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
+VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
+VISION_PAD = "<|video_pad|>"
+"""The placeholder of every visual token, of images too."""
+SPECIAL_TOKENS = (IM_START, IM_END, VISION_START, VISION_END, VISION_PAD)
+
+_DRAW_IMAGE = (
+    "Describe the image by detailing the color, quantity, text, shape, size, texture, spatial relationships of the "
+    "objects and background:"
+)
+_DRAW_VIDEO = (
+    "Describe the video by detailing the color, quantity, visible text, shape, size, texture, spatial relationships "
+    "and motion/camera movements of the objects and background:"
+)
+_EDIT = (
+    "Describe the key features of the input {0} (color, shape, size, texture, objects, background), then explain how "
+    "the user\u2019s text instruction should alter or modify the {0}. Generate a new {0} that meets the user\u2019s "
+    "requirements while maintaining consistency with the original input where appropriate."
+)
+SYSTEM_PROMPTS: Mapping[Task, str] = {
+    "t2i": _DRAW_IMAGE,
+    "t2v": _DRAW_VIDEO,
+    "i2v": _DRAW_VIDEO,
+    "image_edit": _EDIT.format("image"),
+    "video_edit": _EDIT.format("video"),
+    "x2t_image": "Look at the image carefully and answer the question.",
+    "x2t_video": "Watch the video carefully and answer the question.",
+}
+CAPTION_PROMPT = (
+    "Generate a detailed and accurate description of the {}, including all the key moments and visual details."
+)
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """How text becomes ids. encode_template may produce special tokens, encode_user never does."""
+
+    encode_template: Encode
+    encode_user: Encode
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request's sequence. cond: everything. uncond: without the user's text. A noise block comes last, if any."""
+
+    cond: tuple[Segment, ...]
+    uncond: tuple[Segment, ...]
+
+
+def build_prompt(
+    task: Task,
+    tokens: PromptTokens,
+    user_text: str,
+    *,
+    system_prompt: str | None = None,
+    negative_prompt: str | None = None,
+    vit: Grid | None = None,
+    reference: Grid | None = None,
+    noise: Grid | None = None,
+) -> Prompt:
+    """Put a request's segments in order. Grids are in decoder tokens (T, h, w)."""
+    system = SYSTEM_PROMPTS[task] if system_prompt is None else system_prompt
+    encode = tokens.encode_template
+    prefix = _text(
+        (
+            *encode(f"{IM_START}system\n"),
+            *(encode if system_prompt is None else tokens.encode_user)(system),
+            *encode(f"{IM_END}\n{IM_START}user\n"),
+        )
+    )
+    context = [prefix]
+    if vit is not None:
+        context.append(Segment("vit", grid=vit))
+    if reference is not None:
+        context.append(Segment("reference", grid=reference))
+    user = _text(tokens.encode_user(user_text), user=True)
+    separator = _text(encode(f"{IM_END}\n{IM_START}assistant\n"))
+    block = [] if noise is None else [Segment("noise", grid=noise)]
+    if task in READING_TASKS:
+        joined = _text((*user.ids, *separator.ids))
+        return Prompt((*context, joined), ())
+    negative = [] if not negative_prompt else [_text(tokens.encode_user(negative_prompt), user=True)]
+    return Prompt((*context, user, separator, *block), (*context, *negative, separator, *block))
+
+
+def _text(ids: Sequence[int], user: bool = False) -> Segment:
+    return Segment("text", ids=tuple(ids), user=user)
+
+
+class LanceTokenizer:
+    """A checkpoint's `tokenizer.json`, read directly: the image checkpoint ships no `tokenizer_config.json`."""
+
+    def __init__(self, path: Path, special: Mapping[str, int], vocab_size: int) -> None:
+        try:
+            self._template, self._user = Tokenizer.from_file(str(path)), Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+            raise ValueError(f"{path} cannot be read as a tokenizer; download it again") from error
+        self._user.encode_special_tokens = True  # special tokens' names in a user's text are text
+        self.ids: dict[str, int] = {}
+        for token in SPECIAL_TOKENS:
+            found = self._template.token_to_id(token)
+            if found is None:
+                raise ValueError(f"{path} lacks the special token {token}; it is not this model's tokenizer")
+            if special.get(token, found) != found:
+                raise ValueError(f"{path} gives {token} the id {found}, llm_config.json says {special[token]}")
+            self.ids[token] = found
+        self.size: int = self._template.get_vocab_size(with_added_tokens=True)
+        if self.size > vocab_size:
+            raise ValueError(f"{path} has {self.size} tokens, the decoder only {vocab_size} rows")
+
+    @property
+    def tokens(self) -> PromptTokens:
+        return PromptTokens(
+            lambda text: self._template.encode(text, add_special_tokens=False).ids,
+            lambda text: self._user.encode(text, add_special_tokens=False).ids,
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of generated ids, special tokens left out."""
+        text: str = self._template.decode(list(ids), skip_special_tokens=True)
+        return text

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The maths between two forwards: flow-matching steps, guidance with renormalisation, and choosing the next token.
+
+Nothing here waits for the device. Held by the golden files and
+tests/model_executor/models/lance/test_lance_sampling.py.
+"""
+
+# N latent tokens, C channels, V vocabulary
+
+from dataclasses import dataclass
+
+import torch
+
+RENORM_TYPES = ("global", "channel", "none")
+
+
+def flow_timesteps(num_steps: int, shift: float) -> torch.Tensor:
+    """Return fp32 [num_steps + 1] from 1 to 0: t = s u / (1 + (s - 1) u), u = 1 - i / num_steps."""
+    u = torch.linspace(1.0, 0.0, num_steps + 1)
+    return shift * u / (1 + (shift - 1) * u)
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """Classifier-free guidance of one drawing. It acts on steps with low < t <= high, if `scale` > 1.
+
+    renorm: `global` limits the guided velocity to the conditional one's norm over all tokens and channels, `channel`
+    per token, `none` not at all. renorm_min: the smallest factor.
+    """
+
+    scale: float
+    interval: tuple[float, float]
+    renorm: str
+    renorm_min: float
+
+    @property
+    def enabled(self) -> bool:
+        return self.scale > 1.0
+
+    def acts_at(self, t: float) -> bool:
+        return self.enabled and self.interval[0] < t <= self.interval[1]
+
+    def combine(self, cond_NC: torch.Tensor, uncond_NC: torch.Tensor, counted: slice = slice(None)) -> torch.Tensor:
+        """Return the guided velocity, fp32. counted: the tokens whose norms count in `global`."""
+        guided = uncond_NC + self.scale * (cond_NC - uncond_NC)
+        if self.renorm == "none":
+            return guided
+        if self.renorm == "channel":
+            want, got = cond_NC.norm(dim=-1, keepdim=True), guided.norm(dim=-1, keepdim=True)
+        else:
+            want, got = cond_NC[counted].norm(), guided[counted].norm()
+        return guided * (want / (got + 1e-8)).clamp(self.renorm_min, 1.0)
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """temperature 0 = the likeliest token; otherwise a draw from the likeliest tokens that together reach `top_p`."""
+
+    temperature: float
+    top_p: float
+
+    def choose(self, logits_V: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """Return the next token's id, int64 [1] on the device. uniform: one number in [0, 1) on the device."""
+        if self.temperature == 0.0:
+            return logits_V.argmax(dim=-1, keepdim=True)
+        probabilities, ids = torch.softmax(logits_V / self.temperature, dim=-1).sort(descending=True)
+        before = probabilities.cumsum(-1) - probabilities
+        kept = torch.where(before < self.top_p, probabilities, 0.0)  # the first is always kept
+        reached = kept.cumsum(-1)
+        index = (reached <= uniform * reached[-1]).sum().clamp(max=len(ids) - 1)
+        return ids[index].reshape(1)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Stepper`: one engine step of a mixed batch, drawings and readings through the same forwards.
+
+    forward 1    contexts of new drawings, blocks of running ones; prompts of new readings, newest tokens of others
+    forward 2    what new unconditional contexts have of their own
+    forward 3..  further tokens of readings, if a step decodes several
+
+Every matrix product of a forward serves all of them. Knows no request and no session.
+Held by tests/model_executor/models/lance/test_lance_pipeline.py.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_omni.model_executor.models.lance.context import ContextWriter
+from vllm_omni.model_executor.models.lance.drawing import Drawing
+from vllm_omni.model_executor.models.lance.pack import Expert, PackBuilder
+from vllm_omni.model_executor.models.lance.reading import Reading
+from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
+
+
+class Stepper:
+    """markers: ids of a visual block's start and end. num_tokens: logits beyond belong to no token of the tokenizer."""
+
+    def __init__(self, network: LanceNetwork, markers: tuple[int, int], num_tokens: int) -> None:
+        self.network = network
+        self.writer = ContextWriter(network, markers)
+        self.num_tokens = num_tokens
+
+    def step(self, drawings: Sequence[Drawing], readings: Sequence[Reading], tokens_per_step: int = 1) -> None:
+        """Compute every drawing's velocities (or context) and up to `tokens_per_step` tokens of every reading.
+
+        Nothing moves on before `Drawing.advance` and `Reading.settle`: after an exception the step can be run again.
+        """
+        for reading in readings:
+            reading.begin()
+        builder = PackBuilder()
+        fresh = [drawing for drawing in drawings if not drawing.prefilled]
+        for drawing in drawings:
+            if drawing.prefilled:
+                drawing.add_step(self.writer, builder)
+            else:
+                drawing.add_context(self.writer, builder)
+        for reading in readings:
+            reading.add(self.writer, builder)
+        hidden = self._run(builder)
+        self._choose(readings, hidden)
+        if len(fresh) < len(drawings):
+            velocity = self.network.velocity(hidden["gen"])
+            for drawing in drawings:
+                if drawing.prefilled:
+                    drawing.take(velocity)
+        if fresh:
+            builder = PackBuilder()
+            for drawing in fresh:
+                drawing.add_uncond_context(self.writer, builder)
+            if not builder.empty:
+                self._run(builder)
+            for drawing in fresh:
+                drawing.finish_context(self.writer)
+        for _ in range(tokens_per_step - 1):
+            going_on = [reading for reading in readings if reading.wanted > 0]
+            if not going_on:
+                break
+            builder = PackBuilder()
+            for reading in going_on:
+                reading.add(self.writer, builder)
+            self._choose(going_on, self._run(builder))
+
+    def _choose(self, readings: Sequence[Reading], hidden: dict[Expert, torch.Tensor]) -> None:
+        if not readings:
+            return
+        rows = torch.stack([hidden["und"][reading.row] for reading in readings])
+        logits = self.network.language_model.logits(rows, self.num_tokens)
+        for reading, row in zip(readings, logits, strict=True):
+            reading.choose(row)
+
+    def _run(self, builder: PackBuilder) -> dict[Expert, torch.Tensor]:
+        result: dict[Expert, torch.Tensor] = self.network.language_model(builder.build())
+        return result

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Qwen2MoTForCausalLM`: the Qwen2.5-VL decoder in which every weight exists twice, and the bridge to latents.
+
+The expert `und` serves text, vision tokens and block markers, `gen` the latent tokens; both meet in one attention. What
+runs together is described by a `Pack` (`pack.py`). Parameters load by their checkpoint names
+(`layers.N.self_attn.q_proj[_moe_gen].weight`, ...), each rank its heads and columns.
+Source of the maths: bytedance/Lance, modeling/lance. Held by the golden files and
+tests/model_executor/models/lance/test_lance_transformer.py.
+"""
+
+# T tokens, D width, N query heads, K key/value heads, H head dim, F feed-forward width; _r: this rank's part
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from vllm_omni.model_executor.layers.attention import attention
+from vllm_omni.model_executor.layers.parallel import CheckpointSlot, ParallelContext, ShardedModule
+from vllm_omni.model_executor.models.lance.chains import Chains
+from vllm_omni.model_executor.models.lance.config import LATENT_CHANNELS, TIMESTEP_FREQUENCIES, LanceConfig
+from vllm_omni.model_executor.models.lance.pack import BranchCache, Expert, Pack
+
+_EXPERTS: tuple[Expert, ...] = ("und", "gen")
+_SUFFIX: dict[Expert, str] = {"und": "", "gen": "_moe_gen"}
+_MLP_TOKENS = 32768
+"""Tokens that pass the feed-forward layer at a time: bounds its activations (two thirds of a forward's peak)."""
+
+
+class ExpertLayer(ShardedModule):
+    """One expert's weights of one layer; query heads, key/value heads and columns are split over tensor ranks."""
+
+    def __init__(self, config: LanceConfig, expert: Expert, parallel: ParallelContext) -> None:
+        super().__init__()
+        self.config, self.suffix = config, _SUFFIX[expert]
+        heads = split_heads(config, parallel)
+        self.num_heads, self.num_kv_heads, self._first_head, self._first_kv_head = heads
+        width, head_dim = config.hidden_size, config.head_dim
+        self.columns = config.intermediate_size // parallel.tensor_size
+        self._first_column = self.columns * parallel.tensor_rank
+        self.q_size, self.kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
+        rows = self.q_size + 2 * self.kv_size
+        self.qkv = _empty(rows, width)
+        self.qkv_bias = _empty(rows)
+        self.q_norm, self.k_norm = _empty(head_dim), _empty(head_dim)
+        self.out = _empty(width, self.q_size)
+        self.gate_up = _empty(2 * self.columns, width)
+        self.down = _empty(width, self.columns)
+        self.input_norm, self.post_norm = _empty(width), _empty(width)
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        layer, end, config = prefix.rpartition(".")[0], self.suffix, self.config
+        width, head_dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
+        row = 0
+        for name, heads, local, first in (
+            ("q", config.num_heads, self.q_size, self._first_head),
+            ("k", config.num_kv_heads, self.kv_size, self._first_kv_head),
+            ("v", config.num_kv_heads, self.kv_size, self._first_kv_head),
+        ):
+            rows, part = slice(row, row + local), (0, first * head_dim)
+            full = heads * head_dim
+            name = f"{layer}.self_attn.{name}_proj{end}"
+            yield f"{name}.weight", CheckpointSlot((full, width), self.qkv.data[rows], part)
+            yield f"{name}.bias", CheckpointSlot((full,), self.qkv_bias.data[rows], part)
+            row += local
+        part = (1, self._first_head * head_dim)
+        yield (
+            f"{layer}.self_attn.o_proj{end}.weight",
+            CheckpointSlot((width, config.num_heads * head_dim), self.out.data, part),
+        )
+        for index, name in enumerate(("gate_proj", "up_proj")):
+            target = self.gate_up.data[index * self.columns : (index + 1) * self.columns]
+            yield f"{layer}.mlp{end}.{name}.weight", CheckpointSlot((inner, width), target, (0, self._first_column))
+        yield (
+            f"{layer}.mlp{end}.down_proj.weight",
+            CheckpointSlot((width, inner), self.down.data, (1, self._first_column)),
+        )
+        for name, norm in (
+            (f"self_attn.q_norm{end}", self.q_norm),
+            (f"self_attn.k_norm{end}", self.k_norm),
+            (f"input_layernorm{end}", self.input_norm),
+            (f"post_attention_layernorm{end}", self.post_norm),
+        ):
+            yield f"{layer}.{name}.weight", CheckpointSlot(tuple(norm.shape), norm.data)
+
+
+class MoTLayer(nn.Module):
+    def __init__(self, config: LanceConfig, parallel: ParallelContext) -> None:
+        super().__init__()
+        self.und = ExpertLayer(config, "und", parallel)
+        self.gen = ExpertLayer(config, "gen", parallel)
+
+    def expert(self, name: Expert) -> ExpertLayer:
+        return self.und if name == "und" else self.gen
+
+
+class Norm(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = _empty(dim)
+
+
+class Weight(nn.Module):
+    """A matrix [rows, columns] and an optional bias, as the checkpoint names them."""
+
+    def __init__(self, rows: int, columns: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = _empty(rows, columns)
+        self.bias = _empty(rows) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class Qwen2MoTModel(nn.Module):
+    def __init__(self, config: LanceConfig, parallel: ParallelContext) -> None:
+        super().__init__()
+        self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([MoTLayer(config, parallel) for _ in range(config.num_layers)])
+        self.norm = Norm(config.hidden_size)
+        self.norm_moe_gen = Norm(config.hidden_size)
+
+
+class Qwen2MoTForCausalLM(nn.Module):
+    """The decoder. `forward` runs one `Pack`; text logits and embeddings are separate calls."""
+
+    def __init__(self, config: LanceConfig, parallel: ParallelContext | None = None, compiled: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.parallel = parallel or ParallelContext()
+        self.model = Qwen2MoTModel(config, self.parallel)
+        self.lm_head = Weight(config.vocab_size, config.hidden_size)
+        self._chains: dict[Expert, Chains] = {"und": Chains(), "gen": Chains.build(compiled)}
+
+    @property
+    def num_cache_heads(self) -> int:
+        """Key/value heads in this rank's caches."""
+        first = self.model.layers[0]
+        assert isinstance(first, MoTLayer)
+        return first.und.num_kv_heads
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    def new_cache(self, capacity: int) -> BranchCache:
+        """Return an empty cache for this rank's heads."""
+        shape = (self.config.num_layers, capacity, self.num_cache_heads, self.config.head_dim)
+        k, v = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        return BranchCache(k, v)
+
+    def cache_nbytes(self, capacity: int) -> int:
+        """Bytes of `new_cache(capacity)`."""
+        row = self.config.num_layers * self.num_cache_heads * self.config.head_dim
+        return 2 * row * capacity * self.dtype.itemsize
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(ids_T, self.model.embed_tokens.weight)
+
+    def logits(self, hidden_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return fp32 logits [T, num_tokens] of finished `und` rows; later rows of the matrix belong to no token."""
+        return functional.linear(hidden_TD, self.lm_head.weight[:num_tokens]).float()
+
+    def forward(self, pack: Pack) -> dict[Expert, torch.Tensor]:
+        """Run all layers; returns each expert's rows after the final norm, [T, D]. Collective under parallelism."""
+        x = self.hidden_states(pack)
+        norms = {"und": self.model.norm, "gen": self.model.norm_moe_gen}
+        eps = self.config.rms_norm_eps
+        return {name: self._chains[name].rms_norm(rows, norms[name].weight, eps) for name, rows in x.items()}
+
+    def hidden_states(self, pack: Pack, layers: int | None = None) -> dict[Expert, torch.Tensor]:
+        """Run the first `layers` layers (None = all); returns the residual stream of each expert."""
+        x = dict(pack.embeds)
+        for index, layer in enumerate(self.model.layers[:layers]):
+            assert isinstance(layer, MoTLayer)
+            self._layer(index, layer, x, pack)
+        return x
+
+    def _layer(self, index: int, layer: MoTLayer, x: dict[Expert, torch.Tensor], pack: Pack) -> None:
+        """Advance `x` by one layer, in place of its entries."""
+        eps, head_dim = self.config.rms_norm_eps, self.config.head_dim
+        queries: dict[Expert, torch.Tensor] = {}
+        keys: dict[Expert, torch.Tensor] = {}
+        values: dict[Expert, torch.Tensor] = {}
+        for name in x:
+            expert, chains, rope = layer.expert(name), self._chains[name], pack.rope[name]
+            normed = chains.rms_norm(x[name], expert.input_norm, eps)
+            qkv = functional.linear(normed, expert.qkv, expert.qkv_bias)
+            q, k, v = (
+                part.unflatten(-1, (-1, head_dim))
+                for part in qkv.split((expert.q_size, expert.kv_size, expert.kv_size), dim=-1)
+            )
+            queries[name] = chains.norm_rope(q, expert.q_norm, *rope, eps)
+            keys[name] = chains.norm_rope(k, expert.k_norm, *rope, eps)
+            values[name] = v
+        for store in pack.stores:
+            slots = slice(store.start, store.start + store.tokens.stop - store.tokens.start)
+            store.cache.k[index, slots] = keys[store.expert][store.tokens]
+            store.cache.v[index, slots] = values[store.expert][store.tokens]
+        mixed = {name: torch.empty_like(q) for name, q in queries.items()}
+        for job in pack.attends:
+            mixed[job.expert][job.tokens] = attention(
+                queries[job.expert][job.tokens],
+                job.cache.k[index, : job.keys],
+                job.cache.v[index, : job.keys],
+                causal=job.causal,
+            )
+        for name in x:
+            expert, chains = layer.expert(name), self._chains[name]
+            update = self.parallel.all_reduce(functional.linear(mixed[name].flatten(-2), expert.out))
+            x[name], normed = chains.add_norm(x[name], update, expert.post_norm, eps)
+            x[name] = x[name] + self._mlp(expert, chains, normed)
+
+    def _mlp(self, expert: ExpertLayer, chains: Chains, x_TD: torch.Tensor) -> torch.Tensor:
+        parts = [
+            functional.linear(chains.silu_mul(functional.linear(part, expert.gate_up)), expert.down)
+            for part in x_TD.split(_MLP_TOKENS)
+        ]
+        return self.parallel.all_reduce(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+
+class TimeEmbedder(nn.Module):
+    """Timestep in [0, 1] -> width: cos and sin of 128 frequencies, two linear layers (names `mlp.0`, `mlp.2`)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        first, second = Weight(width, TIMESTEP_FREQUENCIES, bias=True), Weight(width, width, bias=True)
+        self.mlp = nn.ModuleDict({"0": first, "2": second})
+
+    def forward(self, timesteps_S: torch.Tensor) -> torch.Tensor:
+        """fp32 timesteps [S] -> [S, width] in the weights' type."""
+        first = self.mlp["0"]
+        assert isinstance(first, Weight)
+        features = timestep_features(timesteps_S).to(first.weight.dtype)
+        out: torch.Tensor = self.mlp["2"](functional.silu(first(features)))
+        return out
+
+
+def timestep_features(timesteps_S: torch.Tensor) -> torch.Tensor:
+    """Return fp32 [S, 256]: [cos(t f) | sin(t f)], f = 10000^(-k/128); t is not scaled."""
+    half = TIMESTEP_FREQUENCIES // 2
+    lanes = torch.arange(half, dtype=torch.float32, device=timesteps_S.device)
+    angles = timesteps_S.float()[:, None] * torch.exp(-math.log(10000.0) * lanes / half)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class LancePositionEmbedding3D(nn.Module):
+    """The fixed 3-D sine table of latent positions, one row per (frame, row, column) of a frames x size x size grid.
+
+    A third of the width is frame, a third row (both made even), the rest column; each part is [sin | cos] with
+    frequencies 10000^(-k / half), computed in fp64. stored: keep the checkpoint's table (`pos_embed`) instead of
+    computing the rows that are asked for. Not the 2-D table of the model's ancestor, not even for one frame.
+    """
+
+    def __init__(self, width: int, frames: int, size: int, stored: bool = False) -> None:
+        super().__init__()
+        self.width, self.frames, self.size = width, frames, size
+        self.pos_embed = _empty(frames * size * size, width) if stored else None
+
+    def rows(self, frames: int, height: int, width: int) -> torch.Tensor:
+        """Return the rows of a latent grid in token order, [frames * height * width, D]; fp32 when computed."""
+        if frames > self.frames or max(height, width) > self.size:
+            raise ValueError(
+                f"a latent grid of {frames}x{height}x{width} is outside the table of {self.frames} frames of "
+                f"{self.size}x{self.size}"
+            )
+        if self.pos_embed is not None:
+            return self.pos_embed[self.flat_ids(frames, height, width).to(self.pos_embed.device)]
+        third = 2 * (self.width // 6)
+        parts = (sine_table(third, frames), sine_table(third, height), sine_table(self.width - 2 * third, width))
+        grid = torch.empty(frames, height, width, self.width)
+        grid[..., :third] = parts[0][:, None, None]
+        grid[..., third : 2 * third] = parts[1][None, :, None]
+        grid[..., 2 * third :] = parts[2][None, None, :]
+        return grid.flatten(0, 2)
+
+    def flat_ids(self, frames: int, height: int, width: int) -> torch.Tensor:
+        """Return the table indices of a grid, int64."""
+        t, h, w = torch.arange(frames), torch.arange(height), torch.arange(width)
+        return (((t * self.size)[:, None] + h)[:, :, None] * self.size + w).flatten()
+
+
+def sine_table(dim: int, length: int) -> torch.Tensor:
+    """Return fp32 [length, dim]: [sin | cos] of position times 10000^(-k / (dim / 2)), computed in fp64."""
+    frequencies = 10000.0 ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim / 2))
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
+    return torch.cat((angles.sin(), angles.cos()), dim=1).float()
+
+
+class LanceNetwork(nn.Module):
+    """Everything in a Lance `model.safetensors` but the vision tower, under its checkpoint names."""
+
+    def __init__(
+        self,
+        config: LanceConfig,
+        parallel: ParallelContext | None = None,
+        *,
+        stored_positions: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.config = config
+        self.language_model = Qwen2MoTForCausalLM(config, parallel, compiled)
+        self.time_embedder = TimeEmbedder(width)
+        self.vae2llm = Weight(width, LATENT_CHANNELS, bias=True)
+        self.llm2vae = Weight(LATENT_CHANNELS, width, bias=True)
+        self.latent_pos_embed = LancePositionEmbedding3D(
+            width, config.max_latent_frames, config.max_latent_size, stored_positions
+        )
+
+    def embed_latents(self, x_TC: torch.Tensor, time_TD: torch.Tensor, positions_TD: torch.Tensor) -> torch.Tensor:
+        """Return latent tokens [T, D]; `time_TD` may be one row for all."""
+        return self.vae2llm(x_TC.to(self.vae2llm.weight.dtype)) + time_TD + positions_TD
+
+    def velocity(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Return the fp32 velocity [T, 48] of finished `gen` rows."""
+        return self.llm2vae(hidden_TD).float()
+
+
+def split_heads(config: LanceConfig, parallel: ParallelContext) -> tuple[int, int, int, int]:
+    """Return this rank's (query heads, key/value heads, first query head, first key/value head).
+
+    With more ranks than key/value heads, ranks that share one hold it each. Raises ValueError when nothing fits.
+    """
+    size, rank = parallel.tensor_size, parallel.tensor_rank
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    fits = heads % size == 0 and config.intermediate_size % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+    if not fits:
+        raise ValueError(
+            f"{heads} heads, {kv_heads} key/value heads and {config.intermediate_size} columns do not divide over "
+            f"{size} ranks; use a --tensor-parallel-size that divides {heads} and {config.intermediate_size}"
+        )
+    local_kv = max(1, kv_heads // size)
+    return (
+        heads // size,
+        local_kv,
+        rank * (heads // size),
+        rank * kv_heads // size if size > kv_heads else rank * local_kv,
+    )
+
+
+def _empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)

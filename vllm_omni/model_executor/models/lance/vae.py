@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LanceWanVAE`: the Wan 2.2 autoencoder (48 channels, 16x16x4) for single images and whole clips.
+
+The network is diffusers' `AutoencoderKLWan`; this file owns its architecture, the names of Wan's own file, and
+normalisation. Latents are normalised, fp32 and in the order [B, C, T, h, w] at both doors; T latent frames stand for
+4 T - 3 video frames. Held by the golden files and tests/model_executor/models/lance/test_lance_vae.py.
+"""
+
+# B clips, C channels, T frames, H height, W width
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan
+from torch import nn
+
+from vllm_omni.model_executor.models.lance.config import (
+    FRAMES_PER_LATENT,
+    LATENT_CHANNELS,
+    PIXELS_PER_LATENT,
+    default_dtype,
+)
+
+# fmt: off
+_MEAN = (
+    -.2289, -.0052, -.1323, -.2339, -.2799, .0174, .1838, .1557, -.1382, .0542, .2813, .0891, .1570, -.0098, .0375,
+    -.1825, -.2246, -.1207, -.0698, .5109, .2665, -.2108, -.2158, .2502, -.2055, -.0322, .1109, .1567, -.0729, .0899,
+    -.2799, -.1230, -.0313, -.1649, .0117, .0723, -.2839, -.2083, -.0520, .3748, .0152, .1957, .1433, -.2944, .3573,
+    -.0548, -.1681, -.0667,
+)
+_STD = (
+    .4765, 1.0364, .4514, 1.1677, .5313, .4990, .4818, .5013, .8158, 1.0344, .5894, 1.0901, .6885, .6165, .8454, .4978,
+    .5759, .3523, .7135, .6804, .5833, 1.4146, .8986, .5659, .7069, .5338, .4889, .4917, .4069, .4999, .6866, .4093,
+    .5709, .6065, .6415, .4944, .5726, 1.2042, .5458, 1.6887, .3971, 1.0600, .3943, .5537, .5444, .4089, .7468, .7744,
+)
+# fmt: on
+
+VAE_RULES = (
+    (r"^conv1\.", "quant_conv."),
+    (r"^conv2\.", "post_quant_conv."),
+    (r"^(encoder|decoder)\.conv1\.", r"\1.conv_in."),
+    (r"^(encoder|decoder)\.head\.0\.", r"\1.norm_out."),
+    (r"^(encoder|decoder)\.head\.2\.", r"\1.conv_out."),
+    (r"\.middle\.0\.", ".mid_block.resnets.0."),
+    (r"\.middle\.1\.", ".mid_block.attentions.0."),
+    (r"\.middle\.2\.", ".mid_block.resnets.1."),
+    (r"\.downsamples\.(\d+)\.downsamples\.\d+\.(resample|time_conv)\.", r".down_blocks.\1.downsampler.\2."),
+    (r"\.downsamples\.(\d+)\.downsamples\.(\d+)\.", r".down_blocks.\1.resnets.\2."),
+    (r"\.upsamples\.(\d+)\.upsamples\.\d+\.(resample|time_conv)\.", r".up_blocks.\1.upsampler.\2."),
+    (r"\.upsamples\.(\d+)\.upsamples\.(\d+)\.", r".up_blocks.\1.resnets.\2."),
+    (r"\.residual\.0\.", ".norm1."),
+    (r"\.residual\.2\.", ".conv1."),
+    (r"\.residual\.3\.", ".norm2."),
+    (r"\.residual\.6\.", ".conv2."),
+    (r"\.shortcut\.", ".conv_shortcut."),
+)
+"""Wan 2.2's own names -> diffusers `AutoencoderKLWan`."""
+
+
+@dataclass(frozen=True)
+class LanceVAEConfig:
+    """Architecture of the autoencoder; the defaults are Wan 2.2's. base_dim is the encoder's first width."""
+
+    base_dim: int = 160
+    decoder_base_dim: int = 256
+    z_dim: int = LATENT_CHANNELS
+    latents_mean: tuple[float, ...] = _MEAN
+    latents_std: tuple[float, ...] = _STD
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "LanceVAEConfig":
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        return cls(**fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def diffusers_config(self) -> dict[str, Any]:
+        return {
+            "base_dim": self.base_dim,
+            "decoder_base_dim": self.decoder_base_dim,
+            "z_dim": self.z_dim,
+            "dim_mult": [1, 2, 4, 4],
+            "num_res_blocks": 2,
+            "attn_scales": [],
+            "temperal_downsample": [False, True, True],
+            "latents_mean": list(self.latents_mean),
+            "latents_std": list(self.latents_std),
+            "is_residual": True,
+            "in_channels": 12,
+            "out_channels": 12,
+            "patch_size": 2,
+            "scale_factor_temporal": FRAMES_PER_LATENT,
+            "scale_factor_spatial": PIXELS_PER_LATENT,
+        }
+
+
+class LanceWanVAE(nn.Module):
+    """See the module docstring. `dtype`: of weights and activations."""
+
+    z_channels = LATENT_CHANNELS
+    downsample_spatial = PIXELS_PER_LATENT
+    downsample_temporal = FRAMES_PER_LATENT
+
+    latents_mean: torch.Tensor
+    latents_std: torch.Tensor
+
+    def __init__(self, config: LanceVAEConfig, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        with default_dtype(dtype):
+            self.vae: Any = AutoencoderKLWan(**config.diffusers_config())
+        for name, values in (("latents_mean", config.latents_mean), ("latents_std", config.latents_std)):
+            self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1, 1), persistent=False)
+        self.requires_grad_(False)
+        self.eval()
+
+    @torch.no_grad()
+    def encode_video(self, pixels_BCTHW: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Pixels [B, 3, T, H, W] in [-1, 1] -> normalised latents [B, C, 1 + (T-1)//4, H/16, W/16], fp32.
+
+        generator: None = the posterior's mean; otherwise a sample around it, as the original draws it: the noise is
+        scaled with the raw deviation, not the normalised one.
+        """
+        mean, log_var = self.posterior(pixels_BCTHW)
+        if generator is None:
+            return mean
+        noise = torch.randn(mean.shape, generator=generator, dtype=torch.float32).to(mean.device)
+        return mean + torch.exp(log_var / 2) * noise
+
+    def posterior(self, pixels_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (normalised mean, log-variance), fp32."""
+        _, _, frames, height, width = pixels_BCTHW.shape
+        if frames < 1 or height % PIXELS_PER_LATENT or width % PIXELS_PER_LATENT:
+            raise ValueError(
+                f"a clip needs frames and sides that are multiples of {PIXELS_PER_LATENT}, got {frames} frames of "
+                f"{height}x{width}"
+            )
+        used = 1 + FRAMES_PER_LATENT * ((frames - 1) // FRAMES_PER_LATENT)
+        moments = self.vae.encode(pixels_BCTHW[:, :, :used].to(self.dtype), return_dict=False)[0].parameters
+        mean, log_var = moments.float().chunk(2, dim=1)
+        return (mean - self.latents_mean) / self.latents_std, log_var
+
+    @torch.no_grad()
+    def decode_video(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
+        """Normalised latents [B, C, t, h, w] -> pixels [B, 3, 4t - 3, 16h, 16w] in [-1, 1], the model's type."""
+        raw = latents_BCTHW.float() * self.latents_std + self.latents_mean
+        pixels: torch.Tensor = self.vae.decode(raw.to(self.dtype), return_dict=False)[0]
+        return pixels
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """`encode_video` for images [B, 3, H, W] -> [B, C, h, w] or clips, the posterior's mean."""
+        if pixels.dim() == 4:
+            return self.encode_video(pixels.unsqueeze(2)).squeeze(2)
+        return self.encode_video(pixels)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """`decode_video` for images [B, C, h, w] -> [B, 3, H, W] or clips."""
+        if latents.dim() == 4:
+            return self.decode_video(latents.unsqueeze(2)).squeeze(2)
+        return self.decode_video(latents)
+
+
+def to_tokens(latents_CTHW: torch.Tensor) -> torch.Tensor:
+    """[C, T, h, w] -> token order [T * h * w, C]."""
+    return latents_CTHW.permute(1, 2, 3, 0).flatten(0, 2)
+
+
+def from_tokens(tokens_NC: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
+    """Token order [T * h * w, C] -> [C, T, h, w]."""
+    return tokens_NC.view(*grid, -1).permute(3, 0, 1, 2)
+
+
+def to_uint8(pixels_CTHW: torch.Tensor) -> torch.Tensor:
+    """Pixels [3, T, H, W] in [-1, 1] -> uint8 [T, H, W, 3]: clamped, scaled to 255 and rounded in fp32."""
+    levels = ((pixels_CTHW.float().clamp(-1.0, 1.0) * 0.5 + 0.5) * 255).round_()
+    return levels.permute(1, 2, 3, 0).to(torch.uint8).contiguous()

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight names of Lance checkpoints, as tables, and their strict loading.
+
+`model.safetensors` holds the decoder and the latent bridge (1021 tensors when released); the video checkpoint's holds
+the vision tower as well (390 more, `vit_model.*`). Knows nothing of folders; `checkpoint.py` finds the files.
+Held by tests/model_executor/models/lance/test_lance_weights.py.
+"""
+
+import logging
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+
+from vllm_omni.model_executor.layers.parallel import checkpoint_slots
+from vllm_omni.model_executor.models.lance.config import (
+    LATENT_CHANNELS,
+    TIMESTEP_FREQUENCIES,
+    LanceConfig,
+    VisionConfig,
+)
+from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
+from vllm_omni.model_executor.models.lance.vae import VAE_RULES, LanceVAEConfig, LanceWanVAE
+from vllm_omni.model_executor.models.lance.vision import VisionTower
+from vllm_omni.model_executor.tensor_files import Shape, TensorSource
+from vllm_omni.model_executor.weights import load_strict, shapes_of
+
+logger = logging.getLogger("vllm." + __name__)
+
+BUNDLED_VISION = "vit_model."
+POSITIONS = "latent_pos_embed.pos_embed"
+_COMPARED_VISION_TENSORS = 4
+
+_EXPERT_TENSORS = {
+    "self_attn.q_proj{e}.weight": ("Q", "D"),
+    "self_attn.q_proj{e}.bias": ("Q",),
+    "self_attn.k_proj{e}.weight": ("KV", "D"),
+    "self_attn.k_proj{e}.bias": ("KV",),
+    "self_attn.v_proj{e}.weight": ("KV", "D"),
+    "self_attn.v_proj{e}.bias": ("KV",),
+    "self_attn.o_proj{e}.weight": ("D", "Q"),
+    "self_attn.q_norm{e}.weight": ("H",),
+    "self_attn.k_norm{e}.weight": ("H",),
+    "mlp{e}.gate_proj.weight": ("F", "D"),
+    "mlp{e}.up_proj.weight": ("F", "D"),
+    "mlp{e}.down_proj.weight": ("D", "F"),
+    "input_layernorm{e}.weight": ("D",),
+    "post_attention_layernorm{e}.weight": ("D",),
+}
+"""A layer's tensors, once for each expert. D width, Q query and KV key/value channels, H head, F feed-forward."""
+
+_OTHER_TENSORS = {
+    "language_model.model.embed_tokens.weight": ("V", "D"),
+    "language_model.model.norm.weight": ("D",),
+    "language_model.model.norm_moe_gen.weight": ("D",),
+    "language_model.lm_head.weight": ("V", "D"),
+    "time_embedder.mlp.0.weight": ("D", "T"),
+    "time_embedder.mlp.0.bias": ("D",),
+    "time_embedder.mlp.2.weight": ("D", "D"),
+    "time_embedder.mlp.2.bias": ("D",),
+    "vae2llm.weight": ("D", "C"),
+    "vae2llm.bias": ("D",),
+    "llm2vae.weight": ("C", "D"),
+    "llm2vae.bias": ("C",),
+    POSITIONS: ("P", "D"),
+}
+"""V vocabulary rows, T timestep features, C latent channels, P positions (frames x size x size)."""
+
+
+def network_shapes(config: LanceConfig) -> dict[str, Shape]:
+    """Return name -> shape of everything but the vision tower in a `model.safetensors` (1021 when released)."""
+    sizes = {
+        "D": config.hidden_size,
+        "Q": config.num_heads * config.head_dim,
+        "KV": config.num_kv_heads * config.head_dim,
+        "H": config.head_dim,
+        "F": config.intermediate_size,
+        "V": config.vocab_size,
+        "T": TIMESTEP_FREQUENCIES,
+        "C": LATENT_CHANNELS,
+        "P": config.max_latent_frames * config.max_latent_size**2,
+    }
+    tensors = dict(_OTHER_TENSORS)
+    for layer in range(config.num_layers):
+        for expert in ("", "_moe_gen"):
+            for name, shape in _EXPERT_TENSORS.items():
+                tensors[f"language_model.model.layers.{layer}.{name.format(e=expert)}"] = shape
+    return {name: tuple(sizes[size] for size in shape) for name, shape in tensors.items()}
+
+
+@cache
+def vision_shapes(config: VisionConfig) -> Mapping[str, Shape]:
+    """Return name -> shape of the vision tower (390 when released), bare names."""
+    with torch.device("meta"):
+        return shapes_of(VisionTower(config).tower)
+
+
+@cache
+def vae_shapes(config: LanceVAEConfig) -> Mapping[str, Shape]:
+    """Return name -> shape of the autoencoder (196 when released), diffusers' names."""
+    with torch.device("meta"):
+        return shapes_of(LanceWanVAE(config).vae)
+
+
+def bundles_vision(source: TensorSource) -> bool:
+    return any(name.startswith(BUNDLED_VISION) for name in source.shapes)
+
+
+def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfig) -> None:
+    """Load the decoder, or this rank's part of it; a bundled vision tower is checked and left alone."""
+    expected = network_shapes(config)
+    if bundles_vision(source):
+        expected |= {f"{BUNDLED_VISION}{name}": shape for name, shape in vision_shapes(config.vision).items()}
+    load_strict(network, source, expected, what="Lance decoder")
+
+
+def load_vision(
+    vision: VisionTower, config: VisionConfig, separate: TensorSource | None, bundled: TensorSource | None
+) -> None:
+    """Load the vision tower from its own file or, without one, from the decoder's.
+
+    With both, the own file is used and a few tensors are compared: training kept the tower frozen, so a difference is
+    worth a warning. Raises ValueError when there is neither.
+    """
+    if separate is None:
+        if bundled is None or not bundles_vision(bundled):
+            raise ValueError("the checkpoint has no vision tower: neither Qwen2.5-VL-ViT/ nor vit_model.* tensors")
+        others = [name for name in bundled.shapes if not name.startswith(BUNDLED_VISION)]
+        rules = ((rf"^{BUNDLED_VISION.replace('.', '[.]')}", ""),)
+        load_strict(vision.tower, bundled, vision_shapes(config), rules, what="vision tower", ignored=others)
+        return
+    load_strict(vision.tower, separate, vision_shapes(config), what="vision tower")
+    if bundled is not None and bundles_vision(bundled):
+        _warn_if_different(vision, bundled)
+
+
+def _warn_if_different(vision: VisionTower, bundled: TensorSource) -> None:
+    slots = checkpoint_slots(vision.tower)
+    names = sorted(slots)[:: max(1, len(slots) // _COMPARED_VISION_TENSORS)]
+    for stored, tensor in bundled.read([f"{BUNDLED_VISION}{name}" for name in names]):
+        ours = slots[stored.removeprefix(BUNDLED_VISION)].target
+        if not torch.allclose(ours.float().cpu(), tensor.to(ours.dtype).float(), atol=1e-6):
+            logger.warning("%s: %s differs from the separate vision tower, which is used", bundled.where, stored)
+            return
+
+
+def load_vae(vae: LanceWanVAE, source: TensorSource) -> None:
+    """Load the autoencoder from Wan's own file."""
+    load_strict(vae.vae, source, vae_shapes(vae.config), VAE_RULES, what="VAE")
