@@ -9,7 +9,7 @@ added, both as routes and middleware of the application, nothing patched:
   `/omni/ws/...`; the ticket is taken there and the connection goes on as `/v1/...` with the header it stands for,
   through the whole application again, so that stock vLLM checks the key itself.
 
-Knows no door. Held by tests/entrypoints/test_access.py.
+Knows no door. Held by tests/entrypoints/webui/test_browser_access.py.
 """
 
 import hashlib

@@ -92,8 +92,9 @@ export class App {
     this.recorder.stop();
     this.marks.all.forEach(({ sessionId }) => this.world.free(sessionId));
     this.marks.clear();
-    this.world.free(this.world.sessionId);
+    this.world.end();
     this.player.flush();
+    this.notices.hide();
     this.isLive = false;
     this.onstate();
   }
@@ -115,11 +116,20 @@ export class App {
   }
 
   record() {
-    if (this.recorder.isOn) this.recorder.stop();
-    else if (this.isLive) {
+    if (this.recorder.isOn) {
+      this.recorder.isClosing = true;
+      this.#closeRecording();
+    } else if (this.isLive) {
       this.recorder.start();
       this.notices.whisper("Recording");
     }
+    this.onstate();
+  }
+
+  /** End the recording with the last chunk that was asked for while it ran. */
+  #closeRecording() {
+    if (!this.recorder.isClosing || this.world.isPending(({ isRecorded }) => isRecorded)) return;
+    this.recorder.stop();
     this.onstate();
   }
 
@@ -196,14 +206,15 @@ export class App {
     const pace = { framesPerStep: hello.vae_stride[0], speed: this.speed, turnSpeed: this.turnSpeed };
     const places = walk(this.#place, count, reading, pace, first);
     const prompt = first ? this.#choice.prompt : this.#nextPrompt;
+    const isRecorded = this.recorder.isOn && !this.recorder.isClosing;
     const start = first ? { image: this.#choice.image, restart: true } : {};
     const startBody = first ? { seed: this.#choice.seed, width: this.#choice.width, height: this.#choice.height } : {};
     this.world.ask({
       poses: places.map(poseOf),
       intrinsics: intrinsicsFor(hello.intrinsics_reference_size),
       extra: { ...start, ...(prompt !== null ? { prompt } : {}) },
-      extraBody: { ...startBody, ...(this.recorder.isOn ? { with_mp4: true } : {}) },
-      note: { places, prompt, inputAt: reading.inputAt, from: this.#place, reading },
+      extraBody: { ...startBody, ...(isRecorded ? { with_mp4: true } : {}) },
+      note: { places, prompt, isRecorded, inputAt: reading.inputAt, from: this.#place },
     });
     this.#place = places.at(-1);
     if (!first) this.#nextPrompt = null;
@@ -217,6 +228,7 @@ export class App {
     if (supply !== null) this.player.setSupply(supply);
     this.stats.chunk(wallMs, message.video.reduce((sum, file) => sum + file.length, 0), message.timing);
     this.recorder.add(message.mp4, message.num_frames);
+    this.#closeRecording();
     this.player.push(message.video, { places: request.note.places, inputAt: request.note.inputAt });
     for (const warning of message.warnings ?? []) this.notices.show(warning);
   }
@@ -246,6 +258,7 @@ export class App {
     if (request) {
       // Its frames will not come: set out again from where it did.
       this.#place = request.note.from;
+      this.#closeRecording();
       if (request.note.prompt !== null && this.world.hasBegun) this.#nextPrompt ??= request.note.prompt;
     }
     if (lost) {

@@ -139,7 +139,7 @@ function show() {
   start.isShown !== !app.isLive && (start.isShown = !app.isLive);
   for (const id of ["pause", "restart", "mark", "record", "picture", "look", "leave", "apply"]) by(id).disabled = !app.isLive;
   setToggle("pause", app.isPaused, app.isPaused ? "Resume" : "Pause");
-  setToggle("record", app.recorder.isOn, app.recorder.isOn ? "Stop and save" : "Record");
+  setToggle("record", app.recorder.isOn, app.recorder.isClosing ? "Saving …" : app.recorder.isOn ? "Stop and save" : "Record");
   by("view").parentElement.classList.toggle("is-dimmed", app.isLive && kind !== "up");
   if (lastPrompt !== app.prompt && document.activeElement !== by("prompt")) by("prompt").value = app.prompt;
   lastPrompt = app.prompt;

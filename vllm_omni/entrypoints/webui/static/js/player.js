@@ -3,7 +3,7 @@
 // is played slower, evenly, instead of fast and then frozen. Knows no server.
 
 const SLOWEST = 0.05;
-const SMOOTHING = 0.3;
+const SMOOTHING = 0.4;
 
 export class Player {
   fps = 16;
@@ -19,6 +19,7 @@ export class Player {
   #decoding = Promise.resolve();
   #generation = 0;
   #rate = 1;
+  #hasRate = false;
   #due = 0; // frames that should have been shown by now and were not, below 1 while all is well
   #last = null;
   #isStarved = true;
@@ -68,10 +69,11 @@ export class Player {
     });
   }
 
-  /** Tell how fast frames come when the server is kept busy; None of it changes what is shown, only when. */
+  /** Tell how fast frames would come if the server were kept busy. It changes when frames are shown, not which. */
   setSupply(framesPerS) {
     const wanted = Math.min(1, Math.max(SLOWEST, (0.97 * framesPerS) / this.fps));
-    this.#rate += SMOOTHING * (wanted - this.#rate);
+    this.#rate = this.#hasRate ? this.#rate + SMOOTHING * (wanted - this.#rate) : wanted;
+    this.#hasRate = true;
     if (wanted === 1 && this.#rate > 0.98) this.#rate = 1;
   }
 

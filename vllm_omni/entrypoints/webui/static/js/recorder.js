@@ -8,6 +8,7 @@ const MAX_BYTES = 512 * 1024 * 1024;
 
 export class Recorder {
   isOn = false;
+  isClosing = false; // no further chunks are asked for, but some may still come
   #files = [];
   #bytes = 0;
   #frames = 0;
@@ -23,7 +24,7 @@ export class Recorder {
   }
 
   start() {
-    this.isOn = true;
+    [this.isOn, this.isClosing] = [true, false];
     [this.#files, this.#bytes, this.#frames] = [[], 0, 0];
   }
 
@@ -41,7 +42,7 @@ export class Recorder {
 
   stop() {
     if (!this.isOn) return;
-    this.isOn = false;
+    this.isOn = this.isClosing = false;
     const [files, numFrames] = [this.#files, this.#frames];
     this.#files = [];
     if (files.length === 0) {

@@ -95,6 +95,18 @@ export class World extends EventTarget {
     [this.sessionId, this.lastChunk] = [sessionId, lastChunk];
   }
 
+  /** Free this world; nothing of it is heard of any more. */
+  end() {
+    this.free(this.sessionId);
+    this.#pending.clear();
+    [this.sessionId, this.lastChunk, this.isHeld] = [null, -1, false];
+  }
+
+  /** Whether a request is under way for whose note this holds. */
+  isPending(test) {
+    return [...this.#pending.values()].some(({ note }) => test(note));
+  }
+
   free(sessionId) {
     this.#link.send({ endpoint: "close", session_id: sessionId });
   }

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tickets: good once, for seconds, for one origin, in every process with the same secret; nothing else is taken."""
+
+import base64
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni.entrypoints.tickets import SECRET_VARIABLE, TicketError, TicketOffice, derive_secret
+
+ORIGIN = "https://world.example"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def office(clock: Clock, secret: bytes = b"secret", **options: int) -> TicketOffice:
+    return TicketOffice(secret, 2, now=clock, **options)
+
+
+def test_a_ticket_names_its_key_and_is_good_once(clock: Clock) -> None:
+    """It opens one connection, under the key it was bought with."""
+    tickets = office(clock)
+    ticket = tickets.issue(1, ORIGIN)
+    assert tickets.take(ticket, ORIGIN) == 1
+    with pytest.raises(TicketError, match="used"):
+        tickets.take(ticket, ORIGIN)
+
+
+def test_another_process_with_the_secret_takes_it(clock: Clock) -> None:
+    """Several API server processes need to tell each other nothing."""
+    ticket = office(clock).issue(0, None)
+    assert office(clock).take(ticket, None) == 0
+    with pytest.raises(TicketError, match="signature"):
+        office(clock, b"other").take(ticket, None)
+
+
+@pytest.mark.parametrize("origin", [None, "https://world.example:8443", "http://world.example", "-", ""])
+def test_a_ticket_is_bound_to_its_origin(clock: Clock, origin: str | None) -> None:
+    """A page of another origin, or no page, cannot use it."""
+    tickets = office(clock)
+    with pytest.raises(TicketError, match="origin"):
+        tickets.take(tickets.issue(0, ORIGIN), origin)
+
+
+def test_a_ticket_expires(clock: Clock) -> None:
+    """After its time it is worth nothing, although nobody used it."""
+    tickets = office(clock, ttl_s=30)
+    early, late = tickets.issue(0, ORIGIN), tickets.issue(0, ORIGIN)
+    clock.now += 29
+    assert tickets.take(early, ORIGIN) == 0
+    clock.now += 1
+    with pytest.raises(TicketError, match="expired"):
+        tickets.take(late, ORIGIN)
+
+
+def test_memory_of_used_tickets_is_bounded_and_fails_closed(clock: Clock) -> None:
+    """When it is full further tickets are refused, and expiry makes room again."""
+    tickets = office(clock, ttl_s=30, max_remembered=3)
+    used = [tickets.issue(0, ORIGIN) for _ in range(3)]
+    for ticket in used:
+        tickets.take(ticket, ORIGIN)
+    with pytest.raises(TicketError, match="too many"):
+        tickets.take(tickets.issue(0, ORIGIN), ORIGIN)
+    clock.now += 32
+    assert tickets.take(tickets.issue(0, ORIGIN), ORIGIN) == 0
+    for ticket in used:
+        with pytest.raises(TicketError, match="expired"):
+            tickets.take(ticket, ORIGIN)
+
+
+@given(st.text(max_size=80) | st.binary(max_size=60).map(lambda data: base64.urlsafe_b64encode(data).decode()))
+def test_nothing_else_is_a_ticket(text: str) -> None:
+    """Whatever is sent, the answer is `TicketError`."""
+    with pytest.raises(TicketError):
+        TicketOffice(b"secret", 1).take(text, None)
+
+
+@given(st.integers(0, 35 * 8 - 1))
+def test_no_bit_of_a_ticket_may_change(bit: int) -> None:
+    """Version, expiry, key, nonce and signature are all signed."""
+    tickets = TicketOffice(b"secret", 2)
+    data = bytearray(base64.urlsafe_b64decode(tickets.issue(0, ORIGIN) + "="))
+    data[bit // 8] ^= 1 << (bit % 8)
+    with pytest.raises(TicketError):
+        tickets.take(base64.urlsafe_b64encode(data).rstrip(b"=").decode(), ORIGIN)
+
+
+def test_the_secret_comes_from_keys_and_environment() -> None:
+    """Processes started alike agree; other keys or another start give another secret; no key can be read off it."""
+    shared = {SECRET_VARIABLE: "0123456789abcdef"}
+    assert derive_secret(["a", "b"], shared) == derive_secret(["a", "b"], dict(shared))
+    assert derive_secret(["a", "b"], {}) == derive_secret(["a", "b"], {})
+    environments = (shared, {}, {SECRET_VARIABLE: "x"})
+    secrets = [derive_secret(keys, environ) for keys in (["a", "b"], ["a"], ["ab"]) for environ in environments]
+    assert len(set(secrets)) == len(secrets)

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small driver of headless Chromium over its DevTools protocol: pages, keys, pointers, pictures. No other package.
+
+`CHROMIUM` is the browser found, or None. Everything waits with a deadline; errors of the page are kept in `errors`.
+"""
+
+import base64
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from websockets.sync.client import ClientConnection, connect
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), None
+)
+WHY_NOT = "no Chromium on PATH (Debian, Ubuntu: `apt install chromium`): the web page cannot be tested here"
+
+_FLAGS = (
+    *("--headless=new", "--remote-debugging-port=0", "--no-first-run", "--disable-extensions", "--mute-audio"),
+    *("--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update"),
+    *("--disable-background-timer-throttling", "--disable-renderer-backgrounding", "--force-color-profile=srgb"),
+)
+_KEYS = {" ": ("Space", 32)}
+
+
+class PageError(AssertionError):
+    """Something in the page did not happen, or went wrong."""
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self._connection = connection
+        self._ids = itertools.count(1)
+        self.errors: list[str] = []
+        self.requested: list[str] = []
+        self.downloads: list[str] = []
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.send(f"{domain}.enable")
+
+    def send(self, method: str, **params: Any) -> dict[str, Any]:
+        """Call a DevTools method and return its result."""
+        number = next(self._ids)
+        self._connection.send(json.dumps({"id": number, "method": method, "params": params}))
+        while True:
+            message = json.loads(self._connection.recv(timeout=30))
+            if message.get("id") == number:
+                if "error" in message:
+                    raise PageError(f"{method}: {message['error']['message']}")
+                result: dict[str, Any] = message["result"]
+                return result
+            self._note(message)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        match event.get("method"):
+            case "Runtime.exceptionThrown":
+                details = event["params"]["exceptionDetails"]
+                self.errors.append(details.get("exception", {}).get("description") or details["text"])
+            case "Log.entryAdded":
+                entry = event["params"]["entry"]
+                if entry["level"] == "error":
+                    self.errors.append(f"{entry['text']} ({entry.get('url', '')})")
+            case "Network.requestWillBeSent":
+                self.requested.append(event["params"]["request"]["url"])
+            case "Network.webSocketCreated":
+                self.requested.append(event["params"]["url"])
+
+    def open(self, url: str) -> None:
+        """Load a page and wait until its scripts have run."""
+        self.send("Page.navigate", url=url)
+        self.wait_for("document.readyState === 'complete'", timeout_s=20)
+
+    def run(self, expression: str) -> Any:
+        """Value of a JavaScript expression; promises are awaited."""
+        answer = self.send(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True, userGesture=True
+        )
+        if "exceptionDetails" in answer:
+            details = answer["exceptionDetails"]
+            raise PageError(details.get("exception", {}).get("description") or details["text"])
+        return answer["result"].get("value")
+
+    def call(self, module: str, code: str, *arguments: Any) -> Any:
+        """Import a module of the page and run `code` (a function body) with it as `m` and `arguments` as `a`."""
+        arguments_json = json.dumps(arguments)
+        return self.run(f"import({json.dumps(module)}).then(async (m) => {{ const a = {arguments_json}; {code} }})")
+
+    def wait_for(self, expression: str, timeout_s: float = 15.0) -> Any:
+        """Return the expression's value once it is true. Fails with the page's errors."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(PageError):  # for instance in between two pages
+                if value := self.run(expression):
+                    return value
+            if time.monotonic() > deadline_s:
+                raise PageError(f"not within {timeout_s:g} s: {expression}; errors of the page: {self.errors}")
+            time.sleep(0.05)
+
+    # -- what a person does ------------------------------------------------------------------------------------------
+
+    def key(self, kind: str, key: str) -> None:
+        """`kind`: keyDown or keyUp; `key`: a letter, or a space."""
+        code, number = _KEYS.get(key, (f"Key{key.upper()}", ord(key.upper())))
+        self.send("Input.dispatchKeyEvent", type=kind, key=key, code=code, windowsVirtualKeyCode=number)
+
+    def press(self, key: str, hold_s: float = 0.0) -> None:
+        self.key("keyDown", key)
+        time.sleep(hold_s)
+        self.key("keyUp", key)
+
+    def write(self, text: str) -> None:
+        self.send("Input.insertText", text=text)
+
+    def click(self, selector: str) -> None:
+        x, y = self.middle_of(selector)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def drag(self, selector: str, dx: float, dy: float) -> None:
+        x, y = self.middle_of(selector)
+        self.send("Input.dispatchMouseEvent", type="mousePressed", x=x, y=y, button="left", clickCount=1)
+        for step in (0.5, 1.0):
+            where = {"x": x + dx * step, "y": y + dy * step}
+            self.send("Input.dispatchMouseEvent", type="mouseMoved", button="left", buttons=1, **where)
+        self.send("Input.dispatchMouseEvent", type="mouseReleased", x=x + dx, y=y + dy, button="left", clickCount=1)
+
+    def touch(self, kind: str, *points: tuple[float, float]) -> None:
+        """`kind`: touchStart, touchMove or touchEnd."""
+        self.send("Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y} for x, y in points])
+
+    def middle_of(self, selector: str) -> tuple[float, float]:
+        box = self.run(
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
+            " e.scrollIntoView({block: 'nearest'}); const b = e.getBoundingClientRect();"
+            " return [b.x + b.width / 2, b.y + b.height / 2, b.width]; })()"
+        )
+        assert box[2] > 0, f"{selector} is not shown"
+        return box[0], box[1]
+
+    # -- what a person sees ------------------------------------------------------------------------------------------
+
+    def phone(self, width: int = 390, height: int = 844) -> None:
+        """Be a phone with a touch screen."""
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2, mobile=True)
+        self.send("Emulation.setTouchEmulationEnabled", enabled=True, maxTouchPoints=5)
+
+    def desktop(self, width: int = 1280, height: int = 760, scale: float = 1) -> None:
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
+        )
+        self.send("Emulation.setTouchEmulationEnabled", enabled=False)
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
+
+    def text(self, selector: str) -> str:
+        return str(self.run(f"document.querySelector({json.dumps(selector)}).textContent"))
+
+
+class Browser:
+    """A running Chromium with a profile of its own."""
+
+    def __init__(self, popen: "subprocess.Popen[bytes]", port: int, folder: Path) -> None:
+        self._popen, self._port, self.downloads = popen, port, folder / "downloads"
+        self._open: list[ClientConnection] = []
+
+    @contextlib.contextmanager
+    def page(self, url: str = "about:blank") -> Iterator[Page]:
+        """A new tab in a context without cookies or storage."""
+        control = self._connect(self._browser_path())
+        try:
+            admin = _Admin(control)
+            context = admin.send("Target.createBrowserContext")["browserContextId"]
+            admin.send(
+                "Browser.setDownloadBehavior",
+                behavior="allow",
+                browserContextId=context,
+                downloadPath=str(self.downloads),
+            )
+            target = admin.send("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+            connection = self._connect(f"/devtools/page/{target}")
+            try:
+                page = Page(connection)
+                page.desktop()
+                if url != "about:blank":
+                    page.open(url)
+                yield page
+            finally:
+                connection.close()
+                admin.send("Target.disposeBrowserContext", browserContextId=context)
+        finally:
+            control.close()
+
+    def _browser_path(self) -> str:
+        return (self.downloads.parent / "DevToolsActivePort").read_text().split()[1]
+
+    def _connect(self, path: str) -> ClientConnection:
+        return connect(f"ws://127.0.0.1:{self._port}{path}", max_size=None, compression=None)
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait()
+
+
+class _Admin:
+    """The browser's own DevTools connection."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self._connection = connection
+        self._ids = itertools.count(1)
+
+    def send(self, method: str, **params: Any) -> dict[str, Any]:
+        number = next(self._ids)
+        self._connection.send(json.dumps({"id": number, "method": method, "params": params}))
+        while (message := json.loads(self._connection.recv(timeout=30))).get("id") != number:
+            pass
+        assert "error" not in message, f"{method}: {message['error']}"
+        result: dict[str, Any] = message["result"]
+        return result
+
+
+@contextlib.contextmanager
+def running_browser(folder: Path) -> Iterator[Browser]:
+    """Run Chromium while the block runs; its profile and downloads are under `folder`."""
+    assert CHROMIUM is not None, WHY_NOT
+    (folder / "downloads").mkdir(parents=True)
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses to sandbox itself as root
+    command = [CHROMIUM, *_FLAGS, *sandbox, f"--user-data-dir={folder}", "about:blank"]
+    with (folder / "chromium.log").open("wb") as log:
+        popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    browser = None
+    try:
+        port_file = folder / "DevToolsActivePort"
+        _wait(lambda: port_file.exists() and port_file.read_text().count("\n") >= 1, popen, folder / "chromium.log")
+        browser = Browser(popen, int(port_file.read_text().split()[0]), folder)
+        yield browser
+    finally:
+        (browser or Browser(popen, 0, folder)).stop()
+
+
+def _wait(ready: Callable[[], bool], popen: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline_s = time.monotonic() + 60
+    while not ready():
+        if popen.poll() is not None or time.monotonic() > deadline_s:
+            raise PageError(f"Chromium did not start: {log.read_text(errors='replace')[-800:]}")
+        time.sleep(0.05)

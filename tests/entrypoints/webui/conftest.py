@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the web page: one headless Chromium for all tests, servers with a fake engine.
+
+Without Chromium the tests that need one are skipped with the reason; `OMNI_REQUIRE_BROWSER=1` (`.ci/run` sets it where
+it could install one) makes that a failure.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from browser import CHROMIUM, WHY_NOT, Browser, Page, running_browser
+from fake_engine import FakeEngine
+from page_server import MakeServer, PageServer
+
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        if os.environ.get("OMNI_REQUIRE_BROWSER") == "1":
+            pytest.fail(WHY_NOT)
+        pytest.skip(WHY_NOT)
+    with running_browser(tmp_path_factory.mktemp("chromium") / "profile") as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def make_server(engine: FakeEngine) -> Iterator[MakeServer]:
+    """`make_server(keys=[...], environ={...}, facts={...}, **limits)` -> a running server; it stops after the test."""
+    with ExitStack() as stack:
+
+        def make(
+            keys: list[str] | None = None,
+            environ: dict[str, str] | None = None,
+            facts: dict[str, Any] | None = None,
+            **limits: Any,
+        ) -> PageServer:
+            world = WorldFacts(**{"height": 48, "width": 80, "model": "fake", **(facts or {})})
+            return stack.enter_context(PageServer(engine, DoorLimits(**limits), world, keys or [], environ or {}))
+
+        yield make
+
+
+@pytest.fixture
+def server(make_server: MakeServer) -> PageServer:
+    return make_server()
+
+
+@pytest.fixture
+def page(browser: Browser, server: PageServer) -> Iterator[Page]:
+    """The page of `server`, connected. Errors that it did not expect fail the test."""
+    with browser.page(server.url) as page:
+        page.wait_for("document.body.dataset.link === 'up'")
+        yield page
+        assert page.errors == []

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The realtime doors with the web page, behind stock vLLM's own key check if there are keys; the engine is a fake."""
+
+from collections.abc import Callable
+
+from fake_engine import DoorServer, FakeEngine
+from fastapi import FastAPI
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+from vllm_omni.entrypoints.access import BrowserAccess
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.webui import pages
+
+MakeServer = Callable[..., "PageServer"]
+
+
+class PageServer(DoorServer):
+    """`keys`: API keys; none = open. The application is put together as vLLM and the plugin do."""
+
+    def __init__(
+        self, engine: FakeEngine, limits: DoorLimits, facts: WorldFacts, keys: list[str], environ: dict[str, str]
+    ) -> None:
+        super().__init__(engine, limits, facts)
+        app = self.server.config.app
+        assert isinstance(app, FastAPI)
+        for path in ("/work", "/v1/models", "/health"):
+            app.add_api_route(path, _work, methods=["GET", "POST"])
+        BrowserAccess(keys, environ).attach(app, open_paths=pages.attach(app))
+        if keys:
+            app.add_middleware(AuthenticationMiddleware, tokens=keys)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/omni/"
+
+    def cut_connections(self) -> int:
+        """Drop every open WebSocket as a network would; returns how many there were."""
+        sockets = [item for item in self.server.server_state.connections if item.transport and not _is_http(item)]
+        for item in sockets:
+            item.loop.call_soon_threadsafe(item.transport.abort)
+        return len(sockets)
+
+
+def _work() -> dict[str, bool]:
+    return {"done": True}
+
+
+def _is_http(connection: object) -> bool:
+    return "http" in type(connection).__module__
