@@ -110,3 +110,25 @@ def test_a_checkpoints_own_code_is_not_run(tiny_pipelines: Callable[[str], Path]
     with pytest.raises(ValueError, match="brings its own code"):
         PipelineHost(evil, DiffusersOptions(), CPU, torch.float32)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("layout", ["qwen_image", "flux", "wan", "sd3"])
+def test_random_weights_need_configs_only(tiny_pipelines: Callable[[str], Path], tmp_path: Path, layout: str) -> None:
+    """`--load-format dummy`: no weight files, parameters and dtypes as of loaded ones, the same values each time."""
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_pipelines(layout), bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ValueError, match=r"no \*\.safetensors"):
+        PipelineHost(bare, DiffusersOptions(), CPU, torch.bfloat16)
+    hosts = [PipelineHost(bare, DiffusersOptions(), CPU, torch.bfloat16, random_weights=True) for _ in range(2)]
+    loaded = PipelineHost(tiny_pipelines(layout), DiffusersOptions(), CPU, torch.bfloat16).pipeline.components
+    for name, component in loaded.items():
+        if isinstance(component, torch.nn.Module):
+            expected = {key: (tensor.shape, tensor.dtype) for key, tensor in component.state_dict().items()}
+            first, second = (host.pipeline.components[name].state_dict() for host in hosts)
+            assert {key: (tensor.shape, tensor.dtype) for key, tensor in first.items()} == expected
+            assert all(torch.equal(first[key], second[key]) for key in first)
+    frames = {"num_frames": 5} if layout == "wan" else {}
+    pipeline = hosts[0].call_object()
+    output = pipeline(prompt="x", height=32, width=48, num_inference_steps=2, output_type="pt", **frames)
+    value = output["frames" if frames else "images"]
+    assert bool(torch.isfinite(value).all())

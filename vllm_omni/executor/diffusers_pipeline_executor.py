@@ -120,6 +120,7 @@ class PipelineWorker:
             DiffusersOptions.parse(omni.model),
             self.device,
             dtype,
+            random_weights=vllm_config.load_config.load_format == "dummy",
         )
         self.runner = PipelineRunner(host, step_at_a_time=steps_one_at_a_time(vllm_config))
         self._profiler: Any = None

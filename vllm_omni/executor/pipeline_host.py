@@ -15,17 +15,35 @@ from typing import Any
 import torch
 
 from vllm_omni.executor.adapters import Adapters
-from vllm_omni.model_executor.models.diffusers_pipeline.checkpoint import PipelineIndex, check_class, check_components
+from vllm_omni.executor.random_weights import random_components
+from vllm_omni.model_executor.models.diffusers_pipeline.checkpoint import (
+    PipelineIndex,
+    check_class,
+    check_components,
+    check_weights,
+)
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions
 
 logger = logging.getLogger("vllm." + __name__)
 
 
 class PipelineHost:
-    """device: where the pipeline runs. dtype: of all components that `options.component_dtypes` leaves out."""
+    """device: where the pipeline runs. dtype: of all components that `options.component_dtypes` leaves out.
 
-    def __init__(self, path: Path, options: DiffusersOptions, device: torch.device, dtype: torch.dtype) -> None:
+    random_weights: `--load-format dummy`: configs are read, weights are drawn on the device (for measuring).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        options: DiffusersOptions,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        random_weights: bool = False,
+    ) -> None:
         self.path, self.options, self.device, self.dtype = path, options, device, dtype
+        self.random_weights = random_weights
         if options.offload != "none" and device.type == "cpu":
             raise ValueError(
                 f"omni.model.offload {options.offload!r} needs an accelerator: on a CPU the weights are in host memory "
@@ -63,10 +81,17 @@ class PipelineHost:
         class_name = options.pipeline_class or index.class_name
         check_class(class_name)
         check_components(self.path, index, options.without)
-        dtypes = {name: getattr(torch, dtype) for name, dtype in options.component_dtypes.items()}
-        unknown = sorted(set(dtypes) - set(index.components))
+        unknown = sorted(set(options.component_dtypes) - set(index.components))
         if unknown:
             raise ValueError(f"omni.model.component_dtypes: {unknown[0]!r} is none of {', '.join(index.components)}")
+        dtypes = {name: getattr(torch, dtype) for name, dtype in options.component_dtypes.items()}
+        random: dict[str, Any] = {}
+        if self.random_weights:
+            # With offloading, weights belong on the host until a hook fetches them.
+            place = self.device if options.offload == "none" else torch.device("cpu")
+            random = random_components(self.path, index, options.without, dtypes, self.dtype, place)
+        else:
+            check_weights(self.path, index, options.without)
         pipeline = getattr(diffusers, class_name).from_pretrained(
             self.path,
             dtype={"default": self.dtype, **dtypes} if dtypes else self.dtype,
@@ -74,6 +99,7 @@ class PipelineHost:
             local_files_only=True,
             **({} if options.variant is None else {"variant": options.variant}),
             **dict.fromkeys(options.without),
+            **random,
         )
         pipeline.set_progress_bar_config(disable=True)
         self._configure(pipeline)

@@ -44,7 +44,7 @@ class HubSource:
 def hub_source(family_name: str) -> HubSource:
     """Return the source of a family's weights. Raises ValueError when there are none to fetch."""
     module = _hub_module(family_name)
-    if module is None:
+    if module is None or not module.PIECES:
         raise ValueError(
             f"{family_name} has no released weights; `vllm-omni make-tiny {family_name} DIR` writes small random ones"
         )

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.serve import plan
+from vllm_omni.model_executor.hub import check_complete, hub_source
 from vllm_omni.model_executor.models.diffusers_pipeline.checkpoint import PipelineIndex, stored_dtype
 from vllm_omni.model_executor.models.registry import detect_family, family_names, get_family
 
@@ -48,6 +49,7 @@ def check(path: Path, **model: Any) -> None:
     """What `vllm serve --omni` and the config hook do."""
     family = detect_family(path)
     assert family is FAMILY and family.check_options is not None
+    check_complete(family.name, path)
     family.check_options(family.hf_config(path), OmniConfig(model=model))
 
 
@@ -106,6 +108,12 @@ def test_missing_and_pickled_weights(broken: Callable[..., Path]) -> None:
     (path / "transformer" / "diffusion_pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match="only pickled weights"):
         check(path)
+
+
+def test_there_is_nothing_to_download() -> None:
+    """`vllm-omni download diffusers_pipeline` says so."""
+    with pytest.raises(ValueError, match="no released weights"):
+        hub_source("diffusers_pipeline")
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def check_class(name: str) -> None:
 
 
 def check_components(path: Path, index: PipelineIndex, without: Collection[str] = ()) -> None:
-    """Raise ValueError naming the first component that is missing or cannot be loaded safely."""
+    """Raise ValueError naming the first component that is missing or brings its own code."""
     unknown = sorted(set(without) - set(index.components))
     if unknown:
         raise ValueError(f"omni.model.without: {unknown[0]!r} is none of {', '.join(index.components)}")
@@ -78,8 +78,18 @@ def check_components(path: Path, index: PipelineIndex, without: Collection[str] 
             raise ValueError(f"{path} lacks the component {name!r} ({class_name}): there is no folder {name}/")
         if (folder / f"{library}.py").exists():
             raise ValueError(f"component {name!r} brings its own code ({name}/{library}.py), which is not run")
-        if not class_name.endswith(_WEIGHTLESS):
-            _check_weights(folder, name)
+
+
+def has_weights(class_name: str) -> bool:
+    """Whether a component of this class is a model; tokenizers, schedulers and processors are not."""
+    return not class_name.endswith(_WEIGHTLESS)
+
+
+def check_weights(path: Path, index: PipelineIndex, without: Collection[str] = ()) -> None:
+    """Raise ValueError naming the first model component whose weight files are missing or pickled."""
+    for name, (_, class_name) in index.components.items():
+        if name not in without and has_weights(class_name) and (path / name).is_dir():
+            _check_weights(path / name, name)
 
 
 def _check_weights(folder: Path, name: str) -> None:

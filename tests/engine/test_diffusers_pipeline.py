@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diffusers pipelines on the real EngineCore: results equal diffusers, aborts, progress, errors, sleep."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_client import EngineClient, running_engine
+
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed
+
+LAYOUTS = get_family("diffusers_pipeline").layouts
+
+# One process, one engine after the other, each with its core in the process: nothing of them stays in the tests' own.
+COMPARE = """
+import json, sys
+import numpy as np, torch, diffusers
+from vllm import LLM
+from vllm_omni.inputs import DiffusionParams, engine_prompt
+from vllm_omni.outputs import unpack
+
+equal = {}
+for layout in sys.argv[2:]:
+    path = f"{sys.argv[1]}/{layout}"
+    llm = LLM(model=path, config_format="omni", skip_tokenizer_init=True, enforce_eager=True)
+    fields = {"num_inference_steps": 3, "height": 32, "width": 48, **({"num_frames": 5} if layout == "wan" else {})}
+    params = DiffusionParams(session_id="s", one_shot=True, prompt="a red fox", seed=5, **fields)
+    answer = llm.encode(engine_prompt(), params.to_pooling_params(), pooling_task="plugin")[0]
+    meta, tensors = unpack(answer.outputs.data)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(path)
+    output = pipeline("a red fox", generator=torch.Generator().manual_seed(5), output_type="pil", **fields)
+    pictures = output.frames[0] if layout == "wan" else output.images
+    expected = np.stack([np.array(picture) for picture in pictures])
+    got = tensors["frames" if layout == "wan" else "images"].numpy()
+    equal[layout] = bool(np.array_equal(got, expected)) and float(expected.std()) > 1
+    del llm
+print("RESULT", json.dumps(equal))
+"""
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipelines")
+    for layout in LAYOUTS:
+        (folder / layout).mkdir()
+        get_family("diffusers_pipeline").make_tiny(folder / layout, 0, layout)
+    return folder
+
+
+def test_every_layout_equals_diffusers_through_llm_encode(pipelines: Path) -> None:
+    """Qwen-Image, FLUX, Wan and SD3: the engine's picture or video is diffusers' own, byte for byte."""
+    result = subprocess.run(
+        [sys.executable, "-c", COMPARE, str(pipelines), *LAYOUTS],
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, result.stderr[-3000:]
+    assert json.loads(lines[-1].removeprefix("RESULT ")) == dict.fromkeys(LAYOUTS, True)
+
+
+SMALL: dict[str, Any] = {"prompt": "a red fox", "height": 32, "width": 48, "num_inference_steps": 3, "one_shot": True}
+LONG: dict[str, Any] = {**SMALL, "height": 192, "width": 192, "num_inference_steps": 200}
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def client(pipelines: Path, loop: asyncio.AbstractEventLoop) -> Iterator[EngineClient]:
+    """One engine for the tests below (front end here, EngineCore with the pipeline in its own process)."""
+    manager = running_engine(pipelines / "qwen_image")
+    yield loop.run_until_complete(manager.__aenter__())
+    loop.run_until_complete(manager.__aexit__(None, None, None))
+
+
+async def progress(client: EngineClient) -> dict[str, list[int]]:
+    return (await client.engine.collective_rpc("request_progress"))[0]
+
+
+def test_an_abort_takes_effect_at_the_next_step(client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+    """Of 200 steps a few run; the abort leaves no work behind and the next request has its answer at once."""
+
+    async def scenario() -> None:
+        expected = (await client.send(session_id="before", seed=1, **SMALL))[1]["images"].clone()
+        slow = asyncio.create_task(client.send(session_id="slow", seed=1, request_id="slow", **LONG))
+        deadline = time.monotonic() + 30
+        while (now := (await progress(client)).get("slow", [0, 0]))[0] < 3:
+            assert time.monotonic() < deadline, "the request makes no steps"
+            await asyncio.sleep(0)
+        assert now[1] == 200
+        started_s, seen = time.monotonic(), now[0]
+        while (now := (await progress(client))["slow"])[0] < seen + 5:
+            await asyncio.sleep(0)
+        left_s = (time.monotonic() - started_s) / (now[0] - seen) * (200 - now[0])
+        waiting = asyncio.create_task(client.send(session_id="next", seed=1, **SMALL))
+        started_s = time.monotonic()
+        await client.engine.abort("slow")
+        result = await waiting
+        assert time.monotonic() - started_s < left_s / 2, "the aborted request went on"
+        assert torch.equal(result[1]["images"], expected)
+        assert await progress(client) == {}
+        slow.cancel()
+
+    loop.run_until_complete(scenario())
+
+
+def test_waiting_requests_get_their_turn_and_errors_stay_apart(
+    client: EngineClient, loop: asyncio.AbstractEventLoop
+) -> None:
+    """Eight at once, every other one refused for its own reason; the rest equal what each gives alone."""
+
+    async def scenario() -> None:
+        alone = [(await client.send(session_id=f"alone-{n}", seed=n, **SMALL))[1]["images"].clone() for n in range(4)]
+        bad = [
+            {"width": 50},
+            {"options": {"no_such": 1}},
+            {"options": {"lora": "none"}},
+            {"tensors": {"image": torch.zeros(4, 4)}},
+        ]
+        requests = [client.send(session_id=f"good-{n}", seed=n, **SMALL) for n in range(4)]
+        requests += [client.send(session_id=f"bad-{n}", **{**SMALL, **fields}) for n, fields in enumerate(bad)]
+        results = await asyncio.gather(*requests, return_exceptions=True)
+        for expected, result in zip(alone, results[:4], strict=True):
+            assert isinstance(result, tuple) and torch.equal(result[1]["images"], expected)
+        codes = [failure.code for failure in results[4:] if isinstance(failure, RequestFailed)]
+        assert codes == ["unsupported_size", "invalid_request", "invalid_request", "invalid_request"]
+        await client.engine.check_health()
+
+    loop.run_until_complete(scenario())
+
+
+def test_sleep_and_wake_through_the_engine(client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
+    """Level 2 drops the weights; asleep is asleep; awake, the same picture."""
+
+    async def scenario() -> None:
+        before = (await client.send(session_id="a", seed=3, **SMALL))[1]["images"].clone()
+        for level in (1, 2):
+            await client.engine.sleep(level)
+            info = (await client.engine.collective_rpc("pipeline_info"))[0]
+            assert info["asleep"] and (info["bytes"] == 0) == (level == 2)
+            assert await client.engine.is_sleeping()
+            await client.engine.wake_up()
+            again = (await client.send(session_id="b", seed=3, **SMALL))[1]["images"]
+            assert torch.equal(again, before)
+
+    loop.run_until_complete(scenario())
