@@ -5,7 +5,8 @@ vLLM asks a model class for a few attributes before it lets an engine start (a p
 own KV manager, pipeline-parallel capable); the diffusion runner never calls `forward`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -42,3 +43,14 @@ class StepPipeline(nn.Module, VllmModelForPooling, IsAttentionFree, SupportsPP):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load everything the pipeline needs; strict. Returns the names of all parameters."""
         raise NotImplementedError
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Create parameters in `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

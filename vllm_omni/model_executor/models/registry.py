@@ -18,6 +18,7 @@ _FAMILY_MODULES = {
     "null_world": "vllm_omni.model_executor.models.null_world.family",
     "null_image": "vllm_omni.model_executor.models.null_image.family",
     "lingbot_world": "vllm_omni.model_executor.models.lingbot_world.family",
+    "causal_wan": "vllm_omni.model_executor.models.causal_wan.family",
     "lance": "vllm_omni.model_executor.models.lance.family",
     "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.family",
     # Last: it takes any directory in diffusers' layout, also of a model that is served by a worker here.
@@ -26,6 +27,7 @@ _FAMILY_MODULES = {
 _ALIASES = {"lingbot_world_fast": "lingbot_world"}
 
 ARCHITECTURES = {
+    "CausalWanPipeline": "vllm_omni.model_executor.models.causal_wan.pipeline:CausalWanPipeline",
     "DiffusersPipeline": "vllm_omni.model_executor.models.diffusers_pipeline.pipeline:DiffusersPipeline",
     "LancePipeline": "vllm_omni.model_executor.models.lance.pipeline:LancePipeline",
     "LingBotWorldPipeline": "vllm_omni.model_executor.models.lingbot_world.pipeline:LingBotWorldPipeline",
@@ -36,6 +38,7 @@ ARCHITECTURES = {
 """vLLM architecture name -> model class, registered lazily with vLLM's `ModelRegistry`."""
 
 AR_ARCHITECTURES = {
+    "CausalWanPipeline": "vllm_omni.model_executor.models.causal_wan.pipeline:CausalWanPipeline",
     "Qwen2_5OmniTalkerForConditionalGeneration": (
         "vllm_omni.model_executor.models.qwen2_5_omni.talker:TalkerForConditionalGeneration"
     ),

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from vllm_omni.config import parse_options
+from vllm_omni.model_executor.models.causal_wan.motion import lowest_first_timestep
 from vllm_omni.model_executor.models.wan.architecture import read_architecture
 from vllm_omni.model_executor.models.wan.chunk_plan import VAE_SPATIAL, WanChunkPlan, check_sliding
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, nearest_schedule
@@ -136,6 +137,7 @@ class CausalWanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         the one before that at j + 2 `cascade_offset`, and so on up to clean (Block Cascading).
     denoising_steps, shift, warp_timesteps: text-to-video schedule. Warped, a step s means entry 1000 - s of the shifted
         table; else it is the timestep itself.
+    video_input: whether streams may repaint an input video (loads the VAE's encoder).
     video_denoising_steps, video_shift: video-to-video schedule, never warped; the first entry only says how many steps
         there are, the noise controller replaces it chunk by chunk.
     video_noise_scale: noise injected into a first chunk, [0, 1]; the largest for a still scene.
@@ -163,6 +165,7 @@ class CausalWanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     denoising_steps: list[float] = msgspec.field(default_factory=lambda: [1000.0, 750.0, 500.0, 250.0])
     shift: Annotated[float, msgspec.Meta(gt=0)] = 5.0
     warp_timesteps: bool = True
+    video_input: bool = True
     video_denoising_steps: list[float] = msgspec.field(default_factory=lambda: [700.0, 500.0, 400.0, 200.0])
     video_shift: Annotated[float, msgspec.Meta(gt=0)] = 8.0
     video_noise_scale: Annotated[float, msgspec.Meta(gt=0.2, le=1)] = 0.8
@@ -190,6 +193,12 @@ class CausalWanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             text, video = parsed.text_schedule(), parsed.video_schedule()
         except ValueError as error:
             raise ValueError(f"omni.model: {error}") from error
+        lowest = lowest_first_timestep(parsed.video_noise_scale)
+        if len(video.timesteps) > 1 and lowest <= video.timesteps[1]:
+            raise ValueError(
+                f"omni.model: video_noise_scale {parsed.video_noise_scale} can start a chunk at timestep {lowest}, not "
+                f"above the second of video_denoising_steps, {video.timesteps[1]:g}"
+            )
         if parsed.window_frames == 0:
             raise ValueError("omni.model: window_frames must be -1 (global) or >= 1, got 0")
         if parsed.cache != "strict" and parsed.recache_on_prompt_switch:

@@ -17,6 +17,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from vllm_omni.model_executor.models.wan.components import UMT5_XXL, VAEConfig
 from vllm_omni.model_executor.models.wan.tiny_tokenizer import write_tokenizer
+from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 from vllm_omni.model_executor.weights import Rules, rename, shapes_of
 
@@ -145,3 +146,14 @@ def normal(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """Return fp32 standard normal values that depend only on name, shape and seed."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1))
+
+
+def write_tiny_vae(path: Path, seed: int) -> None:
+    """Write a random TAEHV decoder, narrow."""
+    with torch.device("meta"):
+        shapes = shapes_of(TinyVAEDecoder((8, 8, 4, 4)))
+    tensors: Tensors = {}
+    for name, shape in shapes.items():
+        scale = 0.02 if name.endswith("bias") else 1 / math.sqrt(math.prod(shape[1:]))
+        tensors[name] = scale * normal(name, shape, seed)
+    torch.save(tensors, path)

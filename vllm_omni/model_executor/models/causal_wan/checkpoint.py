@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the pieces of a causal Wan checkpoint are: Self-Forcing, CausVid, StreamDiffusionV2, or diffusers folders.
+
+In the original layouts a training checkpoint lies in a Wan 2.1 T2V directory, whose `config.json`, VAE, text encoder
+and tokenizer it uses. Only looks; `weights.py` loads.
+Held by tests/model_executor/models/causal_wan/test_causal_wan_checkpoint.py.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from vllm_omni.model_executor.models.causal_wan.config import CLASSES, CausalWanConfig
+from vllm_omni.model_executor.models.causal_wan.weights import TRANSFORMER_RULES, open_transformer
+from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components
+from vllm_omni.model_executor.tensor_files import read_json
+from vllm_omni.model_executor.weights import rename
+
+LAYOUTS = ("original", "diffusers", "stream_diffusion_v2")
+"""The real layouts this file understands, by the names `make-tiny` takes."""
+
+ORIGINAL_FILES = (
+    "checkpoints/self_forcing_dmd.pt",
+    "checkpoints/self_forcing_sid.pt",
+    "self_forcing_dmd.pt",
+    "autoregressive_checkpoint/model.pt",
+    "wan_causal_dmd_v2v/model.pt",
+    "wan_causal_dmd_v2v_14b/model.pt",
+)
+"""Self-Forcing (two places), CausVid, StreamDiffusionV2 (two sizes); the first that is there."""
+
+TINY_VAE_FILE = "taew2_1.pth"
+_HEAD_DIM = 128
+_CAUSAL_CLASSES = CLASSES[:2]
+
+
+@dataclass(frozen=True)
+class CheckpointLayout(WanComponents):
+    """The pieces of one checkpoint; `transformer` is a training checkpoint or a folder of safetensors.
+
+    tiny_vae: the TAEHV weights beside them, None = not there.
+    """
+
+    download_name: ClassVar[str] = "causal_wan"
+
+    kind: Literal["original", "diffusers"]
+    tiny_vae: Path | None
+
+    def transformer_config(self) -> dict[str, Any]:
+        """Return the transformer's config as stored, else what its weights' shapes say."""
+        folder = self.transformer if self.kind == "diffusers" else self.root
+        if (folder / "config.json").exists():
+            return read_json(folder / "config.json")
+        return self._config_of_weights()
+
+    def _config_of_weights(self) -> dict[str, Any]:
+        shapes = {rename(name, TRANSFORMER_RULES): shape for name, shape in self._shapes().items()}
+        try:
+            (dim, text_dim), (_, freq_dim) = shapes["text_embedding.0.weight"], shapes["time_embedding.0.weight"]
+            ffn_dim = shapes["blocks.0.ffn.0.weight"][0]
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{self.transformer} holds no Wan transformer; download it again") from error
+        return {
+            "dim": dim,
+            "ffn_dim": ffn_dim,
+            "freq_dim": freq_dim,
+            "text_dim": text_dim,
+            "num_heads": dim // _HEAD_DIM,
+            "num_layers": sum(name.endswith(".ffn.0.weight") for name in shapes),
+        }
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(open_transformer(self.transformer).shapes)
+
+
+def find_layout(path: Path) -> CheckpointLayout:
+    """Find the pieces below `path`. Raises ValueError of one line that says what was found and what is looked for."""
+    kind: Literal["original", "diffusers"]
+    if _is_causal_diffusers(path):
+        kind, transformer = "diffusers", path / "transformer"
+    elif (original := next((path / name for name in ORIGINAL_FILES if (path / name).is_file()), None)) is not None:
+        kind, transformer = "original", original
+    else:
+        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) if path.is_dir() else "no folder"
+        raise ValueError(
+            f"{path} holds no causal Wan transformer (found {found or 'nothing'}); expected one of "
+            f"{', '.join(ORIGINAL_FILES)} or transformer/ with a config.json of class {' or '.join(_CAUSAL_CLASSES)}"
+        )
+    places = find_components(path)
+    tiny_vae = path / TINY_VAE_FILE
+    return CheckpointLayout(
+        root=path,
+        kind=kind,
+        transformer=transformer,
+        vae=places["vae"],
+        text_encoder=places["text_encoder"],
+        tokenizer=places["tokenizer"],
+        tiny_vae=tiny_vae if tiny_vae.is_file() else None,
+    )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a causal Wan checkpoint in any layout. Cheap, never raises."""
+    try:
+        find_layout(path)
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def hf_config(path: Path) -> dict[str, Any]:
+    """Return what vLLM's config object carries for this checkpoint, JSON types only; needs no weights but in a layout
+    without a `config.json`, and then only their names.
+
+    Besides the keys vLLM reads: `causal_wan` with `transformer` (its config), `vae` and `umt5` (architectures in
+    diffusers' and transformers' keys) and `kind`. Raises ValueError.
+    """
+    layout = find_layout(path)
+    transformer = layout.transformer_config()
+    config = CausalWanConfig.from_checkpoint(transformer)
+    text, vae = layout.checked_components(config.text_dim, config.out_channels)
+    return {
+        "architectures": ["CausalWanPipeline"],
+        "dtype": str(transformer.get("dtype") or transformer.get("torch_dtype") or "bfloat16"),
+        "hidden_size": config.dim,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "vocab_size": text["vocab_size"],
+        "max_position_embeddings": 16,
+        "causal_wan": {
+            "transformer": transformer,
+            "vae": vae.to_dict(),
+            "umt5": text,
+            "kind": layout.kind,
+        },
+    }
+
+
+def _is_causal_diffusers(path: Path) -> bool:
+    """Whether `transformer/` is a causal Wan: by its own class, or by the pipeline's when it keeps the plain one."""
+    if not (path / "transformer" / "config.json").is_file():
+        return False
+    name = read_json(path / "transformer" / "config.json").get("_class_name")
+    if name in _CAUSAL_CLASSES:
+        return True
+    index = path / "model_index.json"
+    if name not in CLASSES or not index.is_file():
+        return False
+    pipeline = str(read_json(index).get("_class_name"))
+    return "Causal" in pipeline and "Wan" in pipeline

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal Wan 2.1 served chunk by chunk: encode, a few denoise steps, one clean pass, decode, commit.
+
+    x = noise(seed, chunk, 0), or s noise + (1 - s) vae.encode(video)
+    for i, t in enumerate(timesteps):
+        v  = transformer(x, t, cache at step i)             denoise_step
+        x0 = x - sigma_i v                                   step_scheduler
+        x  = (1 - sigma) x0 + sigma noise(seed, chunk, i + 1)
+    transformer(x0, 0, cache): only its K/V matter           the last denoise_step, unless noise-matched
+    frames = vae.decode(x0)                                  post_decode
+    the stream moves on                                      commit
+
+`CausalWan` is the algorithm and needs no engine; `CausalWanPipeline` is the same thing as vLLM loads it.
+Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.rope import rope_tables
+from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
+from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
+from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes
+from vllm_omni.model_executor.models.causal_wan.state import Chunk, PastChunk, StreamSession, StreamShape
+from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer, ChunkRow
+from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
+from vllm_omni.model_executor.models.causal_wan.weights import load_pipeline_weights
+from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
+from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
+from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
+from vllm_omni.model_executor.noise import standard_normal
+from vllm_omni.model_executor.vllm_model import StepPipeline, default_dtype
+from vllm_omni.outputs import RequestFailed
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class StreamSetup:
+    """Everything a `CausalWan` is built from, resolved and checked. dtype: the transformer's.
+
+    tiny_vae_channels: widths of the tiny decoder, None = the options ask for Wan's. compiled: what `options.compile`
+    comes to.
+    """
+
+    config: CausalWanConfig
+    vae_config: VAEConfig
+    text_config: Mapping[str, Any]
+    tokenizer: Path | None
+    options: CausalWanOptions
+    omni: OmniConfig
+    parallel: ParallelContext
+    dtype: torch.dtype
+    tiny_vae_channels: tuple[int, ...] | None = None
+    compiled: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Mapping[str, Any],
+        layout: CheckpointLayout,
+        omni: OmniConfig,
+        dtype: torch.dtype,
+        parallel: ParallelContext | None = None,
+        eager: bool = True,
+    ) -> "StreamSetup":
+        """Read a checkpoint's `hf_config(...)["causal_wan"]`; `parallel` None = vLLM's groups. Raises ValueError.
+
+        eager: the engine was told not to compile anything.
+        """
+        options = CausalWanOptions.parse(omni.model)
+        compiled = (torch.cuda.is_available() and not eager) if options.compile is None else options.compile
+        return cls(
+            config=CausalWanConfig.from_checkpoint(checkpoint["transformer"]),
+            vae_config=VAEConfig.from_dict(checkpoint["vae"]),
+            text_config=checkpoint["umt5"],
+            tokenizer=layout.tokenizer,
+            options=options,
+            omni=omni,
+            parallel=parallel or ParallelContext.from_vllm(options.sequence_parallel),
+            dtype=dtype,
+            tiny_vae_channels=tiny_vae_channels(layout.tiny_vae) if options.decoder == "tiny" else None,
+            compiled=compiled,
+        )
+
+
+class CausalWan(nn.Module):
+    """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
+
+    supports_step_execution: ClassVar[bool] = True
+
+    def __init__(self, setup: StreamSetup) -> None:
+        super().__init__()
+        self.build(setup)
+
+    def build(self, setup: StreamSetup) -> None:
+        """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
+        self.config = setup.config
+        self.options = options = setup.options
+        self.omni = setup.omni
+        self.parallel = parallel = setup.parallel
+        self.plan = ChunkPlan.resolve(setup.config, options)
+        self.schedule = options.text_schedule()
+        self.text_encoder = TextEncoder(
+            setup.text_config,
+            setup.tokenizer,
+            max_tokens=setup.config.text_len,
+            device=options.text_encoder_device or "model",
+            dtype=setup.dtype,
+        )
+        with default_dtype(setup.dtype):
+            self.transformer = CausalWanTransformer(
+                setup.config,
+                parallel,
+                residual_fp32=options.residual_dtype == "fp32",
+                compiled=setup.compiled,
+            )
+        decodes = parallel.last_stage and parallel.rank == 0
+        vae_dtype = options.vae_torch_dtype(setup.dtype)
+        self.vae = StreamingWanVAE(
+            setup.vae_config,
+            encoder=options.video_input,  # on every rank: each needs the noisy latents or their timestep
+            decoder=decodes and setup.tiny_vae_channels is None,
+            dtype=vae_dtype,
+            compiled=setup.compiled,
+        )
+        self.tiny_vae: TinyVAEDecoder | None = None
+        if decodes and setup.tiny_vae_channels is not None:
+            self.tiny_vae = TinyVAEDecoder(setup.tiny_vae_channels, dtype=vae_dtype)
+        self.decoder: StreamingWanVAE | TinyVAEDecoder | None = self.tiny_vae or (self.vae if decodes else None)
+        self.video = VideoEncoder(self.vae, options) if self.vae.has_encoder else None
+        self.sizes = StreamSizes(self.config, options, self.plan, self.transformer)
+        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
+
+    def load_checkpoint(self, layout: CheckpointLayout) -> None:
+        """Fill every parameter this rank has, strictly. Raises ValueError."""
+        vae = self.vae if self.vae.has_encoder or self.vae.has_decoder else None
+        load_pipeline_weights(layout, self.config, self.transformer, vae, self.text_encoder)
+        if self.tiny_vae is not None:
+            if layout.tiny_vae is None:
+                raise ValueError(f"{layout.root} lacks taew2_1.pth, which decoder 'tiny' needs (madebyollin/taehv)")
+            load_tiny_vae(self.tiny_vae, layout.tiny_vae)
+        self.transformer.forget()
+        self.prompts.forget()
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    def session_nbytes(self, params: DiffusionParams) -> int:
+        shape = self._read_shape(params)
+        return self.sizes.cache_nbytes(shape) + self._reserved_bytes(shape)
+
+    def new_session(self, params: DiffusionParams) -> StreamSession:
+        shape = self._read_shape(params)
+        if not params.prompt:
+            raise RequestFailed("invalid_request", "a stream's first chunk needs a prompt")
+        cache = self.sizes.new_cache(shape)
+        return StreamSession(params.session_id, shape, self.plan, cache, self._reserved_bytes(shape))
+
+    def _read_shape(self, params: DiffusionParams) -> StreamShape:
+        shape = read_shape(params, self.config, self.omni)
+        if shape.source == "video" and not self.options.video_input:
+            raise RequestFailed("invalid_request", "this server makes video from text only (omni.model.video_input)")
+        return shape
+
+    def _reserved_bytes(self, shape: StreamShape) -> int:
+        """Bytes a stream may come to hold beside its K/V windows: VAE caches, cross-attention K/V, what it replays."""
+        total = self.transformer.cross_kv_nbytes
+        if self.decoder is not None and shape.output == "rgb":
+            total += self.decoder.decoder_cache_nbytes(shape.height, shape.width)
+        if self.video is not None and shape.source == "video":
+            total += self.video.state_nbytes(shape.height, shape.width)
+        if self.options.recache_on_prompt_switch:
+            total += self.sizes.past_nbytes(shape)
+        return total
+
+    # -- one chunk -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prepare_encode(self, request: DiffusionRequest) -> None:
+        session = _session_of(request)
+        inputs = read_chunk(request, session)
+        frames = session.next_frames()
+        size = self.sizes.latent_shape(session.shape, len(frames))
+        draws = [
+            standard_normal(size, inputs.seed, session.chunk_index, step) for step in range(self.schedule.num_steps)
+        ]
+        noise = torch.stack(draws).to(self.transformer.device)
+        with request.timer.stage("text"):
+            known = inputs.prompt == session.prompt and session.cross_kv is not None
+            text = None if known else self.text_encoder.encode(inputs.prompt, self.transformer.device)
+        latents, schedule, video = noise[0], self.schedule, None
+        if inputs.video is not None and self.video is not None:
+            with request.timer.stage("video"):
+                latents, schedule, video = self.video.noisy_latents(inputs.video, session.video, noise[0])
+        replay = self._replay(session, inputs.prompt)
+        request.state = Chunk(
+            frames=frames,
+            schedule=schedule,
+            latents=latents,
+            renoise=noise[1:],
+            rope=self._rope(frames, size),
+            text=text,
+            cache=session.cache.rebuild(rebuilt_from(replay)) if replay else session.cache,
+            replay=replay,
+            prompt=inputs.prompt,
+            seed=inputs.seed,
+            video=video,
+        )
+        request.num_steps = len(replay) + schedule.num_steps + (self.options.cache != "noise_matched")
+
+    def batch_key(self, request: DiffusionRequest) -> Hashable:
+        chunk = _chunk_of(request)
+        return (chunk.replay[request.step] if request.step < len(chunk.replay) else chunk).latents.shape
+
+    @torch.no_grad()
+    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        for request in batch:
+            self._begin_step(request)
+        rows = [self._row(request) for request in batch]
+        kv_only = all(_denoise_index(request) is None for request in batch)
+        prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
+        for request in batch:
+            if request.step + 1 == request.num_steps:
+                self._decide_sinks(_chunk_of(request))
+        return prediction
+
+    @torch.no_grad()
+    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
+        for request, flow in zip(batch, prediction, strict=True):
+            chunk, step = _chunk_of(request), _denoise_index(request)
+            if step is None:
+                continue
+            schedule = chunk.schedule
+            x0 = chunk.latents.double() - schedule.sigmas_x0[step] * flow.double()
+            if step + 1 < schedule.num_steps:
+                sigma = schedule.sigmas_noise[step + 1]
+                x0 = (1 - sigma) * x0.float().double() + sigma * chunk.renoise[step].double()
+            chunk.latents = x0.float()
+
+    def latents(self, request: DiffusionRequest) -> torch.Tensor:
+        return _chunk_of(request).latents
+
+    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
+        _chunk_of(request).latents = latents.clone()
+
+    @torch.no_grad()
+    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        session, chunk = _session_of(request), _chunk_of(request)
+        pixel_frames = self.plan.pixel_frames(session.chunk_index)
+        meta: dict[str, Any] = {
+            "first_frame": pixel_frames.start,
+            "num_frames": len(pixel_frames),
+            "height": session.shape.height,
+            "width": session.shape.width,
+            "seed": chunk.seed,
+        }
+        if chunk.video is not None:
+            meta["noise_scale"] = chunk.video.noise_scale
+        if session.shape.output == "latents":
+            return meta, {"latents": chunk.latents}
+        assert self.decoder is not None, "only the last stage's first rank decodes"
+        chunk.decoded_from = session.decoder_cache
+        pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
+        return meta, {"frames": to_uint8(pixels)}
+
+    def commit(self, request: DiffusionRequest) -> None:
+        session, chunk = _session_of(request), _chunk_of(request)
+        session.cache = chunk.cache
+        session.cache.commit(chunk.frames)
+        session.prompt, session.seed = chunk.prompt, chunk.seed
+        session.cross_kv, session.video = chunk.cross_kv, chunk.video
+        session.decoder_cache = chunk.decoder_cache
+        session.chunk_index += 1
+        if self.options.recache_on_prompt_switch:
+            past = PastChunk(chunk.frames, chunk.latents)
+            session.past = still_visible((*session.past, past), self.plan, session.next_frames())
+
+    def warmup_inputs(self) -> list[Inputs]:
+        """A first and a later chunk of the largest size: a later one decodes more frames."""
+        source = "video" if self.options.video_input else "text"
+        params = DiffusionParams(session_id="warm-up", prompt="warm-up", options={"source": source})
+        inputs: list[Inputs] = []
+        for index, request in enumerate((params, msgspec.structs.replace(params, prompt=None))):
+            shape = (len(self.plan.pixel_frames(index)), self.omni.height, self.omni.width, 3)
+            video = {"video": torch.zeros(shape, dtype=torch.uint8)} if self.options.video_input else {}
+            inputs.append((request, video))
+        return inputs
+
+    # -- parts of the above --------------------------------------------------------------------------------------------
+
+    def _begin_step(self, request: DiffusionRequest) -> None:
+        """Before a chunk's first forward: the prompt's K/V (collective under tensor parallelism). Before a pass over
+        frames that stand elsewhere in the stream: the sinks' places.
+        """
+        session, chunk = _session_of(request), _chunk_of(request)
+        if chunk.cross_kv is None:
+            chunk.cross_kv = session.cross_kv if chunk.text is None else self.prompts.get(chunk.prompt, chunk.text)
+        if 0 < request.step <= len(chunk.replay):
+            chunk.cache.keep_sinks(chunk.replay[request.step - 1].frames)
+        if request.step <= len(chunk.replay):
+            past = request.step < len(chunk.replay)
+            chunk.cache.open(chunk.replay[request.step].frames if past else chunk.frames)
+
+    def _decide_sinks(self, chunk: Chunk) -> None:
+        """After a chunk's last forward: which sinks `commit` renews; ranks that share the heads decide together."""
+        sums = chunk.cache.resemblances(chunk.frames.stop)
+        if sums is not None:
+            if self.parallel.size > 1:
+                dist.all_reduce(sums, group=self.parallel.group)
+            chunk.cache.decide(chunk.frames.stop, sums)
+
+    def _replay(self, session: StreamSession, prompt: str) -> tuple[PastChunk, ...]:
+        """Return the chunks to run again before this one: those in the window, if it was made under another prompt."""
+        switched = session.prompt is not None and prompt != session.prompt
+        return session.past if switched and self.options.recache_on_prompt_switch else ()
+
+    def _rope(self, frames: range, size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's rotations of a chunk of latent `size` [16, F, h, w], on the device."""
+        cos, sin = rope_tables(self.config.head_dim, frames, size[2] // 2, size[3] // 2)
+        own, device = self.parallel.token_slice(len(cos)), self.transformer.device
+        return cos[own].to(device), sin[own].to(device)
+
+    def _row(self, request: DiffusionRequest) -> ChunkRow:
+        chunk = _chunk_of(request)
+        assert chunk.cross_kv is not None
+        step, clean = _denoise_index(request), chunk.schedule.num_steps
+        past = chunk.replay[request.step] if request.step < len(chunk.replay) else None
+        return ChunkRow(
+            latents=chunk.latents if past is None else past.latents,
+            timestep=self.options.context_timestep if step is None else chunk.schedule.timesteps[step],
+            frames=chunk.frames if past is None else past.frames,
+            rope=chunk.rope if past is None else self._rope(past.frames, past.latents.shape),
+            cross_kv=chunk.cross_kv,
+            window=chunk.cache.at(clean if step is None else step),
+        )
+
+
+def _denoise_index(request: DiffusionRequest) -> int | None:
+    """Return which denoise step the request is at; None at a clean pass, its own or a replayed one."""
+    chunk = _chunk_of(request)
+    step = request.step - len(chunk.replay)
+    return step if 0 <= step < chunk.schedule.num_steps else None
+
+
+def _session_of(request: DiffusionRequest) -> StreamSession:
+    assert isinstance(request.session, StreamSession)
+    return request.session
+
+
+def _chunk_of(request: DiffusionRequest) -> Chunk:
+    assert isinstance(request.state, Chunk), "prepare_encode has not run"
+    return request.state
+
+
+class CausalWanPipeline(CausalWan, StepPipeline):
+    """`CausalWan` as vLLM's model loader builds and fills it."""
+
+    def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
+        StepPipeline.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        self.model_config = vllm_config.model_config
+        assert isinstance(self.model_config.dtype, torch.dtype)
+        omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        checkpoint = self.model_config.hf_config.causal_wan
+        eager = self.model_config.enforce_eager
+        self.build(StreamSetup.of(checkpoint, self._layout(), omni, self.model_config.dtype, eager=eager))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load every piece of the checkpoint strictly; `weights` (vLLM's flat file iterator) is not touched."""
+        self.load_checkpoint(self._layout())
+        return {name for name, _ in self.named_parameters()}
+
+    def _layout(self) -> CheckpointLayout:
+        return find_layout(Path(self.model_config.model))

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How large a stream's parts are on this rank, and the K/V windows made to those sizes.
+
+One place for both, so that what admission counts is what a session allocates.
+Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
+"""
+
+from typing import Any
+
+from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
+from vllm_omni.model_executor.layers.sink_window import SinkWindow, sink_window_extra_nbytes
+from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache, cascade_frames
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
+from vllm_omni.model_executor.models.causal_wan.state import StreamShape
+from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
+
+_FP32_BYTES = 4
+
+
+class StreamSizes:
+    def __init__(
+        self,
+        config: CausalWanConfig,
+        options: CausalWanOptions,
+        plan: ChunkPlan,
+        transformer: CausalWanTransformer,
+    ) -> None:
+        self._config, self._options, self._plan, self._transformer = config, options, plan, transformer
+        self._num_steps = options.text_schedule().num_steps
+        slides = 0 < plan.sink_frames < plan.window_frames
+        self._sinks_live = slides and (options.sink_position == "window" or options.sink_refresh_threshold is not None)
+
+    def latent_shape(self, shape: StreamShape, num_frames: int) -> tuple[int, int, int, int]:
+        """Return [16, F, h, w]."""
+        return (self._config.out_channels, num_frames, *self._config.latent_size(shape.height, shape.width))
+
+    def new_cache(self, shape: StreamShape) -> ChunkCache:
+        """Allocate a stream's K/V windows."""
+
+        def window(frames: int, sinks: int) -> KVWindow:
+            common: dict[str, Any] = {
+                **self._window_sizes(shape),
+                "window_frames": frames,
+                "sink_frames": sinks,
+                "device": self._transformer.device,
+            }
+            if sinks == 0 or not self._sinks_live:
+                return KVWindow(**common)
+            return SinkWindow(
+                moving=self._options.sink_position == "window",
+                refresh_threshold=self._options.sink_refresh_threshold,
+                **common,
+            )
+
+        plan, options = self._plan, self._options
+        if options.cache == "cascaded":
+            return ChunkCache.cascaded(plan, self._num_steps, options.cascade_offset, window)
+        if options.cache == "noise_matched":
+            windows = [window(plan.window_frames, plan.sink_frames) for _ in range(self._num_steps)]
+            return ChunkCache.noise_matched(windows)
+        return ChunkCache.strict(window(plan.window_frames, plan.sink_frames))
+
+    def cache_nbytes(self, shape: StreamShape) -> int:
+        """Return the bytes of `new_cache`, allocating nothing."""
+        sizes, plan, options = self._window_sizes(shape), self._plan, self._options
+        full = kv_window_nbytes(window_frames=plan.window_frames, **sizes)
+        if self._sinks_live:
+            full += sink_window_extra_nbytes(sink_frames=plan.sink_frames, **sizes)
+        if options.cache == "noise_matched":
+            return self._num_steps * full
+        if options.cache == "cascaded":
+            lengths = cascade_frames(plan, self._num_steps, options.cascade_offset)
+            return full + sum(kv_window_nbytes(window_frames=frames, **sizes) for frames in lengths)
+        return full
+
+    def past_nbytes(self, shape: StreamShape) -> int:
+        """Return the most bytes of remembered clean latents: the window, and chunks that are partly in it."""
+        partly_visible = 2 * max(self._plan.first_chunk_frames, self._plan.chunk_frames)
+        channels, frames, height, width = self.latent_shape(shape, self._plan.window_frames + partly_visible)
+        return _FP32_BYTES * channels * frames * height * width
+
+    def _window_sizes(self, shape: StreamShape) -> dict[str, Any]:
+        height, width = self._config.latent_size(shape.height, shape.width)
+        return {
+            "num_layers": self._transformer.num_local_layers,
+            "tokens_per_frame": height * width // (self._config.patch_size[1] * self._config.patch_size[2]),
+            "num_heads": self._transformer.num_cache_heads,
+            "head_dim": self._config.head_dim,
+            "dtype": self._transformer.dtype,
+        }

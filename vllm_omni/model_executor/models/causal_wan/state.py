@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StreamSession`: all that one live stream keeps between chunks on one rank, and `Chunk`, one chunk's working set.
+
+A stream's K/V windows have their full size from the start; what else it holds has a known largest size that `nbytes`
+counts from the start. Caches of the VAE are immutable values: a chunk makes new ones and `commit` swaps the
+references, so an abandoned chunk leaves no trace.
+Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from vllm_omni.model_executor.interfaces import SessionState
+from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
+from vllm_omni.model_executor.models.causal_wan.config import ChunkPlan
+from vllm_omni.model_executor.models.wan.vae import VAECache
+from vllm_omni.model_executor.schedules import FewStepSchedule
+
+Source = Literal["text", "video"]
+
+
+@dataclass(frozen=True)
+class StreamShape:
+    """What a stream's first chunk fixes. `rgb` output keeps a decoder cache, a `video` source an encoder cache."""
+
+    height: int
+    width: int
+    output: str
+    source: Source
+
+
+@dataclass(frozen=True, eq=False)
+class VideoInput:
+    """Where a video-to-video stream's input stands. Immutable.
+
+    encoder: the VAE encoder's cache. last_frame: the last input frame, uint8 [H, W, 3]. noise_scale: the chunk's.
+    """
+
+    encoder: VAECache
+    last_frame: torch.Tensor
+    noise_scale: float
+
+    def to(self, device: torch.device | str) -> "VideoInput":
+        return VideoInput(self.encoder.to(device), self.last_frame.to(device), self.noise_scale)
+
+
+@dataclass(frozen=True, eq=False)
+class PastChunk:
+    """A committed chunk's clean latents, fp32 [16, F, h, w]: enough to run its clean pass again. Shared by forks."""
+
+    frames: range
+    latents: torch.Tensor
+
+
+class StreamSession(SessionState):
+    """See the module docstring. `None` in an optional field: this chunk has not happened, or not on this rank.
+
+    reserved_bytes: the largest size of everything but the K/V windows.
+    """
+
+    def __init__(
+        self, session_id: str, shape: StreamShape, plan: ChunkPlan, cache: ChunkCache, reserved_bytes: int
+    ) -> None:
+        super().__init__(session_id)
+        self.shape = shape
+        self.plan = plan
+        self.cache = cache
+        self.reserved_bytes = reserved_bytes
+        self.prompt: str | None = None
+        self.seed: int | None = None
+        self.cross_kv: torch.Tensor | None = None
+        """A function of `prompt`; kept so that it is computed once."""
+        self.video: VideoInput | None = None
+        self.decoder_cache: VAECache | None = None
+        self.past: tuple[PastChunk, ...] = ()
+        """Chunks still in the window; remembered only when a prompt switch may recompute it."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes + self.reserved_bytes
+
+    def next_frames(self) -> range:
+        """Return the latent frames of the next chunk."""
+        return self.plan.frames(self.chunk_index)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        named = self.cache.tensors(len(self.next_frames()))
+        if self.decoder_cache is not None:
+            named |= {f"decoder.{name}": tensor for name, tensor in self.decoder_cache.tensors().items()}
+        if self.video is not None:
+            named |= {f"encoder.{name}": tensor for name, tensor in self.video.encoder.tensors().items()}
+            named["video.last_frame"] = self.video.last_frame
+        for chunk in self.past:
+            named[f"past.frame{chunk.frames.start}"] = chunk.latents
+        return named
+
+    def scalars(self) -> dict[str, Any]:
+        return {
+            "chunk_index": self.chunk_index,
+            "committed_frames": self.cache.committed_frames,
+            "prompt": self.prompt,
+            "seed": self.seed,
+            "height": self.shape.height,
+            "width": self.shape.width,
+            "output": self.shape.output,
+            "source": self.shape.source,
+            "noise_scale": None if self.video is None else self.video.noise_scale,
+        }
+
+    def fork(self, session_id: str) -> "StreamSession":
+        other = StreamSession(session_id, self.shape, self.plan, self.cache.fork(), self.reserved_bytes)
+        other.chunk_index = self.chunk_index
+        other.prompt, other.seed = self.prompt, self.seed
+        # Immutable values: sharing them is as good as copying.
+        other.cross_kv, other.video = self.cross_kv, self.video
+        other.decoder_cache, other.past = self.decoder_cache, self.past
+        return other
+
+    def to(self, device: torch.device | str) -> None:
+        self.cache.to(device)
+        self.cross_kv = None if self.cross_kv is None else self.cross_kv.to(device)
+        self.video = None if self.video is None else self.video.to(device)
+        self.decoder_cache = None if self.decoder_cache is None else self.decoder_cache.to(device)
+        self.past = tuple(PastChunk(chunk.frames, chunk.latents.to(device)) for chunk in self.past)
+
+    def close(self) -> None:
+        self.cache.close()
+        self.cross_kv = self.video = self.decoder_cache = None
+        self.past = ()
+
+
+@dataclass(eq=False)
+class Chunk:
+    """One chunk in flight. The first group is made by `prepare_encode`, the second by later steps.
+
+    latents: fp32 [16, F, h, w]. renoise: fp32 [steps - 1, 16, F, h, w], what re-enters before steps 1, 2, ...
+    text: the encoded prompt, None if the session's `cross_kv` still stands. cache: where the chunk writes its K/V, the
+    session's own or, after `replay` has filled it, the one that will replace it. The others are what the session
+    becomes when the chunk succeeds.
+    """
+
+    frames: range
+    schedule: FewStepSchedule
+    latents: torch.Tensor
+    renoise: torch.Tensor
+    rope: tuple[torch.Tensor, torch.Tensor]
+    text: torch.Tensor | None
+    cache: ChunkCache
+    replay: tuple[PastChunk, ...]
+    prompt: str
+    seed: int
+    video: VideoInput | None
+
+    cross_kv: torch.Tensor | None = None
+    decoder_cache: VAECache | None = None
+    decoded_from: VAECache | None = None
+    """Kept while the decode may still be reading it on the device."""

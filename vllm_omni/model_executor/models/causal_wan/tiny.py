@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny random causal Wan checkpoint in each real layout, with the files, names and types of a real one.
+
+Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same model. Sizes divide
+by 2 and 4, for tensor, sequence and pipeline parallel runs.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_omni.model_executor.models.causal_wan.checkpoint import LAYOUTS, TINY_VAE_FILE
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
+from vllm_omni.model_executor.models.causal_wan.weights import transformer_shapes
+from vllm_omni.model_executor.models.wan.tiny import (
+    Tensors,
+    normal,
+    write_component,
+    write_diffusers_components,
+    write_original_components,
+    write_shards,
+    write_tiny_vae,
+)
+from vllm_omni.model_executor.weights import Rules, rename
+
+_SIZES = {"ffn_dim": 112, "freq_dim": 32, "text_dim": 32, "text_len": 64, "num_layers": 4, "eps": 1e-6}
+_CONFIG = {"_class_name": "WanModel", "model_type": "t2v", "dim": 64, "num_heads": 4, "in_dim": 16, "out_dim": 16}
+
+DIFFUSERS_NAMES: Rules = (
+    (r"^text_embedding\.0\.", "condition_embedder.text_embedder.linear_1."),
+    (r"^text_embedding\.2\.", "condition_embedder.text_embedder.linear_2."),
+    (r"^time_embedding\.0\.", "condition_embedder.time_embedder.linear_1."),
+    (r"^time_embedding\.2\.", "condition_embedder.time_embedder.linear_2."),
+    (r"^time_projection\.1\.", "condition_embedder.time_proj."),
+    (r"^head\.modulation$", "scale_shift_table"),
+    (r"^head\.head\.", "proj_out."),
+    (r"\.modulation$", ".scale_shift_table"),
+    (r"_attn\.(q|k|v)\.", r"_attn.to_\1."),
+    (r"_attn\.o\.", "_attn.to_out.0."),
+    (r"\.self_attn\.", ".attn1."),
+    (r"\.cross_attn\.", ".attn2."),
+    (r"\.norm3\.", ".norm2."),
+    (r"\.ffn\.0\.", ".ffn.net.0.proj."),
+    (r"\.ffn\.2\.", ".ffn.net.2."),
+)
+"""The way back from `weights.TRANSFORMER_RULES`."""
+
+
+def make_tiny(out: Path, seed: int, layout: str) -> None:
+    """Write a checkpoint into the empty or new directory `out`. `layout`: one of `LAYOUTS`."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; allowed: {', '.join(LAYOUTS)}")
+    out.mkdir(parents=True, exist_ok=True)
+    write_tiny_vae(out / TINY_VAE_FILE, seed)
+    if layout == "diffusers":
+        _write_diffusers(out, seed)
+        return
+    write_original_components(out, seed)
+    config = {**_CONFIG, **_SIZES, "dtype": "float32"}
+    write_component(out, config, "config.json")
+    network = {f"model.{name}": tensor for name, tensor in _transformer_tensors(config, seed).items()}
+    if layout == "original":
+        # A training checkpoint: the averaged network is the one that is used, the other differs.
+        raw = {f"model.{name}": tensor for name, tensor in _transformer_tensors(config, seed + 1).items()}
+        _save_state({"generator": raw, "generator_ema": network}, out / "checkpoints" / "self_forcing_dmd.pt")
+    else:
+        _save_state({"generator": network}, out / "wan_causal_dmd_v2v" / "model.pt")
+
+
+def _write_diffusers(out: Path, seed: int) -> None:
+    write_diffusers_components(out, seed, flow_shift=5.0)
+    config = {
+        "_class_name": "CausalWanTransformer3DModel",
+        "attention_head_dim": 16,
+        "num_attention_heads": 4,
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_size": [1, 2, 2],
+        "qk_norm": "rms_norm_across_heads",
+        "cross_attn_norm": True,
+        "rope_max_seq_len": 1024,
+        "image_dim": None,
+        "added_kv_proj_dim": None,
+        "pos_embed_seq_len": None,
+        **_SIZES,
+        "dtype": "float32",
+    }
+    write_component(out / "transformer", config, "config.json")
+    tensors = _transformer_tensors(config, seed)
+    write_shards(out / "transformer", {rename(name, DIFFUSERS_NAMES): tensor for name, tensor in tensors.items()})
+    index = {
+        "_class_name": "WanCausalDMDPipeline",
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", "T5TokenizerFast"],
+        "transformer": ["diffusers", "CausalWanTransformer3DModel"],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+    write_component(out, index, "model_index.json")
+
+
+def _save_state(state: dict[str, Tensors], path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    torch.save(state, path)
+
+
+def _transformer_tensors(config: dict[str, Any], seed: int) -> Tensors:
+    tensors: Tensors = {}
+    for name, shape in transformer_shapes(CausalWanConfig.from_checkpoint(config)).items():
+        if "norm" in name and name.endswith("weight"):
+            tensors[name] = 1 + 0.1 * normal(name, shape, seed)
+        elif name.endswith(("bias", "modulation")):
+            tensors[name] = 0.1 * normal(name, shape, seed)
+        else:
+            tensors[name] = normal(name, shape, seed) / math.sqrt(math.prod(shape[1:]))
+    return tensors

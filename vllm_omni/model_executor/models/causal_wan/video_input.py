@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`VideoEncoder`: input frames that arrive chunk by chunk become the noisy latents a video-to-video chunk begins with.
+
+The VAE's encoder runs as a stream; the noise controller (`motion.py`) says how much noise goes in and which timestep
+the first denoise step is fed. All state is in the immutable `VideoInput` handed in and out.
+Held by tests/model_executor/models/causal_wan/test_causal_wan_video.py.
+"""
+
+import torch
+
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanOptions
+from vllm_omni.model_executor.models.causal_wan.motion import first_timestep, motion, next_noise_scale
+from vllm_omni.model_executor.models.causal_wan.state import VideoInput
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
+from vllm_omni.model_executor.schedules import FewStepSchedule
+
+
+class VideoEncoder:
+    """vae: has an encoder. options: noise scale, schedule and normalisation of video-to-video streams."""
+
+    def __init__(self, vae: StreamingWanVAE, options: CausalWanOptions) -> None:
+        self._vae = vae
+        self._options = options
+
+    def state_nbytes(self, height: int, width: int) -> int:
+        """Bytes of the `VideoInput` of a stream of `height` x `width` pixels."""
+        return self._vae.encoder_cache_nbytes(height, width) + 3 * height * width
+
+    def noisy_latents(
+        self, frames_THWC: torch.Tensor, before: VideoInput | None, noise: torch.Tensor
+    ) -> tuple[torch.Tensor, FewStepSchedule, VideoInput]:
+        """Return (latents fp32 [16, F, h, w], the chunk's schedule, the stream's next state).
+
+        frames_THWC: uint8, on any device; T = 1 + 4 (F - 1) at a stream's start (`before` None), 4 F later. noise: as
+        the latents. Waits for the device once, for the motion in the frames.
+        """
+        frames_THWC = frames_THWC.to(noise.device)
+        initial = self._options.video_noise_scale
+        if before is None:
+            scale = initial
+        else:
+            scale = next_noise_scale(initial, before.noise_scale, motion(frames_THWC, before.last_frame))
+        pixels_1CTHW = (frames_THWC.permute(3, 0, 1, 2).unsqueeze(0).float() / 127.5) - 1.0
+        encoded, cache = self._vae.encode(pixels_1CTHW, None if before is None else before.encoder)
+        if not self._options.normalize_video_latent:
+            encoded = encoded * self._vae.latents_std + self._vae.latents_mean
+        latents = scale * noise + (1 - scale) * encoded[0]
+        schedule = self._options.video_schedule(float(first_timestep(scale)))
+        return latents, schedule, VideoInput(cache, frames_THWC[-1].clone(), scale)
