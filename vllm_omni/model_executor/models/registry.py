@@ -38,7 +38,6 @@ ARCHITECTURES = {
 """vLLM architecture name -> model class, registered lazily with vLLM's `ModelRegistry`."""
 
 AR_ARCHITECTURES = {
-    "CausalWanPipeline": "vllm_omni.model_executor.models.causal_wan.pipeline:CausalWanPipeline",
     "Qwen2_5OmniTalkerForConditionalGeneration": (
         "vllm_omni.model_executor.models.qwen2_5_omni.talker:TalkerForConditionalGeneration"
     ),
