@@ -1,6 +1,7 @@
 """Entry points of vllm_omni; everything else is in pyproject.toml.
 
-All groups use the one name `vllm_omni`, because `VLLM_PLUGINS` filters every group by entry-point name.
+All groups use the one name `vllm_omni`, because `VLLM_PLUGINS` filters every group by entry-point name; `vllm_omni_ar`
+adds routes to servers of stock text models, which need nothing else of this package.
 """
 
 from setuptools import setup
@@ -8,7 +9,10 @@ from setuptools import setup
 setup(
     entry_points={
         "vllm.general_plugins": ["vllm_omni = vllm_omni:register"],
-        "vllm.endpoint_plugins": ["vllm_omni = vllm_omni.entrypoints.plugin:create_plugin"],
+        "vllm.endpoint_plugins": [
+            "vllm_omni = vllm_omni.entrypoints.plugin:create_plugin",
+            "vllm_omni_ar = vllm_omni.entrypoints.ar_plugin:create_plugin",
+        ],
         "console_scripts": ["vllm-omni = vllm_omni.entrypoints.cli.main:main"],
     },
 )

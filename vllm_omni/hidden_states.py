@@ -143,6 +143,23 @@ def concat(parts: Sequence[HiddenStates | None]) -> HiddenStates | None:
     )
 
 
+def to_safetensors(states: HiddenStates) -> bytes:
+    """Return a safetensors file: `layer.<number>` for each layer, `positions` and `token_ids`."""
+    from safetensors.torch import save
+
+    layers = {f"layer.{layer}": rows.contiguous() for layer, rows in states.items()}
+    return save({**layers, "positions": states.positions, "token_ids": states.token_ids})
+
+
+def from_safetensors(data: bytes) -> HiddenStates:
+    """Read `to_safetensors` back, as a client of the HTTP API does."""
+    from safetensors.torch import load
+
+    tensors = load(data)
+    layers = {int(name.removeprefix("layer.")): rows for name, rows in tensors.items() if name.startswith("layer.")}
+    return HiddenStates(layers, tensors["positions"], tensors["token_ids"])
+
+
 def error_text(failed: RequestFailed) -> str:
     """The stop reason under which a failed request leaves the engine."""
     return f"{_ERROR_PREFIX}{json.dumps([failed.code, failed.message])}"

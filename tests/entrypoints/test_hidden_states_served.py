@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hidden states over HTTP: a stock `vllm serve` of a text model with our worker, scheduler and endpoint plugin."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from vllm_omni.entrypoints.cli import demo
+from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, from_safetensors
+
+PROMPT = "the red bird sings"
+ASKED = {"omni": json.dumps(HiddenStatesRequest(hidden_states="all", layers=(1, -1)).to_extra_args()["omni"])}
+MAX_BYTES = 200 * 64 * 4
+
+
+@dataclass
+class Server:
+    url: str
+    model: Path
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        body = {"model": "tiny", "temperature": 0, "max_tokens": 6, "ignore_eos": True, **body}
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
+        response = self.post(path, stream=True, **body)
+        assert response.status_code == 200, response.text
+        lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
+
+    def fetch(self, response_id: str, index: int = 0) -> httpx.Response:
+        return httpx.get(f"{self.url}/v1/hidden_states/{response_id}", params={"index": index}, timeout=30)
+
+    def states(self, response_id: str, index: int = 0) -> HiddenStates:
+        response = self.fetch(response_id, index)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"] == "application/vnd.safetensors"
+        return from_safetensors(response.content)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_language_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    port = demo.free_port(0)
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    flags = ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", "tiny", "--enforce-eager"]
+    flags += ["--max-model-len", "512", "--dtype", "float32", "--max-num-seqs", "4"]
+    flags += ["--worker-cls", "vllm_omni.worker.ARGPUWorker"]
+    flags += ["--scheduler-cls", "vllm_omni.core.sched.ARHiddenStatesScheduler"]
+    flags += [
+        "--additional-config",
+        json.dumps({"omni": {"hidden_state_layers": [1], "max_hidden_states_bytes": MAX_BYTES}}),
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [Path(sys.executable).parent / "vllm", "serve", str(tiny_language_model), *flags],
+            env={**os.environ, "VLLM_PLUGINS": "vllm_omni_ar", "VLLM_OMNI_HIDDEN_STATES_EXPIRY_S": "60"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 240
+        while not demo.answers(f"http://127.0.0.1:{port}/health"):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.25)
+        yield Server(f"http://127.0.0.1:{port}", tiny_language_model)
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def reference(model: Path, token_ids: list[int]) -> tuple[torch.Tensor, ...]:
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        states = loaded(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+    return tuple(layer[0] for layer in states)
+
+
+def assert_equal_transformers(server: Server, states: HiddenStates) -> None:
+    """One row for each token but the last, equal to a plain forward (fp32: 1e-4)."""
+    expected = reference(server.model, states.token_ids.tolist())
+    assert states.positions.tolist() == list(range(len(states.positions)))
+    for layer, want in ((1, expected[1]), (-1, expected[-1])):
+        torch.testing.assert_close(states[layer], want, atol=1e-4, rtol=1e-4)
+
+
+def test_completions_answer_as_stock_and_rows_wait_beside(server: Server) -> None:
+    """Same text whether asked or not; the rows are a transformers forward of prompt and completion."""
+    plain = server.post("/v1/completions", prompt=PROMPT).json()
+    asked = server.post("/v1/completions", prompt=PROMPT, vllm_xargs=ASKED).json()
+    assert asked["choices"][0]["text"] == plain["choices"][0]["text"] and asked.keys() == plain.keys()
+    states = server.states(asked["id"])
+    assert states.num_rows == asked["usage"]["prompt_tokens"] + 6 - 1
+    assert_equal_transformers(server, states)
+    again = server.fetch(asked["id"])
+    assert again.status_code == 404 and again.json()["error"]["type"] == "not_found"
+    assert server.fetch(plain["id"]).status_code == 404
+
+
+def test_chat_streams_text_and_rows_follow(server: Server) -> None:
+    """Server-sent events are stock; when the last has come, the rows are there."""
+    body = {"messages": [{"role": "user", "content": PROMPT}]}
+    plain = server.events("/v1/chat/completions", **body)
+    asked = server.events("/v1/chat/completions", vllm_xargs=ASKED, **body)
+
+    def text(events: list[dict[str, Any]]) -> str:
+        return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+
+    assert text(asked) == text(plain) != "" and len(asked) > 3
+    states = server.states(asked[0]["id"])
+    assert_equal_transformers(server, states)
+
+
+def test_every_choice_of_every_prompt_has_its_rows(server: Server) -> None:
+    """Two prompts with two choices: four results, in the order of the choices."""
+    answer = server.post("/v1/completions", prompt=["sea", "the sky"], n=2, temperature=1, seed=1, vllm_xargs=ASKED)
+    choices = answer.json()["choices"]
+    found = [server.states(answer.json()["id"], choice["index"]) for choice in choices]
+    assert [states.num_rows for states in found] == [3 + 5, 3 + 5, 7 + 5, 7 + 5]
+    for states in found:
+        assert_equal_transformers(server, states)
+
+
+@pytest.mark.parametrize(
+    ("omni", "status", "named"),
+    [
+        ("{", 400, "omni"),
+        ('{"hidden_states": "some"}', 400, "generated"),
+        ('{"hidden_states": "all", "layers": [2]}', 400, "hidden_state_layers"),
+        ('{"hidden_states": "all", "layers": [99]}', 400, "4 blocks"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_request_is_a_client_error(server: Server, omni: str, status: int, named: str, stream: bool) -> None:
+    """With the reason, and without harm to others."""
+    response = server.post("/v1/completions", prompt=PROMPT, vllm_xargs={"omni": omni}, stream=stream)
+    if not stream or response.status_code != 200:
+        assert response.status_code == status, response.text
+    assert named in response.text and '"error"' in response.text
+    assert server.post("/v1/completions", prompt=PROMPT).status_code == 200
+
+
+def test_too_many_rows_are_a_client_error(server: Server) -> None:
+    """200 rows are allowed; the text of such a request without rows is fine."""
+    response = server.post("/v1/completions", prompt="sea " * 100, vllm_xargs=ASKED)
+    assert response.status_code == 400 and "max_hidden_states_bytes" in response.text
+    assert server.post("/v1/completions", prompt="sea " * 100).status_code == 200
+
+
+def test_an_unknown_id_is_not_found(server: Server) -> None:
+    assert server.fetch("chatcmpl-nobody").status_code == 404
+    assert server.fetch("chatcmpl-nobody", index=-1).status_code == 400
+
+
+def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
+    """Disconnecting mid-stream aborts as in stock vLLM and leaves no rows."""
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 180, "ignore_eos": True, "stream": True}
+    omni = {"omni": '{"hidden_states": "last"}'}
+    with httpx.stream("POST", server.url + "/v1/completions", json={**body, "vllm_xargs": omni}, timeout=30) as stream:
+        lines = stream.iter_lines()  # kept: httpx closes the connection with the iterator
+        first = json.loads(next(lines).removeprefix("data: "))
+        assert server.fetch(first["id"]).status_code == 409
+    deadline = time.monotonic() + 30
+    while server.fetch(first["id"]).status_code == 409:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert server.fetch(first["id"]).status_code == 404

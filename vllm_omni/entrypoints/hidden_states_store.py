@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`HiddenStatesStore`: hidden states of answered HTTP requests, until their client fetches them.
+
+Owns the bound (bytes and seconds) and the rule that each completion is handed out once. Knows neither HTTP nor the
+engine. Entries are named by the id under which vLLM's server answered; several prompts of one request have ids with
+`-0`, `-1`, ... behind it. Held by tests/entrypoints/test_hidden_states_store.py.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from vllm_omni.entrypoints.environment import read_struct
+from vllm_omni.hidden_states import HiddenStates
+from vllm_omni.outputs import RequestFailed
+
+
+class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one API server process; each is the variable `VLLM_OMNI_` + the field's name in upper case.
+
+    hidden_states_store_bytes: rows kept for clients; beyond it the oldest are dropped.
+    hidden_states_expiry_s: rows nobody has fetched by then are dropped.
+    """
+
+    hidden_states_store_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] = 1 << 30
+    hidden_states_expiry_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 120.0
+
+    @classmethod
+    def from_env(cls) -> "StoreLimits":
+        """Read the variables that are set; raises ValueError naming the variable and what is allowed."""
+        return read_struct(cls)
+
+
+@dataclass
+class _Entry:
+    request_id: str
+    expires_at: float
+    completions: dict[int, HiddenStates] = field(default_factory=dict)
+    num_completions: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(states.nbytes for states in self.completions.values())
+
+
+class HiddenStatesStore:
+    def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._entries: dict[str, _Entry] = {}
+        self._running: dict[str, int] = {}
+        """Requests that have begun and not ended; two at once may carry the same client-given id."""
+        self.nbytes = 0
+
+    def begin(self, request_id: str) -> None:
+        self._running[request_id] = self._running.get(request_id, 0) + 1
+
+    def end(self, request_id: str, completions: dict[int, HiddenStates]) -> None:
+        """Keep a finished request's rows, by completion index; drop what has expired and the oldest over the limit."""
+        self._running[request_id] -= 1
+        if not self._running[request_id]:
+            del self._running[request_id]
+        self._drop(request_id)
+        if completions:
+            expires_at = self._clock() + self._limits.hidden_states_expiry_s
+            entry = _Entry(request_id, expires_at, dict(completions), max(completions) + 1)
+            self._entries[request_id] = entry
+            self.nbytes += entry.nbytes
+        self.drop_expired()
+        while self.nbytes > self._limits.hidden_states_store_bytes:
+            self._drop(next(iter(self._entries)))
+
+    def fetch(self, response_id: str, index: int) -> HiddenStates:
+        """Hand out, once, the rows of choice `index` of a response.
+
+        Raises `RequestFailed` with code `not_finished` while it runs and `not_found` for anything else unknown.
+        """
+        self.drop_expired()
+        if any(_belongs(name, response_id) for name in self._running):
+            raise RequestFailed("not_finished", f"{response_id!r} is still running: fetch when it has been answered")
+        first = 0
+        for name in sorted((name for name in self._entries if _belongs(name, response_id)), key=_prompt_number):
+            entry = self._entries[name]
+            states = entry.completions.pop(index - first, None)
+            if states is not None:
+                self.nbytes -= states.nbytes
+                return states  # the entry stays until it expires: it counts choices of the prompts before others
+            first += entry.num_completions
+        raise RequestFailed(
+            "not_found",
+            f"no hidden states of choice {index} of {response_id!r}: it did not ask for them, they were fetched "
+            "already, have expired, or were dropped for newer ones",
+        )
+
+    def drop_expired(self) -> None:
+        now = self._clock()
+        for name in [name for name, entry in self._entries.items() if entry.expires_at <= now]:
+            self._drop(name)
+
+    def _drop(self, request_id: str) -> None:
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            self.nbytes -= entry.nbytes
+
+
+def _belongs(request_id: str, response_id: str) -> bool:
+    prefix, _, number = request_id.rpartition("-")
+    return request_id == response_id or (prefix == response_id and number.isdigit())
+
+
+def _prompt_number(request_id: str) -> int:
+    number = request_id.rpartition("-")[2]
+    return int(number) if number.isdigit() else 0
