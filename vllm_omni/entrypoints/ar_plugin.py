@@ -6,7 +6,7 @@
 
 Loaded when `VLLM_PLUGINS` names it. vLLM's handlers for the two text routes stay as they are: they get an engine client
 that keeps the rows of requests which asked (`EngineClientWithRows`); those that did not pass straight through.
-Held by tests/entrypoints/test_ar_plugin.py and test_hidden_states_served.py.
+Held by tests/entrypoints/test_hidden_states_served.py.
 """
 
 import copy
