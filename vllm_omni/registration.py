@@ -16,7 +16,7 @@ from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, regi
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.registry import ARCHITECTURES, detect_family, get_family
+from vllm_omni.model_executor.models.registry import AR_ARCHITECTURES, ARCHITECTURES, detect_family, get_family
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -60,6 +60,8 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         if model_config.dtype == torch.float16 and stored != torch.float16:
             # `--dtype auto` makes fp16 of fp32 weights; that overflows in video transformers: keep what is stored.
             model_config.dtype = stored
+        if model_config.multimodal_config is not None:
+            model_config.multimodal_config.mm_processor_cache_gb = 0  # no camera path ever comes twice
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
@@ -122,5 +124,8 @@ def register_with_vllm() -> None:
         if architecture not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(architecture, qualname)
         MODELS_CONFIG_MAP.setdefault(architecture, OmniModelConfig)
+    for architecture, qualname in AR_ARCHITECTURES.items():
+        if architecture not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(architecture, qualname)
     if CONFIG_FORMAT not in _CONFIG_FORMAT_TO_CONFIG_PARSER:
         register_config_parser(CONFIG_FORMAT)(OmniConfigParser)

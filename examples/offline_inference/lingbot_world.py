@@ -27,7 +27,7 @@ from PIL import Image
 from vllm_omni.entrypoints.cli.demo import start_image
 from vllm_omni.entrypoints.media import encode_mp4
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
-from vllm_omni.inputs import DiffusionParams, engine_prompt
+from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed, unpack
 
 
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     from vllm import LLM  # takes seconds; `--help` should not
 
-    image_HWC = read_image(args.image)
+    image = Image.open(args.image if args.image is not None else io.BytesIO(start_image()))
     omni = {"height": args.height, "width": args.width, "model": args.model_options}
     llm = LLM(
         model=str(args.model),
@@ -79,13 +79,11 @@ def main(args: argparse.Namespace) -> None:
             width=args.width,
             output="latents" if args.latents else "rgb",
         )
-        tensors = {"poses": poses_N44[start : start + size], "intrinsics": intrinsics[start : start + size]}
-        if index == 0:
-            tensors["image"] = image_HWC
+        camera = {"poses": poses_N44[start : start + size], "intrinsics": intrinsics[start : start + size]}
+        data = {"camera": camera, "image": image} if index == 0 else {"camera": camera}
+        prompt = {"prompt_token_ids": [0], "multi_modal_data": data}
         began_s = time.perf_counter()
-        (output,) = llm.encode(
-            [engine_prompt()], params.to_pooling_params(tensors), pooling_task="plugin", use_tqdm=False
-        )
+        (output,) = llm.encode(prompt, params.to_pooling_params(), pooling_task="plugin", use_tqdm=False)
         try:
             meta, made = unpack(output.outputs.data)
         except RequestFailed as error:
@@ -132,12 +130,6 @@ def chunk_sizes(facts: WorldFacts, num_poses: int) -> list[int]:
             f"{facts.chunk_frames}; send {facts.first_chunk_frames} + a multiple of {facts.chunk_frames}"
         )
     return sizes
-
-
-def read_image(path: Path | None) -> torch.Tensor:
-    """Return the start image, uint8 `[H, W, 3]`."""
-    picture = Image.open(path if path is not None else io.BytesIO(start_image()))
-    return torch.from_numpy(np.array(picture.convert("RGB")))
 
 
 def read_camera(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,16 +13,21 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.pooler import IdentityPooler
-from vllm.model_executor.models.interfaces import IsAttentionFree, SupportsPP
+from vllm.model_executor.models.interfaces import IsAttentionFree, SupportsMultiModal, SupportsPP
 from vllm.model_executor.models.interfaces_base import VllmModelForPooling, attn_type
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.sequence import IntermediateTensors
+
+from vllm_omni.multimodal import NamedTensorsInfo, NamedTensorsProcessor, NoDummyInputs
 
 
 @attn_type("attention_free")
-class StepPipeline(nn.Module, VllmModelForPooling, IsAttentionFree, SupportsPP):
+@MULTIMODAL_REGISTRY.register_processor(NamedTensorsProcessor, info=NamedTensorsInfo, dummy_inputs=NoDummyInputs)
+class StepPipeline(nn.Module, VllmModelForPooling, IsAttentionFree, SupportsPP, SupportsMultiModal):
     """Base of every registered pipeline; subclasses implement `SupportsStepExecution` and `load_weights`."""
 
     is_pooling_model: ClassVar[Any] = True
+    supports_multimodal_raw_input_only: ClassVar[bool] = True
     supports_step_execution: ClassVar[bool] = True
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

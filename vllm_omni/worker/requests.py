@@ -15,6 +15,7 @@ import torch
 
 from vllm_omni.inputs import DiffusionParams, request_tensors
 from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.multimodal import feature_tensors
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.overlap import PendingResult
 
@@ -71,7 +72,8 @@ class RequestStates:
         extra = data.pooling_params.extra_kwargs if data.pooling_params is not None else None
         try:
             params = DiffusionParams.from_extra_kwargs(extra)
-            state = RequestState(data.req_id, params, request_tensors(extra))
+            tensors = request_tensors(extra) | feature_tensors(data.mm_features)
+            state = RequestState(data.req_id, params, tensors)
         except RequestFailed as failure:
             state = RequestState(data.req_id, None, {}, failure=failure)
         except Exception:  # boundary: whatever a client managed to send may cost only its own request

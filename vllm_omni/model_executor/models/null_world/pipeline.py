@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`NullWorldPipeline`: a world with no picture in it, for measuring and breaking everything around a model.
 
-It costs next to nothing, yet behaves like a real causal world: a chunk's latents depend on prompt, seed, camera and all
+It costs nearly nothing, yet behaves like a real causal world: a chunk's latents depend on prompt, seed, camera and all
 earlier chunks of the session, layers can be split over pipeline stages, and frames tell which chunk they belong to.
 `DiffusionParams.options` can slow it down or make it fail: `steps`, `step_ms`, `prepare_ms`, `decode_ms`,
 `fail_in` ("prepare" | "denoise" | "decode"), `fail_at` / `nan_at` (a step).

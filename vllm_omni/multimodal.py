@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`multi_modal_data` of stock vLLM as input tensors of a diffusion request.
+
+    data = {"image": picture, "camera": {"poses": poses_N44, "intrinsics": intrinsics_N4}}
+    llm.encode({"prompt_token_ids": [0], "multi_modal_data": data},
+               pooling_params=DiffusionParams(...).to_pooling_params(), pooling_task="plugin")
+
+An entry is one tensor under the modality's name; a map is several, each under its key. They reach the worker as they
+are: no tokens, no hashing, no cache (a chunk's camera never comes twice). `inputs.request_tensors` is the other way in.
+Held by tests/test_multimodal.py.
+"""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from PIL import Image
+from vllm.inputs import MultiModalDataDict, MultiModalInput, mm_input
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalKwargsItems,
+    PlaceholderRange,
+)
+from vllm.multimodal.parse import ModalityDataItems, MultiModalDataItems, MultiModalDataParser
+from vllm.multimodal.processing import (
+    BaseDummyInputsBuilder,
+    BaseMultiModalProcessor,
+    BaseProcessingInfo,
+    ProcessorInputs,
+    TimingContext,
+)
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+MODALITIES: Final = ("image", "video", "audio", "camera", "tensors")
+"""What `multi_modal_data` may hold; `tensors` is a map of whatever else a model takes. One item of each a request."""
+
+
+class NamedTensors(ModalityDataItems[dict[str, torch.Tensor], dict[str, torch.Tensor]]):
+    """The tensors of one modality, as one item."""
+
+    def get_count(self) -> int:
+        return 1
+
+    def get(self, index: int) -> dict[str, torch.Tensor]:
+        return (self.data,)[index]  # an IndexError is how vLLM's iteration over items ends
+
+    def get_processor_data(self) -> Mapping[str, object]:
+        return {}
+
+    def get_passthrough_data(self) -> Mapping[str, object]:
+        return self.data
+
+
+class NamedTensorsParser(MultiModalDataParser):
+    def parse_mm_data(self, mm_data: MultiModalDataDict) -> MultiModalDataItems:
+        """Raises ValueError naming an unknown modality or an entry that is no array."""
+        items = MultiModalDataItems()
+        for modality, value in mm_data.items():
+            if modality not in MODALITIES:
+                raise ValueError(f"multi_modal_data holds {modality!r}; allowed: {', '.join(MODALITIES)}")
+            named = value if isinstance(value, Mapping) else {modality: value}
+            items[modality] = NamedTensors({str(key): _tensor(str(key), data) for key, data in named.items()}, modality)
+        return items
+
+
+class NamedTensorsInfo(BaseProcessingInfo):
+    def get_data_parser(self) -> MultiModalDataParser:
+        return NamedTensorsParser()
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return dict.fromkeys(MODALITIES, 1)
+
+    def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
+        return dict.fromkeys(mm_counts, 1)  # none in fact; vLLM wants room for at least one
+
+
+class NoDummyInputs(BaseDummyInputsBuilder[NamedTensorsInfo]):
+    """vLLM warms processors up with these; one number is enough here."""
+
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return ""
+
+    def get_dummy_mm_data(self, seq_len: int, mm_counts: Mapping[str, int], mm_options: Any) -> MultiModalDataDict:
+        return {"image": torch.zeros(1, dtype=torch.uint8)}
+
+
+class NamedTensorsProcessor(BaseMultiModalProcessor[NamedTensorsInfo]):
+    requires_tokenizer = False
+
+    def _get_mm_fields_config(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        return {}
+
+    def _get_prompt_updates(self, *args: Any, **kwargs: Any) -> Sequence[Any]:
+        return []
+
+    def apply(self, inputs: ProcessorInputs, timing_ctx: TimingContext) -> MultiModalInput:
+        """Return an engine input of one prompt token that carries the tensors unchanged."""
+        field = MultiModalBatchedField()
+        items = {
+            modality: [
+                MultiModalKwargsItem(
+                    {
+                        name: MultiModalFieldElem(data=tensor, field=field)
+                        for name, tensor in inputs.mm_data_items.get_items(modality, NamedTensors).get(0).items()
+                    }
+                )
+            ]
+            for modality in inputs.mm_data_items
+        }
+        return mm_input(
+            prompt_token_ids=[0],
+            mm_kwargs=MultiModalKwargsItems(items),
+            mm_hashes={modality: [uuid.uuid4().hex] for modality in items},
+            mm_placeholders={modality: [PlaceholderRange(offset=0, length=0)] for modality in items},
+        )
+
+
+def feature_tensors(features: "Sequence[MultiModalFeatureSpec]") -> dict[str, torch.Tensor]:
+    """Return the tensors of a scheduled request's `mm_features` by name."""
+    return {
+        name: elem.data
+        for feature in features
+        if feature.data is not None
+        for name, elem in feature.data.items()
+        if isinstance(elem.data, torch.Tensor)
+    }
+
+
+def _tensor(name: str, data: Any) -> torch.Tensor:
+    """An image is uint8 [H, W, 3], several are [N, H, W, 3]; arrays keep their dtype."""
+    if isinstance(data, torch.Tensor):
+        return data.detach().cpu()
+    if isinstance(data, Image.Image):
+        return torch.from_numpy(np.array(data.convert("RGB")))
+    if isinstance(data, Sequence) and data and all(isinstance(entry, Image.Image) for entry in data):
+        sizes = {entry.size for entry in data}
+        if len(sizes) > 1:
+            raise ValueError(f"multi_modal_data[{name!r}]: the images must have one size, got {sorted(sizes)}")
+        return torch.stack([_tensor(name, entry) for entry in data])
+    try:
+        array = np.asarray(data)
+        if array.dtype.kind not in "biuf":
+            raise TypeError(f"dtype {array.dtype}")
+        return torch.from_numpy(np.ascontiguousarray(array))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"multi_modal_data[{name!r}] must be an array, a tensor or an image, got {type(data).__name__}"
+        ) from error
