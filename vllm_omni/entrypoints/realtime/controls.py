@@ -109,9 +109,15 @@ class ControlTrack:
                     self._script.clear()
                     replaced += self._push(transitions, event)
                     self._any_keys = True
-        gone = [old for old in replaced if old.order != event.order and old.order not in self._acting]
+        alive = self._acting | self._waiting() if replaced else set()
+        gone = [old for old in replaced if old.order not in alive and old.order != event.order]
         ids = {old.event_id: None for old in gone}
         return [old_id for old_id in ids if old_id is not None]
+
+    def _waiting(self) -> set[int]:
+        """Orders of the events of which some part is still to act."""
+        events = [event for _, event in (*self._script, *self._transitions)]
+        return {event.order for event in [*events, *([self._prompt[1]] if self._prompt is not None else [])]}
 
     def _push(self, transitions: tuple[Held, ...], event: _Event) -> list[_Event]:
         """Only the newest transition and the newest one with a key in it can ever matter."""

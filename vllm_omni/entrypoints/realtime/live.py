@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from starlette.websockets import WebSocket
 
+from vllm_omni.entrypoints.metrics import door_metrics
 from vllm_omni.entrypoints.realtime.connection import Connection
 from vllm_omni.entrypoints.realtime.errors import ClientGone, Close, DoorError
 from vllm_omni.entrypoints.realtime.run import Job
@@ -36,7 +37,7 @@ class LiveClient(ABC):
     """One connection's life: accept, messages, at most one stream at a time, close."""
 
     door: str
-    """For the log."""
+    """For the log and the metrics."""
 
     def __init__(self, manager: SessionManager, websocket: WebSocket, max_strikes: int) -> None:
         self.manager, self.limits, self.facts = manager, manager.limits, manager.facts
@@ -106,27 +107,28 @@ class LiveClient(ABC):
         deadline_s = time.monotonic() + self.limits.slot_wait_s
         while True:
             try:
-                self.session = self.manager.open(key, self.connection.client)
+                self.session = self.manager.open(key, self.connection.client, self.door)
                 self.session.connections.add(self)
                 return self.session
-            except DoorError:
+            except DoorError as error:
                 if time.monotonic() >= deadline_s:
+                    door_metrics().session_refused(self.door, error.code)
                     raise
-            await asyncio.sleep(_SLOT_POLL_S)
+            await asyncio.sleep(max(0.0, min(_SLOT_POLL_S, deadline_s - time.monotonic())))
 
     def start(self, job: Job) -> None:
         """Begin to generate and deliver; `open_session` has been called."""
-        self._stream = self.manager.spawn(self._deliver_all(job))
-
-    async def _deliver_all(self, job: Job) -> None:
         assert self.session is not None
+        self._stream = self.manager.spawn(self._deliver_all(self.session, job))
+
+    async def _deliver_all(self, session: Session, job: Job) -> None:
         try:
-            run = self.session.submit(job)
+            run = session.submit(job)
             try:
                 await run.follow(self._count_and_deliver, self)
             finally:
                 if not run.finished:
-                    self.session.cancel([run])
+                    session.cancel([run])
             self._end = "complete"
             await self.complete()
         except ClientGone:

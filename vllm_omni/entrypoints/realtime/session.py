@@ -122,8 +122,8 @@ class Session:
     def cancel(self, runs: Iterable[Run] | None = None) -> None:
         """End these runs (all of the session if None) with `cancelled`; their chunks are aborted in the engine."""
         for run in list(self.runs.values()) if runs is None else runs:
-            if not run.finished and run.task is not None:
-                run.task.cancel()
+            if not run.finished and run.task is not None and not run.task.cancelling():
+                run.task.cancel()  # once: a second time would cut its clean-up short
 
     async def _produce(self, run: Run) -> DoorError | None:
         try:

@@ -141,6 +141,8 @@ class SessionManager:
         """A session without a world and without requests is nothing: its id is free again."""
         if not session.started and not session.is_busy and self._sessions.get(session.key) is session:
             del self._sessions[session.key]
+            for run in session.runs.values():
+                run.discard()
             session.meter.close("closed")
         elif session.started:
             self._evicted.pop(session.key, None)
