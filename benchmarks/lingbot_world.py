@@ -90,7 +90,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     loading = time.perf_counter()
     async with running_engine(
         model,
-        {"height": args.height, "width": args.width, "model": options},
+        {"height": args.height, "width": args.width, "model": options, **json.loads(args.omni_options)},
         enforce_eager=args.eager,
         load_format="dummy",
         tensor_parallel_size=ranks,
@@ -126,6 +126,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         },
         "sessions": args.sessions,
         "model_options": options,
+        "omni_options": json.loads(args.omni_options),
         "layers": args.layers,
         "chunks": args.chunks,
         "load_and_warm_up_s": round(load_s, 1),
@@ -159,6 +160,7 @@ def main() -> None:
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside sizes and model")
     parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
     parser.add_argument("--name", default="lingbot_world", help="name of the result file")
     add_output_arguments(parser)

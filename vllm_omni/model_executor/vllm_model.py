@@ -34,7 +34,7 @@ class StepPipeline(nn.Module, VllmModelForPooling, IsAttentionFree, SupportsPP, 
         super().__init__()
         self.pooler = IdentityPooler()
 
-    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed_input_ids(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError("a diffusion pipeline has no token embeddings; the runner calls denoise_step")
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

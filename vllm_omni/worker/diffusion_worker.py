@@ -47,11 +47,17 @@ class DiffusionWorkerMixin(_Worker):
         return self.model_runner.request_progress()
 
     def device_memory(self) -> dict[str, int]:
-        """`collective_rpc("device_memory")`: bytes in use on this rank's device, and torch's peak since start."""
+        """`collective_rpc("device_memory")`: bytes in use on this rank's device, of these torch's own, and its peak."""
         if self.device.type != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info(self.device)
-        return {"used": total - free, "total": total, "torch_peak": torch.cuda.max_memory_allocated(self.device)}
+        return {
+            "used": total - free,
+            "total": total,
+            "torch_allocated": torch.cuda.memory_allocated(self.device),
+            "torch_reserved": torch.cuda.memory_reserved(self.device),
+            "torch_peak": torch.cuda.max_memory_allocated(self.device),
+        }
 
     def close_session(self, session_id: str) -> bool:
         """`collective_rpc("close_session", args=(id,))`: drop a session; False if it does not exist or is at work.
