@@ -58,7 +58,8 @@ class Call:
 
 
 class FakeEngine:
-    """`delay_s`: time a chunk takes; `close_delay_s`: time to free a world; `max_worlds`: how many fit.
+    """`delay_s`: time a chunk takes; `close_delay_s`: time to free a world; `max_worlds`: how many fit; `noise`: frames
+    that do not compress.
 
     `fail`: called with each generate request, may raise. Frames: all pixels of session frame n are n % 256, pixel
     (0, 0) has the chunk's index in red.
@@ -67,6 +68,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.delay_s = self.close_delay_s = 0.0
         self.max_worlds = 1000
+        self.noise = False
         self.fail: Callable[[DiffusionParams], None] = lambda params: None
         self.calls: list[Call] = []
         self.aborted: list[str] = []
@@ -145,7 +147,9 @@ class FakeEngine:
         count = FIRST if index == 0 else LATER
         numbers = torch.arange(first_frame_of(index), first_frame_of(index) + count) % 256
         frames_THWC = numbers.to(torch.uint8)[:, None, None, None].expand(-1, world.height, world.width, 3).contiguous()
-        frames_THWC[:, 0, 0, 0] = index
+        if self.noise:
+            frames_THWC = torch.randint(0, 256, frames_THWC.shape, dtype=torch.uint8)
+        frames_THWC[:, 0, 0, 0] = index % 256
         meta = {
             "chunk_index": index,
             "first_frame": first_frame_of(index),

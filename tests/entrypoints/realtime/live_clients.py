@@ -16,6 +16,8 @@ from websockets.sync.client import ClientConnection, connect
 
 WIDTH, HEIGHT = 48, 32
 
+_QUICK: Any = {"close_timeout": 0.2}  # the library reads no further while it waits for the server's close frame
+
 _pack = msgspec.msgpack.Encoder().encode
 
 
@@ -128,7 +130,7 @@ class GenerateClient:
     """Speaks `/v1/realtime_video/generate` like the WebUI: unknown maps are headers, their next message a payload."""
 
     def __init__(self, port: int, path: str = "/v1/realtime_video/generate", **options: Any) -> None:
-        self._connecting = connect(f"ws://127.0.0.1:{port}{path}", compression=None, max_size=None, **options)
+        self._connecting = connect(f"ws://127.0.0.1:{port}{path}", compression=None, max_size=None, **_QUICK, **options)
         self.connection: ClientConnection = self._connecting.__enter__()
         self._extra: list[dict[str, Any]] = []
 
@@ -219,7 +221,7 @@ class VideoClient:
     """Speaks `/v1/realtime/video`."""
 
     def __init__(self, port: int, path: str = "/v1/realtime/video", **options: Any) -> None:
-        self._connecting = connect(f"ws://127.0.0.1:{port}{path}", compression=None, max_size=None, **options)
+        self._connecting = connect(f"ws://127.0.0.1:{port}{path}", compression=None, max_size=None, **_QUICK, **options)
         self.connection: ClientConnection = self._connecting.__enter__()
 
     def __enter__(self) -> "VideoClient":

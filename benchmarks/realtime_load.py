@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many live sessions at once: does everyone get every frame on time, and what do badly behaved clients change?
+
+A server process with this package's door `/v1/realtime_video/generate` and a model that only keeps time; a load
+generator in a process of its own on another core; for the scenarios, badly behaved clients in a third one. A frame's
+added latency runs from the moment the model has it to the moment the client has read it; cadence is frames read over
+frames due.
+
+    python benchmarks/realtime_load.py
+    python benchmarks/realtime_load.py --scenario frozen --sessions 50
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import add_output_arguments, quantiles, save
+
+_HERE = Path(__file__).parent
+_SCENARIOS = ("steady", "slow", "trickle", "never-reads", "frozen", "disconnect")
+_GONE_TIMEOUT_S = 60.0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scenario", choices=_SCENARIOS, nargs="+", default=["steady"])
+    parser.add_argument("--sessions", type=int, default=100)
+    parser.add_argument("--bad-clients", type=int, default=3, help="badly behaved clients beside them (default: 3)")
+    parser.add_argument("--fps", type=float, default=16.0)
+    parser.add_argument("--width", type=int, default=160)
+    parser.add_argument("--height", type=int, default=128, help="160x128 RGB is 60 KiB a frame")
+    parser.add_argument("--controls-per-s", type=float, default=2.0, help="key events of each session (default: 2)")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--warm-up-s", type=float, default=5.0)
+    parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop", help="vLLM serves with uvloop")
+    parser.add_argument("--no-pin", action="store_true", help="let server and clients share all cores")
+    add_output_arguments(parser)
+    return parser
+
+
+@contextlib.contextmanager
+def process(script: str, options: dict[str, Any], core: int | None) -> Iterator[subprocess.Popen[str]]:
+    """A child of this benchmark; it is gone afterwards."""
+    command = [sys.executable, str(_HERE / script), json.dumps(options)]
+    pin = (lambda: os.sched_setaffinity(0, {core})) if core is not None else None
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=pin)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+class Server:
+    def __init__(self, child: subprocess.Popen[str]) -> None:
+        assert child.stdout is not None
+        self.port = int(child.stdout.readline())
+        self.process = psutil.Process(child.pid)
+        wait_for(lambda: self.state() is not None)
+
+    def state(self) -> dict[str, Any] | None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/state", timeout=10) as answer:
+                return json.load(answer)
+        except OSError:
+            return None
+
+    def cpu_s(self) -> float:
+        times = self.process.cpu_times()
+        return times.user + times.system
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = _GONE_TIMEOUT_S) -> float | None:
+    """Seconds until `condition` holds; None if it never does."""
+    started_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - started_s > timeout_s:
+            return None
+        time.sleep(0.05)
+    return time.monotonic() - started_s
+
+
+def client_options(args: argparse.Namespace, port: int, **changes: Any) -> dict[str, Any]:
+    names = ("sessions", "fps", "width", "height", "controls_per_s", "seconds", "warm_up_s", "loop")
+    options = {name: getattr(args, name) for name in names}
+    return {**options, "port": port, "read_bytes_per_s": None, "receive_buffer": 0, **changes}
+
+
+def bad_clients(args: argparse.Namespace, scenario: str, port: int) -> dict[str, Any]:
+    """What a scenario's badly behaved clients do; they begin after everyone else."""
+    rate = args.fps * args.width * args.height * 3
+    behaviour = {"slow": rate / 4, "trickle": 4096.0, "never-reads": 0.0, "frozen": None}[scenario]
+    small = {"receive_buffer": 65536} if scenario == "trickle" else {}
+    return client_options(
+        args, port, sessions=args.bad_clients, read_bytes_per_s=behaviour, controls_per_s=0, seconds=600, **small
+    )
+
+
+def measure(args: argparse.Namespace, scenario: str) -> dict[str, Any]:
+    cores = sorted(os.sched_getaffinity(0))
+    server_core, client_core = (None, None) if args.no_pin or len(cores) < 2 else (cores[0], cores[1])
+    options = {name: getattr(args, name) for name in ("height", "width", "fps", "sessions", "loop")}
+    with contextlib.ExitStack() as stack:
+        server = Server(stack.enter_context(process("realtime_server.py", options, server_core)))
+        load = stack.enter_context(process("realtime_clients.py", client_options(args, server.port), client_core))
+        assert load.stdout is not None
+        assert load.stdout.readline() == "open\n"
+        time.sleep(args.warm_up_s)
+        cpu_s, started_s = server.cpu_s(), time.monotonic()
+        gone_s: float | None = None
+        if scenario != "steady":
+            bad = process("realtime_clients.py", bad_clients(args, scenario, server.port), client_core)
+            gone_s = provoke(args, scenario, server, stack.enter_context(bad))
+        wall_s = max(0.1, args.seconds - (time.monotonic() - started_s) - 0.5)
+        time.sleep(wall_s)
+        server_percent = 100 * (server.cpu_s() - cpu_s) / (time.monotonic() - started_s)
+        answer = json.loads(load.stdout.readline())
+        row = {
+            "scenario": scenario,
+            "sessions": args.sessions,
+            "frame_bytes": args.width * args.height * 3,
+            "fps": args.fps,
+            "cadence_percent": round(100 * answer["delivered"] / answer["due"], 3),
+            "added_latency_ms": quantiles(answer["latencies_ms"]),
+            "gap_ms": quantiles(answer["gaps_ms"]),
+            "out_of_order": answer["out_of_order"],
+            "server_cpu_percent": round(server_percent, 1),
+            "client_cpu_percent": round(answer["cpu_percent"], 1),
+            "server_rss_mib": round(server.process.memory_info().rss / 2**20, 1),
+            "errors": answer["errors"],
+        }
+        if scenario != "steady":
+            row |= {"bad_clients": args.bad_clients, "bad_gone_s": None if gone_s is None else round(gone_s, 2)}
+        return row
+
+
+def provoke(args: argparse.Namespace, scenario: str, server: Server, bad: subprocess.Popen[str]) -> float | None:
+    """Let the bad clients begin; return the seconds until the server is rid of them, None if it is not in time."""
+    assert bad.stdout is not None
+    assert bad.stdout.readline() == "open\n"
+    if scenario == "frozen":
+        time.sleep(1.0)
+        bad.send_signal(signal.SIGSTOP)
+    try:
+        left_s = args.seconds - 2.0
+        return wait_for(lambda: (server.state() or {}).get("connections") == args.sessions, left_s)
+    finally:
+        if scenario == "frozen":
+            bad.send_signal(signal.SIGCONT)
+
+
+def disconnects(args: argparse.Namespace, repeats: int = 20) -> dict[str, Any]:
+    """Clients that vanish in the middle of a long chunk: how soon has the engine been told to drop it?"""
+    options = {"height": args.height, "width": args.width, "fps": 0.1, "sessions": args.sessions, "loop": args.loop}
+    times_ms = []
+    with process("realtime_server.py", options, None) as child:
+        server = Server(child)
+        for number in range(repeats):
+            slow = client_options(args, server.port, sessions=1, fps=0.1, controls_per_s=0, seconds=600, warm_up_s=600)
+            with process("realtime_clients.py", slow, None) as client:
+                assert client.stdout is not None
+                client.stdout.readline()
+                wait_for(lambda: (server.state() or {}).get("running") == 1)
+                killed_s = time.monotonic()
+                client.kill()  # the kernel closes its socket
+                wait_for(lambda wanted=number + 1: len((server.state() or {})["aborted_s"]) == wanted, 10.0)
+                times_ms.append(((server.state() or {})["aborted_s"][-1] - killed_s) * 1e3)
+        state = server.state() or {}
+    return {
+        "scenario": "disconnect",
+        "repeats": repeats,
+        "until_engine_is_free_ms": quantiles(times_ms),
+        "left_behind": {name: state[name] for name in ("sessions", "worlds", "running", "held_bytes")},
+    }
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    load_before = os.getloadavg()
+    rows = [disconnects(args) if name == "disconnect" else measure(args, name) for name in args.scenario]
+    name = "realtime_load" + ("" if args.scenario == ["steady"] else "_" + "_".join(args.scenario))
+    save(name, {"load_average_before": load_before, "pinned": not args.no_pin, "rows": rows}, args)
+
+
+if __name__ == "__main__":
+    main()

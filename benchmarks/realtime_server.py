@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server side of realtime_load.py: a door in a real uvicorn server, with a model that only keeps time.
+
+A process of its own. `TimerModel` stands where vLLM's engine client does and makes one frame a chunk: chunk n of a
+session is due n / fps seconds after its first, and is answered exactly then, stamped with that moment. Everything
+between that moment and the client's socket is the door's doing. `GET /state` says who is connected and what the model
+works on.
+"""
+
+import asyncio
+import gc
+import json
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+from realtime_clients import STAMP
+
+from vllm_omni.entrypoints.realtime.engine import WorldEngine
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.generate_door import PATHS, GenerateDoor
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+from vllm_omni.entrypoints.websocket import WebSocketOptions
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import pack
+
+
+class TimerModel:
+    """Frames of `height` x `width`, one a chunk, `fps` a second for each session that asks in time."""
+
+    def __init__(self, height: int, width: int, fps: float) -> None:
+        frames_THWC = torch.zeros(1, height, width, 3, dtype=torch.uint8)
+        frames_THWC[0, 0, 0, 0] = 255
+        self._template = pack({}, {"frames": frames_THWC}).numpy().tobytes()
+        self._at = self._template.index(b"\xff" + bytes(64))
+        self._period_s = 1 / fps
+        self._worlds: dict[str, list[float]] = {}  # engine's session id -> [due time of the next chunk, chunks made]
+        self._live: dict[str, asyncio.Future[None]] = {}
+        self.aborted_s: list[float] = []
+
+    @property
+    def running(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_worlds(self) -> int:
+        return len(self._worlds)
+
+    async def encode(self, prompt: Any, pooling_params: Any, request_id: str) -> AsyncIterator[Any]:
+        params = DiffusionParams.from_extra_kwargs(pooling_params.extra_kwargs)
+        if params.op == "generate":
+            data = await self._generate(params, request_id)
+        else:
+            self._worlds.pop(params.session_id, None)
+            data = pack({"op": params.op})
+        yield SimpleNamespace(outputs=SimpleNamespace(data=data), finished=True)
+
+    async def _generate(self, params: DiffusionParams, request_id: str) -> torch.Tensor:
+        now_s = time.monotonic()
+        world = self._worlds.setdefault(params.session_id, [now_s + self._period_s, 0])
+        if now_s > world[0] + self._period_s:  # nobody asked for it: the model did something else meanwhile
+            world[0] = now_s
+        due_s, number = world
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self._live[request_id] = done
+        timer = loop.call_later(max(0.0, due_s - now_s), lambda: done.done() or done.set_result(None))
+        try:
+            await done
+        finally:
+            timer.cancel()
+            self._live.pop(request_id, None)
+        world[0], world[1] = due_s + self._period_s, number + 1
+        envelope = bytearray(self._template)
+        STAMP.pack_into(envelope, self._at, due_s, int(number))
+        return torch.frombuffer(envelope, dtype=torch.uint8)
+
+    async def abort(self, request_id: str) -> None:
+        if self._live.pop(request_id, None) is not None:
+            self.aborted_s.append(time.monotonic())
+
+
+def main() -> None:
+    """`realtime_server.py OPTIONS`, a JSON object; prints the port and serves until its input ends."""
+    options = json.loads(sys.argv[1])
+    model = TimerModel(options["height"], options["width"], options["fps"])
+    sessions = options["sessions"] + 64
+    facts = WorldFacts(
+        height=options["height"],
+        width=options["width"],
+        fps=options["fps"],
+        vae_stride=(1, 8, 8),
+        latent_frames_per_chunk=1,
+        max_sessions=sessions,
+        needs_image=False,
+        model="timer",
+    )
+    limits = DoorLimits(max_connections=2 * sessions, sessions_per_client=sessions)
+    manager = SessionManager(WorldEngine(model), facts, limits, ThreadPoolExecutor(2))  # type: ignore[arg-type]
+    app = FastAPI()
+    app.add_api_websocket_route(PATHS[0], GenerateDoor(manager).serve)
+
+    @app.get("/state")
+    async def state() -> dict[str, Any]:
+        return {
+            "connections": len(server.server_state.connections) - 1,  # without the one that asks
+            "sessions": len(manager),
+            "worlds": model.num_worlds,
+            "running": model.running,
+            "held_bytes": manager.held_bytes,
+            "aborted_s": model.aborted_s[-1000:],
+        }
+
+    config = uvicorn.Config(app, log_level="warning", access_log=False, loop=options["loop"])
+    WebSocketOptions().apply(config)
+    server = uvicorn.Server(config)
+    app.state.server = server
+    gc.collect()
+    gc.freeze()  # as vLLM's server does when it has started: a full collection would stop everyone for 100 ms
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+        print(listener.getsockname()[1], flush=True)
+        server.run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming doors and clients that leave, freeze, dawdle, lie or are too many: nobody else may notice."""
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from fake_engine import DoorServer, FakeEngine, wait_until
+from live_clients import ExtendedClient, GenerateClient, VideoClient, png
+from test_video_door import START
+from websockets.client import ClientProtocol
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.uri import parse_uri
+
+from vllm_omni.entrypoints.realtime.generate_door import PATHS
+
+MakeDoor = Callable[..., DoorServer]
+BIG = {"width": 416, "height": 240}  # a raw chunk of 12 frames is 3.6 MB: buffers fill at once
+BIG_INIT = {"size": "416x240"}
+DEADLINE_S = 1.0
+
+
+class Deaf:
+    """A WebSocket client over a bare socket with a small receive buffer: it reads when told to, if ever."""
+
+    def __init__(self, port: int, path: str, first_message: bytes | str, buffer_bytes: int = 4096) -> None:
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        self.socket.connect(("127.0.0.1", port))
+        self.protocol = ClientProtocol(parse_uri(f"ws://127.0.0.1:{port}{path}"))
+        self.protocol.send_request(self.protocol.connect())
+        self._flush()
+        while self.protocol.state.name == "CONNECTING":
+            self.protocol.receive_data(self.socket.recv(4096))
+        if isinstance(first_message, str):
+            self.protocol.send_text(first_message.encode())
+        else:
+            self.protocol.send_binary(first_message)
+        self._flush()
+
+    def _flush(self) -> None:
+        for data in self.protocol.data_to_send():
+            self.socket.sendall(data)
+
+    def reset(self) -> None:
+        """Leave with RST."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+
+def big_init(**fields: Any) -> bytes:
+    return msgspec.msgpack.encode({"type": "init", "prompt": "p", "first_frame": png(), **BIG_INIT, **fields})
+
+
+def vanish(client: GenerateClient | VideoClient) -> None:
+    """End the TCP connection with RST, as a killed process behind a full buffer does."""
+    raw = client.connection.socket
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    raw.shutdown(socket.SHUT_RD)
+    raw.close()
+
+
+@contextlib.contextmanager
+def cadence(door: DoorServer, engine: FakeEngine) -> Iterator[list[float]]:
+    """Another client's chunk arrivals while something happens; the engine takes 50 ms a chunk."""
+    engine.delay_s = 0.05
+    arrivals: list[float] = []
+    with GenerateClient(door.port) as client:
+        client.init(size="32x32", realtime_output_format="jpeg")
+        client.chunk()
+
+        def read() -> None:
+            with contextlib.suppress(ConnectionClosed, OSError, TimeoutError):
+                while True:
+                    client.chunk()
+                    arrivals.append(time.monotonic())
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        yield arrivals
+        client.connection.close()
+    reader.join(5)
+
+
+def steady(arrivals: list[float]) -> bool:
+    """No gap of more than half a second; a machine that others use too may hiccup for less."""
+    return len(arrivals) > 5 and max(b - a for a, b in itertools.pairwise(arrivals)) < 0.5
+
+
+@pytest.mark.parametrize("door_name", ["generate", "video"])
+@pytest.mark.parametrize("how", ["close frame", "reset"])
+def test_leaving_aborts_the_running_chunk_at_once(
+    door: DoorServer, engine: FakeEngine, door_name: str, how: str
+) -> None:
+    """In the middle of a chunk of 5 s, politely or not: the engine is free in well under a second."""
+    engine.delay_s = 5.0
+    client: GenerateClient | VideoClient
+    if door_name == "generate":
+        client = GenerateClient(door.port)
+        client.init()
+    else:
+        client = VideoClient(door.port)
+        client.send(START)
+    wait_until(lambda: engine.running == 1)
+    started_s = time.monotonic()
+    if how == "reset":
+        vanish(client)
+    else:
+        threading.Thread(target=client.connection.close, daemon=True).start()
+    wait_until(lambda: engine.running == 0, 2.0)
+    assert time.monotonic() - started_s < 0.5
+    assert len(engine.aborted) == 1
+    wait_until(lambda: not len(door.manager) and not engine.worlds)
+
+
+@pytest.mark.parametrize("door_name", ["generate", "video"])
+def test_a_client_that_never_reads_is_cut_off(make_door: MakeDoor, engine: FakeEngine, door_name: str) -> None:
+    """Within the send deadline; the engine does not work ahead for it; the next client gets its slot; others go on."""
+    door = make_door(facts={**BIG, "max_sessions": 2}, send_deadline_s=DEADLINE_S)
+    with cadence(door, engine) as arrivals:
+        start: bytes | str = big_init()
+        if door_name == "video":
+            start = msgspec.json.encode({**START, "width": 416, "height": 240}).decode()
+            engine.noise = True
+        deaf = Deaf(door.port, PATHS[0] if door_name == "generate" else "/v1/realtime/video", start)
+        wait_until(lambda: len(door.manager) == 2)
+        wait_until(lambda: len(door.manager) == 1, DEADLINE_S + 4)
+        wait_until(lambda: len(door.server.server_state.connections) == 1)
+        made = len([call for call in engine.chunks if call.params.width == 416])
+        assert made <= 1  # only the first chunk names a size
+        with GenerateClient(door.port) as next_client:
+            next_client.init(**BIG_INIT, max_chunks=1)
+            next_client.chunk()
+        deaf.socket.close()
+    assert steady(arrivals)
+
+
+def test_a_slow_reader_slows_only_itself(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """It reads all along, so it stays; its session makes no more than it takes, and little waits for it."""
+    door = make_door(facts=BIG, send_deadline_s=DEADLINE_S)
+    chunk_bytes = 12 * 160 * 96 * 3
+    with cadence(door, engine) as arrivals:
+        slow = Deaf(door.port, PATHS[0], big_init(size="160x96"), 65536)
+        deadline_s, most_held, read = time.monotonic() + 3.0, 0, 0
+        while time.monotonic() < deadline_s:
+            read += len(slow.socket.recv(20_000))
+            most_held = max(most_held, door.manager.held_bytes)
+            time.sleep(0.01)
+        assert len(door.manager) == 2
+        assert most_held <= 4 * chunk_bytes
+        assert 1e6 < read < 0.5 * 20 * chunk_bytes * 3  # a part of the 20 chunks a second that the engine could make
+        slow.reset()
+        wait_until(lambda: len(door.manager) == 1)
+    assert steady(arrivals)
+
+
+def test_a_reader_that_trickles_is_cut_off(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """A few bytes now and then do not keep a place: the message must be through within the deadline."""
+    door = make_door(facts=BIG, send_deadline_s=DEADLINE_S)
+    slow = Deaf(door.port, PATHS[0], big_init())
+    started_s = time.monotonic()
+    wait_until(lambda: len(door.manager) == 1)
+    while len(door.manager) and time.monotonic() - started_s < 10:
+        with contextlib.suppress(OSError):
+            slow.socket.recv(64)
+        time.sleep(0.05)
+    assert time.monotonic() - started_s < DEADLINE_S + 3
+    slow.socket.close()
+
+
+def test_a_frozen_client_is_cut_off(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """A process stopped in the middle of its stream (SIGSTOP): its socket lives, nobody reads."""
+    door = make_door(facts=BIG, send_deadline_s=DEADLINE_S)
+    program = (
+        "import sys, websockets.sync.client as c\n"
+        f"with c.connect('ws://127.0.0.1:{door.port}{PATHS[0]}', max_size=None) as ws:\n"
+        "    ws.send(bytes.fromhex(sys.argv[1]))\n"
+        "    while True:\n        ws.recv()\n"
+    )
+    frozen = subprocess.Popen([sys.executable, "-c", program, big_init().hex()])
+    try:
+        with cadence(door, engine) as arrivals:
+            wait_until(lambda: len(door.manager) == 2)
+            wait_until(lambda: len([call for call in engine.chunks if call.params.width == 416]) == 1)
+            time.sleep(0.5)
+            os.kill(frozen.pid, signal.SIGSTOP)
+            stopped_s = time.monotonic()
+            wait_until(lambda: len(door.manager) == 1, 12.0)
+            assert time.monotonic() - stopped_s < DEADLINE_S + 5
+        assert steady(arrivals)
+    finally:
+        frozen.kill()
+        frozen.wait()
+
+
+def test_a_half_open_connection_is_noticed(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """Behind a proxy that stops forwarding: nothing arrives, nothing is refused; the deadline ends it."""
+    door = make_door(facts=BIG, send_deadline_s=DEADLINE_S)
+    listener = socket.create_server(("127.0.0.1", 0))
+    forwarding = threading.Event()
+    forwarding.set()
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while forwarding.is_set() and (data := source.recv(65536)):
+                sink.sendall(data)
+
+    def proxy() -> None:
+        near, _ = listener.accept()
+        far = socket.create_connection(("127.0.0.1", door.port))
+        threading.Thread(target=pump, args=(near, far), daemon=True).start()
+        pump(far, near)
+
+    threading.Thread(target=proxy, daemon=True).start()
+    client = GenerateClient(listener.getsockname()[1])
+    client.init(**BIG_INIT)
+    client.chunk()
+    forwarding.clear()
+    wait_until(lambda: not len(door.manager), DEADLINE_S + 5)
+    wait_until(lambda: engine.running == 0)
+    listener.close()
+
+
+def test_sessions_of_one_client_are_bounded(make_door: MakeDoor) -> None:
+    """One more is refused; another API key has its own share; a place that becomes free is given again."""
+    door = make_door(sessions_per_client=2, slot_wait_s=0.2)
+    clients = [GenerateClient(door.port) for _ in range(3)]
+    for client in clients[:2]:
+        client.init()
+        client.chunk()
+    clients[2].init()
+    assert clients[2].error() == "another realtime session is already active"
+    assert clients[2].close_code()[0] == 1008
+    with GenerateClient(door.port, additional_headers={"Authorization": "Bearer other"}) as other:
+        other.init(max_chunks=1)
+        other.chunk()
+    with VideoClient(door.port) as video:
+        assert video.ask(START)["code"] == "session_limit"
+    vanish(clients[0])
+    with ExtendedClient(door.port) as again:
+        again.init(max_chunks=1, extensions=["ping"])
+        assert again.receive()["type"] == "session"
+    vanish(clients[1])
+
+
+def test_capacity_is_refused_a_hundred_times_and_comes_back(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """Capacity plus one arrives again and again: always one clear refusal with 1013, never a lost slot."""
+    engine.delay_s = 0.02
+    door = make_door(facts={"max_sessions": 2}, slot_wait_s=0.001)
+    residents = [ExtendedClient(door.port) for _ in range(2)]
+    for resident in residents:  # they ask for one chunk and look at it for a long time
+        resident.init(extensions=["credit"])
+        resident.receive()
+        resident.send({"type": "credit", "chunks": 1})
+        resident.chunk()
+    for _ in range(100):
+        with ExtendedClient(door.port) as late:
+            started_s = time.monotonic()
+            late.init(extensions=["ping"])
+            message = late.receive()
+            assert (message["type"], message["code"], message["retryable"]) == ("error", "capacity", True)
+            assert late.close_code()[0] == 1013
+            assert time.monotonic() - started_s < 1.0
+    residents[0].connection.close()
+    wait_until(lambda: len(door.manager) == 1)
+    with ExtendedClient(door.port) as late:
+        late.init(max_chunks=1, extensions=["ping"])
+        assert late.receive()["type"] == "session"
+        late.chunk()
+
+
+def test_bytes_held_for_readers_are_bounded(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """Over budget no session begins, and those that run wait for their readers; it recovers by itself."""
+    door = make_door(facts=BIG, max_held_bytes=1_000_000, send_deadline_s=60, slot_wait_s=0.1)
+    deaf = [Deaf(door.port, PATHS[0], big_init()) for _ in range(2)]
+    wait_until(lambda: door.manager.held_bytes > 1_000_000)
+    time.sleep(0.3)
+    made = len(engine.chunks)
+    time.sleep(0.3)
+    assert len(engine.chunks) == made
+    assert door.manager.held_bytes < 2 * 3 * 3.7e6
+    with ExtendedClient(door.port) as late:
+        late.init(extensions=["ping"])
+        assert late.receive()["code"] == "capacity"
+    for one in deaf:
+        one.reset()
+    wait_until(lambda: not len(door.manager) and door.manager.held_bytes == 0)
+    with GenerateClient(door.port) as client:
+        client.init(max_chunks=1)
+        client.chunk()
+
+
+def test_connections_of_all_doors_are_counted_together(make_door: MakeDoor) -> None:
+    """One more is refused with 503 before the upgrade, whichever door it knocks at."""
+    door = make_door(max_connections=2)
+    with GenerateClient(door.port), VideoClient(door.port):
+        for client in (GenerateClient, VideoClient):
+            with pytest.raises(InvalidStatus) as refused:
+                client(door.port)
+            assert refused.value.response.status_code == 503
+
+
+def test_a_flood_of_controls_is_taken_together_then_cut(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """Latest wins; what cannot be meant is ended with 1008; a neighbour keeps its cadence."""
+    door = make_door(max_messages_per_s=500)
+    with cadence(door, engine) as arrivals:
+        with GenerateClient(door.port) as flood:
+            flood.init()
+            with contextlib.suppress(ConnectionClosed):
+                for number in range(20_000):
+                    flood.state(["w"] if number % 2 else [], event_id=number)
+            assert flood.close_code()[0] in (1008, 1006)  # the close frame may drown in what it had still to read
+        time.sleep(0.3)
+    assert steady(arrivals)
+    wait_until(lambda: not len(door.manager))
+
+
+@pytest.mark.parametrize("kind", ["generate", "video"])
+def test_abrupt_ends_leave_nothing_behind(make_door: MakeDoor, engine: FakeEngine, kind: str) -> None:
+    """Sixty clients vanish at every stage: no task, request, connection, world or byte stays."""
+    door = make_door(facts={"max_sessions": 4})
+    engine.delay_s = 0.02
+    for number in range(60):
+        client: GenerateClient | VideoClient
+        if kind == "generate":
+            client = GenerateClient(door.port)
+            if number % 4:
+                client.init()
+        else:
+            client = VideoClient(door.port)
+            if number % 4:
+                client.send(START)
+        if number % 4 == 2:
+            wait_until(lambda: engine.running)
+        if number % 4 == 3:
+            client.connection.recv(timeout=10)
+        vanish(client)
+    wait_until(lambda: not engine.running and not door.server.server_state.connections)
+    wait_until(lambda: not engine.worlds and not len(door.manager))
+    wait_until(lambda: len(door.manager._tasks) == 1)  # the sweeper
+    assert (engine._live, door.manager.held_bytes, door.manager.gate.num_connections) == ({}, 0, 0)
+
+
+@pytest.mark.nightly
+def test_churn_does_not_grow(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """Two thousand short sessions, half of them cut: at most 1 KiB each after a warm-up, and no descriptor."""
+    door = make_door()
+    process = psutil.Process()
+
+    def churn(count: int) -> None:
+        for number in range(count):
+            client = GenerateClient(door.port)
+            client.init(size="32x32", max_chunks=2)
+            client.chunk()
+            if number % 2:
+                vanish(client)
+            else:
+                assert client.chunk().index == 1
+                client.__exit__()
+        wait_until(lambda: not len(door.manager) and not door.server.server_state.connections)
+        engine.calls.clear()
+        engine.aborted.clear()
+
+    churn(1000)
+    before, files = process.memory_info().rss, process.num_fds()
+    churn(2000)
+    assert process.memory_info().rss - before < 2000 * 1024 + 4e6
+    assert process.num_fds() <= files + 2

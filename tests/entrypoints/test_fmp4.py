@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fragmented MP4: every fragment can be appended by a browser, and all together are one file."""
+
+import re
+
+import numpy as np
+import pytest
+
+from vllm_omni.entrypoints.fmp4 import FragmentEncoder
+from vllm_omni.entrypoints.media import decode_mp4
+
+
+def frames(first: int, count: int, height: int = 32, width: int = 48) -> np.ndarray:
+    """Grey frames that say which they are: frame n has the value 2 n."""
+    numbers = 2 * np.arange(first, first + count, dtype=np.uint8)
+    return np.broadcast_to(numbers[:, None, None, None], (count, height, width, 3)).copy()
+
+
+def boxes(data: bytes) -> list[bytes]:
+    """Types of the top-level boxes."""
+    found, at = [], 0
+    while at < len(data):
+        found.append(data[at + 4 : at + 8])
+        at += int.from_bytes(data[at : at + 4])
+    return found
+
+
+def test_fragments_join_into_one_file() -> None:
+    """Chunks of 9, 12 and 12 frames: 33 frames in order, at the stated rate."""
+    encoder = FragmentEncoder(16.0)
+    parts = [encoder.encode(frames(first, count)) for first, count in ((0, 9), (9, 12), (21, 12))]
+    assert boxes(parts[0]) == [b"ftyp", b"moov", b"moof", b"mdat"]
+    assert boxes(parts[1]) == [b"moof", b"mdat"]
+    video_THWC, fps = decode_mp4(b"".join(parts))
+    assert (video_THWC.shape, fps) == ((33, 32, 48, 3), 16.0)
+    np.testing.assert_allclose(video_THWC[:, 16, 24, 0], 2 * np.arange(33), atol=3)
+
+
+def test_a_stream_can_be_joined_in_the_middle() -> None:
+    """The initialisation segment and any later fragments play: each begins with a key frame."""
+    encoder = FragmentEncoder(8.0)
+    first = encoder.encode(frames(0, 4))
+    encoder.encode(frames(4, 4))
+    last = encoder.encode(frames(8, 4))
+    video_THWC, _ = decode_mp4(first[: first.index(b"moof") - 4] + last)
+    np.testing.assert_allclose(video_THWC[:, 16, 24, 0], 2 * np.arange(8, 12), atol=3)
+
+
+def test_fragments_carry_their_time_and_number() -> None:
+    """`tfdt` counts on from the last fragment, `mfhd` numbers them from 1, data offsets count from the fragment."""
+    encoder = FragmentEncoder(16.0)
+    parts = [encoder.encode(frames(0, 9)), encoder.encode(frames(9, 12)), encoder.encode(frames(21, 12))]
+    starts, numbers = [], []
+    for part in parts:
+        at = part.index(b"tfdt") + 8
+        starts.append(int.from_bytes(part[at : at + 8]))
+        at = part.index(b"mfhd") + 8
+        numbers.append(int.from_bytes(part[at : at + 4]))
+        at = part.index(b"tfhd") + 4
+        assert int.from_bytes(part[at + 1 : at + 4]) & 0x020000, "default-base-is-moof"
+    assert numbers == [1, 2, 3]
+    assert starts[1] * 21 == starts[2] * 9
+    assert starts[0] == 0 < starts[1]
+
+
+def test_the_mime_type_names_the_codec() -> None:
+    """`MediaSource.addSourceBuffer` needs it exactly; it is known once there is something to play."""
+    encoder = FragmentEncoder(16.0)
+    assert encoder.mime_type is None
+    encoder.encode(frames(0, 1))
+    assert encoder.mime_type is not None
+    assert re.fullmatch(r'video/mp4; codecs="avc1\.[0-9a-f]{6}"', encoder.mime_type)
+
+
+def test_odd_sides_are_padded() -> None:
+    """H.264 in yuv420p has even sides."""
+    video_THWC, _ = decode_mp4(FragmentEncoder(16.0).encode(frames(0, 2, 31, 47)))
+    assert video_THWC.shape == (2, 32, 48, 3)
+
+
+@pytest.mark.parametrize("fps", [0, -1, 1e6])
+def test_a_rate_that_cannot_be_is_refused(fps: float) -> None:
+    """Before anything is encoded."""
+    with pytest.raises(ValueError, match="fps"):
+        FragmentEncoder(fps)
+
+
+def test_another_size_is_refused() -> None:
+    """A stream has one size."""
+    encoder = FragmentEncoder(16.0)
+    encoder.encode(frames(0, 1))
+    with pytest.raises(ValueError, match="same size"):
+        encoder.encode(frames(1, 1, 64, 64))
