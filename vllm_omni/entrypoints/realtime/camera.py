@@ -107,7 +107,8 @@ def _numbers(value: Any, name: str) -> np.ndarray:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "iuf":
             raise DoorError("invalid_camera", f"{name} must hold numbers, got dtype {value.dtype}", param=name)
-        return value.astype(np.float64)
+        with np.errstate(invalid="ignore"):  # NaN is refused later, by name
+            return value.astype(np.float64)
     if not isinstance(value, list) or not _only_numbers(value):
         raise DoorError("invalid_camera", f"{name} must be an array or nested lists of numbers", param=name)
     try:
