@@ -189,6 +189,11 @@ class CascadeView:
 
 
 def cascade_frames(plan: WanChunkPlan, num_steps: int, offset: int) -> list[int]:
-    """Return the frames that the window of each step must hold: as many chunks as any step looks back at it."""
+    """Return the frames that the window of each step must hold: as many chunks as any step looks back at it.
+
+    Without sinks nobody looks back further than the stream's window.
+    """
     chunk = max(plan.first_chunk_frames, plan.chunk_frames)
-    return [min(plan.window_frames, (step // offset + 1) * chunk) for step in range(num_steps)]
+    lengths = [(step // offset + 1) * chunk for step in range(num_steps)]
+    keeps_sinks = 0 < plan.sink_frames < plan.window_frames
+    return lengths if keeps_sinks else [min(plan.window_frames, length) for length in lengths]

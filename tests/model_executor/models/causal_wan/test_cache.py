@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each cache semantics shows a step: checked by contents that say which frame and step wrote them."""
+
+import pytest
+import torch
+
+from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache, cascade_frames
+from vllm_omni.model_executor.models.causal_wan.config import ChunkPlan
+
+STEPS = 4
+
+
+def make_window(window: int, sink: int) -> KVWindow:
+    return KVWindow(
+        num_layers=1,
+        window_frames=window,
+        sink_frames=sink,
+        tokens_per_frame=1,
+        num_heads=1,
+        head_dim=1,
+        dtype=torch.float32,
+        device="cpu",
+    )
+
+
+def write(cache: ChunkCache, step: int, frames: range) -> None:
+    """Frame f at step s carries f + s / 10; the clean pass is step `STEPS`."""
+    values = torch.tensor([[[frame + step / 10]] for frame in frames])
+    cache.at(step).write(0, frames, values, -values)
+
+
+def seen(cache: ChunkCache, step: int, frames: range) -> list[float]:
+    keys, values = cache.at(step).visible(0, frames)
+    assert torch.equal(keys, -values)
+    return sorted(round(value, 1) for value in keys.flatten().tolist())
+
+
+def run(cache: ChunkCache, plan: ChunkPlan, chunks: int, steps: int) -> list[list[list[float]]]:
+    shown = []
+    for chunk in range(chunks):
+        frames = plan.frames(chunk)
+        cache.check_fits(frames)
+        shown.append([])
+        for step in range(steps):
+            write(cache, step, frames)
+            shown[-1].append(seen(cache, step, frames))
+        cache.commit(frames)
+    return shown
+
+
+def visible_frames(plan: ChunkPlan, frames: range) -> list[int]:
+    ring = range(max(plan.sink_frames, frames.stop - (plan.window_frames - plan.sink_frames)), frames.stop)
+    return sorted({*range(min(plan.sink_frames, frames.stop)), *ring})
+
+
+PLANS = [
+    ChunkPlan(3, 3, 9, 3),
+    ChunkPlan(2, 1, 6, 3),
+    ChunkPlan(1, 1, 4, 0),
+    ChunkPlan(3, 3, 7, 2),
+    ChunkPlan(3, 3, 30, 30),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_strict_shows_clean_chunks(plan: ChunkPlan) -> None:
+    shown = run(ChunkCache.strict(make_window(plan.window_frames, plan.sink_frames)), plan, 8, STEPS + 1)
+    for chunk, steps in enumerate(shown):
+        frames = plan.frames(chunk)
+        for step, values in enumerate(steps):
+            expected = [f + (step if f in frames else STEPS) / 10 for f in visible_frames(plan, frames)]
+            assert values == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_noise_matched_shows_each_step_what_was_at_that_step(plan: ChunkPlan) -> None:
+    """The first chunk is everywhere as its last step left it."""
+    windows = [make_window(plan.window_frames, plan.sink_frames) for _ in range(STEPS)]
+    shown = run(ChunkCache.noise_matched(windows), plan, 8, STEPS)
+    for chunk, steps in enumerate(shown):
+        frames, first = plan.frames(chunk), plan.frames(0)
+        for step, values in enumerate(steps):
+            expected = [f + (STEPS - 1 if chunk and f in first else step) / 10 for f in visible_frames(plan, frames)]
+            assert values == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3, 4])
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_cascaded_shows_earlier_chunks_further_on(plan: ChunkPlan, offset: int) -> None:
+    """The m-th chunk before, as it was at step min(j + m * offset, clean)."""
+    cache = ChunkCache.cascaded(plan, STEPS, offset, make_window)
+    chunk_of = {frame: chunk for chunk in range(8) for frame in plan.frames(chunk)}
+    for chunk, steps in enumerate(run(cache, plan, 8, STEPS + 1)):
+        frames = plan.frames(chunk)
+        for step, values in enumerate(steps):
+            expected = [
+                f + min(step + offset * (chunk - chunk_of[f]), STEPS) / 10 for f in visible_frames(plan, frames)
+            ]
+            assert values == pytest.approx(sorted(expected))
+
+
+def test_cascaded_with_a_large_offset_is_strict() -> None:
+    plan = ChunkPlan(3, 3, 9, 3)
+    strict = run(ChunkCache.strict(make_window(9, 3)), plan, 6, STEPS + 1)
+    assert run(ChunkCache.cascaded(plan, STEPS, STEPS, make_window), plan, 6, STEPS + 1) == strict
+
+
+def test_cascaded_chunks_may_run_in_lockstep() -> None:
+    """Chunk c + 1 one offset behind chunk c, in the same pass: everything a step reads has been written by then."""
+    plan, offset = ChunkPlan(3, 3, 9, 3), 1
+    one_by_one = run(ChunkCache.cascaded(plan, STEPS, offset, make_window), plan, 6, STEPS + 1)
+    cache = ChunkCache.cascaded(plan, STEPS, offset, make_window)
+    shown: list[list[list[float]]] = [[] for _ in range(6)]
+    for tick in range(6 * offset + STEPS + 1):
+        active = [(c, tick - c * offset) for c in range(6) if 0 <= tick - c * offset <= STEPS]
+        for chunk, step in active:
+            write(cache, step, plan.frames(chunk))
+        for chunk, step in active:
+            shown[chunk].append(seen(cache, step, plan.frames(chunk)))
+        for chunk, step in active:
+            if step == STEPS:
+                cache.commit(plan.frames(chunk))
+    assert shown == one_by_one
+
+
+def test_cascaded_keeps_early_steps_only_as_long_as_they_are_looked_at() -> None:
+    assert cascade_frames(ChunkPlan(3, 3, 21, 3), 4, 1) == [3, 6, 9, 12]
+    assert cascade_frames(ChunkPlan(3, 3, 21, 3), 4, 2) == [3, 3, 6, 6]
+    assert cascade_frames(ChunkPlan(3, 3, 9, 0), 4, 1) == [3, 6, 9, 9]
+
+
+def test_an_abandoned_chunk_leaves_no_trace() -> None:
+    plan = ChunkPlan(3, 3, 9, 3)
+    for cache in (
+        ChunkCache.strict(make_window(9, 3)),
+        ChunkCache.noise_matched([make_window(9, 3) for _ in range(STEPS)]),
+        ChunkCache.cascaded(plan, STEPS, 1, make_window),
+    ):
+        steps = STEPS if len(cache.windows) == STEPS else STEPS + 1
+        run(cache, plan, 5, steps)
+        before = {name: tensor.clone() for name, tensor in cache.tensors(3).items()}
+        fork = cache.fork()
+        for step in range(steps):
+            write(cache, step, plan.frames(5))
+        assert cache.tensors(3).keys() == before.keys()
+        assert all(torch.equal(cache.tensors(3)[name], before[name]) for name in before)
+        for step in range(steps):
+            for one in (cache, fork):
+                write(one, step, plan.frames(5))
+            assert seen(fork, step, plan.frames(5)) == seen(cache, step, plan.frames(5))
