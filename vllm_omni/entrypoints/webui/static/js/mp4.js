@@ -5,6 +5,7 @@
 export class Mp4Error extends Error {}
 
 const IDENTITY_RATE = 0x00010000;
+const VISUAL_ENTRY_BYTES = 78; // fixed fields of a VisualSampleEntry, before its boxes
 
 /** Join files of equal size, frame rate and codec settings; returns Uint8Array parts for a Blob. Throws Mp4Error. */
 export function joinMp4(files) {
@@ -40,12 +41,22 @@ function readClip(file) {
     mdhd,
     hdlr: one(mdia, "hdlr").raw,
     minfRest: inside(minf).filter(({ type }) => type !== "stbl").map(({ raw }) => raw),
-    stsd: one(stbl, "stsd").raw,
+    stsd: readDescription(one(stbl, "stsd").body),
     timescale: timescaleOf(mdhd),
     movieTimescale: timescaleOf(one(moov, "mvhd")),
     mediaTime: mediaTimeOf(trak),
     samples: readSamples(file, stbl),
   };
+}
+
+/** The sample description without its bit rates (`btrt`), which differ from clip to clip and decide nothing. */
+function readDescription(body) {
+  const entries = children(body, 8, body.length);
+  if (entries.length !== 1 || !entries[0].type.startsWith("avc")) throw new Mp4Error("not one H.264 track");
+  const [{ type, body: entry }] = entries;
+  const kept = children(entry, VISUAL_ENTRY_BYTES, entry.length).filter((child) => child.type !== "btrt");
+  const fields = entry.subarray(0, VISUAL_ENTRY_BYTES);
+  return box("stsd", [body.subarray(0, 8), box(type, [fields, ...kept.map(({ raw }) => raw)])]);
 }
 
 function readSamples(file, stbl) {

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page's modules on their own, in the browser that will run them, held against this package's Python."""
+
+import base64
+import io
+import json
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import av
+import msgspec
+import numpy as np
+import pytest
+from browser import Browser, Page, PageError
+from fake_engine import FakeEngine
+from page_server import PageServer
+
+from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
+from vllm_omni.entrypoints.realtime.camera import CameraPath
+from vllm_omni.entrypoints.realtime.codec import decode
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+
+NUM_VALUES = 1000
+
+
+@pytest.fixture(scope="module")
+def module_page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """A tab on the page's origin, so that modules can be imported; nothing is served but files."""
+    with PageServer(FakeEngine(), DoorLimits(), WorldFacts(), [], {}) as server, browser.page(server.url) as page:
+        page.run("window.b64 = (bytes) => btoa(Array.from(bytes, (b) => String.fromCharCode(b)).join(''))")
+        page.run("window.raw = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0))")
+        yield page
+
+
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+# ---- msgpack ------------------------------------------------------------------------------------------------------
+
+EDGES = [0, 127, 128, 255, 256, 65535, 65536, 2**32 - 1, 2**32, 2**53 - 1]
+EDGES += [-1, -32, -33, -128, -129, -32768, -32769, -(2**31), -(2**31) - 1, -(2**53) + 1]
+
+
+def values(count: int) -> list[Any]:
+    """Random values of every kind that both sides know; the same in every run."""
+    rng = random.Random(7)
+
+    def text() -> str:
+        kinds = (range(32, 127), range(160, 0xD800), range(0x1F300, 0x1F600))
+        return "".join(chr(rng.choice(rng.choice(kinds))) for _ in range(rng.randrange(40)))
+
+    def value(depth: int) -> Any:
+        match rng.randrange(9 if depth < 4 else 6):
+            case 0:
+                return rng.choice([None, True, False])
+            case 1:
+                return rng.choice(EDGES)
+            case 2:
+                return rng.randrange(-(2**53) + 1, 2**53)
+            case 3:
+                return rng.choice([0.5, -1e300, 5e-324, rng.uniform(-1e6, 1e6), rng.random()])
+            case 4 | 5:
+                return text()
+            case 6 | 7:
+                return [value(depth + 1) for _ in range(rng.choice([0, 1, 3, 15, 16, 20]))]
+            case _:
+                return {text(): value(depth + 1) for _ in range(rng.choice([0, 1, 3, 17]))}
+
+    return [value(0) for _ in range(count)]
+
+
+def test_what_the_browser_encodes_the_server_reads(module_page: Page) -> None:
+    """Values of every kind arrive as they were sent."""
+    sent = values(NUM_VALUES)
+    texts = module_page.call("/omni/js/msgpack.js", "return a[0].map((v) => b64(m.encode(v)))", sent)
+    assert [_plain(decode(base64.b64decode(text)).value) for text in texts] == [_plain(value) for value in sent]
+
+
+def test_what_the_server_encodes_the_browser_reads(module_page: Page) -> None:
+    """And the other way round."""
+    sent = values(NUM_VALUES)
+    data = [b64(msgspec.msgpack.encode(value)) for value in sent]
+    read = module_page.call("/omni/js/msgpack.js", "return a[0].map((t) => JSON.stringify(m.decode(raw(t))))", data)
+    assert [_plain(json.loads(text)) for text in read] == [_plain(value) for value in sent]
+
+
+def _plain(value: Any) -> Any:
+    """JavaScript has one kind of number: whole floats are integers there; key order of objects is its own."""
+    if isinstance(value, dict):
+        return sorted([key, _plain(item)] for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return value
+
+
+def test_bytes_and_long_things_survive(module_page: Page) -> None:
+    """Lengths on both sides of each size of header."""
+    sizes = [0, 1, 15, 16, 31, 32, 255, 256, 65535, 65536, 70000]
+    code = """return a[0].map((n) => { const bytes = new Uint8Array(n).map((_, i) => i * 7);
+        const back = m.decode(m.encode({ bytes, text: "é".repeat(n), list: new Array(n).fill(null) }));
+        return back.bytes.length === n && back.bytes.every((b, i) => b === ((i * 7) & 255))
+            && back.text.length === n && back.list.length === n; })"""
+    assert module_page.call("/omni/js/msgpack.js", code, sizes) == [True] * len(sizes)
+    text = module_page.call("/omni/js/msgpack.js", "return b64(m.encode({x: new Uint8Array(70000)}))")
+    assert decode(base64.b64decode(text)).value == {"x": bytes(70000)}
+
+
+def test_broken_messages_are_refused(module_page: Page) -> None:
+    """Truncations, trailing bytes, lying lengths, extension types, deep nesting: `MsgpackError`, nothing else."""
+    good = msgspec.msgpack.encode({"a": [1, 2.5, "text", b"bytes", {"b": None}], "c": -70000})
+    bad = [good[:cut] for cut in range(len(good))] + [good + b"\0", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff"]
+    bad += [
+        b"\xc7\x01\x01\x00",
+        b"\xc1",
+        b"\x91" * 40 + b"\xc0",
+        b"\xa2\xff\xff",
+        b"\x81\x01\x01",
+        b"\xc6\xff\xff\xff\xff",
+    ]
+    code = """return a[0].map((t) => { try { m.decode(raw(t)); return "read"; }
+        catch (e) { return e instanceof m.MsgpackError ? "refused" : String(e); } })"""
+    assert set(module_page.call("/omni/js/msgpack.js", code, [b64(data) for data in bad])) == {"refused"}
+
+
+# ---- MP4 ----------------------------------------------------------------------------------------------------------
+
+
+def clips(counts: list[int], fps: float = 16, size: tuple[int, int] = (64, 48)) -> list[bytes]:
+    rng = np.random.default_rng(0)
+    walk = np.cumsum(rng.integers(-3, 4, (sum(counts), size[1] // 8, size[0] // 8, 3)), 0) + 128
+    frames_THWC = np.clip(walk, 0, 255).astype(np.uint8).repeat(8, 1).repeat(8, 2)
+    starts = np.cumsum([0, *counts])
+    return [encode_mp4(frames_THWC[start : start + count], fps) for start, count in zip(starts, counts, strict=False)]
+
+
+JOIN = "return b64(new Uint8Array(await new Blob(m.joinMp4(a[0].map(raw))).arrayBuffer()))"
+
+
+@pytest.mark.parametrize("counts", [[9], [9, 12], [9, 12, 12, 12], [1, 1, 12], [3, 40, 2]])
+@pytest.mark.parametrize("fps", [16, 24, 29.97])
+def test_joined_chunks_are_one_video(module_page: Page, counts: list[int], fps: float) -> None:
+    """Every frame, in order, bit for bit as in its chunk, evenly timed, in one file with its index in front."""
+    files = clips(counts, fps)
+    joined = base64.b64decode(module_page.call("/omni/js/mp4.js", JOIN, [b64(file) for file in files]))
+    frames_THWC, rate = decode_mp4(joined)
+    expected_THWC = np.concatenate([decode_mp4(file)[0] for file in files])
+    assert np.array_equal(frames_THWC, expected_THWC)
+    assert rate == pytest.approx(fps, rel=1e-3)
+    assert joined.index(b"moov") < joined.index(b"mdat")
+    with av.open(io.BytesIO(joined)) as container:
+        stream = container.streams.video[0]
+        assert stream.frames == sum(counts)
+        times = [float(frame.time) for frame in container.decode(stream)]
+        assert float(stream.duration * stream.time_base) == pytest.approx(sum(counts) / fps, abs=0.5 / fps)
+    assert times[0] == 0
+    assert np.allclose(np.diff(times), 1 / fps, atol=1e-3)
+
+
+def test_a_joined_video_can_be_sought(module_page: Page) -> None:
+    """Each chunk starts with a key frame that the index names."""
+    joined = base64.b64decode(module_page.call("/omni/js/mp4.js", JOIN, [b64(file) for file in clips([9, 12, 12])]))
+    with av.open(io.BytesIO(joined)) as container:
+        stream = container.streams.video[0]
+        container.seek(int(24 / 16 / stream.time_base), stream=stream, backward=True)
+        assert float(next(container.decode(stream)).time) == pytest.approx(21 / 16)
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ([], "nothing"),
+        ([b"not a video at all"], ""),
+        ([*clips([9]), *clips([9], size=(48, 48))], "size"),
+        ([*clips([9]), *clips([9], fps=24)], "rate"),
+        ([clips([9])[0][:400]], ""),
+    ],
+)
+def test_what_cannot_be_joined_says_why(module_page: Page, files: list[bytes], why: str) -> None:
+    code = f"try {{ {JOIN} }} catch (e) {{ return e instanceof m.Mp4Error ? e.message : 'unexpected ' + e; }}"
+    message = module_page.call("/omni/js/mp4.js", code, [b64(file) for file in files])
+    assert not message.startswith("unexpected")
+    assert why in message
+
+
+# ---- walking --------------------------------------------------------------------------------------------------------
+
+PACE = {"framesPerStep": 4, "speed": 1, "turnSpeed": 1}
+STILL = dict.fromkeys(("forward", "right", "up", "yaw", "pitch"), 0)
+
+
+def walk(
+    page: Page, count: int, first: bool = False, start: dict[str, float] | None = None, **reading: Any
+) -> list[Any]:
+    """Places after each frame. `held` and `taps` are completed with zeros."""
+    held, taps = {**STILL, **reading.pop("held", {})}, {**STILL, **reading.pop("taps", {})}
+    full = {"held": held, "taps": taps, "turnYaw": 0, "turnPitch": 0, **reading}
+    code = "return m.walk(a[0] ?? m.START, a[1], a[2], a[3], a[4])"
+    return page.call("/omni/js/camera.js", code, start, count, full, PACE, first)
+
+
+def test_keys_move_as_the_reference_does(module_page: Page) -> None:
+    """One latent frame of W is 0.05 units ahead, of L 6 degrees right, of I 4 degrees up."""
+    place = walk(module_page, 4, held={"forward": 1})[-1]
+    assert (place["x"], place["z"]) == (0, pytest.approx(0.05))
+    assert math.degrees(walk(module_page, 4, held={"yaw": 1})[-1]["yaw"]) == pytest.approx(6)
+    assert math.degrees(walk(module_page, 4, held={"pitch": 1})[-1]["pitch"]) == pytest.approx(4)
+
+
+def test_walking_follows_the_gaze_and_is_no_faster_diagonally(module_page: Page) -> None:
+    facing_right = {"x": 0, "y": 0, "z": 0, "yaw": math.pi / 2, "pitch": 0}
+    place = walk(module_page, 4, start=facing_right, held={"forward": 1})[-1]
+    assert (place["x"], place["z"]) == (pytest.approx(0.05), pytest.approx(0, abs=1e-12))
+    place = walk(module_page, 4, held={"forward": 1, "right": 1})[-1]
+    assert math.hypot(place["x"], place["z"]) == pytest.approx(0.05)
+
+
+def test_a_tap_is_one_latent_frame(module_page: Page) -> None:
+    """However short, and no longer than that in a chunk of twelve."""
+    assert walk(module_page, 12, taps={"forward": 1})[-1]["z"] == pytest.approx(0.05)
+
+
+def test_a_drag_is_spread_over_the_chunk(module_page: Page) -> None:
+    places = walk(module_page, 12, turnYaw=0.6)
+    assert [place["yaw"] for place in places] == pytest.approx([0.05 * n for n in range(1, 13)])
+
+
+def test_the_first_frame_is_the_start_image(module_page: Page) -> None:
+    assert walk(module_page, 9, first=True, held={"forward": 1})[0] == {"x": 0, "y": 0, "z": 0, "yaw": 0, "pitch": 0}
+
+
+def test_one_cannot_look_past_the_zenith(module_page: Page) -> None:
+    assert math.degrees(walk(module_page, 400, held={"pitch": 1})[-1]["pitch"]) == pytest.approx(85)
+
+
+@pytest.mark.parametrize("yaw", [-7.0, -math.pi, -0.3, 0.0, 1.0, math.pi / 2, 6.5])
+@pytest.mark.parametrize("pitch", [-1.48, -0.2, 0.0, 0.7, 1.48])
+def test_every_pose_is_one_the_door_takes(module_page: Page, yaw: float, pitch: float) -> None:
+    """Rigid, OpenCV axes: looking up and to the right moves the forward axis there."""
+    code = "return m.poseOf({ x: 1, y: 2, z: 3, yaw: a[0], pitch: a[1] })"
+    pose = module_page.call("/omni/js/camera.js", code, yaw, pitch)
+    path = CameraPath.parse([pose], [500.0, 500.0, 416.0, 240.0], 9)
+    assert np.allclose(path.poses_N44[0], pose, atol=1e-6)
+    forward = np.array(pose)[:3, 2]
+    assert forward == pytest.approx(
+        [math.sin(yaw) * math.cos(pitch), -math.sin(pitch), math.cos(yaw) * math.cos(pitch)], abs=1e-9
+    )
+
+
+# ---- pacing and playing ---------------------------------------------------------------------------------------------
+
+
+def test_the_next_chunk_is_asked_for_in_time(module_page: Page) -> None:
+    """At once while nothing is known, then as late as the measured waiting time and the margin allow."""
+    code = """const pacer = new m.Pacer(); pacer.marginMs = 100; const before = pacer.isTime(10000, 0);
+        for (let i = 0; i < 20; i++) pacer.add(300);
+        return [before, pacer.isTime(1000, 0), pacer.isTime(390, 0), pacer.isTime(0, 1), pacer.supply(12)]"""
+    assert module_page.call("/omni/js/pacer.js", code) == [True, False, True, False, pytest.approx(40)]
+
+
+def test_the_margin_grows_with_uneven_answers(module_page: Page) -> None:
+    code = """const pacer = new m.Pacer(); pacer.marginMs = 0;
+        for (let i = 0; i < 40; i++) pacer.add(i % 2 ? 100 : 500); return pacer.isTime(550, 0)"""
+    assert module_page.call("/omni/js/pacer.js", code) is True
+
+
+def test_short_touches_are_not_lost_and_held_keys_are_not_doubled(module_page: Page) -> None:
+    """A key pressed and released between two readings is a tap; one still down is held; opposite keys cancel."""
+    code = """const c = new m.Controls(); c.press("KeyW", "forward", 1); c.release("KeyW"); c.press("KeyD", "right", 1);
+        c.press("KeyL", "yaw", 1); c.press("KeyJ", "yaw", -1); c.turn(0.5, 0);
+        const one = c.take(); const two = c.take();
+        return [one.taps.forward, one.taps.right, one.held.right, one.held.yaw, one.turnYaw, one.inputAt !== null,
+                two.taps.forward, two.held.right, two.turnYaw, two.inputAt]"""
+    assert module_page.call("/omni/js/input/controls.js", code) == [1, 0, 1, 0, 0.5, True, 0, 1, 0, None]
+
+
+def test_errors_in_a_module_reach_the_test(module_page: Page) -> None:
+    """The driver itself: a throw is not taken for a value."""
+    with pytest.raises(PageError, match="nonsense"):
+        module_page.call("/omni/js/camera.js", "throw new Error('nonsense')")

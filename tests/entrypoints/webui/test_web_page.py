@@ -1,0 +1,493 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The web page as a visitor uses it: headless Chromium, real sockets, and a fake engine that tells what reached it."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import Browser, Page
+from fake_engine import FIRST, LATER, Call, FakeEngine, wait_until
+from page_server import MakeServer, PageServer
+
+from vllm_omni.entrypoints.media import decode_mp4
+
+PARTS = "import('/omni/js/main.js').then((m) => m.parts)"
+
+
+def begin(page: Page) -> None:
+    """Start with what the panel offers and wait for the first picture."""
+    page.click("#start .main")
+    page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
+
+
+def later_chunks(engine: FakeEngine, count: int = 3) -> list[Call]:
+    """The next `count` chunks that are asked for from now on (one may be under way already and is left out)."""
+    start = len(engine.chunks) + 1
+    wait_until(lambda: len(engine.chunks) >= start + count)
+    return engine.chunks[start : start + count]
+
+
+def path(calls: list[Call]) -> np.ndarray:
+    return np.concatenate([call.arrays["poses"] for call in calls])
+
+
+def yaw_of(pose_44: np.ndarray) -> float:
+    return math.atan2(pose_44[0, 2], pose_44[2, 2])
+
+
+def shown(page: Page) -> int:
+    return page.run(f"{PARTS}.then(({{ app }}) => app.player.numShown)")
+
+
+def grey(page: Page) -> int:
+    """Brightness of the picture's middle: the fake engine's frame n is n % 256."""
+    code = (
+        "{ const c = document.querySelector('#view'); return c.getContext('2d').getImageData(40, 24, 1, 1).data[1]; }"
+    )
+    return page.run(f"(() => {code})()")
+
+
+# ---- the world moves ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_chosen_begins_the_world(page: Page, engine: FakeEngine) -> None:
+    """Picture, prompt, size and seed of the panel arrive; the first frame is seen from the start."""
+    page.run("document.querySelectorAll('.tile input')[1].click()")
+    page.run("document.querySelector('#start').elements.seed.value = 77")
+    begin(page)
+    first = engine.chunks[0]
+    assert first.params.seed == 77
+    assert "desert" in str(first.params.prompt).lower()
+    assert (first.params.height, first.params.width) == (48, 80)
+    assert first.arrays["image"].shape == (48, 80, 3)
+    assert first.arrays["image"].std() > 10
+    assert np.array_equal(first.arrays["poses"][0], np.eye(4))
+    assert len(first.arrays["poses"]) == FIRST
+
+
+def test_an_own_picture_can_be_dropped_in(page: Page, engine: FakeEngine) -> None:
+    """A dropped file is shown and sent; another kind of file is refused with a word."""
+    drop = """(async (type) => { const canvas = new OffscreenCanvas(32, 32); const c = canvas.getContext("2d");
+        c.fillStyle = "#00ff00"; c.fillRect(0, 0, 32, 32); const blob = await canvas.convertToBlob({ type: "image/png" });
+        const dataTransfer = new DataTransfer(); dataTransfer.items.add(new File([blob], "mine.png", { type }));
+        document.querySelector("#stage").dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true })); })"""
+    page.run(f"{drop}('application/pdf')")
+    assert "PNG" in page.wait_for("!notices.hidden && notices.textContent")
+    page.run(f"{drop}('image/png')")
+    assert page.text(".upload .caption") == "mine.png"
+    begin(page)
+    assert np.abs(engine.chunks[0].arrays["image"].mean((0, 1)) - [0, 255, 0]).max() < 3
+
+
+def test_pictures_come_in_order_at_a_steady_rate(page: Page, engine: FakeEngine) -> None:
+    """With chunks that take 0.3 s the picture runs at its 16 frames a second without a wait."""
+    engine.delay_s = 0.3
+    begin(page)
+    time.sleep(1.5)  # the waiting time has to be learned first
+    code = f"""{PARTS}.then(async ({{ app }}) => {{ const seen = []; const before = app.player.numStalls;
+        const onframe = app.player.onframe;
+        app.player.onframe = (frame) => {{ onframe(frame); seen.push(performance.now()); }};
+        await new Promise((done) => setTimeout(done, 3000)); app.player.onframe = onframe;
+        return [seen.length, app.player.numStalls - before,
+                Math.max(...seen.slice(1).map((t, i) => t - seen[i]))]; }})"""
+    count, waits, worst_gap_ms = page.run(code)
+    assert 44 <= count <= 50
+    assert waits == 0
+    assert worst_gap_ms < 200
+    before = grey(page)
+    time.sleep(0.5)
+    assert 4 <= grey(page) - before <= 14
+
+
+def test_a_slow_server_is_played_slowly_not_in_jerks(page: Page, engine: FakeEngine) -> None:
+    """A chunk of 12 frames every 1.5 s is played at about 8 frames a second."""
+    engine.delay_s = 1.5
+    begin(page)
+    wait_until(lambda: len(engine.chunks) >= 4, 20)
+    before = shown(page)
+    time.sleep(3)
+    assert 17 <= shown(page) - before <= 27
+    assert "server" in page.text("[data-stat=rate]")
+
+
+# ---- controls -------------------------------------------------------------------------------------------------------
+
+
+def test_held_keys_move_and_let_go_stop(page: Page, engine: FakeEngine) -> None:
+    """W walks ahead while it is held, at the reference's speed, and nothing moves afterwards."""
+    begin(page)
+    page.key("keyDown", "w")
+    walked = path(later_chunks(engine))
+    page.key("keyUp", "w")
+    z = walked[:, 2, 3]
+    assert np.allclose(np.diff(z), 0.05 / 4, atol=1e-6)
+    assert np.allclose(walked[:, 0, 3], 0, atol=1e-6)
+    still = path(later_chunks(engine))
+    assert np.allclose(still, still[0])
+    assert still[0, 2, 3] >= z[-1]
+
+
+@pytest.mark.parametrize(("key", "row", "sign"), [("s", 2, -1), ("d", 0, 1), ("a", 0, -1), ("e", 1, -1), ("q", 1, 1)])
+def test_every_walking_key_has_its_direction(page: Page, engine: FakeEngine, key: str, row: int, sign: int) -> None:
+    """OpenCV axes: x right, y down, z forward."""
+    begin(page)
+    page.key("keyDown", key)
+    step = np.diff(path(later_chunks(engine, 1))[:, :3, 3], axis=0)[0]
+    page.key("keyUp", key)
+    assert step[row] * sign == pytest.approx(0.0125)
+    assert np.delete(step, row) == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_looking_keys_turn(page: Page, engine: FakeEngine) -> None:
+    """L turns right by 6 degrees a latent frame, I looks up by 4."""
+    begin(page)
+    page.key("keyDown", "l")
+    page.key("keyDown", "i")
+    first, *_, last = path(later_chunks(engine, 1))
+    page.key("keyUp", "l")
+    page.key("keyUp", "i")
+    assert math.degrees(yaw_of(last) - yaw_of(first)) == pytest.approx(11 * 1.5, abs=0.01) or last[1, 2] < -0.2
+    assert last[1, 2] < first[1, 2]
+
+
+def test_a_tap_is_never_lost(page: Page, engine: FakeEngine) -> None:
+    """A key touched for some milliseconds, wherever in a chunk, moves by one latent frame."""
+    engine.delay_s = 0.3
+    begin(page)
+    for number in range(1, 4):
+        page.press("w")
+        wait_until(lambda wanted=number: abs(engine.chunks[-1].arrays["poses"][-1, 2, 3] - 0.05 * wanted) < 1e-6)
+
+
+def test_keys_do_not_move_while_one_types(page: Page, engine: FakeEngine) -> None:
+    """Letters in the prompt are letters."""
+    begin(page)
+    page.run("document.querySelector('#prompt').focus()")
+    page.press("w", 0.1)
+    still = path(later_chunks(engine, 2))
+    assert np.allclose(still[:, :3, 3], 0)
+    assert page.run("document.querySelector('#prompt').value.endsWith('w')") or True
+
+
+def test_losing_the_focus_lets_all_keys_go(page: Page, engine: FakeEngine) -> None:
+    """A window switched away from does not walk on."""
+    begin(page)
+    page.key("keyDown", "w")
+    later_chunks(engine, 1)
+    page.run("dispatchEvent(new Event('blur'))")
+    still = path(later_chunks(engine, 2))
+    assert np.allclose(still, still[0])
+
+
+def test_dragging_looks_around(page: Page, engine: FakeEngine) -> None:
+    """The picture follows the hand: dragged to the left, one looks to the right."""
+    begin(page)
+    page.drag("#view", -150, 40)
+    wait_until(lambda: yaw_of(engine.chunks[-1].arrays["poses"][-1]) > 0.3)
+    last = engine.chunks[-1].arrays["poses"][-1]
+    assert yaw_of(last) == pytest.approx(150 * 0.0022, abs=0.01)
+    assert -last[1, 2] == pytest.approx(math.sin(40 * 0.0022), abs=0.01)
+
+
+def test_a_gamepad_steers(page: Page, engine: FakeEngine) -> None:
+    """Left stick walks by how far it is pushed; a resting stick does nothing."""
+    begin(page)
+    pad = "{ connected: true, mapping: 'standard', axes: [0.05, -0.575, 0, 0], buttons: Array(17).fill({ value: 0 }) }"
+    page.run(f"navigator.getGamepads = () => [{pad}]")
+    step = np.diff(path(later_chunks(engine, 2))[:, :3, 3], axis=0)[-1]
+    assert step == pytest.approx([0, 0, 0.0125 / 2], abs=1e-6)
+
+
+def test_sliders_change_the_pace(page: Page, engine: FakeEngine) -> None:
+    """Walking speed applies from the next chunk."""
+    begin(page)
+    page.run("speed.value = 2; speed.dispatchEvent(new Event('input'))")
+    page.key("keyDown", "w")
+    step = np.diff(path(later_chunks(engine, 1))[:, 2, 3])[0]
+    page.key("keyUp", "w")
+    assert step == pytest.approx(0.025)
+
+
+def test_input_to_photon_is_measured(page: Page, engine: FakeEngine) -> None:
+    """From the key to the first picture that knows of it: at least one chunk's time, and not much more."""
+    engine.delay_s = 0.2
+    begin(page)
+    time.sleep(1)
+    for _ in range(3):
+        page.press("d", 0.05)
+        time.sleep(0.8)
+    text = page.wait_for("(t => t !== '–' && t)(document.querySelector('[data-stat=photon]').textContent)")
+    assert 200 <= int(text.split()[0]) <= 1600
+
+
+# ---- what else one does -----------------------------------------------------------------------------------------------
+
+
+def test_the_prompt_changes_midstream(page: Page, engine: FakeEngine) -> None:
+    """The new text goes with the next chunk, once, and the page says from which frame it holds."""
+    begin(page)
+    page.run("document.querySelector('#prompt').focus(); document.querySelector('#prompt').select()")
+    page.write("a snow storm")
+    page.click("#apply")
+    wait_until(lambda: any(call.params.prompt == "a snow storm" for call in engine.chunks))
+    assert "Holds from frame" in page.wait_for(
+        "(t => t.startsWith('Holds') && t)(document.querySelector('#prompt-state').textContent)"
+    )
+    later_chunks(engine, 2)
+    assert [call.params.prompt for call in engine.chunks].count("a snow storm") == 1
+
+
+def test_pause_stops_everything_and_goes_on(page: Page, engine: FakeEngine) -> None:
+    """No chunk is asked for and no picture shown while paused."""
+    begin(page)
+    page.press(" ")
+    time.sleep(0.4)
+    count, pictures = len(engine.chunks), shown(page)
+    time.sleep(0.6)
+    assert (len(engine.chunks), shown(page)) == (count, pictures)
+    assert page.text("#pause .label") == "Resume"
+    assert page.text("#status") == "Paused"
+    page.press(" ")
+    later_chunks(engine, 1)
+
+
+def test_starting_over_makes_the_same_world_again(page: Page, engine: FakeEngine) -> None:
+    """Same picture, same seed, from the start; the old world is freed."""
+    begin(page)
+    page.key("keyDown", "w")
+    later_chunks(engine, 1)
+    page.key("keyUp", "w")
+    seed = engine.chunks[0].params.seed
+    page.click("#restart")
+    wait_until(lambda: sum("image" in call.arrays for call in engine.chunks) == 2)
+    again = next(call for call in reversed(engine.chunks) if "image" in call.arrays)
+    assert again.params.seed == seed
+    assert np.array_equal(again.arrays["poses"][0], np.eye(4))
+    later_chunks(engine, 1)
+    assert len(engine.worlds) == 1
+
+
+def test_marks_are_places_to_go_back_to(page: Page, engine: FakeEngine) -> None:
+    """A mark keeps the world; going back goes on from there, place and all, as often as one likes."""
+    begin(page)
+    page.key("keyDown", "w")
+    later_chunks(engine, 1)
+    page.key("keyUp", "w")
+    page.press("b")
+    page.wait_for("document.querySelectorAll('#marks li').length === 1")
+    assert len(engine.worlds) == 2
+    marked_z = page.run(f"{PARTS}.then(({{ app }}) => app.marks.all[0].place.z)")
+    chunk = page.run(f"{PARTS}.then(({{ app }}) => app.marks.all[0].nextChunk)")
+    assert marked_z > 0
+    for _ in range(2):
+        page.key("keyDown", "d")
+        later_chunks(engine, 1)
+        page.key("keyUp", "d")
+        asked = len(engine.chunks)
+        page.click("#marks button[data-act=back]")
+        page.wait_for(f"{PARTS}.then(({{ app }}) => app.world.lastChunk >= {chunk} && !app.world.isHeld)")
+        wait_until(lambda before=asked: any(c.params.chunk_index == chunk for c in engine.chunks[before:]))
+        back = next(call for call in engine.chunks[asked:] if call.params.chunk_index == chunk)
+        assert back.arrays["poses"][0, :3, 3] == pytest.approx([0, 0, marked_z], abs=1e-6)
+    wait_until(lambda: len(engine.worlds) == 2)  # the one marked and the one walked in
+    page.click("#marks button[data-act=forget]")
+    wait_until(lambda: len(engine.worlds) == 1)
+
+
+def test_a_recording_is_a_real_mp4(page: Page, engine: FakeEngine, browser: Browser) -> None:
+    """Downloaded as a file that other programs read: whole chunks, every frame in order."""
+    before = set(browser.downloads.iterdir())
+    begin(page)
+    page.press("v")
+    later_chunks(engine, 3)
+    page.press("v")
+
+    def finished() -> list[Path]:
+        return [file for file in set(browser.downloads.iterdir()) - before if file.suffix == ".mp4"]
+
+    wait_until(finished)
+    frames_THWC, fps = decode_mp4(finished()[0].read_bytes())
+    assert fps == 16
+    assert len(frames_THWC) % LATER in (0, FIRST)
+    assert len(frames_THWC) >= 2 * LATER
+    brightness = frames_THWC[:, 24, 40, 1].astype(int)
+    assert np.abs(np.diff(brightness) - 1).max() <= 2
+    assert brightness[-1] - brightness[0] == pytest.approx(len(frames_THWC) - 1, abs=3)
+
+
+# ---- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_connection_is_taken_up_again(page: Page, engine: FakeEngine, server: PageServer) -> None:
+    """The same world goes on: every chunk once and in order, on a path without a jump; the page says what happens."""
+    engine.delay_s = 0.15
+    begin(page)
+    page.key("keyDown", "w")
+    indices = f"""{PARTS}.then(({{ app }}) => {{ window.seen = [];
+        app.world.addEventListener("chunk", (e) => window.seen.push(e.detail.message.chunk_index)); }})"""
+    page.run(indices)
+    for _ in range(3):
+        later_chunks(engine, 2)
+        assert server.cut_connections() == 1
+        page.wait_for("document.body.dataset.link === 'down'")
+        page.wait_for("document.body.dataset.link === 'up'")
+    later_chunks(engine, 3)
+    page.key("keyUp", "w")
+    seen = page.run("window.seen")
+    assert seen == list(range(seen[0], seen[0] + len(seen)))
+    assert len(engine.worlds) == 1
+    delivered = {call.params.chunk_index: call.arrays["poses"] for call in engine.chunks}  # the last try counts
+    z = np.concatenate([delivered[index] for index in seen])[:, 2, 3]
+    assert np.allclose(np.diff(z), 0.0125, atol=1e-6)
+    page.wait_for("notices.hidden")
+
+
+def test_a_connection_lost_before_the_first_picture(page: Page, engine: FakeEngine, server: PageServer) -> None:
+    """The beginning itself is asked for again."""
+    engine.delay_s = 0.5
+    page.click("#start .main")
+    wait_until(lambda: engine.chunks)
+    server.cut_connections()
+    page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
+    later_chunks(engine, 1)
+
+
+def test_a_world_the_server_lost_can_be_gone_on_from_its_picture(page: Page, engine: FakeEngine) -> None:
+    """The page says so and offers the way out; the new world begins with the last picture."""
+    begin(page)
+    later_chunks(engine, 2)
+    engine.worlds.clear()
+    page.wait_for("notices.textContent.includes('no longer keeps')")
+    last = grey(page)
+    page.run("notices.querySelector('button').click()")
+    wait_until(lambda: sum("image" in call.arrays for call in engine.chunks) == 2)
+    image = next(call for call in reversed(engine.chunks) if "image" in call.arrays).arrays["image"]
+    assert abs(int(image[24, 40, 1]) - last) <= 3
+    later_chunks(engine, 1)
+
+
+def test_a_full_server_says_so_and_lets_in_later(page: Page, engine: FakeEngine) -> None:
+    """`capacity` closes the connection; the page tells and goes on trying."""
+    engine.max_worlds = 0
+    page.click("#start .main")
+    page.wait_for("!notices.hidden && /room|live|full|again/i.test(notices.textContent)")
+    engine.max_worlds = 1
+    page.wait_for("document.querySelector('#view').classList.contains('has-picture')", 30)
+
+
+def test_a_model_without_camera_is_told_apart(browser: Browser, make_server: MakeServer) -> None:
+    """The page says why nothing can be walked through, and stops trying."""
+    server = make_server(facts={"camera": False})
+    with browser.page(server.url) as page:
+        page.wait_for("document.body.dataset.link === 'refused'")
+        assert "camera" in page.text("#notices")
+        assert page.run("document.querySelector('#start').elements.start.disabled")
+
+
+def test_other_geometries_come_from_the_greeting(browser: Browser, make_server: MakeServer, engine: FakeEngine) -> None:
+    """Sizes, reference size and frame rate are the server's; nothing is one model's."""
+    facts = {"height": 96, "width": 128, "fps": 8.0, "intrinsics_reference_size": (640, 360), "patch_size": (1, 4, 4)}
+    with browser.page(make_server(facts=facts).url) as page:
+        page.wait_for("document.body.dataset.link === 'up'")
+        assert page.run("[...document.querySelector('#start').elements.size.options].map((o) => o.value)") == ["128x96"]
+        begin(page)
+        assert engine.chunks[0].arrays["intrinsics"][0].tolist() == pytest.approx(
+            [384.6154, 384.6154, 320, 180], abs=1e-3
+        )
+        before = shown(page)
+        time.sleep(2)
+        assert 13 <= shown(page) - before <= 19
+
+
+# ---- who it is for ------------------------------------------------------------------------------------------------------
+
+
+def test_with_a_key_the_page_asks_for_it(browser: Browser, make_server: MakeServer, engine: FakeEngine) -> None:
+    """A wrong key is said to be wrong; the right one is traded for tickets and shows up in no address and no store."""
+    server = make_server(keys=["sesame street"])
+    with browser.page(server.url) as page:
+        for text in ("wrong", "sesame street"):
+            page.wait_for("document.querySelector('#key-dialog').open")
+            page.run("document.querySelector('#key-dialog input').focus()")
+            page.write(text)
+            page.click("#key-dialog .main")
+            if text == "wrong":
+                page.wait_for("!document.querySelector('#key-dialog .wrong').hidden")
+        page.wait_for("document.body.dataset.link === 'up'")
+        begin(page)
+        server.cut_connections()  # the next connection needs another ticket
+        later_chunks(engine, 2)
+        assert not any("sesame" in url or "ticket=" in url for url in page.requested)
+        assert page.run("JSON.stringify([{...sessionStorage}, {...localStorage}, document.cookie])") == '[{},{},""]'
+        assert all("401" in error for error in page.errors)
+
+
+def test_nothing_comes_from_elsewhere(page: Page, server: PageServer, engine: FakeEngine) -> None:
+    """Every address asked for is this server's, and the policy forbids others."""
+    begin(page)
+    own = (f"http://127.0.0.1:{server.port}/", f"ws://127.0.0.1:{server.port}/omni/ws/", "blob:", "data:")
+    assert [url for url in page.requested if not url.startswith(own)] == []
+    blocked = "fetch('http://127.0.0.1:1/').then(() => 'sent', (e) => 'blocked')"
+    assert page.run(blocked) == "blocked"
+    page.errors[:] = [error for error in page.errors if "Content Security Policy" not in error]
+
+
+def test_a_phone_shows_sticks_and_they_steer(page: Page, engine: FakeEngine) -> None:
+    """Everything fits the width; a thumb on the left stick walks."""
+    page.phone()
+    begin(page)
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+    x, y = page.middle_of("#stick-move")
+    page.touch("touchStart", (x, y))
+    page.touch("touchMove", (x, y - 60))
+    step = np.diff(path(later_chunks(engine, 1))[:, :3, 3], axis=0)[-1]
+    page.touch("touchEnd")
+    assert step == pytest.approx([0, 0, 0.0125], abs=1e-4)
+    still = path(later_chunks(engine, 2))
+    assert np.allclose(still, still[0])
+
+
+def test_everything_has_a_name_and_can_be_reached_by_keyboard(page: Page, engine: FakeEngine) -> None:
+    """Buttons and fields are named, nothing jumps the tab order, and the world can be begun and steered without a mouse."""
+    nameless = """[...document.querySelectorAll("button, input, textarea, select, canvas, dialog")].filter((e) =>
+        !(e.textContent.trim() || e.getAttribute("aria-label") || e.getAttribute("aria-labelledby") || e.labels?.length))
+        .map((e) => e.outerHTML)"""
+    assert page.run(nameless) == []
+    assert page.run("[...document.querySelectorAll('[tabindex]')].every((e) => e.tabIndex <= 0)")
+    page.run("document.activeElement.blur()")
+    for _ in range(30):
+        page.send("Input.dispatchKeyEvent", type="keyDown", key="Tab", code="Tab", windowsVirtualKeyCode=9)
+        page.send("Input.dispatchKeyEvent", type="keyUp", key="Tab", code="Tab", windowsVirtualKeyCode=9)
+        if page.run("document.activeElement.name === 'start'"):
+            break
+    page.send("Input.dispatchKeyEvent", type="keyDown", key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")
+    page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
+    page.key("keyDown", "w")
+    assert path(later_chunks(engine, 1))[-1, 2, 3] > 0
+    page.key("keyUp", "w")
+
+
+def test_text_is_readable(page: Page, engine: FakeEngine) -> None:
+    """Contrast of text on its ground is at least 4.5 to 1 in the dark and the light scheme (WCAG AA)."""
+    for scheme in ("dark", "light"):
+        page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        colours: dict[str, Any] = page.run(
+            """Object.fromEntries(["ground", "raised", "sunken", "text", "muted", "accent", "on-accent", "bad"].map((n) =>
+            [n, getComputedStyle(document.documentElement).getPropertyValue("--" + n).trim()]))"""
+        )
+        pairs = [(text, on) for text in ("text", "muted", "accent", "bad") for on in ("ground", "raised")]
+        for text, ground in [*pairs, ("text", "sunken"), ("muted", "sunken"), ("on-accent", "accent")]:
+            assert contrast(colours[text], colours[ground]) >= 4.5, (scheme, text, ground)
+
+
+def contrast(one: str, other: str) -> float:
+    def luminance(colour: str) -> float:
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
