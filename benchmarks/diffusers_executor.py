@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `DiffusersPipelineExecutor` costs: the same request through the engine and by calling diffusers, in pairs.
+
+    python benchmarks/diffusers_executor.py                      # tiny Qwen-Image on the CPU, about a second of work
+    python benchmarks/diffusers_executor.py --full-size          # the released model's sizes, random weights, on CUDA
+
+Each pair runs the request once through a real engine (front end here, EngineCore and pipeline in a process of their
+own) and once by calling the pipeline in this process, in an order drawn for each pair, so that drift of the machine
+falls on both. Both end with uint8 pictures in this process's host memory. Reported: the median over pairs of
+engine time / direct time - 1, by the clock and, which other programs on the machine disturb less, by the processor
+time of this process and its children together. Every pair also compares the pictures byte for byte.
+
+`--full-size`: 60 layers, 24 heads of 128, text width 3584, bf16 (about 41 GB for the transformer), the released VAE;
+the text encoder is left out and prompt embeddings are random. Engine and direct call hold a copy each, so the device
+needs about 85 GB; `--in-process` runs the engine's core in this process on the pipeline the direct call uses (45 GB).
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import add_output_arguments, quantiles, save
+
+TARGET = 0.02
+PROMPT_TOKENS = 256
+
+
+def write_full_size(out: Path) -> None:
+    """The released Qwen-Image's configs; no weights, no text encoder (`--load-format dummy`, prompt embeddings)."""
+    components = {
+        "transformer": {
+            "_class_name": "QwenImageTransformer2DModel",
+            "attention_head_dim": 128,
+            "axes_dims_rope": [16, 56, 56],
+            "guidance_embeds": False,
+            "in_channels": 64,
+            "joint_attention_dim": 3584,
+            "num_attention_heads": 24,
+            "num_layers": 60,
+            "out_channels": 16,
+            "patch_size": 2,
+        },
+        "vae": {
+            "_class_name": "AutoencoderKLQwenImage",
+            "attn_scales": [],
+            "base_dim": 96,
+            "dim_mult": [1, 2, 4, 4],
+            "dropout": 0.0,
+            "num_res_blocks": 2,
+            "temperal_downsample": [False, True, True],
+            "z_dim": 16,
+        },
+        "scheduler": {
+            "_class_name": "FlowMatchEulerDiscreteScheduler",
+            "base_image_seq_len": 256,
+            "base_shift": 0.5,
+            "max_image_seq_len": 8192,
+            "max_shift": 0.9,
+            "num_train_timesteps": 1000,
+            "shift_terminal": 0.02,
+            "time_shift_type": "exponential",
+            "use_dynamic_shifting": True,
+        },
+    }
+    index: dict[str, Any] = {
+        "_class_name": "QwenImagePipeline",
+        "text_encoder": [None, None],
+        "tokenizer": [None, None],
+    }
+    for name, config in components.items():
+        (out / name).mkdir(parents=True)
+        file = "scheduler_config.json" if name == "scheduler" else "config.json"
+        (out / name / file).write_text(json.dumps(config))
+        index[name] = ["diffusers", config["_class_name"]]
+    (out / "model_index.json").write_text(json.dumps(index))
+
+
+class Request:
+    """The one request of this benchmark, for the engine and for diffusers."""
+
+    def __init__(self, args: argparse.Namespace, text_width: int | None) -> None:
+        import torch
+
+        self.size = {"height": args.height, "width": args.width, "num_inference_steps": args.steps}
+        self.guidance = 4.0 if args.guidance else 1.0
+        self.tensors: dict[str, torch.Tensor] = {}
+        if text_width is not None:
+            generator = torch.Generator().manual_seed(0)
+            for name in ("prompt_embeds", "negative_prompt_embeds"):
+                self.tensors[name] = torch.randn(PROMPT_TOKENS, text_width, generator=generator)
+
+    def engine_params(self, number: int) -> Any:
+        from vllm_omni.inputs import DiffusionParams
+
+        text = {} if self.tensors else {"prompt": "a red fox", "negative_prompt": "rain"}
+        return DiffusionParams(
+            session_id=f"r{number}", one_shot=True, seed=7, guidance_scale=self.guidance, **text, **self.size
+        ).to_pooling_params(self.tensors)
+
+    def direct(self, pipeline: Any) -> Any:
+        """uint8 pictures on the host, as a caller of diffusers would get them (`output_type="pil"`)."""
+        import numpy as np
+        import torch
+
+        device, dtype = pipeline.device, pipeline.transformer.dtype
+        text: dict[str, Any] = {"prompt": "a red fox", "negative_prompt": "rain"}
+        if self.tensors:
+            text = {name: tensor.to(device, dtype).unsqueeze(0) for name, tensor in self.tensors.items()}
+        output = pipeline(
+            **text,
+            true_cfg_scale=self.guidance,
+            generator=torch.Generator(device).manual_seed(7),
+            output_type="pil",
+            **self.size,
+        )
+        return np.stack([np.array(image) for image in output.images])
+
+
+def make_engine(model: Path, args: argparse.Namespace) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(model, args)))
+
+
+def engine_arguments(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "model": str(model),
+        "config_format": "omni",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        **({"load_format": "dummy", "dtype": "bfloat16"} if args.full_size else {}),
+    }
+
+
+def load_direct(model: Path, args: argparse.Namespace) -> Any:
+    """The same pipeline in this process, with the same (random) weights."""
+    import torch
+
+    from vllm_omni.executor.pipeline_host import PipelineHost
+    from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions
+
+    device = torch.device("cuda", 0) if args.full_size else torch.device("cpu")
+    dtype = torch.bfloat16 if args.full_size else torch.float32
+    return PipelineHost(model, DiffusersOptions(), device, dtype, random_weights=args.full_size).pipeline
+
+
+async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from vllm_omni.inputs import engine_prompt
+    from vllm_omni.outputs import unpack
+
+    request = Request(args, 3584 if args.full_size else None)
+    if args.in_process:
+        from vllm import LLM
+
+        llm = LLM(**engine_arguments(model, args))
+        core = llm.llm_engine.engine_core.engine_core
+        pipeline = core.model_executor.worker.runner.host.pipeline
+
+        async def through_engine(number: int) -> Any:
+            answer = llm.encode(engine_prompt(), request.engine_params(number), pooling_task="plugin", use_tqdm=False)
+            return unpack(answer[0].outputs.data)
+
+        stop: Callable[[], None] = core.shutdown
+    else:
+        engine = make_engine(model, args)
+        pipeline = load_direct(model, args)
+
+        async def through_engine(number: int) -> Any:
+            async for output in engine.encode(engine_prompt(), request.engine_params(number), f"r{number}"):
+                last = output
+            return unpack(last.outputs.data)
+
+        stop = engine.shutdown
+    try:
+        return await _pairs(args, request, pipeline, through_engine)
+    finally:
+        stop()
+
+
+def processor_s() -> float:
+    """Processor seconds of this process and all its children so far (the engine's core is a child)."""
+    import psutil
+
+    this = psutil.Process()
+    times = [process.cpu_times() for process in (this, *this.children(recursive=True))]
+    return sum(spent.user + spent.system for spent in times)
+
+
+async def _pairs(args: argparse.Namespace, request: Request, pipeline: Any, through_engine: Any) -> dict[str, Any]:
+    import numpy as np
+
+    order = random.Random(0)
+    engine_ms, direct_ms, equal, inside_ms, cpu_ratios = [], [], True, [], []
+    for number in range(args.pairs + args.warm_up):
+        pictures: dict[str, Any] = {}
+        elapsed: dict[str, float] = {}
+        cpu: dict[str, float] = {}
+        for side in order.sample(["engine", "direct"], 2):
+            start, cpu_start = time.perf_counter(), processor_s()
+            if side == "engine":
+                meta, tensors = await through_engine(number)
+                pictures[side] = tensors["images"].numpy()
+            else:
+                pictures[side] = request.direct(pipeline)
+            elapsed[side] = (time.perf_counter() - start) * 1e3
+            cpu[side] = processor_s() - cpu_start
+        equal = equal and bool(np.array_equal(pictures["engine"], pictures["direct"]))
+        if number >= args.warm_up:
+            engine_ms.append(elapsed["engine"])
+            direct_ms.append(elapsed["direct"])
+            cpu_ratios.append(cpu["engine"] / cpu["direct"] - 1)
+            stages = meta["timings_ms"]
+            inside_ms.append(sum(sum(values) for name, values in stages.items() if name != "total"))
+    ratios = [engine / direct - 1 for engine, direct in zip(engine_ms, direct_ms, strict=True)]
+    return {
+        "request": {**request.size, "guidance": args.guidance, "full_size": args.full_size},
+        "in_process": args.in_process,
+        "pairs": args.pairs,
+        "engine_ms": quantiles(engine_ms),
+        "direct_ms": quantiles(direct_ms),
+        "outside_the_pipeline_ms": quantiles([e - i for e, i in zip(engine_ms, inside_ms, strict=True)]),
+        "overhead": {
+            "median_of_pairs": round(statistics.median(ratios), 5),
+            "median_of_pairs_processor_time": round(statistics.median(cpu_ratios), 5),
+            "of_every_pair": [round(ratio, 4) for ratio in ratios],
+            "target": TARGET,
+        },
+        "pictures_equal": equal,
+    }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--full-size", action="store_true", help="the released Qwen-Image's sizes, random, on CUDA")
+    parser.add_argument("--in-process", action="store_true", help="engine core and direct call share one pipeline")
+    parser.add_argument("--width", type=int, help="default: 256 (full size: 1024)")
+    parser.add_argument("--height", type=int, help="default: 256 (full size: 1024)")
+    parser.add_argument("--steps", type=int, help="default: 40 (full size: 20)")
+    parser.add_argument("--no-guidance", dest="guidance", action="store_false", help="one forward a step, not two")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--warm-up", type=int, default=2, help="pairs run first and not counted")
+    add_output_arguments(parser)
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    side, steps = (1024, 20) if args.full_size else (256, 40)
+    args.width, args.height, args.steps = args.width or side, args.height or side, args.steps or steps
+    if args.in_process:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm_omni.model_executor.models.registry import get_family
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        model.mkdir()
+        if args.full_size:
+            write_full_size(model)
+        else:
+            get_family("diffusers_pipeline").make_tiny(model, 0, "qwen_image")
+        result = asyncio.run(measure(model, args))
+        gc.collect()  # the engine's finaliser must run while the interpreter is whole
+    name = "diffusers_executor" + ("_full_size" if args.full_size else "") + ("_in_process" if args.in_process else "")
+    save(name, result, args)
+    overhead = result["overhead"]["median_of_pairs"]
+    by_processor = result["overhead"]["median_of_pairs_processor_time"]
+    direct, engine = result["direct_ms"]["p50"], result["engine_ms"]["p50"]
+    print(
+        f"\ndirect {direct:.0f} ms, engine {engine:.0f} ms, overhead {100 * overhead:+.2f} % by the clock, "
+        f"{100 * by_processor:+.2f} % by processor time (target {100 * TARGET:.0f} %)"
+    )
+    print("pictures are equal, byte for byte" if result["pictures_equal"] else "pictures DIFFER")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures or a video from any diffusers pipeline directory, without a server: vLLM's `LLM` class, one request.
+
+    vllm-omni make-tiny diffusers_pipeline my_pipeline --layout qwen_image
+    python examples/offline_inference/diffusers_pipeline.py my_pipeline --prompt "A red fox" --size 64x64 --out fox.png
+
+`--image` gives an edit or image-to-video pipeline its picture. `--out` ends in `.png` (several get numbers) or,
+for a video pipeline, in `.mp4`. `--option NAME=JSON` sets any further argument of the pipeline's `__call__`, or one of
+this package (`aspect_ratio`, `prompt_suffix`, `lora`).
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vllm_omni.entrypoints.media import encode_mp4
+from vllm_omni.inputs import DiffusionParams, engine_prompt
+from vllm_omni.outputs import RequestFailed, unpack
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Pictures or a video from a diffusers pipeline, offline.")
+    parser.add_argument("model", type=Path, help="pipeline directory (it holds a model_index.json)")
+    parser.add_argument("--prompt", default="A red fox in the snow")
+    parser.add_argument("--negative-prompt")
+    parser.add_argument("--image", type=Path, help="picture for an edit or image-to-video pipeline")
+    parser.add_argument("--size", help="WIDTHxHEIGHT in pixels (default: the pipeline's)")
+    parser.add_argument("--steps", type=int, help="denoise steps (default: the pipeline's)")
+    parser.add_argument("--guidance-scale", type=float, help="default: the pipeline's")
+    parser.add_argument("--num-images", type=int, default=1)
+    parser.add_argument("--num-frames", type=int, help="of a video (default: the pipeline's)")
+    parser.add_argument("--seed", type=int, help="default: drawn, and printed")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="may be given several times")
+    parser.add_argument("--out", type=Path, default=Path("picture.png"), help=".png or .mp4")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--model-options", type=json.loads, default={}, help="JSON for additional_config.omni.model")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    params = DiffusionParams(session_id="picture", one_shot=True, **request_fields(args))
+    tensors = {}
+    if args.image is not None:
+        tensors["image"] = torch.from_numpy(np.array(Image.open(args.image).convert("RGB")))
+    from vllm import LLM  # takes seconds; `--help` should not
+
+    llm = LLM(
+        model=str(args.model),
+        config_format="omni",
+        skip_tokenizer_init=True,
+        dtype=args.dtype,
+        additional_config={"omni": {"model": args.model_options}},
+    )
+    (output,) = llm.encode(engine_prompt(), params.to_pooling_params(tensors), pooling_task="plugin", use_tqdm=False)
+    try:
+        meta, results = unpack(output.outputs.data)
+    except RequestFailed as error:
+        raise SystemExit(f"refused: {error}") from error
+    for name in write(args.out, results, meta):
+        print(f"wrote {name}")
+    stages = ", ".join(f"{name} {sum(ms):.0f}" for name, ms in meta["timings_ms"].items())
+    print(f"{meta['pipeline']}, seed {meta['seed']}, {meta['num_steps']} steps; ms: {stages}")
+
+
+def request_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `DiffusionParams` that the command line sets."""
+    fields: dict[str, Any] = {
+        "prompt": args.prompt,
+        "negative_prompt": args.negative_prompt,
+        "seed": args.seed,
+        "num_inference_steps": args.steps,
+        "guidance_scale": args.guidance_scale,
+        "num_images": args.num_images,
+        "num_frames": args.num_frames,
+        "options": {},
+    }
+    if args.size is not None:
+        width, _, height = args.size.partition("x")
+        if not (width.isdecimal() and height.isdecimal()):
+            raise SystemExit(f"--size must be WIDTHxHEIGHT, got {args.size!r}")
+        fields |= {"width": int(width), "height": int(height)}
+    for option in args.option:
+        name, _, value = option.partition("=")
+        try:
+            fields["options"][name] = json.loads(value)
+        except json.JSONDecodeError:
+            fields["options"][name] = value
+    return fields
+
+
+def write(out: Path, results: dict[str, torch.Tensor], meta: dict[str, Any]) -> list[Path]:
+    """Write pictures as `.png` or a video as `.mp4`; returns the files."""
+    if "frames" in results:
+        if out.suffix != ".mp4":
+            raise SystemExit(f"this pipeline makes videos: --out must end in .mp4, got {out}")
+        out.write_bytes(encode_mp4(results["frames"].numpy(), meta["fps"]))
+        return [out]
+    images_NHWC = results["images"].numpy()
+    files = [out] if len(images_NHWC) == 1 else [out.with_stem(f"{out.stem}-{i}") for i in range(len(images_NHWC))]
+    for file, image_HWC in zip(files, images_NHWC, strict=True):
+        Image.fromarray(image_HWC).save(file)
+    return files
+
+
+if __name__ == "__main__":
+    main(make_parser().parse_args())
