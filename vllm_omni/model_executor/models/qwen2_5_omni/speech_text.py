@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what the thinker computed to what the talker reads: `TalkerPromptBuilder`.
+
+The recipe is that of transformers' `Qwen2_5OmniForConditionalGeneration.generate`:
+
+    prompt position p      hidden state + token embedding (zero where the token stands for sound or picture)
+    after the prompt       embedding of the voice's opening token + codec PAD;  row of reply token 0 + codec BOS
+    generated code k       its codec embedding + row k+1 of: reply rows, then text END, then text PAD for ever
+
+where the row of a token is its final hidden state + its embedding. The last reply token (as a rule the end of the turn)
+was never fed back and has no row. Embeddings are read from the checkpoint, row by row; no model lives here. Held by
+tests/model_executor/models/qwen2_5_omni/test_speech_text.py.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2_5OmniConfig, Qwen2_5OmniTalkerForConditionalGeneration
+
+from vllm_omni.hidden_states import FINAL, HiddenStates
+from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import (
+    TALKER_EMBEDDINGS,
+    THINKER_EMBEDDINGS,
+    CheckpointTensors,
+    load_voices,
+)
+from vllm_omni.model_executor.models.qwen2_5_omni.talker_prompt import TalkerPrompt
+from vllm_omni.outputs import RequestFailed
+
+
+@dataclass(frozen=True)
+class VisualGrids:
+    """Sizes of the pictures and videos of a prompt, as the processor reports them; they shape rotary positions.
+
+    image_grid_thw, video_grid_thw: int64 [N, 3]. second_per_grid: fp32 [N videos]. audio_lengths: int64 [N], in
+    frames of the sound encoder's input.
+    """
+
+    image_grid_thw: torch.Tensor | None = None
+    video_grid_thw: torch.Tensor | None = None
+    second_per_grid: torch.Tensor | None = None
+    audio_lengths: torch.Tensor | None = None
+
+    @property
+    def any(self) -> bool:
+        return self.image_grid_thw is not None or self.video_grid_thw is not None
+
+
+def visual_grids(engine_input: Any) -> VisualGrids:
+    """Read the sizes out of the thinker's rendered prompt (`EngineInput`)."""
+    if engine_input.get("type") != "multimodal":
+        return VisualGrids()
+    items = engine_input["mm_kwargs"]
+
+    def read(modality: str, name: str) -> torch.Tensor | None:
+        found = [item[name].data for item in items.get(modality, ()) if item is not None and name in item]
+        return torch.stack([torch.as_tensor(value).reshape(-1) for value in found]) if found else None
+
+    lengths, seconds = read("audio", "audio_feature_lengths"), read("video", "second_per_grid_ts")
+    return VisualGrids(
+        image_grid_thw=read("image", "image_grid_thw"),
+        video_grid_thw=read("video", "video_grid_thw"),
+        second_per_grid=None if seconds is None else seconds.reshape(-1).float(),
+        audio_lengths=None if lengths is None else lengths.reshape(-1),
+    )
+
+
+class TalkerPromptBuilder:
+    """Knows one checkpoint: its token ids, voices and embedding tables (which stay in the memory-mapped files)."""
+
+    def __init__(self, path: Path) -> None:
+        config: Any = Qwen2_5OmniConfig.from_pretrained(path)
+        self.thinker: Any = config.thinker_config
+        self.talker: Any = config.talker_config
+        self.voices = load_voices(path)
+        self._tensors = CheckpointTensors(path)
+        talker: Any = self.talker
+        self._codec_pad_bos = self._tensors.rows(
+            TALKER_EMBEDDINGS, [talker.tts_codec_pad_token_id, talker.tts_codec_start_token_id]
+        )
+        self._text_end_pad = self._tensors.rows(
+            THINKER_EMBEDDINGS, [talker.tts_text_end_token_id, talker.tts_text_pad_token_id]
+        )
+
+    @property
+    def stop_codes(self) -> list[int]:
+        """Codec tokens that end the speech and are not part of it."""
+        return [self.talker.tts_codec_pad_token_id, self.talker.tts_codec_end_token_id]
+
+    def check_voice(self, name: str) -> None:
+        """Raise `RequestFailed("invalid_request", ...)` that lists the voices, unless the checkpoint has this one."""
+        if name not in self.voices:
+            raise RequestFailed("invalid_request", f"voice {name!r} is unknown; known: {', '.join(self.voices)}")
+
+    def build(
+        self, token_ids: Sequence[int], prompt_len: int, states: HiddenStates, voice: str, grids: VisualGrids
+    ) -> TalkerPrompt | None:
+        """Return the talker's prompt, or None if there is nothing to say (no reply token but the last).
+
+        token_ids: prompt and reply of the thinker; states: final hidden states of all of them but the last, in order.
+        """
+        rows = len(token_ids) - 1
+        if rows <= prompt_len:
+            return None
+        if states.positions.tolist() != list(range(rows)):
+            raise ValueError(f"hidden states of {rows} tokens expected, got {states.num_rows}")
+        hidden_LD = states[FINAL]
+        both_LD = hidden_LD + self._embeddings(token_ids[:rows], prompt_len).to(hidden_LD.dtype)
+        opening = self.voices[voice].bos_token
+        opening_1D = self._tensors.rows(THINKER_EMBEDDINGS, [opening]).to(both_LD.dtype)
+        prompt_LD = torch.cat([both_LD[:prompt_len], opening_1D, both_LD[prompt_len : prompt_len + 1]])
+        prompt_LD[-2:] += self._codec_pad_bos.to(prompt_LD.dtype)
+        reply_RD = torch.cat([both_LD[prompt_len + 1 :], self._text_end_pad.to(both_LD.dtype)])
+        talker = self.talker
+        codec_ids = [talker.tts_codec_mask_token_id] * prompt_len
+        text_ids = [*token_ids[:prompt_len], opening, token_ids[prompt_len]]
+        return TalkerPrompt(
+            token_ids=[*codec_ids, talker.tts_codec_pad_token_id, talker.tts_codec_start_token_id],
+            prompt_LD=prompt_LD,
+            reply_RD=reply_RD,
+            positions_3L=self._positions(text_ids, grids),
+        )
+
+    def _embeddings(self, token_ids: Sequence[int], prompt_len: int) -> torch.Tensor:
+        embeddings = self._tensors.rows(THINKER_EMBEDDINGS, token_ids)
+        thinker = self.thinker
+        stand_ins = {thinker.audio_token_index, thinker.image_token_index, thinker.video_token_index}
+        replaced = [index for index in range(prompt_len) if token_ids[index] in stand_ins]
+        embeddings[replaced] = 0
+        return embeddings
+
+    def _positions(self, text_ids: Sequence[int], grids: VisualGrids) -> torch.Tensor:
+        """Rotary positions [3, L]; pictures and videos have theirs in three dimensions (transformers' own function)."""
+        if not grids.any:
+            return torch.arange(len(text_ids)).expand(3, -1).contiguous()
+        ids = torch.tensor([text_ids])
+        positions, _ = self._rope_model.get_rope_index(
+            ids,
+            grids.image_grid_thw,
+            grids.video_grid_thw,
+            torch.ones_like(ids),
+            False,
+            grids.audio_lengths,
+            grids.second_per_grid,
+        )
+        return positions[:, 0]
+
+    @functools.cached_property
+    def _rope_model(self) -> Any:
+        """transformers' talker without weights: its position function is a method."""
+        with torch.device("meta"):
+            return Qwen2_5OmniTalkerForConditionalGeneration(self.talker)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three engines of one Qwen2.5-Omni checkpoint: their arguments, and how they are started and stopped together.
+
+Each is a stock `AsyncLLM` on the same directory. The thinker may also be the engine of vLLM's own server, which then
+owns it. Defaults leave most of a GPU to the thinker; everything can be overridden (`StageOptions`).
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_omni.config import parse_options
+from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import read_config, stored_dtype
+from vllm_omni.model_executor.models.qwen2_5_omni.speech import SpeechComposition, SpeechDefaults
+from vllm_omni.model_executor.models.qwen2_5_omni.speech_text import TalkerPromptBuilder
+from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
+from vllm_omni.pipeline.stage import Stage
+
+AR_WORKER_CLS = "vllm_omni.worker.ARGPUWorker"
+AR_SCHEDULER_CLS = "vllm_omni.core.sched.ARHiddenStatesScheduler"
+
+
+class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`omni.model` of the server: arguments of the engines beside the thinker, and how speech is made.
+
+    talker, token2wav: keyword arguments of vLLM's `AsyncEngineArgs`, over the defaults here. speech: see
+    `SpeechDefaults`.
+    """
+
+    talker: dict[str, Any] = msgspec.field(default_factory=dict)
+    token2wav: dict[str, Any] = msgspec.field(default_factory=dict)
+    speech: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    @property
+    def speech_defaults(self) -> SpeechDefaults:
+        """Raises ValueError naming the key."""
+        return parse_options(SpeechDefaults, self.speech, "omni.model.speech")
+
+
+def thinker_args(path: Path, **overrides: Any) -> AsyncEngineArgs:
+    """vLLM's own Qwen2.5-Omni thinker on the AR worker."""
+    defaults = {"worker_cls": AR_WORKER_CLS, "scheduler_cls": AR_SCHEDULER_CLS, "dtype": _dtype(path)}
+    return AsyncEngineArgs(model=str(path), **{**defaults, **overrides})
+
+
+def talker_args(path: Path, **overrides: Any) -> AsyncEngineArgs:
+    defaults: dict[str, Any] = {
+        "hf_overrides": talker_hf_config,
+        "worker_cls": AR_WORKER_CLS,
+        "scheduler_cls": AR_SCHEDULER_CLS,
+        "dtype": _dtype(path),
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "enable_prefix_caching": False,
+        "max_num_seqs": 8,
+        "max_model_len": min(8192, read_config(path)["talker_config"].get("max_position_embeddings", 8192)),
+    }
+    if not current_platform.is_cpu():
+        defaults["gpu_memory_utilization"] = 0.15
+    return AsyncEngineArgs(model=str(path), **{**defaults, **overrides})
+
+
+def token2wav_args(path: Path, **overrides: Any) -> AsyncEngineArgs:
+    defaults: dict[str, Any] = {
+        "config_format": "omni",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "additional_config": {"omni": {"max_sessions": 16}},
+    }
+    if not current_platform.is_cpu():
+        defaults["gpu_memory_utilization"] = 0.1
+    return AsyncEngineArgs(model=str(path), **{**defaults, **overrides})
+
+
+def _dtype(path: Path) -> str:
+    """What is stored: `auto` would make half precision of fp32 weights."""
+    return stored_dtype(read_config(path))
+
+
+class SpeechEngines:
+    """Owns the engines; `composition` serves requests. Use as `async with await SpeechEngines.start(path)`."""
+
+    def __init__(self, composition: SpeechComposition) -> None:
+        self.composition = composition
+
+    @classmethod
+    async def start(
+        cls,
+        path: Path,
+        options: StageOptions | None = None,
+        thinker: AsyncLLM | None = None,
+        **thinker_overrides: Any,
+    ) -> Self:
+        """Start what is not running yet. `thinker`: an engine somebody else owns. Stops all if one does not start."""
+        options = options or StageOptions()
+        defaults = options.speech_defaults
+        builder = await asyncio.to_thread(TalkerPromptBuilder, path)
+        wanted = {
+            "talker": talker_args(path, **options.talker),
+            "token2wav": token2wav_args(path, **options.token2wav),
+        }
+        if thinker is None:
+            wanted = {"thinker": thinker_args(path, **thinker_overrides), **wanted}
+        # Each start is mostly waiting for processes that import and load: start them side by side.
+        started = await asyncio.gather(
+            *(asyncio.to_thread(AsyncLLM.from_engine_args, args) for args in wanted.values()), return_exceptions=True
+        )
+        stages = [
+            Stage(name, engine) for name, engine in zip(wanted, started, strict=True) if isinstance(engine, AsyncLLM)
+        ]
+        failed = [engine for engine in started if isinstance(engine, BaseException)]
+        if failed:
+            for stage in stages:
+                stage.shutdown()
+            raise failed[0]
+        if thinker is not None:
+            stages.insert(0, Stage("thinker", thinker, owned=False))
+        return cls(SpeechComposition(*stages, builder=builder, defaults=defaults))
+
+    def shutdown(self) -> None:
+        """Stop every engine this object started; idempotent."""
+        for stage in self.composition.stages:
+            stage.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.shutdown()

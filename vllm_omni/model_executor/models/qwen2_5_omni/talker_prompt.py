@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a talker request carries what the thinker said: the one file that knows both ends of that wire.
+
+A talker request is a stock `mm_input`: real prompt token ids (sampling penalties see them) and one item of length zero
+that carries tensors to the model. The client picks a `slot`, a number from 1 that no other request in flight uses;
+slot 0 belongs to requests without an item (vLLM's own warm-up). See `talker.py` for what the model does with it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MODALITY = "thinker"
+
+
+@dataclass(frozen=True)
+class TalkerPrompt:
+    """Everything one reply needs to be spoken. L prompt tokens, R reply rows, D the talker's embedding size.
+
+    token_ids: L codec ids. prompt_LD: what stands at each prompt position (thinker states, embeddings and the codec
+    embeddings of the last two). reply_RD: what is added to the codec embedding of generated token k, the last row
+    from k = R-1 on. positions_3L: rotary positions, int64.
+    """
+
+    token_ids: list[int]
+    prompt_LD: torch.Tensor
+    reply_RD: torch.Tensor
+    positions_3L: torch.Tensor
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        if self.prompt_LD.shape[0] != length or self.positions_3L.shape != (3, length) or not len(self.reply_RD):
+            raise ValueError(
+                f"talker prompt of {length} tokens with {tuple(self.prompt_LD.shape)} embeddings, "
+                f"{tuple(self.positions_3L.shape)} positions and {tuple(self.reply_RD.shape)} reply rows"
+            )
+
+    def to_engine_input(self, request_id: str, slot: int) -> Any:
+        """Return the prompt for `AsyncLLM.generate`."""
+        from vllm.inputs import mm_input
+        from vllm.multimodal.inputs import (
+            MultiModalBatchedField,
+            MultiModalFieldElem,
+            MultiModalKwargsItem,
+            MultiModalKwargsItems,
+            PlaceholderRange,
+        )
+
+        tensors = {
+            "prompt": self.prompt_LD,
+            "reply": self.reply_RD,
+            "positions": self.positions_3L,
+            "slot": torch.tensor([slot]),
+        }
+        item = MultiModalKwargsItem(
+            {
+                name: MultiModalFieldElem(data=data, field=MultiModalBatchedField(keep_on_cpu=True))
+                for name, data in tensors.items()
+            }
+        )
+        return mm_input(
+            prompt_token_ids=self.token_ids,
+            mm_kwargs=MultiModalKwargsItems({MODALITY: [item]}),
+            mm_hashes={MODALITY: [request_id]},
+            mm_placeholders={MODALITY: [PlaceholderRange(offset=0, length=0)]},
+        )
+
+
+def read_item(data: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """In the worker: `(prompt_LD, reply_RD, positions_3L, slot)` of a request's item."""
+    prompt, reply, positions, slot = (data[name].data for name in ("prompt", "reply", "positions", "slot"))
+    return prompt, reply, positions, int(slot.item())

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Stage`: one engine of a composition, with a name that its errors carry.
+
+Every request ends in exactly one way: its last output, a `RequestFailed`, or `StageDied`. Whoever stops reading
+early, by cancellation or by closing the generator, aborts the request in the engine. Held by tests/pipeline/.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import torch
+from vllm.engine.protocol import EngineClient
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from vllm_omni.inputs import DiffusionParams, engine_prompt
+from vllm_omni.outputs import unpack
+
+logger = logging.getLogger("vllm." + __name__)
+
+
+class StageDied(Exception):
+    """An engine of a composition is dead; requests that need it fail until the server is started again."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__(f"the engine of stage {stage!r} has died; restart the server")
+        self.stage = stage
+
+
+class Stage:
+    """engine: any vLLM `EngineClient` (`AsyncLLM`); owned by whoever made it unless `owned`."""
+
+    def __init__(self, name: str, engine: EngineClient, *, owned: bool = True) -> None:
+        self.name = name
+        self.engine = engine
+        self._owned = owned
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self.engine.errored)
+
+    def check_alive(self) -> None:
+        if self.is_dead:
+            raise StageDied(self.name)
+
+    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
+        """Run an autoregressive request; yields stock outputs."""
+        finished = False
+        try:
+            async for output in self.engine.generate(prompt, params, request_id):
+                finished = output.finished
+                yield output
+        except EngineDeadError as error:
+            finished = True
+            raise StageDied(self.name) from error
+        except EngineGenerateError as error:
+            finished = True
+            self.check_alive()
+            raise RuntimeError(f"stage {self.name!r} failed on a request") from error
+        finally:
+            if not finished:
+                await self._abort(request_id)
+
+    async def encode(
+        self, params: DiffusionParams, tensors: Mapping[str, torch.Tensor], request_id: str
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Run a diffusion request to its end; returns `(meta, tensors)`. Raises what the envelope carries."""
+        last: PoolingRequestOutput[Any] | None = None
+        try:
+            async for output in self.engine.encode(engine_prompt(), params.to_pooling_params(tensors), request_id):
+                last = output
+        except EngineDeadError as error:
+            raise StageDied(self.name) from error
+        except EngineGenerateError as error:
+            self.check_alive()
+            raise RuntimeError(f"stage {self.name!r} failed on a request") from error
+        finally:
+            if last is None and not self.is_dead:
+                await self._abort(request_id)
+        if last is None:
+            raise StageDied(self.name)
+        return unpack(last.outputs.data)
+
+    async def _abort(self, request_id: str) -> None:
+        """Tell the engine, also while this task is being cancelled."""
+        if self.is_dead:
+            return
+        try:
+            await asyncio.shield(self.engine.abort(request_id))
+        except EngineDeadError:
+            logger.warning("stage %r died before request %s could be aborted", self.name, request_id)
+
+    def shutdown(self) -> None:
+        """Stop the engine with everything it started; idempotent."""
+        if self._owned:
+            self._owned = False
+            self.engine.shutdown()
