@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the realtime doors: a fake engine behind a real server."""
+"""Fixtures of the realtime doors: a fake engine behind a real server, and the real thing."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine import Client, DoorServer, FakeEngine
+from served import Served
 
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
@@ -38,3 +40,22 @@ def door(make_door: Callable[..., DoorServer]) -> DoorServer:
 def client(door: DoorServer) -> Iterator[Client]:
     with door.client() as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
+    """The server that runs now, if one does; a test may have killed it."""
+    running: list[Served] = []
+    yield running
+    for server in running:
+        server.stop()
+
+
+@pytest.fixture
+def served(_served: list[Served], null_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A real server, started once for all tests of all doors; started again if the last test left none alive."""
+    if not _served or not _served[-1].is_healthy():
+        server = Served(null_world, tmp_path_factory.mktemp("served"))
+        _served.append(server)
+        server.wait_until_healthy()
+    return _served[-1]

@@ -1,91 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The door behind the real thing: `vllm serve --omni` as a subprocess, its engine, its API key; the null world.
 
-One server for the whole file; the last test kills its engine.
+The server is shared with the other doors' tests (conftest.py); the last test kills its engine.
 """
 
-import os
 import re
 import socket
 import struct
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from fake_engine import FIRST, LATER, Client, camera, infer, wait_until
+from fake_engine import FIRST, LATER, camera, infer, wait_until
+from served import KEY, Served
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import connect
-
-KEY = "a-key-for-tests"
-START_TIMEOUT_S = 300.0
-
-
-class Served:
-    """A running server; `client()` connects with the key unless told otherwise."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
-        self.process, self.port = process, port
-
-    def client(self, **headers: str) -> Client:
-        url = f"ws://127.0.0.1:{self.port}/v1/realtime/world/camera"
-        headers = headers or {"Authorization": f"Bearer {KEY}"}
-        return Client(connect(url, compression=None, max_size=None, additional_headers=headers))
-
-    def running_requests(self) -> float:
-        """What stock vLLM's own metrics say."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
-            found = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.M)
-        assert found is not None
-        return float(found[1])
-
-
-def healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
-
-
-@pytest.fixture(scope="module")
-def served(null_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("served") / "server.log"
-    omni = '{"omni": {"height": 96, "width": 160, "max_sessions": 3}}'
-    command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve", str(null_world), "--omni"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--api-key", KEY, "--additional-config", omni]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "VLLM_OMNI_MAX_FRAMES_PER_REQUEST": "105"},
-        )
-    try:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not healthy(port):
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline_s, log.read_text()[-3000:]
-            time.sleep(0.25)
-        yield Served(process, port)
-    finally:
-        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        for child in children:
-            if child.is_running():
-                child.kill()
 
 
 def request(num_frames: int = FIRST, options: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm serve --omni` as a subprocess with its engine and an API key: the null world, for tests of every door."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+from fake_engine import Client
+from websockets.sync.client import connect
+
+KEY = "a-key-for-tests"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+START_TIMEOUT_S = 300.0
+WIDTH, HEIGHT, MAX_SESSIONS = 160, 96, 3
+
+
+class Served:
+    """A running server; `client()` connects to the world camera with the key unless told otherwise."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self._log = folder / f"server-{self.port}.log"
+        omni = f'{{"omni": {{"height": {HEIGHT}, "width": {WIDTH}, "max_sessions": {MAX_SESSIONS}}}}}'
+        command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve", str(model), "--omni"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--api-key", KEY, "--additional-config", omni]
+        with self._log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "VLLM_OMNI_MAX_FRAMES_PER_REQUEST": "105"},
+            )
+
+    def wait_until_healthy(self) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not self.is_healthy():
+            assert self.process.poll() is None, self._log.read_text()[-3000:]
+            assert time.monotonic() < deadline_s, self._log.read_text()[-3000:]
+            time.sleep(0.25)
+
+    def is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    def client(self, **headers: str) -> Client:
+        url = f"ws://127.0.0.1:{self.port}/v1/realtime/world/camera"
+        return Client(connect(url, compression=None, max_size=None, additional_headers=headers or AUTHORIZED))
+
+    def running_requests(self) -> float:
+        """What stock vLLM's own metrics say."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+            found = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.M)
+        assert found is not None
+        return float(found[1])
+
+    def stop(self) -> None:
+        children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        for child in children:
+            if child.is_running():
+                child.kill()
