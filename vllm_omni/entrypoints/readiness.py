@@ -24,7 +24,7 @@ from vllm_omni.outputs import RequestFailed
 logger = logging.getLogger("vllm." + __name__)
 
 PATH: Final = "/omni/ready"
-_FRESH_S: Final = 1.0
+_FRESH_S: Final = 0.25
 _ASK_TIMEOUT_S: Final = 3.0  # the workers answer between engine steps
 
 

@@ -48,7 +48,7 @@ def read_mask(data: bytes, height: int, width: int, limits: DoorLimits) -> np.nd
         raise invalid(
             f"mask is {shown.shape[1]}x{shown.shape[0]}, the image {width}x{height}: they must be equal", "mask"
         )
-    with Image.open(io.BytesIO(data), formats=("PNG", "WEBP")) as picture:
+    with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as picture:  # as `read_upload` opened it
         if "A" not in picture.getbands() and "transparency" not in picture.info:
             raise invalid("mask has no alpha channel: make it transparent where the image is to be edited", "mask")
         alpha = np.asarray(picture.convert("RGBA").getchannel("A"))

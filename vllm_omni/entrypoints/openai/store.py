@@ -10,10 +10,10 @@ Blocking file operations of a few hundred bytes to some MB: call off the event l
 Held by tests/entrypoints/openai/test_store.py.
 """
 
-import atexit
 import contextlib
 import fcntl
 import multiprocessing
+import multiprocessing.util
 import os
 import re
 import secrets
@@ -32,7 +32,9 @@ from vllm_omni.entrypoints.openai.limits import MediaLimits
 Status = Literal["queued", "in_progress", "completed", "failed"]
 Ending = Literal["cancel", "delete"]
 
-_ID: Final = re.compile(r"^(video|file)_[A-Za-z0-9_-]{22}$")
+_ID: Final = re.compile(r"^(video|file)_[A-Za-z0-9_-]{22}\Z")
+_PREFIX: Final = "vllm-omni-media-"
+_LEFTOVER_AGE_S: Final = 60.0
 _SUFFIXES: Final = ("json", "mp4", "webp", "jpg", "png", "jpeg", "ending", "part")
 
 
@@ -65,18 +67,15 @@ class JobRecord(msgspec.Struct, kw_only=True):
 class MediaStore:
     def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
-        self.root, is_ours = _open_directory(limits.media_dir)
+        self.root = _open_directory(limits.media_dir)
         self.owner = secrets.token_hex(8)
         self._lock = _hold_lock(self.root / f"{self.owner}.owner")
-        if is_ours:
-            atexit.register(self.close)
+        # Unlike `atexit`, this also runs at the end of the API server processes that vLLM starts.
+        self._finalizer = multiprocessing.util.Finalize(self, _let_go, (self._lock, self.root, limits), exitpriority=10)
 
     def close(self) -> None:
         """Let go of the directory; the last process removes it if it was made for this server. Idempotent."""
-        self._lock.close()
-        (self.root / f"{self.owner}.owner").unlink(missing_ok=True)
-        if not self._limits.media_dir and not any(self.root.glob("*.owner")):
-            shutil.rmtree(self.root, ignore_errors=True)
+        self._finalizer()
 
     # -- records -------------------------------------------------------------------------------------------------
 
@@ -122,17 +121,8 @@ class MediaStore:
             self.path(media_id, suffix).unlink(missing_ok=True)
 
     def _is_alive(self, owner: str) -> bool:
-        """Whether the process that made a job still runs: it holds a lock until it ends."""
-        if owner == self.owner:
-            return True
-        try:
-            with (self.root / f"{owner}.owner").open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        """Whether the process that made a job still runs."""
+        return owner == self.owner or _is_locked(self.root / f"{owner}.owner")
 
     # -- ending a job of another process ---------------------------------------------------------------------------
 
@@ -209,25 +199,57 @@ class MediaStore:
                 excess_jobs -= is_job
 
 
-def _open_directory(configured: str) -> tuple[Path, bool]:
-    """`(directory, whether it is made for this server)`; readable by this user alone.
+def _open_directory(configured: str) -> Path:
+    """The directory named, or one made for this server; readable by this user alone.
 
     The API server processes of one `vllm serve` share a parent, whose number names their directory.
     """
     if configured:
         root = Path(configured)
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return root, False
+        return root
+    _remove_leftovers(Path(tempfile.gettempdir()))
     parent = multiprocessing.parent_process()
     if parent is None:
-        return Path(tempfile.mkdtemp(prefix="vllm-omni-media-")), True
-    root = Path(tempfile.gettempdir()) / f"vllm-omni-media-{os.getuid()}-{parent.pid}"
+        return Path(tempfile.mkdtemp(prefix=_PREFIX))
+    root = Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getuid()}-{parent.pid}"
     with contextlib.suppress(FileExistsError):
         root.mkdir(mode=0o700)
-    status = root.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if not _is_private(root):
         raise PermissionError(f"{root} exists and is not a private directory of this user; set VLLM_OMNI_MEDIA_DIR")
-    return root, True
+    return root
+
+
+def _is_private(root: Path) -> bool:
+    status = root.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Directories of servers that were killed: nobody holds a lock in them any more."""
+    for root in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            is_new = time.time() - root.lstat().st_mtime < _LEFTOVER_AGE_S  # its owner may be about to lock it
+            if _is_private(root) and not is_new and not any(_is_locked(path) for path in root.glob("*.owner")):
+                shutil.rmtree(root, ignore_errors=True)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _let_go(lock: IO[Any], root: Path, limits: MediaLimits) -> None:
+    lock.close()
+    Path(lock.name).unlink(missing_ok=True)
+    if not limits.media_dir and not any(root.glob("*.owner")):
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def _hold_lock(path: Path) -> IO[Any]:

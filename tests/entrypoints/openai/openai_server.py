@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server of the OpenAI routes, `vllm serve --omni` as a subprocess, and the official client on it."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from openai import OpenAI
+
+KEY = "a-key-for-tests"
+START_TIMEOUT_S = 300.0
+HEIGHT, WIDTH = 96, 160
+
+
+class Served:
+    """A running server and the official client on it."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
+        self.process, self.port, self.log = process, port, log
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = self.connect()
+
+    def connect(self, key: str = KEY) -> OpenAI:
+        """A client of its own, with its own connections; errors come at once instead of being retried."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def get(self, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+        request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {KEY}", **headers})
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, dict(answer.headers), answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, dict(error.headers), error.read()
+
+    def ready(self) -> tuple[int, dict[str, Any]]:
+        status, _, body = self.get("/omni/ready")
+        return status, json.loads(body)
+
+    def metric(self, line_start: str) -> float:
+        """Value of the first sample whose line starts so; 0 if there is none."""
+        text = self.get("/metrics")[2].decode()
+        found = re.search(rf"^{re.escape(line_start)}\S* (\S+)$", text, re.M)
+        return float(found[1]) if found is not None else 0.0
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> float:
+    """Poll until it holds; returns the seconds it took."""
+    started_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started_s < timeout_s, "condition did not come true"
+        time.sleep(0.02)
+    return time.monotonic() - started_s
+
+
+def serve(
+    model: Path, log: Path, flags: Sequence[str] = (), omni: dict[str, Any] | None = None, **environ: str
+) -> Iterator[Served]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = {"omni": {"height": HEIGHT, "width": WIDTH, "max_sessions": 3, **(omni or {})}}
+    command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve", str(model), "--omni", "--enforce-eager"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--api-key", KEY, "--served-model-name", "null"]
+    command += ["--additional-config", json.dumps(config), *flags]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **environ}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
+    try:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        served = Served(process, port, log)
+        while not _is_up(served):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline_s, log.read_text()[-3000:]
+            time.sleep(0.25)
+        yield served
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        for child in children:
+            if child.is_running():
+                child.kill()
+
+
+def _is_up(served: Served) -> bool:
+    try:
+        return served.get("/health")[0] == 200
+    except OSError:
+        return False

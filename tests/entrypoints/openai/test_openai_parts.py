@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies, field checks, errors, pictures and masks of the OpenAI routes, without a server."""
+
+import asyncio
+import io
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from starlette.requests import Request
+
+from vllm_omni.entrypoints.openai.body import Body, read_body
+from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, from_failure
+from vllm_omni.entrypoints.openai.pictures import encode_picture, read_mask, read_upload
+from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest, read_request
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.outputs import RequestFailed
+
+LIMITS = DoorLimits(max_image_pixels=100 * 100)
+
+
+def body_of(data: bytes, content_type: str = "application/json", max_bytes: int = 10_000, parts: int = 1) -> Body:
+    """Read a body that arrives in several parts."""
+    step = -(-len(data) // parts) if data else 1
+    pieces = [data[start : start + step] for start in range(0, len(data), step)] or [b""]
+
+    async def receive() -> dict[str, Any]:
+        piece = pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-type", content_type.encode())]}
+    return asyncio.run(read_body(Request(scope, receive), max_bytes))
+
+
+def form(*parts: tuple[str, str | bytes]) -> tuple[bytes, str]:
+    """A multipart body; bytes are files."""
+    lines = b""
+    for name, value in parts:
+        kind = '; filename="f.png"\r\nContent-Type: image/png' if isinstance(value, bytes) else ""
+        data = value if isinstance(value, bytes) else value.encode()
+        lines += f'--B\r\nContent-Disposition: form-data; name="{name}"{kind}\r\n\r\n'.encode() + data + b"\r\n"
+    return lines + b"--B--\r\n", "multipart/form-data; boundary=B"
+
+
+def encoded(image: Image.Image, file_format: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, file_format, **options)
+    return buffer.getvalue()
+
+
+# -- bodies ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_form_gives_fields_and_files_in_order() -> None:
+    """`image[]` is `image`; brackets of an object and JSON in a field become objects again."""
+    body = body_of(
+        *form(
+            ("prompt", "a cat"),
+            ("image[]", b"one"),
+            ("image[]", b"two"),
+            ("mask", b"m"),
+            ("extra_params[step_ms]", "2.5"),
+            ("extra_params[mode]", "fast"),
+            ("camera_actions", '[["w"], []]'),
+        ),
+        parts=7,
+    )
+    assert body.files == {"image": [b"one", b"two"], "mask": [b"m"]}
+    assert body.fields == {
+        "prompt": "a cat",
+        "extra_params": {"step_ms": 2.5, "mode": "fast"},
+        "camera_actions": [["w"], []],
+    }
+
+
+def test_the_limit_holds_whatever_the_client_declares() -> None:
+    """Bytes are counted as they come."""
+    assert body_of(b'{"a": "' + b"x" * 89 + b'"}', max_bytes=98, parts=9).fields["a"] == "x" * 89
+    with pytest.raises(ApiError) as refused:
+        body_of(b'{"a": "' + b"x" * 90 + b'"}', max_bytes=98, parts=9)
+    assert refused.value.status == 413
+
+
+@pytest.mark.parametrize(
+    ("data", "content_type", "code"),
+    [
+        (b"", "application/json", "invalid_json"),
+        (b"[1]", "application/json", "invalid_json"),
+        (b'{"a": NaN}', "application/json", "invalid_json"),
+        (b"\xff\xfe", "application/json", "invalid_json"),
+        (b"[" * 5000, "application/json", "invalid_json"),
+        (b"<a/>", "text/xml", "unsupported_media_type"),
+        (b"x", "multipart/form-data", "invalid_form"),
+        (form(("extra_params", "{1"))[0], "multipart/form-data; boundary=B", "invalid_json"),
+    ],
+)
+def test_bodies_that_are_none(data: bytes, content_type: str, code: str) -> None:
+    """A fixed text and a code for each."""
+    with pytest.raises(ApiError) as refused:
+        body_of(data, content_type)
+    assert refused.value.code == code and refused.value.status in (400, 415)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=300), st.sampled_from(["application/json", "multipart/form-data; boundary=B"]))
+def test_any_bytes_are_a_body_or_an_api_error(data: bytes, content_type: str) -> None:
+    """Nothing else comes out of reading a body."""
+    for candidate in (data, b"--B\r\nContent-Disposition: form-data; name=" + data + b"\r\n\r\nx\r\n--B--"):
+        try:
+            body = body_of(candidate, content_type)
+        except ApiError:
+            continue
+        assert isinstance(body.fields, dict)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from([*ImageGenerationRequest.model_fields, *VideoRequest.model_fields, "bogus"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+            max_leaves=5,
+        ),
+        max_size=6,
+    )
+)
+def test_any_fields_are_a_request_or_an_api_error(fields: dict[str, Any]) -> None:
+    """And the error can be sent, short."""
+    for cls in (ImageGenerationRequest, VideoRequest):
+        refused: ApiError | None = None
+        try:
+            read_request(cls, fields)
+        except ApiError as error:
+            refused = error
+        assert refused is None or (refused.status == 400 and len(refused.response().body) < 2000)
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "retry"),
+    [
+        ("invalid_request", 400, False),
+        ("unsupported_size", 400, False),
+        ("a_word_of_a_new_model", 400, False),
+        ("capacity", 503, True),
+        ("oom", 503, True),
+        ("engine_dead", 503, False),
+        ("non_finite", 500, False),
+        ("timeout", 504, False),
+    ],
+)
+def test_failures_of_the_engine_have_a_status(code: str, status: int, retry: bool) -> None:
+    """Only those that are not the client's fault are 5xx."""
+    response = from_failure(RequestFailed(code, "text")).response()
+    assert response.status_code == status
+    assert ("retry-after" in response.headers) == retry
+    error = json.loads(response.body)["error"]
+    assert error == {
+        "message": "text",
+        "type": "server_error" if status >= 500 else "invalid_request_error",
+        "param": None,
+        "code": code,
+    }
+
+
+def test_an_unforeseen_error_says_nothing_of_the_server() -> None:
+    """Its text stays in the log."""
+
+    class Routes:
+        @answer_errors
+        async def route(self) -> Any:
+            raise RuntimeError("secret /path")
+
+    call: Callable[[], Awaitable[Any]] = Routes().route
+    response = asyncio.run(call())  # type: ignore[arg-type]
+    assert response.status_code == 500 and b"secret" not in response.body
+
+
+# -- pictures --------------------------------------------------------------------------------------------------------
+
+
+def test_uploads_keep_their_size_and_lose_alpha_and_rotation() -> None:
+    """RGB as a person sees it."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be shown rotated by 90 degrees
+    data = encoded(Image.new("RGB", (30, 20), (9, 9, 9)), "JPEG", exif=exif)
+    assert read_upload(data, "image", LIMITS).shape == (30, 20, 3)
+    assert read_upload(encoded(Image.new("RGBA", (30, 20))), "image", LIMITS).shape == (20, 30, 3)
+
+
+def test_bombs_are_refused_from_the_header() -> None:
+    """A PNG of 100 Mpx in a few kB."""
+    with pytest.raises(ApiError) as refused:
+        read_upload(encoded(Image.new("1", (10_000, 10_000))), "image", LIMITS)
+    assert (refused.value.code, refused.value.param) == ("image_too_large", "image")
+
+
+def test_a_mask_is_white_where_the_upload_is_transparent() -> None:
+    """Of the picture's size, with an alpha channel."""
+    mask = Image.new("RGBA", (30, 20), (0, 0, 0, 255))
+    mask.paste((0, 0, 0, 0), (0, 0, 10, 20))
+    read = read_mask(encoded(mask), 20, 30, LIMITS)
+    assert read.shape == (20, 30) and (read[:, :10] == 255).all() and (read[:, 10:] == 0).all()
+    for wrong, says in ((mask.resize((20, 20)), "must be equal"), (mask.convert("RGB"), "no alpha")):
+        with pytest.raises(ApiError, match=says):
+            read_mask(encoded(wrong), 20, 30, LIMITS)
+    with pytest.raises(ApiError, match="no alpha"):
+        read_mask(encoded(mask.convert("RGB"), "JPEG"), 20, 30, LIMITS)
+
+
+def test_png_is_lossless() -> None:
+    """The others have the quality asked for."""
+    image = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
+    back = np.asarray(Image.open(io.BytesIO(encode_picture(image, "png", None, None))))
+    assert np.array_equal(image, back)
+    assert len(encode_picture(image, "jpeg", 5, None)) < len(encode_picture(image, "jpeg", None, None))

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From requests to engine requests: defaults, sizes, lengths and seeds of the served model."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm_omni.entrypoints.openai.errors import ApiError
+from vllm_omni.entrypoints.openai.plan import fit_size, plan_pictures, plan_video
+from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest, read_request
+from vllm_omni.entrypoints.openai.served import ServedModel
+from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.registry import family_names, get_family
+
+IMAGE_MODEL = Capabilities(
+    tasks=("text_to_image", "image_edit", "text_to_video"),
+    num_inference_steps=20,
+    guidance_scale=4.0,
+    negative_prompt=True,
+    images_per_request=4,
+    frame_stride=4,
+    max_num_frames=81,
+)
+
+
+def served(capabilities: Capabilities = IMAGE_MODEL, **changes: Any) -> ServedModel:
+    return ServedModel(
+        names=("m", "alias"),
+        capabilities=msgspec.structs.replace(capabilities, **changes),
+        width=832,
+        height=480,
+        max_pixels=832 * 480,
+        max_sessions=4,
+    )
+
+
+def pictures(**fields: Any) -> Any:
+    return plan_pictures(read_request(ImageGenerationRequest, {"prompt": "p", **fields}), served())
+
+
+def video(model: ServedModel | None = None, **fields: Any) -> Any:
+    return plan_video(read_request(VideoRequest, {"prompt": "p", **fields}), model or served(), has_image=False)
+
+
+def test_defaults_come_from_the_model() -> None:
+    """Size from the deployment, steps and guidance from the family, a seed drawn by the door."""
+    (params,) = pictures().requests()
+    assert (params.width, params.height, params.num_images, params.one_shot) == (832, 480, 1, True)
+    assert (params.num_inference_steps, params.guidance_scale, params.num_frames) == (20, 4.0, None)
+    assert params.seed is not None and params.prompt == "p" and params.negative_prompt is None
+
+
+def test_n_is_cut_into_requests_whose_seeds_continue() -> None:
+    """Ten pictures at four a request: 4 + 4 + 2, each with a session of its own."""
+    requests = pictures(n=10, seed=100).requests()
+    assert [(params.num_images, params.seed) for params in requests] == [(4, 100), (4, 104), (2, 108)]
+    assert len({params.session_id for params in requests}) == 3
+
+
+def test_zero_is_a_value() -> None:
+    """A guidance of 0.0 or a seed of 0 is not "none given"."""
+    (params,) = pictures(guidance_scale=0.0, seed=0).requests()
+    assert (params.guidance_scale, params.seed) == (0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "fitted"),
+    [(832, 480, (832, 480)), (800, 470, (800, 464)), (4000, 3000, (720, 544)), (5, 5, (16, 16)), (8192, 8, (8192, 16))],
+)
+def test_a_size_near_any_other_can_be_found(width: int, height: int, fitted: tuple[int, int]) -> None:
+    """Multiples of 16 within the area, with about the same shape."""
+    assert fit_size(width, height, served()) == fitted
+    assert fitted[0] * fitted[1] <= 832 * 480
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_frames", "fps"),
+    [
+        ({}, 81, 16.0),
+        ({"seconds": "4"}, 65, 16.0),
+        ({"seconds": 2.5}, 41, 16.0),
+        ({"seconds": "2", "fps": 24}, 49, 24.0),
+        ({"num_frames": 1}, 1, 16.0),
+        ({"num_frames": 33, "fps": 8}, 33, 8.0),
+        ({"seconds": 0.01}, 1, 16.0),
+    ],
+)
+def test_the_length_of_a_video(fields: dict[str, Any], num_frames: int, fps: float) -> None:
+    """1 + 4 k frames, the nearest to the seconds asked for."""
+    plan = video(**fields)
+    assert (plan.num_frames, plan.fps) == (num_frames, fps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields", "param"),
+    [
+        ({"num_inference_steps": None}, {"num_inference_steps": 4}, "num_inference_steps"),
+        ({"guidance_scale": None}, {"guidance_scale": 1.0}, "guidance_scale"),
+        ({"negative_prompt": False}, {"negative_prompt": "x"}, "negative_prompt"),
+        ({"tasks": ("text_to_image",)}, {}, None),
+        ({}, {"camera_actions": [["w"]]}, "camera_actions"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused(
+    changes: dict[str, Any], fields: dict[str, Any], param: str | None
+) -> None:
+    """400 `unsupported_by_model` with what it can do."""
+    with pytest.raises(ApiError, match="it can: ") as refused:
+        video(served(**changes), **fields)
+    assert (refused.value.status, refused.value.code, refused.value.param) == (400, "unsupported_by_model", param)
+
+
+def test_a_model_that_needs_a_start_image_says_so() -> None:
+    """And one that cannot use it refuses it."""
+    model = served(tasks=("image_to_video",))
+    request = read_request(VideoRequest, {"prompt": "p"})
+    with pytest.raises(ApiError, match="send input_reference"):
+        plan_video(request, model, has_image=False)
+    assert plan_video(request, model, has_image=True).num_frames == 81
+    with pytest.raises(ApiError, match="cannot start a video from an image"):
+        plan_video(request, served(), has_image=True)
+
+
+def test_the_model_may_be_called_by_any_of_its_names() -> None:
+    """The reply uses the one the client used."""
+    assert pictures(model="alias").sampling.model == "alias"
+    with pytest.raises(ApiError, match="served: m, alias") as refused:
+        pictures(model="other")
+    assert (refused.value.status, refused.value.code) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(("asked", "near"), [(1, 1), (2, 1), (3, 1), (4, 5), (5, 5), (80, 81), (500, 81)])
+def test_the_nearest_number_of_frames(asked: int, near: int) -> None:
+    """Of 1 + 4 k, the smaller of two as near."""
+    assert IMAGE_MODEL.nearest_num_frames(asked) == near
+
+
+@pytest.mark.parametrize("name", ["null_world", "null_image", "lingbot_world"])
+def test_families_state_what_they_can_do(name: str, tmp_path: Any) -> None:
+    """Resolved from a real checkpoint's config; no family needs more than its defaults."""
+    from vllm_omni.config import OmniConfig
+
+    family = get_family(name)
+    assert name in family_names()
+    family.make_tiny(tmp_path / name, 0, family.layouts[0])
+    hf_config = {"omni_family": name, **family.hf_config(tmp_path / name)}
+    capabilities = Capabilities() if family.capabilities is None else family.capabilities(hf_config, OmniConfig())
+    assert capabilities.makes_videos
+    assert capabilities.is_world == (name != "null_image")

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The media store: bounds, expiry, private names, jobs whose process has died, several processes on one directory."""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.entrypoints.openai.limits import MediaLimits
+from vllm_omni.entrypoints.openai.store import JobRecord, MediaStore
+from vllm_omni.entrypoints.openai.video_file import VideoFile
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "media"
+
+
+def store_at(root: Path, **limits: Any) -> MediaStore:
+    return MediaStore(MediaLimits(media_dir=str(root), **limits))
+
+
+def record(store: MediaStore, age_s: float = 0.0, **fields: Any) -> JobRecord:
+    made = JobRecord(
+        id=store.new_id(), owner=store.owner, model="m", prompt="p", size="64x48", seconds="1", fps=16.0, num_frames=17,
+        seed=0, created_s=time.time() - age_s, **fields,
+    )  # fmt: skip
+    store.write(made)
+    return made
+
+
+def finished(store: MediaStore, age_s: float = 0.0, nbytes: int = 0) -> JobRecord:
+    made = record(
+        store, age_s, status="completed", progress=100, expires_s=time.time() - age_s + 3600, file_bytes=nbytes
+    )
+    store.path(made.id, "mp4").write_bytes(bytes(nbytes))
+    return made
+
+
+def test_a_record_comes_back_as_it_was(root: Path) -> None:
+    """From disk, also in another process's store."""
+    store = store_at(root)
+    made = record(store, status="in_progress", progress=40)
+    assert store.read(made.id) == made
+    assert store_at(root).read(made.id) == made
+
+
+@pytest.mark.parametrize(
+    "name", ["", "video_x", "../../etc/passwd", "video_" + "a" * 23, "video_" + "/" * 22, "video_" + "a" * 22 + "\n"]
+)
+def test_names_come_from_the_store_alone(root: Path, name: str) -> None:
+    """Whatever a client sends as an id is looked up only if it has the form of one."""
+    store = store_at(root)
+    assert store.read(name) is None
+    assert store.find_file(name) is None
+    with pytest.raises(AssertionError):
+        store.path(name, "mp4")
+
+
+def test_finished_jobs_are_bounded_by_count_and_bytes_oldest_first(root: Path) -> None:
+    """What still runs is never touched."""
+    store = store_at(root, max_videos=3, max_media_bytes=250)
+    running = record(store, age_s=1000, status="in_progress")
+    made = [finished(store, age_s=100 - number, nbytes=10) for number in range(5)]
+    store.prune()
+    assert [kept.id for kept in store.records()] == [running.id, *(job.id for job in made[2:])]
+    large = finished(store, nbytes=245)
+    store.prune()
+    assert [kept.id for kept in store.records()] == [running.id, large.id]
+    assert not store.path(made[4].id, "mp4").exists()
+    assert store.nbytes() == 245
+
+
+def test_what_has_expired_goes(root: Path) -> None:
+    """Jobs by their own date, pictures by their age."""
+    store = store_at(root, media_ttl_s=3600)
+    old, new = finished(store, age_s=4000), finished(store, age_s=10)
+    picture = store.add_file(b"data", "png")
+    assert store.find_file(picture) is not None
+    os.utime(store.path(picture, "png"), (time.time() - 4000,) * 2)
+    assert store.find_file(picture) is None
+    store.prune()
+    assert [kept.id for kept in store.records()] == [new.id]
+    assert not store.path(picture, "png").exists() and not store.path(old.id, "json").exists()
+
+
+def _run_a_job(root: str, made: Any) -> None:
+    store = MediaStore(MediaLimits(media_dir=root))
+    made.put(record(store, status="in_progress", progress=30).id)
+    time.sleep(60)
+
+
+def test_a_job_whose_process_was_killed_has_failed(root: Path) -> None:
+    """While it lives its job runs; after kill -9 everybody sees `failed` with a reason, and a new server keeps it."""
+    context = multiprocessing.get_context("spawn")
+    made: Any = context.Queue()
+    process = context.Process(target=_run_a_job, args=(str(root), made))
+    process.start()
+    job_id = made.get(timeout=60)
+    store = store_at(root)
+    alive = store.read(job_id)
+    assert alive is not None and alive.status == "in_progress"
+    process.kill()
+    process.join()
+    dead = store.read(job_id)
+    assert dead is not None and dead.error is not None
+    assert (dead.status, dead.error["code"], dead.progress) == ("failed", "server_stopped", 30)
+
+
+def test_another_process_asks_the_owner_to_end_a_job(root: Path) -> None:
+    """A job being deleted is gone for everybody at once; the owner finds the request; leftovers are pruned."""
+    owner, other = store_at(root), store_at(root)
+    made = record(owner, status="in_progress")
+    other.ask_to_end(made.id, "delete")
+    assert owner.asked_to_end(made.id) == "delete"
+    assert owner.read(made.id) is None and other.read(made.id) is None
+    made.status = "completed"
+    owner.write(made)  # finished in the same moment
+    other.prune()
+    assert not list(root.glob(f"{made.id}*"))
+
+
+def test_a_private_directory_goes_with_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of servers that were killed are removed by the next one; nobody else's are touched."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dead, fresh, open_to_all = (tmp_path / f"vllm-omni-media-{name}" for name in ("dead", "fresh", "open"))
+    for path in (dead, fresh, open_to_all):
+        path.mkdir(mode=0o700)
+    open_to_all.chmod(0o755)
+    for path in (dead, open_to_all):
+        os.utime(path, (time.time() - 1000,) * 2)
+    store = MediaStore(MediaLimits())
+    assert store.root.stat().st_mode & 0o777 == 0o700
+    assert not dead.exists() and fresh.exists() and open_to_all.exists()
+    os.utime(store.root, (time.time() - 1000,) * 2)
+    second = MediaStore(MediaLimits())
+    assert store.root.exists()  # old, but its owner lives
+    for each in (store, second):
+        each.close()
+        assert not each.root.exists()
+
+
+def test_a_video_is_written_piece_by_piece_with_its_stills(tmp_path: Path) -> None:
+    """Three files; the sprite sheet shows frames from all over the video; abandoned ones leave nothing."""
+    frames = np.stack([np.full((48, 64, 3), number * 4, np.uint8) for number in range(40)])
+    file = VideoFile(tmp_path / "video_a", 16.0, 40)
+    file.add(frames[:9])
+    file.add(frames[9:])
+    nbytes = file.finish()
+    assert nbytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    back, fps = decode_mp4((tmp_path / "video_a.mp4").read_bytes())
+    assert back.shape == frames.shape and fps == 16.0
+    sheet = np.asarray(Image.open(tmp_path / "video_a.jpg"))
+    assert sheet[-30, -30, 0] > 120 and sheet[20, 20, 0] < 20
+    other = VideoFile(tmp_path / "video_b", 16.0, 40)
+    other.add(frames[:9])
+    other.abandon()
+    assert not list(tmp_path.glob("video_b*"))
