@@ -5,8 +5,8 @@ Everything is driven by the recordings and their metadata, so any directory of t
 sizes, layers, heads, prompts, seeds. Prompts are rebuilt from this package's templates with the recorded vocabulary.
 
 Tolerances. fp32: 2e-5 per stage, 1e-4 for final latents; ids, masks, positions and greedy tokens exactly. bf16:
-relative L2 distance to the recorded bf16 result, allowed 2 % or 1.5 times what that result is away from the recorded
-fp32 one. Greedy tokens in bf16 are compared up to the first step that bf16 cannot decide: its two best logits are
+relative L2 distance to the recorded bf16 result, allowed 2 % or twice what that result is away from the recorded fp32
+one (two independent roundings of that size). Greedy tokens in bf16 are compared up to the first step that bf16 cannot decide: its two best logits are
 nearer than 2 % of the largest.
 """
 
@@ -191,7 +191,7 @@ class _Bf16:
                 self.scenario.compare(f"{stage} (decided)", ours[:size], recorded[:size], 0.0)
             return
         size = min(len(recorded), self._decided(name) + 1 if "x2t" in name else len(recorded))
-        allowed = max(_BF16, 1.5 * _distance(recorded[:size], exact[:size]))
+        allowed = max(_BF16, 2.0 * _distance(recorded[:size], exact[:size]))
         distance = torch.tensor(_distance(ours[:size], recorded[:size]))
         self.scenario.compare(f"{stage} (relative L2)", distance, torch.tensor(0.0), allowed)
 

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lance (tiny) through the real engine: every task, drawing and reading at once, aborts, wrong requests."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_client import EngineClient, running_engine
+
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed
+
+SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_video_frames": 9, "tokens_per_step": 2}
+TOLERANCE = 1e-4
+"""fp32 latents of order 1: rows of a shared matrix product are summed in another order."""
+
+
+def picture(seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (60, 90, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+CLIP = torch.stack([picture(seed) for seed in range(5)])
+DRAWING = {"height": 64, "width": 96, "num_inference_steps": 4}
+READING = {"modalities": ["text"], "max_tokens": 12}
+REQUESTS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
+    "t2i": ({"prompt": "a cat", **DRAWING}, {}),
+    "image_edit": (
+        {"prompt": "no hat", "num_inference_steps": 3, "options": {"resolution": "image_256res"}},
+        {"image": picture()},
+    ),
+    "t2v": ({"prompt": "a wave", "num_frames": 9, **DRAWING}, {}),
+    "i2v": ({"prompt": "a wave", "num_frames": 9, **DRAWING}, {"image": picture()}),
+    "video_edit": (
+        {
+            "prompt": "red",
+            "num_inference_steps": 2,
+            "options": {"task": "video_edit", "resolution": "video_192p"},
+        },
+        {"video": CLIP},
+    ),
+    "x2t_image": ({"prompt": "what?", "options": {**READING, "resolution": "image_256res"}}, {"image": picture()}),
+    "x2t_video": ({"prompt": "what?", "options": {**READING, "resolution": "video_192p"}}, {"video": CLIP}),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("lance")
+    get_family("lance").make_tiny(out, 0, "video")
+    return out
+
+
+async def ask(client: EngineClient, task: str, name: str, **changes: Any) -> Any:
+    fields, tensors = REQUESTS[task]
+    fields = {**fields, "session_id": name, "one_shot": True, **changes}
+    return await client.send(tensors, request_id=name, **fields)
+
+
+async def every_task(client: EngineClient) -> None:
+    """Each task gives its kind of result; no session is left."""
+    shapes = {}
+    for task in REQUESTS:
+        meta, tensors = await ask(client, task, f"solo-{task}")
+        assert meta["task"] == task
+        shapes[task] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert shapes == {
+        "t2i": {"images": (1, 64, 96, 3)},
+        "image_edit": {"images": (1, 224, 304, 3)},
+        "t2v": {"frames": (9, 64, 96, 3)},
+        "i2v": {"frames": (9, 64, 96, 3)},
+        "video_edit": {"frames": (5, 224, 304, 3)},
+        "x2t_image": {"token_ids": (12,)},
+        "x2t_video": {"token_ids": (12,)},
+    }
+    assert (await client.stats())["sessions"] == 0
+
+
+async def mixed_load(client: EngineClient) -> None:
+    """Drawings and answers in flight together are what they are alone."""
+
+    async def all_of(prefix: str, together: bool) -> list[torch.Tensor]:
+        calls = [
+            ask(client, task, f"{prefix}-{task}", **({} if task.startswith("x2t") else {"output": "latents"}))
+            for task in REQUESTS
+        ]
+        results = await asyncio.gather(*calls) if together else [await call for call in calls]
+        return [next(iter(tensors.values())).clone() for _, tensors in results]
+
+    for alone, shared in zip(await all_of("alone", False), await all_of("together", True), strict=True):
+        torch.testing.assert_close(shared, alone, atol=TOLERANCE, rtol=0)
+
+
+async def streamed_answer(client: EngineClient) -> None:
+    """One session, one request per piece; texts and tokens add up to the whole answer."""
+    whole, _ = await ask(client, "x2t_image", "whole")
+    fields, tensors = REQUESTS["x2t_image"]
+    fields = {**fields, "options": {**fields["options"], "chunk_tokens": 5}}
+    pieces = [await client.send(tensors, session_id="talk", **fields)]
+    while pieces[-1][0]["finish_reason"] is None:
+        pieces.append(await client.send(session_id="talk"))
+    assert len(pieces) == 3
+    assert "".join(meta["text"] for meta, _ in pieces) == whole["text"]
+    assert pieces[-1][0]["completion_tokens"] == whole["completion_tokens"] == 12
+    await client.send(session_id="talk", op="close")
+    assert (await client.stats())["sessions"] == 0
+
+
+async def aborts(client: EngineClient) -> None:
+    """A request may be aborted before it starts, while it draws or reads, and after; the others go on."""
+    expected = (await ask(client, "t2i", "reference", output="latents"))[1]["latents"].clone()
+
+    async def until(condition: Callable[[dict[str, list[int]]], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not condition((await client.engine.collective_rpc("request_progress"))[0]):
+                await asyncio.sleep(0.005)
+
+    for number, (task, step, changes) in enumerate(
+        [
+            ("t2i", 0, {"num_inference_steps": 400}),
+            ("t2v", 1, {"num_inference_steps": 400}),
+            ("t2i", 3, {"num_inference_steps": 400}),
+            ("x2t_image", 1, {"options": {**REQUESTS["x2t_image"][0]["options"], "max_tokens": 2000}}),
+        ]
+    ):
+        name = f"doomed-{number}"
+        doomed = asyncio.create_task(ask(client, task, name, **changes))
+        other = asyncio.create_task(ask(client, "t2i", f"beside-{number}", output="latents"))
+        if step:
+            await until(lambda progress, name=name, step=step: progress.get(name, [0])[0] >= step)  # type: ignore[misc]
+        else:
+            await asyncio.sleep(0)
+        await client.engine.abort(name)
+        doomed.cancel()
+        with contextlib.suppress(asyncio.CancelledError, RequestFailed):
+            await doomed
+        torch.testing.assert_close((await other)[1]["latents"], expected, atol=TOLERANCE, rtol=0)
+        await until(lambda progress, name=name: name not in progress)  # type: ignore[misc]
+    assert (await client.stats())["sessions"] == 0
+
+
+async def wrong_requests(client: EngineClient) -> None:
+    """Each is refused with a code and a text; the engine goes on."""
+    cases: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
+        ({"prompt": ""}, {}, "invalid_request"),
+        ({"prompt": "a", "height": 8192, "width": 8192}, {}, "unsupported_size"),
+        ({"prompt": "a", "height": 72, "width": 96}, {}, "unsupported_size"),
+        ({"prompt": "a", "num_frames": 5000}, {}, "unsupported_size"),
+        ({"prompt": "a"}, {"image": torch.zeros(3, dtype=torch.uint8)}, "invalid_image"),
+        ({"prompt": "a", "options": {"task": "x2t_video"}}, {"video": CLIP[:0]}, "invalid_video"),
+        ({"prompt": "a", "options": {"modalities": ["text"]}}, {}, "invalid_request"),
+        ({"prompt": "a", "options": {"nonsense": 1}}, {}, "invalid_request"),
+        (
+            {"prompt": "a", "options": {"modalities": ["text"], "max_tokens": 10**6}},
+            {"image": picture()},
+            "invalid_request",
+        ),
+    ]
+    for number, (fields, tensors, code) in enumerate(cases):
+        with pytest.raises(RequestFailed) as failure:
+            await client.send(tensors, session_id=f"wrong-{number}", one_shot=True, **fields)
+        assert failure.value.code == code and len(failure.value.message) > 20
+    await ask(client, "t2i", "after-the-wrong-ones")
+    assert (await client.stats())["sessions"] == 0
+
+
+CHECKS: list[Callable[[EngineClient], Coroutine[Any, Any, None]]] = [
+    every_task,
+    mixed_load,
+    streamed_answer,
+    aborts,
+    wrong_requests,
+]
+
+
+@contextlib.asynccontextmanager
+async def lance_engine(checkpoint: Path, **engine_args: Any) -> AsyncIterator[EngineClient]:
+    omni = {"batch_invariant": False, "max_requests_per_step": 8, "max_sessions": 16, "model": SMALL}
+    async with running_engine(checkpoint, omni, **engine_args) as client:
+        yield client
+
+
+def test_lance_through_the_engine(checkpoint: Path, subtests: Any) -> None:
+    """One engine for all checks (starting one costs more than they do)."""
+
+    async def scenario() -> None:
+        async with lance_engine(checkpoint) as client:
+            for check in CHECKS:
+                with subtests.test(check.__doc__):
+                    await check(client)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.nightly
+def test_two_tensor_parallel_ranks_equal_one(checkpoint: Path) -> None:
+    """Both experts' heads and columns are split; latents agree within 1e-4, tokens exactly."""
+
+    async def results(**engine_args: Any) -> list[torch.Tensor]:
+        async with lance_engine(checkpoint, **engine_args) as client:
+            found = []
+            for task in REQUESTS:
+                changes = {} if task.startswith("x2t") else {"output": "latents"}
+                found.append(next(iter((await ask(client, task, task, **changes))[1].values())).clone())
+            return found
+
+    one = asyncio.run(results())
+    two = asyncio.run(results(tensor_parallel_size=2, distributed_executor_backend="mp"))
+    for expected, found in zip(one, two, strict=True):
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni verify lance` on the recorded directory, and that it notices damage."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from vllm_omni.entrypoints.cli.main import main
+from vllm_omni.model_executor.models.lance.parity import verify
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "lance"
+_BESIDE = ("meta_fp32.json", "meta_bf16.json", "state_dict.safetensors", "state_dict_vae.safetensors")
+
+
+def test_every_recorded_scenario_holds() -> None:
+    """All tasks in fp32 within 2e-5 per stage and 1e-4 at the end, bf16, the autoencoder, the real names."""
+    report = verify(GOLDEN)
+    assert report.ok, report.to_text()
+    assert {row.scenario for row in report.rows} == {
+        "golden_fp32",
+        "golden_bf16",
+        "golden_vae",
+        "report_vae_vit",
+    }
+    stages = {row.stage.split(":")[0] for row in report.rows if row.scenario == "golden_fp32"}
+    tasks = {"t2i", "t2v", "i2v", "image_edit", "video_edit", "x2t_image", "x2t_video"}
+    assert tasks <= stages and {"text", "velocity", "tables"} <= stages
+
+
+@pytest.mark.parametrize(
+    ("file", "tensor", "amount"),
+    [
+        ("golden_fp32.safetensors", "a.k1", 1e-4),
+        ("golden_fp32.safetensors", "a.greedy_tokens", 1),
+        ("golden_fp32.safetensors", "b.velocity", 1e-4),
+        ("golden_fp32.safetensors", "c.real_3d", 1e-4),
+        ("golden_fp32.safetensors", "image_edit.mrope_shifted", 1),
+        ("golden_fp32.safetensors", "image_edit.attn_allowed", -1),
+        ("golden_fp32.safetensors", "i2v.nokv.latent", 1e-3),
+        ("golden_fp32.safetensors", "video_edit.packed_text_ids", 1),
+        ("golden_fp32.safetensors", "x2t_video.kv.tokens", 1),
+        ("golden_vae.safetensors", "vae.t5.dec", 1e-3),
+    ],
+)
+def test_a_changed_recording_is_noticed(file: str, tensor: str, amount: float, tmp_path: Path) -> None:
+    for name in (file, *_BESIDE):
+        shutil.copyfile(GOLDEN / name, tmp_path / name)
+    tensors = load_file(tmp_path / file)
+    tensors[tensor].view(-1)[0] += amount
+    save_file(tensors, tmp_path / file)
+    assert not verify(tmp_path).ok
+
+
+def test_the_command_reports_and_fails_for_an_empty_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_status:
+        main(["verify", "lance", "--golden", str(tmp_path)])
+    assert exit_status.value.code == 1
+    assert "FAILED" in capsys.readouterr().out

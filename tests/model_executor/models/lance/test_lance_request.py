@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client may send: task by modalities and tensors, sizes, options; each refusal says what is allowed."""
+
+from typing import Any
+
+import pytest
+import torch
+from lance_driver import clip, picture
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.models.lance.config import LanceConfig, LanceOptions
+from vllm_omni.model_executor.models.lance.request import (
+    DrawInputs,
+    find_task,
+    parse_request_options,
+    read_drawing,
+    read_question,
+)
+from vllm_omni.outputs import RequestFailed
+
+IMAGE = {"image": picture()}
+VIDEO = {"video": clip()}
+CONFIG = LanceConfig(max_latent_frames=31)
+
+
+def params(**fields: Any) -> DiffusionParams:
+    return DiffusionParams(session_id="s", **{"prompt": "a cat", **fields})
+
+
+def task(fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+    request = params(**fields)
+    return find_task(request, parse_request_options(request), tensors)
+
+
+def draw(fields: dict[str, Any], tensors: dict[str, torch.Tensor], config: LanceConfig = CONFIG) -> DrawInputs:
+    request = params(**fields)
+    options = parse_request_options(request)
+    return read_drawing(request, options, find_task(request, options, tensors), tensors, config, LanceOptions())
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "expected"),
+    [
+        ({}, {}, "t2i"),
+        ({}, IMAGE, "image_edit"),
+        ({"num_frames": 9}, {}, "t2v"),
+        ({"num_frames": 9}, IMAGE, "i2v"),
+        ({"num_frames": 9}, VIDEO, "video_edit"),
+        ({"options": {"modalities": ["video"]}}, {}, "t2v"),
+        ({"options": {"modalities": ["text"]}}, IMAGE, "x2t_image"),
+        ({"options": {"modalities": ["text"]}}, VIDEO, "x2t_video"),
+        ({"options": {"task": "video_edit"}}, VIDEO, "video_edit"),
+        ({"options": {"task": "x2t_image"}}, IMAGE, "x2t_image"),
+    ],
+)
+def test_the_task_follows_from_what_is_sent(
+    fields: dict[str, Any], tensors: dict[str, torch.Tensor], expected: str
+) -> None:
+    assert task(fields, tensors) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "message"),
+    [
+        ({}, {**IMAGE, **VIDEO}, "either `image` or `video`"),
+        ({}, {"mask": picture()}, "unknown tensors"),
+        ({}, VIDEO, "options.modalities"),
+        ({"options": {"modalities": ["text"]}}, {}, "needs an `image` or a `video`"),
+        ({"options": {"modalities": ["text", "image"]}}, IMAGE, "must name one of"),
+        ({"options": {"task": "image_edit"}}, {}, "no image or video was sent"),
+        ({"options": {"task": "x2t_video"}}, IMAGE, "an image was sent"),
+        ({"options": {"task": "paint"}}, {}, "options"),
+        ({"options": {"colour": 1}}, {}, "colour"),
+        ({"options": {"cfg_interval": [0.9, 0.1]}}, {}, "low < high"),
+        ({"options": {"cfg_renorm_type": "loud"}}, {}, "allowed: global, channel, none"),
+        ({"options": {"resolution": "4k"}}, {}, "image_768res"),
+        ({"options": {"temperature": -1}}, IMAGE, "temperature"),
+    ],
+)
+def test_a_contradiction_is_refused(fields: dict[str, Any], tensors: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(RequestFailed, match=message):
+        task(fields, tensors)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "message"),
+    [
+        ({"prompt": ""}, "invalid_request", "prompt must not be empty"),
+        ({"prompt": "  "}, "invalid_request", "prompt must not be empty"),
+        ({"height": 1000, "width": 1024}, "unsupported_size", "multiples of 16 .* 1024x576"),
+        ({"height": 2048, "width": 512}, "unsupported_size", "to 1024"),
+        ({"height": 8192, "width": 8192}, "unsupported_size", "1048576 pixels"),
+        ({"height": 1024, "width": 1024, "num_frames": 9}, "unsupported_size", "848x480"),
+        ({"num_frames": 200}, "unsupported_size", "above 121"),
+        ({"num_frames": 9, "num_images": 2}, "invalid_request", "num_images"),
+        ({"guidance_scale": 3.0, "options": {"cfg_text_scale": 4.0}}, "invalid_request", "contradicts"),
+    ],
+)
+def test_a_drawing_out_of_range_is_refused(fields: dict[str, Any], code: str, message: str) -> None:
+    with pytest.raises(RequestFailed, match=message) as failure:
+        draw(fields, {})
+    assert failure.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("tensors", "code"),
+    [
+        ({"image": torch.zeros(60, 90, dtype=torch.uint8)}, "invalid_image"),
+        ({"image": torch.zeros(60, 90, 4, dtype=torch.uint8)}, "invalid_image"),
+        ({"image": torch.zeros(60, 90, 3)}, "invalid_image"),
+        ({"image": torch.zeros(0, 90, 3, dtype=torch.uint8)}, "invalid_image"),
+        ({"image": torch.zeros(8, 9000, 3, dtype=torch.uint8)}, "invalid_image"),
+        ({"video": torch.zeros(0, 60, 90, 3, dtype=torch.uint8)}, "invalid_video"),
+        ({"video": torch.zeros(60, 90, 3, dtype=torch.uint8)}, "invalid_video"),
+        ({"video": torch.zeros(2, 4, 4, 3, dtype=torch.uint8)}, "invalid_video"),
+    ],
+)
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_broken_picture_or_clip_is_refused(tensors: dict[str, torch.Tensor], code: str, reads: bool) -> None:
+    kind = (
+        ("x2t_image" if "image" in tensors else "x2t_video")
+        if reads
+        else ("image_edit" if "image" in tensors else "video_edit")
+    )
+    request = params(options={"task": kind})
+    options = parse_request_options(request)
+    with pytest.raises(RequestFailed) as failure:
+        if reads:
+            read_question(request, options, kind, tensors, LanceOptions())  # type: ignore[arg-type]
+        else:
+            read_drawing(request, options, kind, tensors, CONFIG, LanceOptions())  # type: ignore[arg-type]
+    assert failure.value.code == code
+
+
+def test_defaults_are_the_released_ones() -> None:
+    inputs = draw({}, {})
+    assert (inputs.size, inputs.num_steps, inputs.shift, inputs.guidance.scale, inputs.seed) == (
+        (768, 768),
+        30,
+        3.5,
+        4.0,
+        42,
+    )
+    video = draw({"num_frames": 50}, {})
+    assert (video.size, video.num_frames, video.fps) == ((480, 848), 49, 12.0)
+
+
+def test_an_edit_takes_its_references_bucket() -> None:
+    assert draw({}, {"image": picture(0, 900, 1600)}).size == (576, 1024)
+    assert draw({"options": {"task": "video_edit"}}, {"video": clip(9)}).grid == (3, 560 // 16, 752 // 16)
+
+
+def test_guidance_zero_is_zero() -> None:
+    assert draw({"guidance_scale": 0.0}, {}).guidance.scale == 0.0
+
+
+def test_the_image_checkpoint_makes_no_videos() -> None:
+    with pytest.raises(RequestFailed, match="Lance_3B_Video"):
+        draw({"num_frames": 9}, {}, LanceConfig())
+
+
+def test_a_question_may_be_left_out_but_not_empty() -> None:
+    request = DiffusionParams(session_id="s", options={"task": "x2t_image"})
+    options = parse_request_options(request)
+    assert (
+        "detailed and accurate description of the image"
+        in read_question(request, options, "x2t_image", IMAGE, LanceOptions()).prompt
+    )
+    empty = DiffusionParams(session_id="s", prompt=" ", options={"task": "x2t_image"})
+    with pytest.raises(RequestFailed, match="prompt must not be empty"):
+        read_question(empty, options, "x2t_image", IMAGE, LanceOptions())
+
+
+def test_an_answer_may_not_be_longer_than_served() -> None:
+    request = params(options={"task": "x2t_image", "max_tokens": 5000})
+    with pytest.raises(RequestFailed, match="above this server's 2048"):
+        read_question(request, parse_request_options(request), "x2t_image", IMAGE, LanceOptions())
