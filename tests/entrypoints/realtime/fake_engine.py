@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import uvicorn
 from fastapi import FastAPI
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
 from vllm_omni.entrypoints.realtime import codec, generate_door, video_door
@@ -261,3 +262,17 @@ def infer(num_frames: int = FIRST, **fields: Any) -> dict[str, Any]:
         **fields,
     }
     return {key: value for key, value in message.items() if value is not None}
+
+
+def close_code(client: Client) -> int:
+    """Read until the server closes; returns its code."""
+    try:
+        while True:
+            client.receive()
+    except ConnectionClosed as closed:
+        return closed.rcvd.code if closed.rcvd is not None else 1006
+
+
+def numbers(messages: list[dict[str, Any]]) -> list[int]:
+    """Session frame numbers as painted into the frames by the fake engine."""
+    return [int(frame[1, 1, 0]) for message in messages for frame in message["video"]]

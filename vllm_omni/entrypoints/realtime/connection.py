@@ -3,7 +3,7 @@
 
 Sends have a deadline, receives an idle timeout and a rate, undecodable messages are counted, every end has a close code
 and a reason. A peer that stopped reading is cut off at the transport, because a close frame would only queue behind the
-data it does not read. Held by tests/entrypoints/realtime/test_world_camera.py.
+data it does not read. Held by tests/entrypoints/realtime/test_world_camera*.py.
 """
 
 import asyncio

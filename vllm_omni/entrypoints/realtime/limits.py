@@ -3,7 +3,7 @@
 
 Stock `vllm serve` has no flags for these, so each field is an environment variable: `VLLM_OMNI_` + the field's name in
 upper case (`VLLM_OMNI_IDLE_TIMEOUT_S=60`). The largest WebSocket message is `entrypoints/websocket.py`'s.
-Held by tests/entrypoints/realtime/test_limits.py.
+Held by tests/entrypoints/realtime/test_door_parts.py.
 """
 
 import os

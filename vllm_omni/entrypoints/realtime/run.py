@@ -4,7 +4,7 @@
 A run outlives the connection that asked for it: its replies are numbered and kept (within the session's journal), so a
 client that comes back can have them again, or take over while it still runs. A run is planned (its chunks are known
 when it begins) or live: it goes on chunk by chunk, each steered by what its `ChunkSource` says at that moment. Knows no
-message format and no sockets. Held by tests/entrypoints/realtime/{test_session,test_live_session}.py.
+message format and no sockets. Held by tests/entrypoints/realtime/{test_session,test_generate_door,test_live_faults}.py.
 """
 
 import asyncio

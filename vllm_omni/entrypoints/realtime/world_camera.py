@@ -3,7 +3,7 @@
 
 Says hello, turns messages into `Job`s, follows their runs, answers in the dialect the client speaks. What a session is
 and how it reaches the engine is `session.py`'s. One reader task for each connection; each request has its own task, so
-that a disconnect, a `reset` or a `ping` is noticed at once. Held by tests/entrypoints/realtime/test_world_camera.py.
+that a disconnect, a `reset` or a `ping` is noticed at once. Held by tests/entrypoints/realtime/test_world_camera*.py.
 """
 
 import asyncio

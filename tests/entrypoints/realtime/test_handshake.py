@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may come in, what stays off the event loop, and what is left when everybody has gone."""
+
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, infer, wait_until
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
+
+from vllm_omni.entrypoints.realtime import render, world_camera
+from vllm_omni.entrypoints.realtime.world_camera import PATHS
+
+MakeDoor = Callable[..., DoorServer]
+
+
+def test_foreign_origins_are_refused_before_the_upgrade(make_door: MakeDoor) -> None:
+    """A web page elsewhere cannot use a visitor's server; listed origins and the server's own can."""
+    door = make_door(allowed_origins="https://play.example, https://other.example")
+    for origin in ("https://evil.example", "null"):
+        with pytest.raises(InvalidStatus) as refused:
+            door.client(origin=origin)
+        assert refused.value.response.status_code == 403
+    for origin in ("https://play.example", f"http://127.0.0.1:{door.port}"):
+        with door.client(origin=origin) as client:
+            assert client.hello["protocol"] == "omni.world.camera"
+
+
+def test_connections_are_bounded(make_door: MakeDoor) -> None:
+    """One more is refused with 503 before the upgrade; a place that becomes free is given away again."""
+    door = make_door(max_connections=2)
+    with door.client(), door.client() as second:
+        with pytest.raises(InvalidStatus) as refused:
+            door.client()
+        assert refused.value.response.status_code == 503
+        second.connection.close()
+        wait_until(lambda: len(door.server.server_state.connections) == 1)
+        door.client().connection.close()
+
+
+def test_heavy_work_stays_off_the_event_loop(
+    client: Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding large messages, reading images and encoding video block nobody else's cadence."""
+    threads: dict[str, str] = {}
+
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            threads[name] = threading.current_thread().name
+            return function(*args, **kwargs)
+
+        return call
+
+    for module, name in ((world_camera, "decode"), (world_camera, "load_image"), (render, "encode_mp4")):
+        monkeypatch.setattr(module, name, watched(name, getattr(module, name)))
+    large = np.random.default_rng(0).integers(0, 255, (200, 200, 3), np.uint8)
+    client.send(infer(image=large, extra_body={"height": 32, "width": 48}))
+    client.frames()
+    assert sorted(threads) == ["decode", "encode_mp4", "load_image"]
+    assert all(thread.startswith("ThreadPoolExecutor") for thread in threads.values()), threads
+
+
+def test_a_first_version_client_works_with_its_own_codec(door: DoorServer) -> None:
+    """The message loop of the first example client for this path: msgpack with OpenPI's hooks, a connection a call."""
+    msgpack = pytest.importorskip("msgpack")
+
+    def pack_array(value: Any) -> Any:
+        fields = {b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
+        return {b"__ndarray__": True, **fields}
+
+    def unpack_array(fields: dict[Any, Any]) -> Any:
+        if b"__ndarray__" in fields:
+            return np.ndarray(buffer=fields[b"data"], dtype=np.dtype(fields[b"dtype"]), shape=fields[b"shape"])
+        return fields
+
+    path, video = camera(48), []
+    path["intrinsics"] = np.tile(path["intrinsics"], (48, 1))
+    for start in (0, 24):
+        extra = {"height": 32, "width": 48, "num_frames": 24, "fps": 16, "session_id": "w1", "frames_per_chunk": 4}
+        request = {
+            "prompt": "a path",
+            "camera": {name: array[start : start + 24] for name, array in path.items()},
+            "extra_body": {**extra, "seed": 42},
+            "session_id": "w1",
+        }
+        if start == 0:
+            request["image"] = np.zeros((48, 64, 3), np.uint8)
+        with connect(f"ws://127.0.0.1:{door.port}{PATHS[0]}", max_size=None, ping_interval=None) as world:
+            assert msgpack.unpackb(world.recv(), object_hook=unpack_array)["latent_frames_per_chunk"] == 3
+            world.send(msgpack.packb(request, default=pack_array))
+            chunks: list[Any] = []
+            total = None
+            while total is None or len(chunks) < total:
+                message = msgpack.unpackb(world.recv(), object_hook=unpack_array)
+                assert message["type"] == "frame", message
+                total = message["total"]
+                chunks.append(message["video"])
+            video.append(np.concatenate(chunks, axis=0))
+    assert [part.shape for part in video] == [(21, 32, 48, 3), (24, 32, 48, 3)]
+    np.testing.assert_allclose(np.concatenate(video)[:, 9, 9, 2] * 255, np.arange(45), atol=1e-4)
+
+
+def test_abrupt_ends_leave_nothing_behind(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """A hundred clients vanish, most of them in the middle of a chunk: no task, request, connection or world stays."""
+    door = make_door(facts={"max_sessions": 2, "session_idle_s": 0.5})
+    engine.delay_s = 0.02
+    for number in range(100):
+        client = door.client()
+        client.send(infer(FIRST + 3 * LATER))
+        if number % 3:
+            wait_until(lambda: engine.running)
+        if number % 3 == 2:
+            client.receive()
+        raw = client.connection.socket
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raw.shutdown(socket.SHUT_RD)
+        raw.close()
+        client.connection.close()
+    wait_until(lambda: not engine.running and not door.server.server_state.connections)
+    wait_until(lambda: not engine.worlds and not len(door.manager))
+    wait_until(lambda: len(door.manager._tasks) == 1)  # the sweeper
+    assert engine._live == {}

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `/v1/realtime/world/camera` refuses, by which name, and that nothing comes of it."""
+
+import contextlib
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, close_code, infer, numbers
+from websockets.exceptions import ConnectionClosed
+
+from vllm_omni.entrypoints.realtime import codec
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
+
+MakeDoor = Callable[..., DoorServer]
+
+
+EYE = np.eye(4, dtype=np.float32)
+
+
+def poses(**changes: Any) -> dict[str, Any]:
+    """Nine good poses with one thing wrong."""
+    return {"cameras": {**camera(FIRST), **changes}}
+
+
+def bent(row: int, column: int, value: float) -> np.ndarray:
+    bad = camera(FIRST)["poses"].copy()
+    bad[4, row, column] = value
+    return bad
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"cameras": None}, "missing_camera"),
+        ({"cameras": {"poses": camera(9)["poses"]}}, "missing_camera"),
+        ({"camera": camera(9), "cameras": poses(poses=bent(0, 3, 1.0))["cameras"]}, "invalid_camera"),
+        ({"actions": [["w"]] * 3}, "invalid_camera"),
+        (poses(poses=bent(0, 3, float("nan"))), "non_finite_pose"),
+        (poses(poses=bent(1, 3, float("inf"))), "non_finite_pose"),
+        (poses(poses=bent(1, 3, 1e30)), "invalid_camera"),
+        (poses(poses=bent(0, 0, 1.5)), "invalid_camera"),
+        (poses(poses=bent(0, 0, -1.0)), "invalid_camera"),
+        (poses(poses=bent(3, 3, 2.0)), "invalid_camera"),
+        (poses(poses=camera(10)["poses"]), "invalid_camera"),
+        (poses(poses=np.zeros((9, 3, 4), np.float32)), "invalid_camera"),
+        (poses(poses=np.zeros((9, 4, 4), bool)), "invalid_camera"),
+        (poses(poses=[[["1"] * 4] * 4] * 9), "invalid_camera"),
+        (poses(poses=[[[1.0] * 4] * 4, [[1.0] * 3]]), "invalid_camera"),
+        (poses(intrinsics=np.array([0.0, 1, 1, 1])), "invalid_camera"),
+        (poses(intrinsics=np.ones((8, 4))), "invalid_camera"),
+        ({"image": None}, "missing_image"),
+        ({"image": b"GIF89a" + bytes(40)}, "invalid_image"),
+        ({"image": b"\x89PNG\r\n\x1a\n"}, "invalid_image"),
+        ({"image": "file:///etc/passwd"}, "invalid_image"),
+        ({"image": "data:image/png;base64,%%%"}, "invalid_image"),
+        ({"image": np.zeros((8, 8), np.uint8)}, "invalid_image"),
+        ({"image": np.zeros((8, 8, 3), np.float32)}, "invalid_image"),
+        ({"image": np.zeros((0, 8, 3), np.uint8)}, "invalid_image"),
+        ({"extra_body": {"height": 32, "width": 40}}, "unsupported_size"),
+        ({"extra_body": {"height": 64, "width": 48}}, "unsupported_size"),
+        ({"extra_body": {"video_format": "gif"}}, "unsupported_codec"),
+        ({"extra_body": {"num_frames": 21}}, "invalid_camera"),
+        ({"extra_body": {"seed": -1}}, "invalid_request"),
+        ({"extra_body": {"fps": float("nan")}}, "invalid_request"),
+        ({"extra_body": {"height": "32"}}, "invalid_request"),
+        ({"extra_body": {"options": {"x": np.zeros(3)}}}, "invalid_request"),
+        ({"extra_body": []}, "invalid_request"),
+        ({"session_id": "a/b"}, "invalid_request"),
+        ({"session_id": "a", "extra_body": {"session_id": "b"}}, "invalid_request"),
+        ({"prompt": 5}, "invalid_request"),
+        ({"prompt": "x" * 9000}, "prompt_too_long"),
+        ({"endpoint": "dance"}, "unknown_endpoint"),
+        ({"endpoint": ["infer"]}, "unknown_endpoint"),
+        ({"chunk_index": 3}, "out_of_order"),
+        ({"endpoint": "branch", "session_id": "nobody"}, "session_evicted"),
+        ({"endpoint": "resume", "session_id": "nobody"}, "session_evicted"),
+    ],
+)
+def test_bad_requests_are_refused_by_name_and_change_nothing(
+    client: Client, engine: FakeEngine, fields: dict[str, Any], code: str
+) -> None:
+    """Each mistake has its code; the connection goes on and the engine never hears of it."""
+    assert client.error(infer(**fields)) == code
+    assert engine.calls == []
+    client.send(infer())
+    assert numbers(client.frames()) == list(range(FIRST))
+
+
+def test_a_pose_within_rounding_of_a_rotation_is_made_one(client: Client, engine: FakeEngine) -> None:
+    """What the engine gets is orthonormal to float32 precision."""
+    client.send(infer(**poses(poses=bent(0, 1, 4e-3))))
+    client.frames()
+    rotation_N33 = engine.chunks[0].arrays["poses"][:, :3, :3]
+    np.testing.assert_allclose(rotation_N33 @ rotation_N33.transpose(0, 2, 1), np.tile(np.eye(3), (9, 1, 1)), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "count", "frames"),
+    [("trim", 24, 21), ("trim", 9, 9), ("hold_last", 10, 21), ("hold_last", 3, 9), ("error", 21, 21)],
+)
+def test_pose_policies(client: Client, engine: FakeEngine, policy: str, count: int, frames: int) -> None:
+    """`trim` drops the rest of a chunk, `hold_last` repeats the last pose to fill it."""
+    client.send(infer(count, extra_body={"pose_policy": policy, "video_format": "ndarray_u8"}))
+    assert sum(message["num_frames"] for message in client.frames()) == frames
+    sent = np.concatenate([call.arrays["poses"] for call in engine.chunks])
+    np.testing.assert_array_equal(sent[-1], camera(count)["poses"][min(count, frames) - 1])
+
+
+@pytest.mark.parametrize("shape", [(4,), (9, 4), (3, 3), (9, 3, 3), (4, 4), (9, 4, 4)])
+def test_intrinsics_come_in_six_shapes(client: Client, engine: FakeEngine, shape: tuple[int, ...]) -> None:
+    """A vector or matrix, for all frames or for each."""
+    matrix = np.eye(4)
+    matrix[0, 0], matrix[1, 1], matrix[0, 2], matrix[1, 2] = 40, 41, 24, 16
+    one = (
+        np.array([40.0, 41, 24, 16])
+        if shape[-1:] == (4,) and shape[-2:] != (4, 4)
+        else matrix[: shape[-1], : shape[-1]]
+    )
+    client.send(infer(**poses(intrinsics=np.broadcast_to(one, shape).copy())))
+    client.frames()
+    np.testing.assert_array_equal(engine.chunks[0].arrays["intrinsics"], np.tile([40, 41, 24, 16], (9, 1)))
+
+
+def test_size_of_a_begun_session_is_fixed(make_door: MakeDoor) -> None:
+    """Another size is an error, not a silent change."""
+    with make_door(facts={"height": 64, "width": 64}).client() as client:
+        client.send(infer())
+        client.frames()
+        again = infer(LATER, image=None, extra_body={"height": 48, "width": 48})
+        assert client.error(again) == "unsupported_size"
+
+
+def test_undecodable_messages_end_the_connection_at_the_third(client: Client) -> None:
+    """Two are forgiven within ten seconds."""
+    assert client.error(b"\xc1") == "invalid_msgpack"
+    assert client.error(b"") == "invalid_msgpack"
+    client.send(b"\x93")
+    assert close_code(client) == 1008
+
+
+def test_text_frames_are_refused_and_the_third_closes(client: Client) -> None:
+    """Text in the middle of a session does not end it at once."""
+    assert client.error("hello") == "invalid_frame"
+    client.send(infer())
+    client.frames()
+    client.send("hello")
+    client.send("hello")
+    assert close_code(client) == 1003
+
+
+def test_other_values_than_maps_are_refused_and_forgiven(client: Client) -> None:
+    """Well-formed msgpack of the wrong shape does not count as noise."""
+    for _ in range(5):
+        assert client.error(codec.encode({})[:0] + b"\x91\x01") == "invalid_request"
+    assert client.ask({"endpoint": "ping", "t": 1.5})["t"] == 1.5
+
+
+def test_errors_name_the_request(client: Client) -> None:
+    """`request_id` and `session_id` of the failed request come back, also when it was not understood."""
+    client.send(infer(request_id="r9", cameras=None))
+    assert client.receive()["request_id"] == "r9"
+    client.send({"request_id": "r10", "endpoint": "dance"})
+    assert client.receive()["request_id"] == "r10"
+
+
+def test_engine_failures_are_errors_of_one_request(client: Client, engine: FakeEngine) -> None:
+    """The chunks before it arrive, its code is passed on, the session goes on where it was."""
+
+    def fail(params: DiffusionParams) -> None:
+        if params.chunk_index == 1:
+            raise RequestFailed("non_finite", "latents contain NaN")
+
+    engine.fail = fail
+    client.send(infer(FIRST + 2 * LATER))
+    assert client.receive()["chunk_index"] == 0
+    error = client.receive()
+    assert (error["code"], error["retryable"]) == ("non_finite", True)
+    engine.fail = lambda params: None
+    client.send(infer(LATER, image=None))
+    assert numbers(client.frames()) == list(range(FIRST, FIRST + LATER))
+
+
+def test_unforeseen_failures_say_nothing_of_the_server(client: Client, engine: FakeEngine) -> None:
+    """A bug behind the door is an `engine_error` with a fixed text."""
+
+    def fail(params: DiffusionParams) -> None:
+        raise ZeroDivisionError("/secret/path 0x7f00")
+
+    engine.fail = fail
+    error = client.ask(infer())
+    assert error["code"] == "engine_error"
+    assert not re.search("secret|0x|Traceback|ZeroDivision", json.dumps(error))
+    engine.fail = lambda params: None
+    client.send(infer())
+    client.frames()
+
+
+def test_too_many_messages_close_with_policy(make_door: MakeDoor) -> None:
+    """A flood is cut off."""
+    with make_door(max_messages_per_s=20).client() as client:
+        with contextlib.suppress(ConnectionClosed):
+            for _ in range(10_000):
+                client.send({"endpoint": "ping"})
+        assert close_code(client) == 1008
+
+
+def test_an_oversized_message_closes_with_1009(client: Client) -> None:
+    """The limit that hello announced is the one that counts."""
+    with pytest.raises(ConnectionClosed) as closed:
+        client.ask(bytes(client.hello["limits"]["max_message_bytes"] + 1))
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1009
