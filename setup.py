@@ -1,7 +1,7 @@
 """Entry points of vllm_omni; everything else is in pyproject.toml.
 
 All groups use the one name `vllm_omni`, because `VLLM_PLUGINS` filters every group by entry-point name; `vllm_omni_ar`
-adds routes to servers of stock text models, which need nothing else of this package.
+adds routes to servers of stock text models, which need nothing else of this package; `vllm_omni_speech` adds speech to servers of models that speak.
 """
 
 from setuptools import setup
@@ -12,6 +12,7 @@ setup(
         "vllm.endpoint_plugins": [
             "vllm_omni = vllm_omni.entrypoints.plugin:create_plugin",
             "vllm_omni_ar = vllm_omni.entrypoints.ar_plugin:create_plugin",
+            "vllm_omni_speech = vllm_omni.entrypoints.speech.plugin:create_plugin",
         ],
         "console_scripts": ["vllm-omni = vllm_omni.entrypoints.cli.main:main"],
     },

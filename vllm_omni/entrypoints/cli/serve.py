@@ -12,6 +12,7 @@ import errno
 import importlib.metadata
 import json
 import os
+import secrets
 import shlex
 import socket
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.tickets import SECRET_VARIABLE
+from vllm_omni.entrypoints.webui.address import page_url
 
 if TYPE_CHECKING:
     from vllm_omni.model_executor.models.registry import ModelFamily
@@ -48,7 +51,10 @@ def run(argv: list[str]) -> int:
     if not any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in argv):
         planned = plan(argv, os.environ, installed_plugins(), on_cpu=is_cpu_build())
         print(f"vllm-omni: serving {planned.title}; the same without --omni: {planned.plain_command}", flush=True)
+        if planned.page is not None:
+            print(f"vllm-omni: web page, once the server is up: {planned.page}", flush=True)
         os.environ.update(planned.environ)
+        os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))  # API server processes are started with it
         argv = planned.argv
     launch(argv)
     return 0
@@ -56,12 +62,13 @@ def run(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What will run: `argv` behind `vllm serve`, with the variables `environ` set."""
+    """What will run: `argv` behind `vllm serve`, with the variables `environ` set. page: the web page's URL."""
 
     title: str
     argv: list[str]
     environ: dict[str, str]
     plain_command: str
+    page: str | None
 
 
 def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str], *, on_cpu: bool = False) -> ServePlan:
@@ -76,10 +83,13 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
     if family.executor_cls is not None:
         served_by = {"distributed-executor-backend": family.executor_cls}
     wanted = {"config-format": CONFIG_FORMAT, **served_by, "scheduler-cls": SCHEDULER_CLS}
+    if family.serve_flags is not None:
+        wanted = family.serve_flags(Path(flags.model or ""), on_cpu)
     added = [item for name, value in wanted.items() if name not in flags.values for item in (f"--{name}", value)]
-    if "skip-tokenizer-init" not in flags.values and "no-skip-tokenizer-init" not in flags.values:
+    tokenizer_flags = {"skip-tokenizer-init", "no-skip-tokenizer-init"}
+    if family.serve_flags is None and not tokenizer_flags & flags.values.keys():
         added.append("--skip-tokenizer-init")
-    variables = {"VLLM_PLUGINS": plugin_names(environ.get("VLLM_PLUGINS"), plugins)}
+    variables = {"VLLM_PLUGINS": plugin_names(environ.get("VLLM_PLUGINS"), plugins, family.endpoint_plugins)}
     if on_cpu and not {_CPU_SPACE, "kv-cache-memory-bytes", "gpu-memory-utilization"} & {*environ, *flags.values}:
         variables[_CPU_SPACE] = _CPU_SPACE_GIB
     plain = shlex.join(["vllm", "serve", *_without_websocket_flags(argv), *added])
@@ -88,6 +98,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
         argv=[*argv, *added],
         environ=variables,
         plain_command=" ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), plain]),
+        page=_page(flags),
     )
 
 
@@ -137,10 +148,10 @@ def is_cpu_build() -> bool:
         return False
 
 
-def plugin_names(user_value: str | None, installed: Iterable[str]) -> str:
+def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterable[str] = ()) -> str:
     """Return VLLM_PLUGINS: what the user named (or, unset, all that would load anyway) and ours."""
     names = installed if user_value is None else [name for name in user_value.split(",") if name]
-    return ",".join(dict.fromkeys([*names, PLUGIN]))
+    return ",".join(dict.fromkeys([*names, PLUGIN, *more]))
 
 
 # ---- checks -----------------------------------------------------------------------------------------------------
@@ -170,7 +181,8 @@ def check(flags: "ServeFlags") -> "ModelFamily":
         raise CommandError(str(error)) from error
     if family.executor_cls is not None:
         _check_executor(flags, family.executor_cls)
-    _check_combinations(flags, hf_config)
+    if family.serve_flags is None:
+        _check_combinations(flags, hf_config)
     _check_port(flags)
     return family
 
@@ -226,6 +238,16 @@ def _check_port(flags: "ServeFlags") -> None:
             busy = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             what = "is in use" if busy else f"cannot be opened ({error})"
             raise CommandError(f"port {port} of {host or 'this machine'} {what}; pass another --port") from error
+
+
+def _page(flags: "ServeFlags") -> str | None:
+    """The web page's URL; None when the server has no port of its own."""
+    if "uds" in flags.values or flags.is_on("headless"):
+        return None
+    scheme = "https" if "ssl-certfile" in flags.values else "http"
+    return page_url(
+        flags.values.get("host"), flags.values.get("port", "8000"), scheme, flags.values.get("root-path", "")
+    )
 
 
 # ---- flags ------------------------------------------------------------------------------------------------------

@@ -60,6 +60,8 @@ class ModelFamily:
     capabilities: likewise -> what the OpenAI routes may ask of the model; None = a world started by an image.
     check_options: (hf_config as a dict, parsed options) -> None, or ValueError in one line; must be cheap.
     executor_cls: the executor that serves the family in one process, without a worker; None = workers.
+    serve_flags: (directory, whether on CPU) -> the flags `vllm serve --omni` adds, for a family that vLLM serves by an
+    autoregressive engine; None = the diffusion worker's. endpoint_plugins: what else it names in VLLM_PLUGINS.
     """
 
     name: str
@@ -74,6 +76,8 @@ class ModelFamily:
     world_facts: Callable[[dict[str, Any], OmniConfig], dict[str, Any]] | None = None
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None
     executor_cls: str | None = None
+    serve_flags: Callable[[Path, bool], dict[str, str]] | None = None
+    endpoint_plugins: tuple[str, ...] = ()
 
 
 def family_names() -> list[str]:

@@ -8,9 +8,16 @@ checkpoint's own config (`stages.py`).
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from vllm_omni.config import OmniConfig, parse_options
-from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import is_checkpoint, read_config
-from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_options import Token2WavModelOptions
+from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import is_checkpoint, read_config, stored_dtype
+from vllm_omni.model_executor.models.qwen2_5_omni.options import (
+    AR_SCHEDULER_CLS,
+    AR_WORKER_CLS,
+    StageOptions,
+    Token2WavModelOptions,
+)
 from vllm_omni.model_executor.models.registry import ModelFamily
 
 
@@ -30,7 +37,16 @@ def _hf_config(path: Path) -> dict[str, Any]:
 
 
 def _check_options(hf_config: dict[str, Any], omni: OmniConfig) -> None:
-    parse_options(Token2WavModelOptions, omni.model, "omni.model")
+    """`omni.model` belongs to the server (its three engines), or inside the token2wav engine to that alone."""
+    if set(omni.model) <= {field.name for field in msgspec.structs.fields(Token2WavModelOptions)}:
+        parse_options(Token2WavModelOptions, omni.model, "omni.model")
+    else:
+        assert parse_options(StageOptions, omni.model, "omni.model").speech_defaults
+
+
+def _serve_flags(path: Path, on_cpu: bool) -> dict[str, str]:
+    flags = {"worker-cls": AR_WORKER_CLS, "scheduler-cls": AR_SCHEDULER_CLS, "dtype": stored_dtype(read_config(path))}
+    return flags if on_cpu else {**flags, "gpu-memory-utilization": "0.65"}  # the other engines take a quarter
 
 
 def _make_tiny(out: Path, seed: int, layout: str) -> None:
@@ -48,4 +64,7 @@ FAMILY = ModelFamily(
     make_tiny=_make_tiny,
     layouts=("original",),
     check_options=_check_options,
+    # Served by the thinker's engine; the endpoint plugin starts the other two beside it.
+    serve_flags=_serve_flags,
+    endpoint_plugins=("vllm_omni_speech",),
 )

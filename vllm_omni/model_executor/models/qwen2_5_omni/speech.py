@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -24,6 +24,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, concat, hidden_states_of
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.models.qwen2_5_omni.options import SpeechDefaults
 from vllm_omni.model_executor.models.qwen2_5_omni.speech_text import TalkerPromptBuilder, VisualGrids, visual_grids
 from vllm_omni.model_executor.models.qwen2_5_omni.talker_prompt import TalkerPrompt
 from vllm_omni.outputs import RequestFailed
@@ -31,30 +32,6 @@ from vllm_omni.pipeline.flow import Emit, run_flow
 from vllm_omni.pipeline.stage import Stage
 
 _MAX_QUEUED_CODES = 64
-
-Codes = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
-
-
-class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How speech is made unless a request says otherwise; numbers are those of transformers' `generate`.
-
-    voice: None = the checkpoint's first. chunk_codes, left_codes, right_codes: sound per piece and its context, in
-    codes (50 a second); multiples of 12 keep pieces on the DiT's attention blocks. chunk_codes=0: one clip.
-    max_codes: longest speech. temperature, top_k, top_p, repetition_penalty: of the talker. num_steps: time points of
-    the flow solver. guidance_scale: of the DiT.
-    """
-
-    voice: str | None = None
-    chunk_codes: Codes = 24
-    left_codes: Codes = 24
-    right_codes: Codes = 12
-    max_codes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 4096
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.9
-    top_k: Annotated[int, msgspec.Meta(ge=0)] = 40
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] = 1.05
-    num_steps: Annotated[int, msgspec.Meta(ge=2, le=1000)] = 10
-    guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.5
 
 
 @dataclass(frozen=True)

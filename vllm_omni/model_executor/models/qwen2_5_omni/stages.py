@@ -9,37 +9,16 @@ import asyncio
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_omni.config import parse_options
 from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import read_config, stored_dtype
-from vllm_omni.model_executor.models.qwen2_5_omni.speech import SpeechComposition, SpeechDefaults
+from vllm_omni.model_executor.models.qwen2_5_omni.options import AR_SCHEDULER_CLS, AR_WORKER_CLS, StageOptions
+from vllm_omni.model_executor.models.qwen2_5_omni.speech import SpeechComposition
 from vllm_omni.model_executor.models.qwen2_5_omni.speech_text import TalkerPromptBuilder
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
 from vllm_omni.pipeline.stage import Stage
-
-AR_WORKER_CLS = "vllm_omni.worker.ARGPUWorker"
-AR_SCHEDULER_CLS = "vllm_omni.core.sched.ARHiddenStatesScheduler"
-
-
-class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`omni.model` of the server: arguments of the engines beside the thinker, and how speech is made.
-
-    talker, token2wav: keyword arguments of vLLM's `AsyncEngineArgs`, over the defaults here. speech: see
-    `SpeechDefaults`.
-    """
-
-    talker: dict[str, Any] = msgspec.field(default_factory=dict)
-    token2wav: dict[str, Any] = msgspec.field(default_factory=dict)
-    speech: dict[str, Any] = msgspec.field(default_factory=dict)
-
-    @property
-    def speech_defaults(self) -> SpeechDefaults:
-        """Raises ValueError naming the key."""
-        return parse_options(SpeechDefaults, self.speech, "omni.model.speech")
 
 
 def thinker_args(path: Path, **overrides: Any) -> AsyncEngineArgs:

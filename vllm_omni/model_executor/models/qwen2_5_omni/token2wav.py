@@ -23,7 +23,7 @@ from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import CheckpointTensors, load_voices
-from vllm_omni.model_executor.models.qwen2_5_omni.token2wav_options import (
+from vllm_omni.model_executor.models.qwen2_5_omni.options import (
     SAMPLE_RATE,
     Token2WavModelOptions,
     Token2WavRequestOptions,

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sound to bytes, piece by piece: PCM and WAV by hand, MP3, Opus, AAC and FLAC by PyAV.
+
+What the pieces of one encoder say, joined, is one valid file; a WAV written as a stream carries the length "unknown".
+Held by tests/entrypoints/speech/test_encode.py.
+"""
+
+import io
+import struct
+from typing import Any, Protocol
+
+import torch
+
+_UNKNOWN = 0xFFFFFFFF
+_PYAV = {
+    "mp3": ("mp3", "libmp3lame", "s16p"),
+    "opus": ("ogg", "libopus", "s16"),
+    "aac": ("adts", "aac", "fltp"),
+    "flac": ("flac", "flac", "s16"),
+}
+"""format -> container, codec, sample format"""
+
+MEDIA_TYPES = {
+    "wav": "audio/wav",
+    "pcm": "audio/pcm",
+    "pcm16": "audio/pcm",
+    "mp3": "audio/mpeg",
+    "opus": "audio/ogg",
+    "aac": "audio/aac",
+    "flac": "audio/flac",
+}
+
+
+class SoundEncoder(Protocol):
+    def feed(self, samples: torch.Tensor) -> bytes:
+        """Take fp32 samples [S] in [-1, 1]; return what is ready of the file, perhaps nothing yet."""
+
+    def finish(self) -> bytes:
+        """Return the rest of the file; the encoder is done."""
+
+
+def make_encoder(audio_format: str, sample_rate: int) -> SoundEncoder:
+    """Raises ValueError that lists the formats."""
+    if audio_format in ("pcm", "pcm16"):
+        return _Pcm()
+    if audio_format == "wav":
+        return _Wav(sample_rate)
+    if audio_format in _PYAV:
+        return _PyAV(audio_format, sample_rate)
+    raise ValueError(f"audio format {audio_format!r} is unknown; known: {', '.join(MEDIA_TYPES)}")
+
+
+def pcm16(samples: torch.Tensor) -> bytes:
+    """Little-endian 16-bit samples."""
+    return (samples.clamp(-1, 1) * 32767).round().to(torch.int16).numpy().astype("<i2").tobytes()
+
+
+def wav_file(samples: torch.Tensor, sample_rate: int) -> bytes:
+    """A complete WAV file, with its length."""
+    data = pcm16(samples)
+    return _wav_header(sample_rate, len(data)) + data
+
+
+def _wav_header(sample_rate: int, data_bytes: int) -> bytes:
+    riff = _UNKNOWN if data_bytes == _UNKNOWN else data_bytes + 36
+    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16)
+    return struct.pack("<4sI4s", b"RIFF", riff, b"WAVE") + form + struct.pack("<4sI", b"data", data_bytes)
+
+
+class _Pcm:
+    def feed(self, samples: torch.Tensor) -> bytes:
+        return pcm16(samples)
+
+    def finish(self) -> bytes:
+        return b""
+
+
+class _Wav(_Pcm):
+    def __init__(self, sample_rate: int) -> None:
+        self._header = _wav_header(sample_rate, _UNKNOWN)
+
+    def feed(self, samples: torch.Tensor) -> bytes:
+        header, self._header = self._header, b""
+        return header + pcm16(samples)
+
+    def finish(self) -> bytes:
+        header, self._header = self._header, b""
+        return header
+
+
+class _PyAV:
+    def __init__(self, audio_format: str, sample_rate: int) -> None:
+        import av
+
+        container, codec, self._sample_format = _PYAV[audio_format]
+        self._out = _Growing()
+        self._container: Any = av.open(self._out, "w", format=container)
+        self._stream: Any = self._container.add_stream(codec, rate=sample_rate, layout="mono")
+        self._rate = sample_rate
+        self._resampler = av.AudioResampler(format=self._sample_format, layout="mono", rate=sample_rate)
+
+    def feed(self, samples: torch.Tensor) -> bytes:
+        import av
+
+        frame = av.AudioFrame.from_ndarray(samples.clamp(-1, 1).numpy()[None], format="flt", layout="mono")
+        frame.sample_rate = self._rate
+        for converted in self._resampler.resample(frame):
+            self._container.mux(self._stream.encode(converted))
+        return self._out.take()
+
+    def finish(self) -> bytes:
+        self._container.mux(self._stream.encode(None))
+        self._container.close()
+        return self._out.take()
+
+
+class _Growing(io.RawIOBase):
+    """A file that can only be appended to, read off as it grows."""
+
+    def __init__(self) -> None:
+        self._new = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._new += data
+        return len(data)
+
+    def take(self) -> bytes:
+        data = bytes(self._new)
+        self._new.clear()
+        return data

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `vllm.endpoint_plugins` entry `vllm_omni_speech`: vLLM's own server, its engine the thinker, learns to speak.
+
+It starts the other engines beside the server's, replaces `/v1/chat/completions` (requests without audio go to vLLM's
+own handler, unchanged) and `/health`, and adds `/v1/audio/speech`. Everything else, `--api-key`
+included, stays vLLM's.
+"""
+
+import contextlib
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from vllm.engine.protocol import EngineClient
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from vllm_omni.config import OmniConfig, parse_options
+from vllm_omni.entrypoints.speech.routes import SpeechRoutes
+from vllm_omni.model_executor.models.qwen2_5_omni.options import StageOptions
+from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines
+
+if TYPE_CHECKING:
+    from vllm.tasks import SupportedTask
+
+
+class SpeechEndpoints:
+    """Satisfies `EndpointPlugin`."""
+
+    name = "vllm_omni_speech"
+    required_tasks: "tuple[SupportedTask, ...] | None" = ("generate",)
+
+    def __init__(self) -> None:
+        self._engines: SpeechEngines | None = None
+        self._routes = SpeechRoutes()
+
+    def attach_router(self, app: FastAPI) -> None:
+        self._routes.attach(app)
+        app.add_api_route("/health", self._health, methods=["GET"])
+        inner = app.router.lifespan_context
+
+        @contextlib.asynccontextmanager
+        async def lifespan(served: Any) -> AsyncIterator[Any]:
+            async with inner(served) as state:
+                try:
+                    yield state
+                finally:
+                    if self._engines is not None:
+                        self._engines.shutdown()
+
+        app.router.lifespan_context = lifespan
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        if not isinstance(engine_client, AsyncLLM):
+            raise ValueError("vllm_omni_speech needs vLLM's own AsyncLLM in the API server")
+        if (args.api_server_count or 1) > 1:
+            raise ValueError("--api-server-count: each server process would start engines of its own; use 1")
+        omni = OmniConfig.from_additional_config(engine_client.vllm_config.additional_config)
+        options = parse_options(StageOptions, omni.model, "omni.model")
+        self._engines = await SpeechEngines.start(Path(args.model), options, thinker=engine_client)
+        self._routes.start(self._engines.composition, state)
+
+    async def _health(self, request: Request) -> Response:
+        """200 while every engine lives; 503 names the first dead one."""
+        assert self._engines is not None, "vLLM initialises state before it serves"
+        dead = [stage.name for stage in self._engines.composition.stages if stage.is_dead]
+        if dead:
+            return JSONResponse({"status": "dead", "stages": dead}, status_code=503)
+        return Response(status_code=200)
+
+
+def create_plugin() -> SpeechEndpoints:
+    """Return the plugin; named in setup.py's entry points."""
+    return SpeechEndpoints()

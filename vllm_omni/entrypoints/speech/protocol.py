@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of the speech routes, and how failures are told: OpenAI's schema, checked once at the edge.
+
+Held by tests/entrypoints/speech/test_protocol.py.
+"""
+
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.pipeline.stage import StageDied
+
+MAX_TEXT = 4096
+"""Characters of `/v1/audio/speech`, as OpenAI's."""
+
+AudioFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm16", "pcm"]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+
+
+class VoiceId(BaseModel):
+    id: str
+
+
+class AudioParams(BaseModel):
+    """`audio` of a chat request."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    voice: str | VoiceId | None = None
+    format: AudioFormat = "wav"
+
+    @property
+    def voice_name(self) -> str | None:
+        return self.voice.id if isinstance(self.voice, VoiceId) else self.voice
+
+
+class SpeechRequest(BaseModel):
+    """Body of `/v1/audio/speech`. seed: not OpenAI's; makes the speech repeatable."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    input: Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+    voice: str | VoiceId | None = None
+    response_format: AudioFormat = "mp3"
+    stream_format: Literal["audio", "sse"] = "audio"
+    instructions: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
+    speed: Annotated[float, Field(ge=1.0, le=1.0)] = 1.0
+    seed: Seed | None = None
+
+    @property
+    def voice_name(self) -> str | None:
+        return self.voice.id if isinstance(self.voice, VoiceId) else self.voice
+
+
+def wants_audio(extra: dict[str, Any] | None) -> AudioParams | None:
+    """Read `modalities` and `audio` of a chat request; None = text only. Raises `RequestFailed`."""
+    extra = extra or {}
+    modalities = extra.get("modalities") or ["text"]
+    if not isinstance(modalities, list) or not set(map(str, modalities)) <= {"text", "audio"}:
+        raise RequestFailed("invalid_request", f"modalities must be a list of 'text' and 'audio', got {modalities!r}")
+    if "audio" not in modalities:
+        return None
+    try:
+        return AudioParams.model_validate(extra.get("audio") or {})
+    except ValidationError as error:
+        raise RequestFailed("invalid_request", f"audio: {_first(error)}") from error
+
+
+def _first(error: ValidationError) -> str:
+    found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
+
+
+_CLIENT_FAULTS = {"invalid_request", "too_long", "too_large"}
+
+
+def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
+    """HTTP status and OpenAI-shaped body for what a composition raises; never a library's own text."""
+    if isinstance(error, RequestFailed):
+        status = HTTPStatus.BAD_REQUEST if error.code in _CLIENT_FAULTS else HTTPStatus.INTERNAL_SERVER_ERROR
+        kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "InternalServerError"
+        return status, _body(error.message, kind, status, error.code)
+    if isinstance(error, StageDied):
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        return status, _body(str(error), "ServiceUnavailableError", status, "stage_died")
+    status = HTTPStatus.INTERNAL_SERVER_ERROR
+    return status, _body("the server failed on this request; its log has the details", "InternalServerError", status)
+
+
+def _body(message: str, kind: str, status: int, reason: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": int(status), "reason": reason}}

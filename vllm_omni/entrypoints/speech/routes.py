@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/chat/completions` with sound and `/v1/audio/speech`, over a `SpeechComposition`.
+
+vLLM's own chat handler renders the prompt (templates, pictures, sound, limits) and serves every request that wants text
+only. OpenAI's rules hold: with sound, the text is `message.audio.transcript` and `content` is null; a streamed reply
+carries pcm16 in base64. Nothing is sent before the first result is there, so failures before that have a status; later
+ones end the stream with an error. Held by tests/entrypoints/speech/test_served.py.
+"""
+
+import base64
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import torch
+from fastapi import FastAPI
+from starlette.datastructures import State
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.utils.api_utils import get_max_tokens, with_cancellation
+from vllm.exceptions import VLLMClientError
+from vllm.logger import init_logger
+
+from vllm_omni.entrypoints.speech.encode import MEDIA_TYPES, make_encoder, pcm16, wav_file
+from vllm_omni.entrypoints.speech.protocol import AudioParams, SpeechRequest, error_body, wants_audio
+from vllm_omni.model_executor.models.qwen2_5_omni.options import SAMPLE_RATE, SpeechDefaults
+from vllm_omni.model_executor.models.qwen2_5_omni.speech import AudioChunk, SpeechComposition, TextDelta
+from vllm_omni.outputs import RequestFailed
+
+logger = init_logger("vllm." + __name__)
+
+_EXPIRES_S = 3600
+_READ_ALOUD = "Read this text aloud, word for word:\n"
+
+
+class SpeechRoutes:
+    def __init__(self) -> None:
+        self._composition: SpeechComposition | None = None
+        self._state: State | None = None
+
+    def attach(self, app: FastAPI) -> None:
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/audio/speech", self.speech, methods=["POST"], response_model=None)
+
+    def start(self, composition: SpeechComposition, state: State) -> None:
+        self._composition, self._state = composition, state
+
+    # -- /v1/chat/completions --------------------------------------------------------------------------------------
+
+    async def chat(self, request: ChatCompletionRequest, raw_request: Request) -> Response:
+        try:
+            audio = wants_audio(request.model_extra)
+        except RequestFailed as failed:
+            return _failure(failed)
+        if audio is None:
+            stock: Response = await create_chat_completion(request, raw_request)
+            return stock
+        return await self._chat_with_sound(request, raw_request, audio)
+
+    @with_cancellation
+    async def _chat_with_sound(
+        self, request: ChatCompletionRequest, raw_request: Request, audio: AudioParams
+    ) -> Response:
+        try:
+            events = await self._chat_events(request, audio)
+            if isinstance(events, Response):
+                return events
+            reply = _Reply(request, audio)
+            if request.stream:
+                return await _streamed(reply.stream(events), "text/event-stream", reply.stream_error)
+            return JSONResponse(await reply.collect(events))
+        except Exception as error:
+            return _failure(error)
+
+    async def _chat_events(
+        self, request: ChatCompletionRequest, audio: AudioParams
+    ) -> AsyncIterator[TextDelta | AudioChunk] | Response:
+        composition, serving = self._serving()
+        if (request.n or 1) > 1:
+            raise RequestFailed("invalid_request", f"n={request.n}: one reply per request when it is spoken")
+        if request.use_beam_search:
+            raise RequestFailed("invalid_request", "use_beam_search cannot be combined with audio")
+        if request.stream and audio.format not in ("pcm16", "pcm"):
+            raise RequestFailed("invalid_request", f"audio.format {audio.format!r}: a streamed reply is pcm16")
+        how = self._how(audio.voice_name)
+        composition.check_alive()
+        rendered = await serving.render_chat_request(request)
+        if isinstance(rendered, ErrorResponse):
+            return _vllm_error(rendered)
+        (engine_input,) = rendered[1]
+        asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        max_tokens = get_max_tokens(
+            serving.model_config.max_model_len,
+            asked,
+            len(engine_input["prompt_token_ids"]),
+            serving.default_sampling_params,
+        )
+        params = request.to_sampling_params(max_tokens, serving.default_sampling_params)
+        return composition.respond(engine_input, params, _request_id("chatcmpl"), how, seed=request.seed)
+
+    # -- /v1/audio/speech ------------------------------------------------------------------------------------------
+
+    async def speech(self, request: SpeechRequest, raw_request: Request) -> Response:
+        try:
+            sound = await self._speech_events(request)
+            if isinstance(sound, Response):
+                return sound
+            if request.stream_format == "sse":
+                return await _streamed(_speech_sse(sound), "text/event-stream", _sse_error)
+            encoder = make_encoder(request.response_format, SAMPLE_RATE)
+
+            async def encoded() -> AsyncIterator[bytes]:
+                async for chunk in sound:
+                    if data := encoder.feed(chunk.samples):
+                        yield data
+                yield encoder.finish()
+
+            return await _streamed(encoded(), MEDIA_TYPES[request.response_format], None)
+        except Exception as error:
+            return _failure(error)
+
+    async def _speech_events(self, request: SpeechRequest) -> AsyncIterator[AudioChunk] | Response:
+        composition, serving = self._serving()
+        how = self._how(request.voice_name)
+        composition.check_alive()
+        content = f"{request.instructions or ''}\n{_READ_ALOUD}{request.input}".lstrip()
+        messages = [{"role": "user", "content": content}]
+        chat = ChatCompletionRequest.model_validate({"model": request.model, "messages": messages})
+        rendered = await serving.render_chat_request(chat)
+        if isinstance(rendered, ErrorResponse):
+            return _vllm_error(rendered)
+        tokenizer = serving.renderer.get_tokenizer()
+        text_ids = [*tokenizer.encode(request.input, add_special_tokens=False), tokenizer.eos_token_id]
+        prompt_ids = rendered[1][0]["prompt_token_ids"]
+        return composition.read_aloud(prompt_ids, text_ids, _request_id("speech"), how, seed=request.seed)
+
+    def _serving(self) -> tuple[SpeechComposition, Any]:
+        assert self._composition is not None and self._state is not None, "vLLM initialises state before it serves"
+        return self._composition, self._state.openai_serving_chat
+
+    def _how(self, voice: str | None) -> SpeechDefaults:
+        composition, _ = self._serving()
+        how = msgspec.structs.replace(composition.defaults, voice=voice or composition.defaults.voice)
+        composition.builder.check_voice(str(how.voice))
+        return how
+
+
+class _Reply:
+    """One chat reply in OpenAI's words, whole or streamed."""
+
+    def __init__(self, request: ChatCompletionRequest, audio: AudioParams) -> None:
+        self._audio = audio
+        self._id = _request_id("chatcmpl")
+        self._audio_id = _request_id("audio")
+        self._created = int(time.time())
+        self._model = request.model
+        self._usage_wanted = bool(request.stream_options and request.stream_options.include_usage)
+        self._prompt_tokens = 0
+        self._reply_tokens = 0
+        self._finish_reason: str | None = None
+
+    def _note(self, event: TextDelta) -> None:
+        completion = event.output.outputs[0]
+        self._prompt_tokens = self._prompt_tokens or len(event.output.prompt_token_ids or ())
+        self._reply_tokens += len(completion.token_ids)
+        self._finish_reason = completion.finish_reason or self._finish_reason
+
+    def _usage(self) -> dict[str, int]:
+        total = self._prompt_tokens + self._reply_tokens
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._reply_tokens,
+            "total_tokens": total,
+        }
+
+    async def collect(self, events: AsyncIterator[TextDelta | AudioChunk]) -> dict[str, Any]:
+        text: list[str] = []
+        sound: list[torch.Tensor] = []
+        async for event in events:
+            if isinstance(event, TextDelta):
+                self._note(event)
+                text.append(event.text)
+            else:
+                sound.append(event.samples)
+        samples = torch.cat(sound) if sound else torch.zeros(0)
+        if self._audio.format == "wav":
+            data = wav_file(samples, SAMPLE_RATE)
+        else:
+            encoder = make_encoder(self._audio.format, SAMPLE_RATE)
+            data = encoder.feed(samples) + encoder.finish() if sound else b""
+        message = {
+            "role": "assistant",
+            "content": None,
+            "refusal": None,
+            "audio": {
+                "id": self._audio_id,
+                "data": base64.b64encode(data).decode(),
+                "expires_at": self._created + _EXPIRES_S,
+                "transcript": "".join(text),
+            },
+        }
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._finish_reason}
+        return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage()}
+
+    async def stream(self, events: AsyncIterator[TextDelta | AudioChunk]) -> AsyncIterator[bytes]:
+        yield self._delta({"role": "assistant", "content": None, "audio": {"id": self._audio_id, "transcript": ""}})
+        async for event in events:
+            if isinstance(event, TextDelta):
+                self._note(event)
+                if event.text:
+                    yield self._delta({"audio": {"id": self._audio_id, "transcript": event.text}})
+            else:
+                data = base64.b64encode(pcm16(event.samples)).decode()
+                yield self._delta({"audio": {"id": self._audio_id, "data": data}})
+        expires = {"id": self._audio_id, "expires_at": self._created + _EXPIRES_S}
+        yield self._delta({"audio": expires}, self._finish_reason)
+        if self._usage_wanted:
+            yield _sse({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()})
+        yield b"data: [DONE]\n\n"
+
+    def stream_error(self, error: Exception) -> bytes:
+        return _sse(error_body(error)[1]) + b"data: [DONE]\n\n"
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def _delta(self, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return _sse({**self._head("chat.completion.chunk"), "choices": [choice]})
+
+
+async def _speech_sse(sound: AsyncIterator[AudioChunk]) -> AsyncIterator[bytes]:
+    async for chunk in sound:
+        yield _sse({"type": "speech.audio.delta", "audio": base64.b64encode(pcm16(chunk.samples)).decode()})
+    yield _sse({"type": "speech.audio.done"})
+
+
+def _sse_error(error: Exception) -> bytes:
+    return _sse({"type": "error", **error_body(error)[1]})
+
+
+async def _streamed(parts: AsyncIterator[bytes], media_type: str, tell: Any) -> StreamingResponse:
+    """Wait for the first part, then stream. A later failure is told by `tell`, or breaks off the connection (None)."""
+    first = await anext(parts, b"")
+
+    async def body() -> AsyncIterator[bytes]:
+        yield first
+        try:
+            async for part in parts:
+                yield part
+        except Exception as error:
+            logger.exception("a streamed reply failed")
+            if tell is None:
+                raise
+            yield tell(error)
+        finally:
+            await parts.aclose()  # type: ignore[attr-defined]
+
+    return StreamingResponse(body(), media_type=media_type)
+
+
+def _failure(error: Exception) -> Response:
+    if isinstance(error, VLLMClientError | ValueError):
+        return _vllm_error(create_error_response(error))
+    status, body = error_body(error)
+    if not isinstance(error, RequestFailed):
+        logger.exception("a request failed", exc_info=error)
+    return JSONResponse(body, status_code=status)
+
+
+def _vllm_error(error: ErrorResponse) -> Response:
+    return JSONResponse(error.model_dump(), status_code=error.error.code)
+
+
+def _sse(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _request_id(kind: str) -> str:
+    return f"{kind}-{secrets.token_hex(16)}"
