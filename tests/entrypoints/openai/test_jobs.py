@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Video jobs with an engine that answers at once: chunks of a world, waiting for room, endings, failures, bounds."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.entrypoints.openai.errors import ApiError
+from vllm_omni.entrypoints.openai.jobs import VideoJobs
+from vllm_omni.entrypoints.openai.limits import MediaLimits
+from vllm_omni.entrypoints.openai.plan import plan_video
+from vllm_omni.entrypoints.openai.protocol import VideoRequest, read_request
+from vllm_omni.entrypoints.openai.served import ServedModel
+from vllm_omni.entrypoints.openai.store import JobRecord, MediaStore
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.outputs import RequestFailed
+
+Results = tuple[dict[str, Any], dict[str, np.ndarray]]
+
+
+class InstantEngine(OmniEngine):
+    """Only the wire is missing: `run` is answered here, everything above it is the real thing.
+
+    answers: called with each generate request; may raise. release: if set, requests wait for it.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[DiffusionParams, tuple[str, ...]]] = []
+        self.closed: list[str] = []
+        self.cancelled = 0
+        self.release: asyncio.Event | None = None
+        self.failures: list[RequestFailed] = []
+        self.steps = (0, 1)
+
+    async def run(self, params: DiffusionParams, arrays: Any) -> Results:
+        if params.op == "close":
+            self.closed.append(params.session_id)
+            return {}, {}
+        self.requests.append((params, tuple(arrays)))
+        if self.failures:
+            raise self.failures.pop(0)
+        if self.release is not None:
+            try:
+                await self.release.wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        count = params.num_frames or (9 if params.chunk_index == 0 else 12)
+        frames = np.full((count, params.height or 32, params.width or 48, 3), 100, np.uint8)
+        return {"timings_ms": {"total": [1.0]}}, {"frames": frames}
+
+    async def progress(self) -> dict[str, tuple[int, int]]:
+        return {params.session_id: self.steps for params, _ in self.requests}
+
+
+def served(world: bool) -> ServedModel:
+    facts = WorldFacts(height=32, width=48, needs_image=False) if world else None
+    tasks: Any = ("world", "text_to_video", "image_to_video") if world else ("text_to_video", "image_to_video")
+    return ServedModel(("m",), Capabilities(tasks=tasks, frame_stride=4), 48, 32, 48 * 32, 4, facts)
+
+
+def run(
+    tmp_path: Path,
+    engine: InstantEngine,
+    work: Callable[[VideoJobs], Coroutine[Any, Any, None]],
+    world: bool = True,
+    **limits: Any,
+) -> None:
+    async def main() -> None:
+        bounds = MediaLimits(media_dir=str(tmp_path), **limits)
+        with ThreadPoolExecutor(2) as executor:
+            jobs = VideoJobs(engine, served(world), MediaStore(bounds), bounds, executor)
+            await asyncio.wait_for(work(jobs), 30)
+
+    asyncio.run(main())
+
+
+async def submit(jobs: VideoJobs, world: bool = True, image: bool = False, **fields: Any) -> JobRecord:
+    request = read_request(VideoRequest, {"prompt": "p", **fields})
+    picture = np.zeros((32, 48, 3), np.uint8) if image else None
+    return await jobs.submit(plan_video(request, served(world), image), picture)
+
+
+async def end_of(jobs: VideoJobs, job_id: str) -> JobRecord:
+    while True:
+        record = jobs.store.read(job_id)
+        assert record is not None
+        if record.is_terminal:
+            return record
+        await asyncio.sleep(0.01)
+
+
+def test_a_world_is_asked_chunk_after_chunk_in_one_session(tmp_path: Path) -> None:
+    """Prompt, seed, size and image with the first chunk; held keys with each, idle behind their end; then it closes."""
+    engine = InstantEngine()
+
+    async def work(jobs: VideoJobs) -> None:
+        keys = [["w"]] * 4
+        record = await submit(jobs, image=True, num_frames=25, seed=7, camera_actions=keys)
+        record = await end_of(jobs, record.id)
+        assert (record.status, record.num_frames, record.progress, record.size) == ("completed", 25, 100, "48x32")
+        assert len(decode_mp4(jobs.store.path(record.id, "mp4").read_bytes())[0]) == 25
+
+    run(tmp_path, engine, work)
+    (first, with_first), (second, with_second), (third, _) = engine.requests
+    assert (first.prompt, first.seed, first.height, with_first) == ("p", 7, 32, ("image",))
+    assert (second.prompt, second.seed, second.height, with_second) == (None, None, None, ())
+    assert [params.chunk_index for params, _ in engine.requests] == [0, 1, 2]
+    assert [params.actions for params in (first, second, third)] == [[["w"]] * 3, [["w"], [], []], [[]] * 3]
+    assert {params.session_id for params, _ in engine.requests} == set(engine.closed)
+    assert not first.one_shot
+
+
+def test_a_single_video_is_one_request(tmp_path: Path) -> None:
+    """One-shot, with everything in it."""
+    engine = InstantEngine()
+
+    async def work(jobs: VideoJobs) -> None:
+        record = await submit(jobs, world=False, image=True, num_frames=17, fps=8)
+        assert (await end_of(jobs, record.id)).seconds == "2.125"
+
+    run(tmp_path, engine, work, world=False)
+    ((params, arrays),) = engine.requests
+    assert (params.one_shot, params.num_frames, params.fps, params.prompt) == (True, 17, 8.0, "p")
+    assert arrays == ("image",) and engine.closed == []
+
+
+def test_a_full_engine_is_waited_for(tmp_path: Path) -> None:
+    """`capacity` twice, then room; the job knows nothing of it."""
+    engine = InstantEngine()
+    engine.failures = [RequestFailed("capacity", "full"), RequestFailed("capacity", "full")]
+
+    async def work(jobs: VideoJobs) -> None:
+        record = await submit(jobs, num_frames=9)
+        assert (await end_of(jobs, record.id)).status == "completed"
+
+    run(tmp_path, engine, work)
+    assert len(engine.requests) == 3
+
+
+def test_a_job_that_finds_no_room_in_time_fails(tmp_path: Path) -> None:
+    """With `capacity`."""
+    engine = InstantEngine()
+    engine.failures = [RequestFailed("capacity", "full")] * 100
+
+    async def work(jobs: VideoJobs) -> None:
+        record = await end_of(jobs, (await submit(jobs, num_frames=9)).id)
+        assert record.error == {"code": "capacity", "message": "full"}
+
+    run(tmp_path, engine, work, queue_timeout_s=0.3)
+
+
+def test_a_failure_in_a_later_chunk_closes_the_session_and_leaves_no_file(tmp_path: Path) -> None:
+    """The job tells the model's words."""
+    engine = InstantEngine()
+    failing = [None, RequestFailed("non_finite", "NaN")]
+    answer = engine.run
+
+    async def sometimes(params: DiffusionParams, arrays: Any) -> Results:
+        if params.op == "generate" and (failure := failing.pop(0)) is not None:
+            raise failure
+        return await answer(params, arrays)
+
+    engine.run = sometimes  # type: ignore[method-assign]
+
+    async def work(jobs: VideoJobs) -> None:
+        record = await end_of(jobs, (await submit(jobs, num_frames=21)).id)
+        assert (record.status, record.error) == ("failed", {"code": "non_finite", "message": "NaN"})
+        assert not jobs.store.path(record.id, "mp4").exists()
+
+    run(tmp_path, engine, work)
+    assert len(engine.closed) == 1
+
+
+@pytest.mark.parametrize("from_elsewhere", [False, True])
+@pytest.mark.parametrize("ending", ["cancel", "delete"])
+def test_ending_a_job_cancels_its_request(tmp_path: Path, ending: Any, from_elsewhere: bool) -> None:
+    """In this process at once, from another one through the store."""
+    engine = InstantEngine()
+
+    async def work(jobs: VideoJobs) -> None:
+        engine.release = asyncio.Event()
+        record = await submit(jobs, num_frames=9)
+        while not engine.requests:
+            await asyncio.sleep(0.01)
+        if from_elsewhere:
+            jobs.store.ask_to_end(record.id, ending)
+        else:
+            await jobs.end(record.id, ending)
+        while not engine.closed:
+            await asyncio.sleep(0.01)
+        assert engine.cancelled == 1
+        if ending == "delete":
+            assert jobs.store.read(record.id) is None
+        else:
+            ended = await end_of(jobs, record.id)
+            assert ended.error is not None and ended.error["code"] == "cancelled"
+
+    run(tmp_path, engine, work)
+
+
+def test_a_waiting_job_that_is_deleted_never_reaches_the_engine(tmp_path: Path) -> None:
+    """Even in the moment it was accepted."""
+    engine = InstantEngine()
+
+    async def work(jobs: VideoJobs) -> None:
+        engine.release = asyncio.Event()
+        running = await submit(jobs, num_frames=9, prompt="running")
+        waiting = await submit(jobs, num_frames=9, prompt="waiting")
+        await jobs.end(waiting.id, "delete")
+        engine.release.set()
+        await end_of(jobs, running.id)
+
+    run(tmp_path, engine, work, max_running_videos=1)
+    assert {params.prompt for params, _ in engine.requests} == {"running"}
+
+
+def test_jobs_are_bounded(tmp_path: Path) -> None:
+    """`max_running_videos` in the engine, `max_queued_videos` behind; 429 for the next, until one has ended."""
+    engine = InstantEngine()
+
+    async def work(jobs: VideoJobs) -> None:
+        engine.release = asyncio.Event()
+        records = [await submit(jobs, num_frames=9) for _ in range(3)]
+        with pytest.raises(ApiError) as refused:
+            await submit(jobs, num_frames=9)
+        assert refused.value.status == 429 and refused.value.retry_after_s
+        await asyncio.sleep(0.05)
+        assert len(engine.requests) == 2
+        engine.release.set()
+        for record in records:
+            await end_of(jobs, record.id)
+        await submit(jobs, num_frames=9)
+
+    run(tmp_path, engine, work, max_running_videos=2, max_queued_videos=1)
+
+
+def test_progress_never_falls_and_ends_at_100_with_the_file(tmp_path: Path) -> None:
+    """Two chunks of ten steps: the workers' steps count within a chunk."""
+    engine = InstantEngine()
+
+    async def work(jobs: VideoJobs) -> None:
+        engine.release = asyncio.Event()
+        record = await submit(jobs, num_frames=21)
+        seen = []
+        for steps in ((3, 10), (1, 10), (10, 10)):
+            engine.steps = steps
+            await asyncio.sleep(0.6)
+            stored = jobs.store.read(record.id)
+            assert stored is not None
+            seen.append((stored.status, stored.progress))
+        assert seen == [("in_progress", 15), ("in_progress", 15), ("in_progress", 50)]
+        engine.release.set()
+        assert (await end_of(jobs, record.id)).progress == 100
+
+    run(tmp_path, engine, work)
+
+
+def test_records_survive_json(tmp_path: Path) -> None:
+    """What is written is what is read, whatever the prompt holds."""
+    engine = InstantEngine()
+
+    async def work(jobs: VideoJobs) -> None:
+        record = await submit(jobs, num_frames=9, prompt="a \0 ' \" \u2028 😀")
+        assert msgspec.json.decode(jobs.store.path(record.id, "json").read_bytes())["prompt"] == record.prompt
+        await end_of(jobs, record.id)
+
+    run(tmp_path, engine, work)
