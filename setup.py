@@ -1,7 +1,8 @@
 """Entry points of vllm_omni; everything else is in pyproject.toml.
 
 All groups use the one name `vllm_omni`, because `VLLM_PLUGINS` filters every group by entry-point name; `vllm_omni_ar`
-adds routes to servers of stock text models, which need nothing else of this package; `vllm_omni_speech` adds speech to servers of models that speak.
+adds routes to servers of stock text models, which need nothing else of this package, `vllm_omni_speech` to servers of
+models that speak.
 """
 
 from setuptools import setup
