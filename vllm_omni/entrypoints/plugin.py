@@ -86,7 +86,6 @@ class OmniEndpoints:
             media_bytes=self._openai.media_bytes,
             reply_bytes=lambda: manager.held_bytes,
         )
-
         if (address := pages.address(args)) is not None:
             logger.info("web page: %s", address)
 

@@ -44,7 +44,6 @@ class Page:
         self._ids = itertools.count(1)
         self.errors: list[str] = []
         self.requested: list[str] = []
-        self.downloads: list[str] = []
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.send(f"{domain}.enable")
 
@@ -172,34 +171,25 @@ class Browser:
 
     def __init__(self, popen: "subprocess.Popen[bytes]", port: int, folder: Path) -> None:
         self._popen, self._port, self.downloads = popen, port, folder / "downloads"
-        self._open: list[ClientConnection] = []
 
     @contextlib.contextmanager
     def page(self, url: str = "about:blank") -> Iterator[Page]:
         """A new tab in a context without cookies or storage."""
-        control = self._connect(self._browser_path())
-        try:
+        with self._connect(self._browser_path()) as control:
             admin = _Admin(control)
             context = admin.send("Target.createBrowserContext")["browserContextId"]
-            admin.send(
-                "Browser.setDownloadBehavior",
-                behavior="allow",
-                browserContextId=context,
-                downloadPath=str(self.downloads),
-            )
+            folder = str(self.downloads)
+            admin.send("Browser.setDownloadBehavior", behavior="allow", browserContextId=context, downloadPath=folder)
             target = admin.send("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
-            connection = self._connect(f"/devtools/page/{target}")
             try:
-                page = Page(connection)
-                page.desktop()
-                if url != "about:blank":
-                    page.open(url)
-                yield page
+                with self._connect(f"/devtools/page/{target}") as connection:
+                    page = Page(connection)
+                    page.desktop()
+                    if url != "about:blank":
+                        page.open(url)
+                    yield page
             finally:
-                connection.close()
                 admin.send("Target.disposeBrowserContext", browserContextId=context)
-        finally:
-            control.close()
 
     def _browser_path(self) -> str:
         return (self.downloads.parent / "DevToolsActivePort").read_text().split()[1]

@@ -53,7 +53,7 @@ def make_server(engine: FakeEngine) -> Iterator[MakeServer]:
 
 @pytest.fixture
 def server(make_server: MakeServer) -> PageServer:
-    return make_server()
+    return make_server(facts={"fps": 48.0})  # a chunk of 12 frames plays for a quarter of a second
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,15 @@ from page_server import MakeServer, PageServer
 from vllm_omni.entrypoints.media import decode_mp4
 
 PARTS = "import('/omni/js/main.js').then((m) => m.parts)"
+
+
+@pytest.fixture
+def real_time(browser: Browser, make_server: MakeServer) -> Iterator[Page]:
+    """The page of a world with 16 frames a second; the other tests have a faster one, to be done sooner."""
+    with browser.page(make_server(facts={"fps": 16.0}).url) as page:
+        page.wait_for("document.body.dataset.link === 'up'")
+        yield page
+        assert page.errors == []
 
 
 def begin(page: Page) -> None:
@@ -36,6 +46,10 @@ def path(calls: list[Call]) -> np.ndarray:
 
 def yaw_of(pose_44: np.ndarray) -> float:
     return math.atan2(pose_44[0, 2], pose_44[2, 2])
+
+
+def pitch_of(pose_44: np.ndarray) -> float:
+    return math.asin(-pose_44[1, 2])
 
 
 def shown(page: Page) -> int:
@@ -71,7 +85,8 @@ def test_what_is_chosen_begins_the_world(page: Page, engine: FakeEngine) -> None
 def test_an_own_picture_can_be_dropped_in(page: Page, engine: FakeEngine) -> None:
     """A dropped file is shown and sent; another kind of file is refused with a word."""
     drop = """(async (type) => { const canvas = new OffscreenCanvas(32, 32); const c = canvas.getContext("2d");
-        c.fillStyle = "#00ff00"; c.fillRect(0, 0, 32, 32); const blob = await canvas.convertToBlob({ type: "image/png" });
+        c.fillStyle = "#00ff00"; c.fillRect(0, 0, 32, 32);
+        const blob = await canvas.convertToBlob({ type: "image/png" });
         const dataTransfer = new DataTransfer(); dataTransfer.items.add(new File([blob], "mine.png", { type }));
         document.querySelector("#stage").dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true })); })"""
     page.run(f"{drop}('application/pdf')")
@@ -82,9 +97,9 @@ def test_an_own_picture_can_be_dropped_in(page: Page, engine: FakeEngine) -> Non
     assert np.abs(engine.chunks[0].arrays["image"].mean((0, 1)) - [0, 255, 0]).max() < 3
 
 
-def test_pictures_come_in_order_at_a_steady_rate(page: Page, engine: FakeEngine) -> None:
+def test_pictures_come_in_order_at_a_steady_rate(real_time: Page, engine: FakeEngine) -> None:
     """With chunks that take 0.3 s the picture runs at its 16 frames a second without a wait."""
-    engine.delay_s = 0.3
+    page, engine.delay_s = real_time, 0.3
     begin(page)
     time.sleep(1.5)  # the waiting time has to be learned first
     code = f"""{PARTS}.then(async ({{ app }}) => {{ const seen = []; const before = app.player.numStalls;
@@ -102,9 +117,9 @@ def test_pictures_come_in_order_at_a_steady_rate(page: Page, engine: FakeEngine)
     assert 4 <= grey(page) - before <= 14
 
 
-def test_a_slow_server_is_played_slowly_not_in_jerks(page: Page, engine: FakeEngine) -> None:
+def test_a_slow_server_is_played_slowly_not_in_jerks(real_time: Page, engine: FakeEngine) -> None:
     """A chunk of 12 frames every 1.5 s is played at about 8 frames a second."""
-    engine.delay_s = 1.5
+    page, engine.delay_s = real_time, 1.5
     begin(page)
     wait_until(lambda: len(engine.chunks) >= 4, 20)
     before = shown(page)
@@ -149,8 +164,8 @@ def test_looking_keys_turn(page: Page, engine: FakeEngine) -> None:
     first, *_, last = path(later_chunks(engine, 1))
     page.key("keyUp", "l")
     page.key("keyUp", "i")
-    assert math.degrees(yaw_of(last) - yaw_of(first)) == pytest.approx(11 * 1.5, abs=0.01) or last[1, 2] < -0.2
-    assert last[1, 2] < first[1, 2]
+    assert math.degrees(yaw_of(last) - yaw_of(first)) == pytest.approx(11 * 1.5, abs=0.01)
+    assert math.degrees(pitch_of(last) - pitch_of(first)) == pytest.approx(11 * 1.0, abs=0.01)
 
 
 def test_a_tap_is_never_lost(page: Page, engine: FakeEngine) -> None:
@@ -166,10 +181,14 @@ def test_keys_do_not_move_while_one_types(page: Page, engine: FakeEngine) -> Non
     """Letters in the prompt are letters."""
     begin(page)
     page.run("document.querySelector('#prompt').focus()")
-    page.press("w", 0.1)
+    page.key("keyDown", "w")
     still = path(later_chunks(engine, 2))
+    page.key("keyUp", "w")
     assert np.allclose(still[:, :3, 3], 0)
-    assert page.run("document.querySelector('#prompt').value.endsWith('w')") or True
+    page.run("document.querySelector('#stage').focus()")
+    page.key("keyDown", "w")
+    assert path(later_chunks(engine, 2))[-1, 2, 3] > 0
+    page.key("keyUp", "w")
 
 
 def test_losing_the_focus_lets_all_keys_go(page: Page, engine: FakeEngine) -> None:
@@ -220,10 +239,10 @@ def test_input_to_photon_is_measured(page: Page, engine: FakeEngine) -> None:
         page.press("d", 0.05)
         time.sleep(0.8)
     text = page.wait_for("(t => t !== '–' && t)(document.querySelector('[data-stat=photon]').textContent)")
-    assert 200 <= int(text.split()[0]) <= 1600
+    assert 200 <= int(text.split()[0]) <= 1200
 
 
-# ---- what else one does -----------------------------------------------------------------------------------------------
+# ---- what else one does ---------------------------------------------------------------------------------------------
 
 
 def test_the_prompt_changes_midstream(page: Page, engine: FakeEngine) -> None:
@@ -310,7 +329,7 @@ def test_a_recording_is_a_real_mp4(page: Page, engine: FakeEngine, browser: Brow
 
     wait_until(finished)
     frames_THWC, fps = decode_mp4(finished()[0].read_bytes())
-    assert fps == 16
+    assert fps == 48
     assert len(frames_THWC) % LATER in (0, FIRST)
     assert len(frames_THWC) >= 2 * LATER
     brightness = frames_THWC[:, 24, 40, 1].astype(int)
@@ -318,7 +337,7 @@ def test_a_recording_is_a_real_mp4(page: Page, engine: FakeEngine, browser: Brow
     assert brightness[-1] - brightness[0] == pytest.approx(len(frames_THWC) - 1, abs=3)
 
 
-# ---- what goes wrong --------------------------------------------------------------------------------------------------
+# ---- what goes wrong ------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_connection_is_taken_up_again(page: Page, engine: FakeEngine, server: PageServer) -> None:
@@ -341,7 +360,9 @@ def test_a_lost_connection_is_taken_up_again(page: Page, engine: FakeEngine, ser
     assert len(engine.worlds) == 1
     delivered = {call.params.chunk_index: call.arrays["poses"] for call in engine.chunks}  # the last try counts
     z = np.concatenate([delivered[index] for index in seen])[:, 2, 3]
-    assert np.allclose(np.diff(z), 0.0125, atol=1e-6)
+    walking = z[np.argmax(z > 0) :]  # the first chunks may have been asked for before the key was down
+    assert len(walking) > 5 * LATER
+    assert np.allclose(np.diff(walking), 0.0125, atol=1e-6)
     page.wait_for("notices.hidden")
 
 
@@ -402,7 +423,7 @@ def test_other_geometries_come_from_the_greeting(browser: Browser, make_server: 
         assert 13 <= shown(page) - before <= 19
 
 
-# ---- who it is for ------------------------------------------------------------------------------------------------------
+# ---- who it is for --------------------------------------------------------------------------------------------------
 
 
 def test_with_a_key_the_page_asks_for_it(browser: Browser, make_server: MakeServer, engine: FakeEngine) -> None:
@@ -451,9 +472,9 @@ def test_a_phone_shows_sticks_and_they_steer(page: Page, engine: FakeEngine) -> 
 
 
 def test_everything_has_a_name_and_can_be_reached_by_keyboard(page: Page, engine: FakeEngine) -> None:
-    """Buttons and fields are named, nothing jumps the tab order, and the world can be begun and steered without a mouse."""
+    """Buttons and fields are named, nothing jumps the tab order, the world is begun and steered without a mouse."""
     nameless = """[...document.querySelectorAll("button, input, textarea, select, canvas, dialog")].filter((e) =>
-        !(e.textContent.trim() || e.getAttribute("aria-label") || e.getAttribute("aria-labelledby") || e.labels?.length))
+        !(e.textContent.trim() || e.ariaLabel || e.getAttribute("aria-labelledby") || e.labels?.length))
         .map((e) => e.outerHTML)"""
     assert page.run(nameless) == []
     assert page.run("[...document.querySelectorAll('[tabindex]')].every((e) => e.tabIndex <= 0)")
@@ -475,7 +496,8 @@ def test_text_is_readable(page: Page, engine: FakeEngine) -> None:
     for scheme in ("dark", "light"):
         page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         colours: dict[str, Any] = page.run(
-            """Object.fromEntries(["ground", "raised", "sunken", "text", "muted", "accent", "on-accent", "bad"].map((n) =>
+            """Object.fromEntries(
+            ["ground", "raised", "sunken", "text", "muted", "accent", "on-accent", "bad"].map((n) =>
             [n, getComputedStyle(document.documentElement).getPropertyValue("--" + n).trim()]))"""
         )
         pairs = [(text, on) for text in ("text", "muted", "accent", "bad") for on in ("ground", "raised")]

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.webui.address import page_url
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,7 +86,9 @@ def run(args: argparse.Namespace) -> int:
         chunks = stream(url, image, args.prompt, height, width, args.chunks, console)
         write_files(chunks, args.out, console)
         if not args.once:
-            console.print(f"\nserving {model} at {url} (log: {process.log}); Ctrl-C stops it", soft_wrap=True)
+            page = page_url(_HOST, port)
+            console.print(f"\nopen {page} in a browser to walk through it yourself", soft_wrap=True, highlight=False)
+            console.print(f"serving {model} at {url} (log: {process.log}); Ctrl-C stops it", soft_wrap=True)
             wait_for_interrupt(process)
     return 0
 

@@ -16,7 +16,7 @@ from typing import Final
 from fastapi import FastAPI, Request
 from starlette.responses import RedirectResponse, Response
 
-PAGE_PATH: Final = "/omni"
+from vllm_omni.entrypoints.webui.address import PAGE_PATH, page_url
 
 CONTENT_TYPES: Final = {
     "html": "text/html; charset=utf-8",
@@ -85,12 +85,6 @@ def address(args: Namespace) -> str | None:
         return None
     scheme = "https" if args.ssl_certfile else "http"
     return page_url(args.host, args.port, scheme, args.root_path or "")
-
-
-def page_url(host: str | None, port: int | str, scheme: str = "http", root_path: str = "") -> str:
-    """`host`: what the server binds; a wildcard becomes `localhost`."""
-    name = "localhost" if host in (None, "", "0.0.0.0", "::") else host
-    return f"{scheme}://{f'[{name}]' if name and ':' in name else name}:{port}{root_path.rstrip('/')}{PAGE_PATH}/"
 
 
 def _static() -> Traversable:

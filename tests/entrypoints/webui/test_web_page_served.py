@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page as `vllm serve MODEL --omni --api-key` serves it: a real engine, a tiny LingBot World, headless Chromium.
+
+`OMNI_SCREENSHOT=docs/user_guide/web_page.png pytest THIS_FILE` writes the picture in the guide anew.
+"""
+
+import base64
+import io
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import Browser, Page
+from PIL import Image
+
+from vllm_omni.entrypoints.cli import demo
+from vllm_omni.entrypoints.media import decode_mp4
+
+KEY = "key-of-this-test"
+HAS_PICTURE = "document.querySelector('#view').classList.contains('has-picture')"
+PARTS = "import('/omni/js/main.js').then((m) => m.parts)"
+
+
+@pytest.fixture(scope="module")
+def served(lingbot_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[demo.ServerProcess]:
+    from rich.console import Console
+
+    folder = tmp_path_factory.mktemp("served")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VLLM_API_KEY", KEY)
+    patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    try:
+        with demo.server(lingbot_world, demo.free_port(0), 96, 160, folder / "server.log") as process:
+            demo.wait_until_healthy(process, 300, Console(quiet=True))
+            yield process
+    finally:
+        patch.undo()
+
+
+@pytest.fixture
+def page(browser: Browser, served: demo.ServerProcess) -> Iterator[Page]:
+    """The page, past the question for the key."""
+    with browser.page(f"http://127.0.0.1:{served.port}/omni/") as page:
+        page.wait_for("document.querySelector('#key-dialog').open")
+        page.run("document.querySelector('#key-dialog input').focus()")
+        page.write(KEY)
+        page.click("#key-dialog .main")
+        page.wait_for("document.body.dataset.link === 'up'")
+        yield page
+        assert all("401" in error for error in page.errors), page.errors
+
+
+def begin(page: Page) -> None:
+    page.run("document.querySelector('#start').elements.seed.value = 5")
+    page.click("#start .main")
+    page.wait_for(HAS_PICTURE, 60)
+
+
+def picture_of(page: Page, chunk: int) -> np.ndarray:
+    """The last frame of a chunk, as pixels; the player is left standing there."""
+    code = f"""{PARTS}.then(async ({{ app }}) => {{
+        while (!(app.world.lastChunk >= {chunk} && app.player.numBuffered === 0)) {{
+            await new Promise((done) => setTimeout(done, 20));
+            if (app.world.lastChunk >= {chunk} && app.world.numPending === 0) app.world.isHeld = true;
+        }}
+        return document.querySelector("#view").toDataURL("image/png"); }})"""
+    data = page.run(code).partition(",")[2]
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")).astype(int)
+
+
+def held_at_chunk(page: Page, chunk: int, key: str | None) -> np.ndarray:
+    """Begin, hold `key` all the time, and return what is seen when the chunk has been played."""
+    stop = f"""{PARTS}.then(({{ app }}) => {{ app.world.addEventListener("chunk", ({{ detail }}) => {{
+        if (detail.message.chunk_index >= {chunk}) app.world.isHeld = true; }}); }})"""
+    page.run(stop)
+    page.run("document.querySelector('#start').elements.seed.value = 5")
+    page.click("#start .main")
+    page.wait_for("document.body.dataset.live === 'true'")
+    if key:
+        page.key("keyDown", key)
+    shown = picture_of(page, chunk)
+    if key:
+        page.key("keyUp", key)
+    return shown
+
+
+def test_keys_steer_the_model(page: Page, browser: Browser, served: demo.ServerProcess) -> None:
+    """Same picture and seed: the same world without keys, another one while a key is held. So keys reach the model."""
+    still = held_at_chunk(page, 2, None)
+    url = f"http://127.0.0.1:{served.port}/omni/"
+    pictures = []
+    for key in (None, "w"):
+        with browser.page(url) as other:
+            other.wait_for("document.querySelector('#key-dialog').open")
+            other.run("document.querySelector('#key-dialog input').focus()")
+            other.write(KEY)
+            other.click("#key-dialog .main")
+            other.wait_for("document.body.dataset.link === 'up'")
+            pictures.append(held_at_chunk(other, 2, key))
+    again, walked = pictures
+    assert still.shape == (96, 160, 3)
+    assert np.abs(still - again).max() <= 2
+    assert np.abs(still - walked).mean() > 1
+
+
+def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
+    """Frames change, a recording holds them, a mark is gone back to, a cut connection is taken up again."""
+    begin(page)
+    page.key("keyDown", "w")
+    before = set(browser.downloads.iterdir())
+    page.press("v")
+    chunks = f"{PARTS}.then(({{ app }}) => app.world.lastChunk)"
+    reached = page.run(chunks)
+    page.wait_for(f"{chunks}.then((n) => n >= {reached + 2})", 60)
+    page.press("v")
+    page.press("b")
+    page.wait_for("document.querySelectorAll('#marks li').length === 1", 30)
+    page.key("keyUp", "w")
+    page.wait_for("document.querySelector('#record').getAttribute('aria-pressed') === 'false'", 30)
+    deadline_s = time.monotonic() + 15
+    while not (files := [file for file in set(browser.downloads.iterdir()) - before if file.suffix == ".mp4"]):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    frames_THWC, fps = decode_mp4(files[0].read_bytes())
+    assert fps == 16
+    assert len(frames_THWC) >= 24
+    assert len(frames_THWC) % 12 == 0
+    assert np.abs(np.diff(frames_THWC.astype(int), axis=0)).mean((1, 2, 3)).min() > 0.1
+
+    page.key("keyDown", "l")
+    page.run(f"{PARTS}.then(({{ link }}) => link.reconnect())")
+    page.wait_for("document.body.dataset.link === 'up'", 30)
+    reached = page.run(chunks)
+    page.wait_for(f"{chunks}.then((n) => n >= {reached + 2})", 60)
+    page.key("keyUp", "l")
+    page.click("#marks button[data-act=back]")
+    page.wait_for(f"{PARTS}.then(({{ app }}) => app.world.lastChunk < {reached + 2} && !app.world.isHeld)", 30)
+    reached = page.run(chunks)
+    page.wait_for(f"{chunks}.then((n) => n >= {reached + 1})", 60)
+
+
+def test_the_key_guards_what_works_and_the_page_is_open(served: demo.ServerProcess) -> None:
+    """Routes of stock vLLM outside `/v1` ask for the key as well; the page and probes do not."""
+
+    def status(path: str, key: str | None) -> int:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        request = urllib.request.Request(f"http://127.0.0.1:{served.port}{path}", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    for path in ("/v1/models", "/openapi.json", "/pooling", "/tokenize", "/invocations", "/nothing"):
+        assert status(path, None) == 401, path
+        assert status(path, KEY) != 401, path
+    for path in ("/omni/", "/omni/js/main.js", "/omni/ready", "/health", "/metrics", "/version"):
+        assert status(path, None) == 200, path
+    routes = json.loads(
+        urllib.request.urlopen(
+            urllib.request.Request(
+                f"http://127.0.0.1:{served.port}/openapi.json", headers={"Authorization": f"Bearer {KEY}"}
+            ),
+            timeout=10,
+        ).read()
+    )["paths"]
+    open_routes = {path for path in routes if "{" not in path and status(path, None) not in (401, 405)}
+    assert open_routes <= {"/health", "/omni/ready", "/ping", "/version", "/load", "/metrics"}
+
+
+def test_the_log_names_the_page_and_holds_no_key(served: demo.ServerProcess) -> None:
+    """One line with the address; neither keys nor tickets anywhere."""
+    log = served.log.read_text()
+    address = f"http://127.0.0.1:{served.port}/omni/"
+    assert f"vllm-omni: web page, once the server is up: {address}" in log
+    assert log.count(f"] web page: {address}") == 1
+    assert KEY not in log
+    assert not re.search(r"ticket[=.][A-Za-z0-9_-]{20}", log)
+
+
+def test_screenshot_for_the_guide(page: Page, tmp_path: Path) -> None:
+    """The guide's picture can be made anew at any time; it stays below 300 kB."""
+    target = Path(os.environ.get("OMNI_SCREENSHOT", tmp_path / "web_page.png"))
+    page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    page.desktop(1280, 800)
+    page.screenshot(tmp_path / "start.png")
+    begin(page)
+    for key in ("w", "l"):
+        page.key("keyDown", key)
+        time.sleep(2.5)
+        if key == "w":
+            page.press("b")
+    page.wait_for("document.querySelectorAll('#marks li').length === 1", 30)
+    time.sleep(1.5)
+    page.screenshot(tmp_path / "walk.png")
+    for key in ("w", "l"):
+        page.key("keyUp", key)
+    pictures = [Image.open(tmp_path / f"{name}.png").convert("RGB") for name in ("start", "walk")]
+    sheet = Image.new("RGB", (1280, 400), (12, 14, 20))
+    for index, picture in enumerate(pictures):
+        sheet.paste(picture.resize((640, 400), Image.Resampling.LANCZOS), (640 * index, 0))
+    sheet.quantize(160, dither=Image.Dither.NONE).save(target, optimize=True)
+    assert 20_000 < target.stat().st_size < 300_000
