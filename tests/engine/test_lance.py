@@ -118,14 +118,14 @@ async def aborts(client: EngineClient) -> None:
             while not condition((await client.engine.collective_rpc("request_progress"))[0]):
                 await asyncio.sleep(0.005)
 
-    for number, (task, step, changes) in enumerate(
-        [
-            ("t2i", 0, {"num_inference_steps": 400}),
-            ("t2v", 1, {"num_inference_steps": 400}),
-            ("t2i", 3, {"num_inference_steps": 400}),
-            ("x2t_image", 1, {"options": {**REQUESTS["x2t_image"][0]["options"], "max_tokens": 2000}}),
-        ]
-    ):
+    long_answer = {**REQUESTS["x2t_image"][0]["options"], "max_tokens": 2000}
+    doomed_requests: list[tuple[str, int, dict[str, Any]]] = [
+        ("t2i", 0, {"num_inference_steps": 400}),
+        ("t2v", 1, {"num_inference_steps": 400}),
+        ("t2i", 3, {"num_inference_steps": 400}),
+        ("x2t_image", 1, {"options": long_answer}),
+    ]
+    for number, (task, step, changes) in enumerate(doomed_requests):
         name = f"doomed-{number}"
         doomed = asyncio.create_task(ask(client, task, name, **changes))
         other = asyncio.create_task(ask(client, "t2i", f"beside-{number}", output="latents"))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lance step by step in this process: every task, mixed batches, retries, answers in pieces."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest

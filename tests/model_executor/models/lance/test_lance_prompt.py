@@ -64,7 +64,7 @@ def test_a_user_cannot_write_special_tokens(tokenizer: LanceTokenizer) -> None:
 
 def test_a_tokenizer_that_contradicts_the_checkpoint_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match="llm_config.json says 5"):
+    with pytest.raises(ValueError, match=r"llm_config\.json says 5"):
         LanceTokenizer(tmp_path / "tokenizer.json", {"<|vision_start|>": 5}, 288)
     with pytest.raises(ValueError, match="the decoder only 100 rows"):
         LanceTokenizer(tmp_path / "tokenizer.json", {}, 100)

@@ -124,11 +124,15 @@ def test_a_broken_picture_or_clip_is_refused(tensors: dict[str, torch.Tensor], c
     )
     request = params(options={"task": kind})
     options = parse_request_options(request)
-    with pytest.raises(RequestFailed) as failure:
+
+    def read() -> None:
         if reads:
             read_question(request, options, kind, tensors, LanceOptions())  # type: ignore[arg-type]
         else:
             read_drawing(request, options, kind, tensors, CONFIG, LanceOptions())  # type: ignore[arg-type]
+
+    with pytest.raises(RequestFailed) as failure:
+        read()
     assert failure.value.code == code
 
 

@@ -222,8 +222,7 @@ class LanceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     position_table: `computed` rebuilds the 3-D table, `checkpoint` uses the stored one.
     reference_latent: the reference's latents are the encoder's `mean`, or a `sample` around it.
     vae_dtype: of the autoencoder; None = the model's. compile: fuse elementwise chains with torch.compile; None = on
-    CUDA unless --enforce-eager. sequence_parallel: split latent tokens instead of weights over the ranks (Ulysses).
-    tokens_per_step: text tokens that an understanding request decodes in one engine step.
+    CUDA unless --enforce-eager. tokens_per_step: text tokens that an understanding request decodes in one engine step.
     """
 
     max_image_pixels: Positive = 1024 * 1024
@@ -237,7 +236,6 @@ class LanceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     reference_latent: Literal["mean", "sample"] = "mean"
     vae_dtype: Literal["bfloat16", "float32"] | None = None
     compile: bool | None = None
-    sequence_parallel: bool = False
     tokens_per_step: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
 
     @classmethod

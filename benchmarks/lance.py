@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lance at full size with random weights, through the real engine: images, edits, video, answers, mixed load.
+
+    python benchmarks/lance.py                          # one GPU, image checkpoint: 1024x1024, 768x768, edit, answers
+    python benchmarks/lance.py --variant video          # the video checkpoint: 480x768, 25 frames as well
+    python benchmarks/lance.py --tensor-parallel 2
+    python benchmarks/lance.py --tiny                   # try it without a GPU
+
+Random weights at real shapes take the time of real ones. End-to-end times are a client's, from sending the request to
+the unpacked picture; stage times are device times from the runner.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import add_output_arguments, run_request, running_engine, save
+
+_VOCABULARY = 151_665
+TARGETS_S = {"1024x1024": 4.5, "768x768": 2.3}
+"""End to end on one H200, 30 steps, guidance 4."""
+
+
+def write_checkpoint(root: Path, variant: str, layers: int) -> Path:
+    """A checkpoint of the released architecture without weights (they come from --load-format dummy)."""
+    from vllm_omni.model_executor.models.lance.tiny import write_tokenizer
+
+    folder = root / ("Lance_3B_Video" if variant == "video" else "Lance_3B")
+    write_tokenizer(folder)
+    # As many tokens as the released tokenizer has: the last matrix product depends on it.
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary, special = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
+    for number in range(_VOCABULARY - len(vocabulary) - len(special)):
+        vocabulary[f"word{number}"] = len(vocabulary)
+    for number, token in enumerate(special):
+        token["id"] = len(vocabulary) + number
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"model_type": "qwen2_5_vl", "num_hidden_layers": layers, "dtype": "bfloat16"}
+    (folder / "llm_config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Client:
+    def __init__(self, engine: Any, args: argparse.Namespace) -> None:
+        import torch
+
+        self.engine, self.args, self._number = engine, args, 0
+        generator = torch.Generator().manual_seed(0)
+        self.picture = torch.randint(0, 256, (768, 768, 3), dtype=torch.uint8, generator=generator)
+
+    async def send(self, tensors: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+        """One request; returns seconds and what the runner measured."""
+        from vllm_omni.inputs import DiffusionParams
+
+        self._number += 1
+        name = f"request-{self._number}"
+        params = DiffusionParams(session_id=name, one_shot=True, **fields)
+        start = time.perf_counter()
+        meta, _ = await run_request(self.engine, params, tensors, name)
+        return {"seconds": time.perf_counter() - start, "meta": meta}
+
+    def draw(self, height: int, width: int, **fields: Any) -> Any:
+        return self.send(
+            prompt="a lighthouse above the sea",
+            height=height,
+            width=width,
+            num_inference_steps=self.args.steps,
+            guidance_scale=4.0,
+            **fields,
+        )
+
+    def read(self, tokens: int) -> Any:
+        resolution = "image_256res" if self.args.tiny else "image_768res"
+        options = {"modalities": ["text"], "max_tokens": tokens, "resolution": resolution}
+        return self.send({"image": self.picture}, prompt="What is in the picture?", options=options)
+
+    def edit(self) -> Any:
+        resolution = "image_256res" if self.args.tiny else "image_768res"
+        return self.send(
+            {"image": self.picture},
+            prompt="paint it red",
+            num_inference_steps=self.args.steps,
+            guidance_scale=4.0,
+            options={"resolution": resolution},
+        )
+
+
+async def repeated(call: Any, count: int) -> dict[str, Any]:
+    """Median seconds of several runs one after the other, after one that is not counted; stages of the median run."""
+    await call()
+    runs = sorted([await call() for _ in range(count)], key=lambda run: float(run["seconds"]))
+    middle = runs[len(runs) // 2]
+    timings = middle["meta"]["timings_ms"]
+    return {
+        "seconds": round(middle["seconds"], 4),
+        "all_seconds": [round(run["seconds"], 4) for run in runs],
+        "stages_ms": {name: round(sum(values), 2) for name, values in timings.items()},
+        "step_ms": round(statistics.median(timings["steps"][1:] or timings["steps"]), 3),
+        "context_ms": timings["steps"][0],
+    }
+
+
+async def answers(client: Client, tokens: int) -> dict[str, Any]:
+    runs = [await client.read(tokens) for _ in range(client.args.repeats + 1)][1:]
+    best = min(runs, key=lambda run: float(run["seconds"]))
+    timings, made = best["meta"]["timings_ms"], best["meta"]["completion_tokens"]
+    decode_ms = sum(timings["steps"][1:])
+    per_step = made / max(1, len(timings["steps"]))
+    return {
+        "tokens": made,
+        "prompt_tokens": best["meta"]["prompt_tokens"],
+        "seconds": round(best["seconds"], 4),
+        "tokens_per_s_end_to_end": round(made / best["seconds"], 1),
+        "tokens_per_s_decoding": round(per_step * len(timings["steps"][1:]) / max(1e-9, decode_ms / 1e3), 1),
+        "stages_ms": {name: round(sum(values), 2) for name, values in timings.items()},
+    }
+
+
+async def batch_curve(client: Client, size: tuple[int, int], largest: int) -> list[dict[str, Any]]:
+    """n equal drawings at once against one alone."""
+    curve: list[dict[str, Any]] = []
+    for count in range(1, largest + 1):
+        await asyncio.gather(*(client.draw(*size) for _ in range(count)))  # shapes of this batch are compiled here
+        start = time.perf_counter()
+        await asyncio.gather(*(client.draw(*size) for _ in range(count)))
+        seconds = time.perf_counter() - start
+        alone = seconds if count == 1 else curve[0]["seconds"]
+        curve.append({"requests": count, "seconds": round(seconds, 4), "times_one": round(seconds / alone, 3)})
+    return curve
+
+
+async def mixed_load(client: Client, size: tuple[int, int], tokens: int) -> dict[str, Any]:
+    """4 drawings and 8 answers at once, against the same requests one after another."""
+    calls = [lambda: client.draw(*size)] * 4 + [lambda: client.read(tokens)] * 8
+    await asyncio.gather(*(call() for call in calls))
+    start = time.perf_counter()
+    for call in calls:
+        await call()
+    sequential = time.perf_counter() - start
+    start = time.perf_counter()
+    together = await asyncio.gather(*(call() for call in calls))
+    seconds = time.perf_counter() - start
+    return {
+        "one_after_another_s": round(sequential, 3),
+        "at_once_s": round(seconds, 3),
+        "gain": round(sequential / seconds, 2),
+        "drawing_s": [round(run["seconds"], 3) for run in together[:4]],
+        "answer_s": [round(run["seconds"], 3) for run in together[4:]],
+    }
+
+
+async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    ranks = args.tensor_parallel
+    options: dict[str, Any] = json.loads(args.model_options)
+    if args.variant == "video" and not args.tiny:
+        options.setdefault("max_video_frames", 25)  # what is measured; the start-up run then takes no longer than that
+    if args.tiny:
+        options |= {"max_image_pixels": 128 * 128, "max_video_pixels": 64 * 96, "max_video_frames": 9}
+    omni = {
+        "batch_invariant": False,
+        "max_requests_per_step": args.max_batch,
+        "max_sessions": 32,
+        "model": options,
+        **json.loads(args.omni_options),
+    }
+    loading = time.perf_counter()
+    result: dict[str, Any] = {
+        "variant": args.variant,
+        "steps": args.steps,
+        "layers": args.layers,
+        "tensor_parallel": ranks,
+    }
+    async with running_engine(
+        model,
+        omni,
+        enforce_eager=args.eager,
+        load_format="auto" if args.tiny else "dummy",
+        tensor_parallel_size=ranks,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+    ) as engine:
+        result["load_and_warm_up_s"] = round(time.perf_counter() - loading, 1)
+        client = Client(engine, args)
+        large, small = ((128, 128), (64, 64)) if args.tiny else ((1024, 1024), (768, 768))
+        video = (64, 96, 9) if args.tiny else (480, 768, 25)
+        tokens = 16 if args.tiny else 256
+        for height, width in (large, small):
+            name = f"{width}x{height}"
+            result[name] = await repeated(lambda: client.draw(height, width), args.repeats)  # noqa: B023
+            if name in TARGETS_S:
+                result[name]["target_s"] = TARGETS_S[name]
+        result["memory_after_images"] = await engine.collective_rpc("device_memory")
+        result["edit"] = await repeated(client.edit, args.repeats)
+        result["answer"] = await answers(client, tokens)
+        if args.variant == "video":
+            height, width, frames = video
+            result[f"{width}x{height}x{frames}"] = await repeated(
+                lambda: client.draw(height, width, num_frames=frames), args.repeats
+            )
+        result["batch_curve"] = await batch_curve(client, large, args.max_batch)
+        result["batch_curve_small"] = await batch_curve(client, small, min(4, args.max_batch))
+        result["mixed_load"] = await mixed_load(client, small, tokens)
+        result["memory_at_the_end"] = await engine.collective_rpc("device_memory")
+    result |= {"model_options": options, "eager": args.eager}
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variant", choices=("image", "video"), default="image")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--max-batch", type=int, default=8)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--eager", action="store_true", help="no torch.compile")
+    parser.add_argument("--tiny", action="store_true", help="the tiny checkpoint, for a machine without a GPU")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside the model's")
+    parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
+    parser.add_argument("--name", default="lance", help="name of the result file")
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder)
+        if args.tiny:
+            from vllm_omni.model_executor.models.lance.tiny import make_tiny
+
+            make_tiny(model, 0, args.variant)
+        else:
+            model = write_checkpoint(model, args.variant, args.layers)
+        result = asyncio.run(run(model, args))
+    save(args.name, {"result": result}, args)
+
+
+if __name__ == "__main__":
+    main()
