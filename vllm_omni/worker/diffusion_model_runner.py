@@ -70,7 +70,8 @@ class DiffusionGPUModelRunner:
         self.kv_caches: list[torch.Tensor] = []
         self.model_memory_usage = 0
         self._channel: ReturnChannel | None = None
-        overlap = device.type == "cuda" if self.omni.overlap_decode is None else self.omni.overlap_decode
+        several_gpus = device.type == "cuda" and get_world_group().world_size > 1
+        overlap = several_gpus if self.omni.overlap_decode is None else self.omni.overlap_decode
         self.overlap_decode = overlap and self.step_at_a_time
         self._results = ResultStream(device, self.overlap_decode)
         self._pacer = StepPacer(device)

@@ -19,7 +19,8 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepEx
 from vllm_omni.outputs import empty_result, pack
 
 _SLOW_STEP_MS = 50.0
-"""From here on, launching the next step only after the last has ended costs less than 1 % of the device's time."""
+"""From here on the next step is launched only after the last has ended: about 1 % of the device's time for an abort
+that takes effect within one step."""
 
 
 class PendingResult:
