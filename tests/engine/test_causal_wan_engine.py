@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal Wan (tiny) through the real engine: streams side by side, aborts, prompt switch, video in, several ranks."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_client import STOCK_SCHEDULER, EngineClient, running_engine
+
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed
+
+CHUNKS, STREAMS = 4, 3
+TOLERANCE = 2e-4
+"""fp32 latents of order 1 after four chunks of five passes; sums are ordered differently on several ranks."""
+MODEL = {"window_frames": 7, "sink_frames": 2}
+
+
+@pytest.fixture(scope="module")
+def causal_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("causal_wan")
+    get_family("causal_wan").make_tiny(out, 0, "original")
+    return out
+
+
+async def stream(client: EngineClient, name: str, seed: int, chunks: int = CHUNKS) -> list[torch.Tensor]:
+    """Latents of a stream; its prompt changes at the third chunk."""
+    latents = []
+    for index in range(chunks):
+        _, tensors = await client.send(
+            session_id=name,
+            chunk_index=index,
+            prompt={0: f"a field in season {seed}", 2: "a town at night"}.get(index),
+            seed=seed if index == 0 else None,
+            output="latents",
+        )
+        latents.append(tensors["latents"].clone())
+    return latents
+
+
+async def streams(client: EngineClient, prefix: str = "s") -> list[list[torch.Tensor]]:
+    return await asyncio.gather(*(stream(client, f"{prefix}{seed}", seed) for seed in range(STREAMS)))
+
+
+def largest_difference(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> float:
+    return max((x - y).abs().max().item() for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+
+
+def engine(model: Path, omni: dict[str, Any] | None = None, **engine_args: Any) -> Any:
+    return running_engine(model, {"model": MODEL, **(omni or {})}, dtype="float32", **engine_args)
+
+
+@pytest.fixture(scope="module")
+def expected(causal_wan: Path) -> list[list[torch.Tensor]]:
+    """One engine does everything that one engine can show, and gives each stream's latents when alone."""
+    found: list[list[torch.Tensor]] = []
+
+    async def scenario() -> None:
+        async with engine(causal_wan) as client:
+            found.extend([await stream(client, f"alone{seed}", seed) for seed in range(STREAMS)])
+            await side_by_side(client, found)
+            await video_to_video(client)
+            await operations(client, found[0])
+
+    asyncio.run(scenario())
+    return found
+
+
+async def side_by_side(client: EngineClient, alone: list[list[torch.Tensor]]) -> None:
+    """Three streams at different steps, one that fails and one that is aborted in the middle of a chunk."""
+
+    async def troublemaker() -> None:
+        await stream(client, "trouble", 5, chunks=1)
+        with pytest.raises(RequestFailed) as failure:
+            await client.send(session_id="trouble", actions=[["w"]], output="latents")
+        assert failure.value.code == "invalid_request"
+        task = asyncio.create_task(client.send(session_id="trouble", request_id="gone", output="latents"))
+        await asyncio.sleep(0.02)
+        await client.engine.abort("gone")
+        task.cancel()
+
+    together, _ = await asyncio.gather(streams(client), troublemaker())
+    assert largest_difference(together, alone) == 0.0
+    for name in ("trouble", *(f"{kind}{seed}" for kind in ("alone", "s") for seed in range(STREAMS))):
+        await client.send(session_id=name, op="close")
+    assert (await client.stats())["sessions"] == 0
+
+
+async def video_to_video(client: EngineClient) -> None:
+    """Frames come with each chunk; the meta says how much noise went in."""
+    for index, count in ((0, 9), (1, 12)):
+        video = torch.zeros(count, 32, 48, 3, dtype=torch.uint8)
+        meta, tensors = await client.send(
+            {"video": video}, session_id="v2v", prompt="a sketch", options={"source": "video"}, chunk_index=index
+        )
+        assert tensors["frames"].shape == (count, 32, 48, 3) and meta["noise_scale"] == pytest.approx(0.8)
+    await client.send(session_id="v2v", op="close")
+
+
+async def operations(client: EngineClient, alone: list[torch.Tensor]) -> None:
+    """A fork goes on like its source; a reset begins again."""
+    first = await stream(client, "source", 0, chunks=1)
+    await client.send(session_id="source", op="fork", fork_to="copy")
+    for name in ("source", "copy"):
+        _, tensors = await client.send(session_id=name, chunk_index=1, output="latents")
+        assert torch.equal(tensors["latents"], alone[1])
+    await client.send(session_id="source", op="reset")
+    assert torch.equal((await stream(client, "source", 0, chunks=1))[0], first[0])
+
+
+def test_one_engine_serves_streams_side_by_side(expected: list[list[torch.Tensor]]) -> None:
+    """Bit for bit as alone, beside failures and aborts; video-to-video, fork, reset (see the fixture)."""
+    assert len(expected) == STREAMS
+    assert all(torch.isfinite(x).all() and x.std() > 0.1 for one in expected for x in one)
+    assert largest_difference([expected[0]], [expected[1]]) > 0.1
+
+
+def test_one_forward_for_several_streams_agrees_within_tolerance(
+    causal_wan: Path, expected: list[list[torch.Tensor]]
+) -> None:
+    async def scenario() -> None:
+        async with engine(causal_wan, {"batch_invariant": False}) as client:
+            assert largest_difference(await streams(client), expected) < TOLERANCE
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.nightly
+def test_the_stock_scheduler_gives_identical_chunks(causal_wan: Path, expected: list[list[torch.Tensor]]) -> None:
+    async def scenario() -> None:
+        async with engine(causal_wan, scheduler_cls=STOCK_SCHEDULER) as client:
+            assert largest_difference(await streams(client), expected) == 0.0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="this machine has a single GPU")
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({"pipeline_parallel_size": 2}, id="pipeline"),
+        pytest.param({"tensor_parallel_size": 2}, id="tensor"),
+        pytest.param({"tensor_parallel_size": 2, "sequence_parallel": True}, id="sequence"),
+    ],
+)
+def test_two_ranks_agree_with_one(
+    causal_wan: Path, expected: list[list[torch.Tensor]], parallel: dict[str, Any]
+) -> None:
+    """Several streams at once: with stages, two micro-batches are in flight. A pipeline computes the same sums."""
+    engine_args = dict(parallel)
+    omni: dict[str, Any] = {"model": dict(MODEL)}
+    if engine_args.pop("sequence_parallel", False):
+        omni["model"]["sequence_parallel"] = True
+
+    async def scenario() -> None:
+        async with engine(causal_wan, omni, **engine_args) as client:
+            difference = largest_difference(await streams(client), expected)
+            assert difference <= (0.0 if "pipeline_parallel_size" in parallel else TOLERANCE)
+
+    asyncio.run(scenario())

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams driven as the runner drives them: chunks, sessions, and that nothing leaks between them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from causal_wan_driver import (
+    HEIGHT,
+    WIDTH,
+    finish,
+    input_video,
+    load_model,
+    make_request,
+    open_session,
+    run_chunk,
+    step,
+    stream,
+)
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import SessionState, SupportsStepExecution
+from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
+from vllm_omni.model_executor.models.causal_wan.tiny import make_tiny
+from vllm_omni.outputs import RequestFailed
+
+KINDS: dict[str, dict[str, Any]] = {
+    "strict": {"window_frames": 9, "sink_frames": 3},
+    "strict, single frames, renewed sinks": {
+        "latent_frames_per_chunk": 1,
+        "window_frames": 5,
+        "sink_frames": 2,
+        "sink_refresh_threshold": 0.9,
+    },
+    "noise-matched": {
+        "cache": "noise_matched",
+        "latent_frames_per_chunk": 1,
+        "first_chunk_latent_frames": 2,
+        "window_frames": 6,
+        "sink_frames": 3,
+    },
+    "cascaded": {"cache": "cascaded", "window_frames": 9, "sink_frames": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("causal_wan")
+    make_tiny(out, 0, "original")
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> CausalWan:
+    """Window 9, sink 3: full after three chunks."""
+    return load_model(checkpoint, **KINDS["strict"])
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def any_model(request: pytest.FixtureRequest, checkpoint: Path) -> CausalWan:
+    return load_model(checkpoint, **KINDS[request.param])
+
+
+def snapshot(session: SessionState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
+
+
+def assert_same(session: SessionState, before: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
+    tensors, scalars = session.tensors(), session.scalars()
+    assert scalars == before[1] and tensors.keys() == before[0].keys()
+    assert [name for name in tensors if not torch.equal(tensors[name], before[0][name])] == []
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_what_the_runner_asks_for(model: CausalWan) -> None:
+    assert isinstance(model, SupportsStepExecution)
+
+
+def test_a_stream_gives_9_then_12_frames(model: CausalWan) -> None:
+    session = open_session(model)
+    metas = []
+    for _ in range(5):
+        meta, tensors = run_chunk(model, session, prompt="a beach")
+        metas.append((meta["first_frame"], meta["num_frames"]))
+        assert tensors["frames"].shape == (meta["num_frames"], HEIGHT, WIDTH, 3)
+        assert tensors["frames"].dtype == torch.uint8 and tensors["frames"].float().std() > 5
+    assert metas == [(0, 9), (9, 12), (21, 12), (33, 12), (45, 12)]
+
+
+def test_a_replayed_stream_is_bit_identical(any_model: CausalWan) -> None:
+    for first, again in zip(stream(any_model, 6), stream(any_model, 6), strict=True):
+        assert torch.equal(first, again) and bool(torch.isfinite(first).all())
+
+
+@pytest.mark.parametrize("change", [{"seed": 5}, {"prompt": "a town"}])
+def test_seed_and_prompt_change_the_result(model: CausalWan, change: dict[str, Any]) -> None:
+    assert (stream(model, 1, **change)[0] - stream(model, 1)[0]).abs().max() > 0.05
+
+
+def test_cache_semantics_are_different_models(checkpoint: Path) -> None:
+    """The first chunk has no past: all agree. Then what it sees of the past differs."""
+    common = {"window_frames": 9, "sink_frames": 3}
+    kinds = [load_model(checkpoint, cache=kind, **common) for kind in ("strict", "noise_matched", "cascaded")]
+    strict, matched, cascaded = (stream(kind, 3) for kind in kinds)
+    assert torch.equal(strict[0], matched[0]) and torch.equal(strict[0], cascaded[0])
+    assert (strict[2] - matched[2]).abs().max() > 1e-3 < (strict[2] - cascaded[2]).abs().max()
+
+
+def test_a_cascade_that_waits_for_clean_chunks_is_strict(checkpoint: Path) -> None:
+    common = {"window_frames": 9, "sink_frames": 3}
+    cascaded = load_model(checkpoint, cache="cascaded", cascade_offset=4, **common)
+    for a, b in zip(stream(cascaded, 5), stream(load_model(checkpoint, **common), 5), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_moving_sinks_change_nothing_while_the_stream_fits(checkpoint: Path) -> None:
+    moving = load_model(checkpoint, window_frames=9, sink_frames=3)
+    fixed = load_model(checkpoint, window_frames=9, sink_frames=3, sink_position="absolute")
+    a, b = stream(moving, 5), stream(fixed, 5)
+    assert all(torch.equal(x, y) for x, y in zip(a[:3], b[:3], strict=True))
+    assert not torch.equal(a[3], b[3])
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+def test_streams_side_by_side_equal_streams_alone(any_model: CausalWan) -> None:
+    """Two streams in one forward at different steps agree with each alone."""
+    alone = stream(any_model, 3)
+    first = open_session(any_model, "a", output="latents")
+    second = open_session(any_model, "b", output="latents", prompt="a town")
+    ours = []
+    other = make_request(second, prompt="a town", seed=9, output="latents")
+    any_model.prepare_encode(other)
+    for _ in range(3):
+        request = make_request(first, prompt="a beach", output="latents")
+        any_model.prepare_encode(request)
+        while request.step < request.num_steps:
+            batch = [request]
+            if other.step < other.num_steps and any_model.batch_key(other) == any_model.batch_key(request):
+                batch.append(other)
+            step(any_model, batch)
+            if other.step == other.num_steps:
+                finish(any_model, other)
+                other = make_request(second, output="latents")
+                any_model.prepare_encode(other)
+                step(any_model, [other])  # another step than the first stream's from here on
+        ours.append(finish(any_model, request)[1]["latents"])
+    for x, y in zip(ours, alone, strict=True):
+        torch.testing.assert_close(x, y, atol=2e-4, rtol=0)
+
+
+def test_an_abandoned_chunk_leaves_no_trace(any_model: CausalWan) -> None:
+    """At any step; the chunk that is sent again is the chunk that would have been."""
+    session, other = open_session(any_model), open_session(any_model, "b")
+    for _ in range(5):
+        run_chunk(any_model, session, prompt="a beach")
+        run_chunk(any_model, other, prompt="a beach")
+    before = snapshot(session)
+    for steps in (0, 1, 3, 99):
+        request = make_request(session, prompt="a town", seed=4)
+        any_model.prepare_encode(request)
+        while request.step < min(steps, request.num_steps):
+            step(any_model, [request])
+        if steps == 99:
+            any_model.post_decode(request)
+        assert_same(session, before)
+    again, expected = run_chunk(any_model, session), run_chunk(any_model, other)
+    assert torch.equal(again[1]["frames"], expected[1]["frames"])
+
+
+def test_a_fork_goes_on_alike_and_apart(any_model: CausalWan) -> None:
+    session = open_session(any_model)
+    for _ in range(4):
+        run_chunk(any_model, session, prompt="a beach")
+    fork = session.fork("fork")
+    before = snapshot(fork)
+    expected = run_chunk(any_model, session)
+    assert_same(fork, before)
+    assert torch.equal(run_chunk(any_model, fork)[1]["frames"], expected[1]["frames"])
+
+
+def test_bytes_are_known_before_and_constant(any_model: CausalWan) -> None:
+    """What a session holds never exceeds what was admitted, whatever it does."""
+    for source in ("text", "video"):
+        params = DiffusionParams(session_id="a", prompt="a beach", options={"source": source})
+        session = any_model.new_session(params)
+        admitted = any_model.session_nbytes(params)
+        for chunk in range(4):
+            assert session.nbytes == admitted
+            frames = any_model.plan.pixel_frames(chunk)
+            run_chunk(any_model, session, {"video": input_video(frames)} if source == "video" else {}, prompt="a town")
+        held = [*session.cache.windows]  # type: ignore[attr-defined]
+        total = sum(window.nbytes for window in held)
+        parts = [session.decoder_cache, getattr(session.video, "encoder", None)]  # type: ignore[attr-defined]
+        total += sum(part.nbytes for part in parts if part is not None) + session.cross_kv.nbytes  # type: ignore[attr-defined]
+        assert total <= admitted <= total + 3 * HEIGHT * WIDTH
+        session.close()
+        session.close()
+
+
+def test_1100_latent_frames_in_one_stream(checkpoint: Path) -> None:
+    """Beyond the 1024 positions of the original's rotary table, in bounded memory, without drifting out of range."""
+    model = load_model(checkpoint, window_frames=9, sink_frames=3, denoising_steps=[1000, 500])
+    session = open_session(model, output="latents")
+    admitted = session.nbytes
+    while (frames := session.next_frames()).stop <= 1101:  # type: ignore[attr-defined]
+        _, tensors = run_chunk(model, session, prompt="a beach", output="latents")
+        last = frames
+    assert last.stop > 1098 and session.nbytes == admitted
+    assert bool(torch.isfinite(tensors["latents"]).all()) and 0.3 < tensors["latents"].std() < 3
+
+
+# -- prompt switch -----------------------------------------------------------------------------------------------------
+
+
+def test_a_new_prompt_counts_from_its_chunk_on(model: CausalWan) -> None:
+    switched, base = open_session(model, "a"), open_session(model, "b")
+    for _ in range(2):
+        a, b = run_chunk(model, switched, prompt="a beach"), run_chunk(model, base, prompt="a beach")
+        assert torch.equal(a[1]["frames"], b[1]["frames"])
+    a, b = run_chunk(model, switched, prompt="a town"), run_chunk(model, base)
+    assert not torch.equal(a[1]["frames"], b[1]["frames"])
+    assert switched.scalars()["prompt"] == "a town"
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_recaching_sees_the_past_under_the_new_prompt(checkpoint: Path, chunks: int) -> None:
+    """After a switch the window holds what clean passes under the new prompt leave, whatever the sinks did."""
+    model = load_model(checkpoint, window_frames=9, sink_frames=3, recache_on_prompt_switch=True)
+    plain = load_model(checkpoint, window_frames=9, sink_frames=3)
+    a, b = open_session(model, "a"), open_session(plain, "b")
+    for _ in range(chunks):
+        x, y = run_chunk(model, a, prompt="a beach"), run_chunk(plain, b, prompt="a beach")
+        assert torch.equal(x[1]["frames"], y[1]["frames"])
+    request = make_request(a, prompt="a town")
+    model.prepare_encode(request)
+    replayed = min(chunks, 2)  # after five: the sinks' chunk, and the one before this
+    assert request.num_steps == replayed + 5
+    before = snapshot(a)
+    for _ in range(replayed + 2):
+        step(model, [request])
+    assert_same(a, before)
+    while request.step < request.num_steps:
+        step(model, [request])
+    x, y = finish(model, request), run_chunk(plain, b, prompt="a town")
+    assert not torch.equal(x[1]["frames"], y[1]["frames"])
+    assert all(torch.isfinite(tensor.float()).all() for tensor in a.tensors().values())
+    assert run_chunk(model, a)[0]["first_frame"] == 12 * (chunks + 1) - 3
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "code"),
+    [
+        ({"height": 40}, "unsupported_size"),
+        ({"height": 64, "width": 64}, "unsupported_size"),
+        ({"prompt": ""}, "invalid_request"),
+        ({"options": {"source": "radio"}}, "invalid_request"),
+        ({"options": {"camera": 1}}, "invalid_request"),
+    ],
+)
+def test_a_bad_first_chunk_opens_nothing(model: CausalWan, params: dict[str, Any], code: str) -> None:
+    with pytest.raises(RequestFailed) as failure:
+        open_session(model, **params)
+    assert failure.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("params", "tensors", "code"),
+    [
+        ({"height": 64}, {}, "invalid_request"),
+        ({"output": "latents"}, {}, "invalid_request"),
+        ({"actions": [["w"]]}, {}, "invalid_request"),
+        ({"num_inference_steps": 9}, {}, "invalid_request"),
+        ({"guidance_scale": 5.0}, {}, "invalid_request"),
+        ({"options": {"source": "video"}}, {}, "invalid_request"),
+        ({}, {"image": torch.zeros(32, 48, 3, dtype=torch.uint8)}, "invalid_request"),
+        ({}, {"video": torch.zeros(12, 32, 48, 3, dtype=torch.uint8)}, "invalid_request"),
+    ],
+)
+def test_a_bad_later_chunk_costs_only_itself(
+    model: CausalWan, params: dict[str, Any], tensors: dict[str, torch.Tensor], code: str
+) -> None:
+    session = open_session(model)
+    run_chunk(model, session, prompt="a beach")
+    before = snapshot(session)
+    with pytest.raises(RequestFailed) as failure:
+        model.prepare_encode(make_request(session, tensors, **params))
+    assert failure.value.code == code
+    assert_same(session, before)
+
+
+def test_global_attention_ends_with_its_buffer(checkpoint: Path) -> None:
+    model = load_model(checkpoint, window_frames=-1, global_frames=6)
+    session = open_session(model)
+    run_chunk(model, session, prompt="a beach")
+    run_chunk(model, session)
+    with pytest.raises(RequestFailed, match="session_full"):
+        model.prepare_encode(make_request(session))

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Video-to-video streams: input frames that arrive chunk by chunk, and how much noise each chunk gets."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from causal_wan_driver import HEIGHT, WIDTH, input_video, load_model, make_request, open_session, run_chunk
+
+from vllm_omni.model_executor.models.causal_wan.motion import first_timestep, motion, next_noise_scale
+from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
+from vllm_omni.model_executor.models.causal_wan.tiny import make_tiny
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
+from vllm_omni.outputs import RequestFailed
+
+SOURCE = {"options": {"source": "video"}}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("causal_wan")
+    make_tiny(out, 0, "original")
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> CausalWan:
+    return load_model(
+        checkpoint, window_frames=6, sink_frames=3, latent_frames_per_chunk=1, first_chunk_latent_frames=2
+    )
+
+
+def repaint(model: CausalWan, speeds: list[float], seed: int = 0) -> tuple[list[float], torch.Tensor]:
+    """Noise scales and frames of a stream whose input moves at `speeds`, a chunk each."""
+    session = open_session(model, **SOURCE)
+    scales, frames = [], []
+    for chunk, speed in enumerate(speeds):
+        video = input_video(model.plan.pixel_frames(chunk), speed)
+        meta, tensors = run_chunk(model, session, {"video": video}, prompt="a beach", seed=seed)
+        scales.append(meta["noise_scale"])
+        frames.append(tensors["frames"])
+    return scales, torch.cat(frames)
+
+
+def test_a_stream_takes_5_then_4_frames_and_gives_as_many(model: CausalWan) -> None:
+    scales, frames = repaint(model, [0.5] * 6)
+    assert len(frames) == 5 + 5 * 4 and len(scales) == 6
+    again_scales, again = repaint(model, [0.5] * 6)
+    assert torch.equal(frames, again) and scales == again_scales
+
+
+def test_the_input_shows_in_the_result(model: CausalWan) -> None:
+    assert not torch.equal(repaint(model, [0.0] * 2)[1], repaint(model, [4.0] * 2)[1])
+
+
+def test_faster_motion_gets_less_noise(model: CausalWan) -> None:
+    """Still: 0.8. Fast: towards 0.7, and back again once it stands still."""
+    still, _ = repaint(model, [0.0] * 4)
+    fast, _ = repaint(model, [8.0] * 4)
+    assert still == pytest.approx([0.8] * 4)
+    assert fast == pytest.approx([0.8, 0.71, 0.701, 0.7001])
+
+
+def test_the_first_step_is_fed_100_below_the_noise(model: CausalWan) -> None:
+    session = open_session(model, **SOURCE)
+    run_chunk(model, session, {"video": input_video(range(5), 8.0)}, prompt="a beach")
+    request = make_request(session, {"video": input_video(range(5, 9), 8.0)})
+    model.prepare_encode(request)
+    assert request.state.schedule.timesteps == (610.0, 500.0, 400.0, 200.0)
+    noise = request.state.video.noise_scale
+    assert request.state.latents.std() < noise + 1.5
+
+
+def test_motion_is_the_largest_step_between_frames() -> None:
+    """The formula, frame by frame, in pixels of [-1, 1]."""
+    generator = torch.Generator().manual_seed(0)
+    frames = torch.randint(100, 120, (5, 8, 6, 3), dtype=torch.uint8, generator=generator)
+    clip = frames.double() / 127.5 - 1
+    steps = [float((clip[i] - clip[i - 1]).square().mean().sqrt()) for i in range(1, 5)]
+    assert motion(frames[1:], frames[0]) == pytest.approx(max(steps) / 0.2, abs=1e-6)
+    assert motion(frames[:1], frames[0]) == 0.0
+    assert motion(255 * (frames > 110), frames[0] * 0) == 1.0
+
+
+@pytest.mark.parametrize(("scale", "timestep"), [(0.8, 700), (0.79, 690), (0.7001, 600), (0.7599, 659)])
+def test_timesteps_are_whole(scale: float, timestep: int) -> None:
+    assert first_timestep(scale) == timestep == math.floor(1000 * scale) - 100
+
+
+def test_noise_follows_motion_slowly() -> None:
+    assert next_noise_scale(0.8, 0.8, 0.0) == pytest.approx(0.8)
+    assert next_noise_scale(0.8, 0.8, 1.0) == pytest.approx(0.71)
+    assert next_noise_scale(0.8, 0.7, 0.5) == pytest.approx(0.9 * 0.75 + 0.07)
+
+
+def test_a_stream_cut_anywhere_is_encoded_as_one_clip(checkpoint: Path) -> None:
+    """With no noise the first latents are the VAE's, chunk after chunk as for the whole clip."""
+    model = load_model(checkpoint, latent_frames_per_chunk=1)
+    vae = model.vae
+    assert isinstance(vae, StreamingWanVAE) and model.video is not None
+    clip = input_video(range(13), 1.0)
+    whole, _ = vae.encode(clip.permute(3, 0, 1, 2)[None].float() / 127.5 - 1, None)
+    state, parts = None, []
+    for frames in (range(1), range(1, 5), range(5, 13)):
+        noise = torch.zeros(16, max(1, len(frames) // 4), HEIGHT // 8, WIDTH // 8)
+        latents, _, state = model.video.noisy_latents(clip[frames.start : frames.stop], state, noise)
+        parts.append(latents / (1 - state.noise_scale))
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole[0], atol=1e-5, rtol=0)
+
+
+def test_raw_latents_are_what_stream_diffusion_v2_feeds(checkpoint: Path) -> None:
+    raw = load_model(checkpoint, normalize_video_latent=False)
+    normal = load_model(checkpoint)
+    assert raw.video is not None and normal.video is not None
+    clip, noise = input_video(range(9)), torch.zeros(16, 3, HEIGHT // 8, WIDTH // 8)
+    a, _, _ = raw.video.noisy_latents(clip, None, noise)
+    b, _, _ = normal.video.noisy_latents(clip, None, noise)
+    torch.testing.assert_close(a, 0.2 * (b / 0.2 * raw.vae.latents_std[0] + raw.vae.latents_mean[0]))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "code"),
+    [
+        ({}, "missing_video"),
+        ({"video": torch.zeros(5, HEIGHT, WIDTH, 3)}, "invalid_video"),
+        ({"video": torch.zeros(4, HEIGHT, WIDTH, 3, dtype=torch.uint8)}, "invalid_video"),
+        ({"video": torch.zeros(5, WIDTH, HEIGHT, 3, dtype=torch.uint8)}, "invalid_video"),
+    ],
+)
+def test_frames_that_do_not_fit_are_refused(model: CausalWan, tensors: dict[str, torch.Tensor], code: str) -> None:
+    with pytest.raises(RequestFailed) as failure:
+        model.prepare_encode(make_request(open_session(model, **SOURCE), tensors, prompt="a beach"))
+    assert failure.value.code == code
+
+
+def test_a_server_may_leave_the_encoder_out(checkpoint: Path) -> None:
+    model = load_model(checkpoint, video_input=False)
+    assert not model.vae.has_encoder
+    with pytest.raises(RequestFailed, match="text only"):
+        open_session(model, **SOURCE)

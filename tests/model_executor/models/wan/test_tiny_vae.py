@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiny decoder as a stream, against the network run over a whole clip with empty memories."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_omni.model_executor.models.wan.tiny import write_tiny_vae
+from vllm_omni.model_executor.models.wan.tiny_vae import (
+    CHANNELS,
+    MemoryBlock,
+    TinyVAEDecoder,
+    load_tiny_vae,
+    tiny_vae_channels,
+)
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny_vae") / "taew2_1.pth"
+    write_tiny_vae(path, 0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def vae(weights: Path) -> TinyVAEDecoder:
+    decoder = TinyVAEDecoder(tiny_vae_channels(weights))
+    load_tiny_vae(decoder, weights)
+    return decoder
+
+
+def whole(vae: TinyVAEDecoder, latents: torch.Tensor) -> torch.Tensor:
+    """Frame after frame through each block, the frame before beside it, nothing before the first."""
+    x = latents[0].transpose(0, 1)
+    for layer in vae.decoder:
+        if isinstance(layer, MemoryBlock):
+            past = torch.cat((torch.zeros_like(x[:1]), x[:-1]))
+            x = torch.relu(layer.conv(torch.cat((x, past), dim=1)) + x)
+        else:
+            x = layer(x)
+    return (x[3:] * 2 - 1).clamp(-1, 1).transpose(0, 1)[None]
+
+
+@pytest.mark.parametrize("cut", [[7], [3, 3, 1], [1, 1, 5], [2, 4, 1]])
+def test_a_stream_cut_anywhere_equals_the_whole_clip(vae: TinyVAEDecoder, cut: list[int]) -> None:
+    latents = torch.randn(1, 16, 7, 4, 6, generator=torch.Generator().manual_seed(1))
+    cache, parts = None, []
+    for piece in latents.split(cut, dim=2):
+        pixels, cache = vae.decode(piece, cache)
+        parts.append(pixels)
+        assert cache.nbytes == vae.decoder_cache_nbytes(32, 48)
+    streamed = torch.cat(parts, dim=2)
+    assert streamed.shape == (1, 3, 25, 32, 48) and streamed.std() > 0.05
+    torch.testing.assert_close(streamed, whole(vae, latents), atol=TOLERANCE, rtol=0)
+
+
+def test_a_cache_is_a_value(vae: TinyVAEDecoder) -> None:
+    latents = torch.randn(1, 16, 2, 4, 6)
+    _, cache = vae.decode(latents, None)
+    before = cache.clone()
+    first, _ = vae.decode(latents, cache)
+    again, _ = vae.decode(latents, cache)
+    assert torch.equal(first, again) and cache.equal(before)
+
+
+def test_released_weights_have_taehvs_names_and_sizes(tmp_path: Path) -> None:
+    """`taew2_1.pth`: 22.6 MB of fp32 with its encoder; the decoder's half is loaded, strictly."""
+    decoder = TinyVAEDecoder()
+    names = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
+    assert names["decoder.3.conv.0.weight"] == (256, 512, 3, 3) and names["decoder.19.conv.weight"] == (128, 64, 1, 1)
+    assert names["decoder.13.conv.weight"] == (256, 128, 1, 1) and names["decoder.22.weight"] == (3, 64, 3, 3)
+    assert tiny_vae_channels(None) == CHANNELS
+    stored = {name: torch.zeros(shape) for name, shape in names.items()}
+    torch.save({**stored, "encoder.0.weight": torch.zeros(64, 3, 3, 3)}, tmp_path / "taew2_1.pth")
+    load_tiny_vae(decoder, tmp_path / "taew2_1.pth")
+    del stored["decoder.1.bias"]
+    torch.save(stored, tmp_path / "short.pth")
+    with pytest.raises(ValueError, match=r"missing: 1 \(decoder\.1\.bias\)"):
+        load_tiny_vae(decoder, tmp_path / "short.pth")
+    torch.save({"other": torch.zeros(1)}, tmp_path / "other.pth")
+    with pytest.raises(ValueError, match="is no TAEHV file"):
+        tiny_vae_channels(tmp_path / "other.pth")
