@@ -26,7 +26,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     batch_invariant: run those requests' forwards one by one, so that a session's result is bit for bit the same whoever
     else is served. False = one forward for all of equal shape: results then agree within float tolerance, and small
     models run faster (at thousands of tokens per request a forward is limited by arithmetic, not by its batch).
-    overlap_decode: decode a finished chunk while its session's next one is denoised; the result comes with a later engine
+    overlap_decode: decode a finished chunk while its session's next one is denoised; the result comes with a later
     step. None = on CUDA with several ranks: on one GPU, which denoising fills, it gains 0.4 % and costs 3 GiB.
     model: options of the model itself.
     """
