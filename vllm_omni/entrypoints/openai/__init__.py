@@ -27,8 +27,8 @@ order. For an edit each has the size the client sent (EXIF rotation applied, alp
 the first frame, stretched to the video's height and width. `mask` uint8 [H, W], 255 = paint here, the size of
 `image`; only if `Capabilities.mask`.
 
-Result tensors: `images` uint8 [num_images, H, W, 3], or `frames` uint8 [num_frames, H, W, 3]; optional `audio` fp32
-[S] or [channels, S] with meta `sample_rate`. H and W may differ from what was asked (the reply tells the real size).
+Result tensors: `images` uint8 [num_images, H, W, 3], or `frames` uint8 [num_frames, H, W, 3]; `audio` fp32 [S] with
+meta `sample_rate` may come along and is not used yet. H and W may differ from what was asked (the reply tells the real size).
 Meta the routes read if present: `fps` (of the frames), `timings_ms`. Image i of a request is drawn with `seed + i`,
 so that n pictures are the same however they are cut into requests.
 
