@@ -31,7 +31,7 @@ def run(door: DoorServer, *arguments: object) -> "subprocess.CompletedProcess[st
 
 
 def test_a_camera_path_becomes_a_video(door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path) -> None:
-    """Two calls of 24 poses continue one another; the file holds every frame that arrived."""
+    """Two calls of 24 poses continue one another without losing a pose; the file holds every frame that arrived."""
     path = camera(48)
     np.save(tmp_path / "poses.npy", path["poses"])
     np.save(tmp_path / "intrinsics.npy", np.tile(path["intrinsics"], (48, 1)))
@@ -42,6 +42,8 @@ def test_a_camera_path_becomes_a_video(door: DoorServer, engine: FakeEngine, ima
     frames_THWC, fps = decode_mp4(output.read_bytes())
     assert (len(frames_THWC), fps) == (FIRST + LATER + 2 * LATER, 8.0)
     assert len({call.params.session_id for call in engine.chunks}) == 1
+    sent_N44 = np.concatenate([call.tensors["poses"].numpy() for call in engine.chunks])
+    np.testing.assert_allclose(sent_N44, path["poses"][: len(frames_THWC)])
 
 
 @pytest.mark.parametrize("codec", ["mp4", "jpeg", "ndarray_u8", "ndarray_f32"])
@@ -90,3 +92,39 @@ def test_a_cut_connection_is_taken_up_again(
     assert cut
     assert "connection lost" in finished.stderr
     np.testing.assert_array_equal(np.load(output)[:, 16, 24, 0], np.arange(FIRST + 4 * LATER))
+
+
+LIVE_SCRIPT = SCRIPT.with_name("realtime_video.py")
+
+
+def run_live(door: DoorServer, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(LIVE_SCRIPT), "--server", f"ws://127.0.0.1:{door.port}", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    "how", [("--format", "jpeg"), ("--format", "delta-gzip"), ("--door", "video")], ids=["jpeg", "delta", "video"]
+)
+def test_a_live_stream_becomes_a_video(
+    door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path, how: tuple[str, str]
+) -> None:
+    """Keys steer it, a prompt switches, every frame is in the file."""
+    engine.delay_s = 0.1
+    output = tmp_path / "live.mp4"
+    switch = ("--switch-prompt", 1, "rain")
+    finished = run_live(door, "--image", image, "--keys", "w*2 wl -", "--chunks", 4, *switch, *how, "--output", output)
+    assert finished.returncode == 0, finished.stderr
+    frames_THWC, fps = decode_mp4(output.read_bytes())
+    assert (frames_THWC.shape[1:], fps) == ((32, 48, 3), 16.0)
+    assert np.abs(frames_THWC[:, 16, 24, 0].astype(int) - np.arange(FIRST + 3 * LATER)).max() <= 6
+    assert [call.params.actions for call in engine.chunks][:2] == [[["w"], ["w"], ["w", "l"]], [[], [], []]]
+    assert [call.params.prompt for call in engine.chunks].count("rain") == 1
+
+
+def test_a_live_stream_that_is_refused_is_one_line(door: DoorServer, tmp_path: Path) -> None:
+    """The server's own words, status 1."""
+    for how, said in (("generate", "invalid generate request"), ("video", "image_reference")):
+        finished = run_live(door, "--door", how, "--output", tmp_path / "x.mp4")
+        assert finished.returncode == 1
+        assert said in finished.stderr
+        assert "Traceback" not in finished.stderr

@@ -3,7 +3,7 @@
 
 Reads what a client says (msgpack maps, already decoded) and writes errors. Integers of the server stay within 32 bits
 and its strings below 64 KiB, because the WebUI's own decoder reads nothing larger. Held by
-tests/entrypoints/realtime/test_generate_protocol.py.
+tests/entrypoints/realtime/{test_generate_door,test_fuzz_doors}.py.
 """
 
 import re

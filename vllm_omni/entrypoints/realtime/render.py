@@ -2,7 +2,7 @@
 """Frame replies of `/v1/realtime/world/camera`: a finished chunk becomes one or more encoded messages.
 
 Runs on the executor's threads: encoding a chunk takes tens of milliseconds. Held by
-tests/entrypoints/realtime/test_render.py.
+tests/entrypoints/realtime/test_world_camera.py.
 """
 
 import io

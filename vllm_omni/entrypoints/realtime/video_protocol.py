@@ -2,7 +2,7 @@
 """The typed messages of `/v1/realtime/video`: JSON text for control, as vLLM-Omni 0.30 speaks it.
 
 A `session.start` comes first, then interactions (a prompt, a camera command), `session.stop` and `session.ping`. Held
-by tests/entrypoints/realtime/test_video_protocol.py.
+by tests/entrypoints/realtime/{test_video_door,test_fuzz_doors}.py.
 """
 
 import uuid

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steer a live stream of a served world and keep what it showed as a video file.
+
+    python examples/online_serving/realtime_video.py --image start.png --keys "w*12 wl*6" --chunks 6 --output live.mp4
+    python examples/online_serving/realtime_video.py --image start.png --switch-prompt 3 "heavy rain" --chunks 8
+    python examples/online_serving/realtime_video.py --image start.png --door video --chunks 6 --output live.mp4
+
+The door `generate` (default) is `/v1/realtime_video/generate`: msgpack, frames as pictures. The door `video` is
+`/v1/realtime/video`: JSON, and fragmented MP4 written to the file as it comes. Keys: w a s d move, i k j l look,
+`-` is nothing; one token per latent frame, which is 4 video frames.
+"""
+
+import argparse
+import base64
+import io
+import json
+import os
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from PIL import Image
+from rich.console import Console
+from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from websockets.sync.client import ClientConnection, connect
+
+from vllm_omni.entrypoints.media import encode_mp4
+
+GENERATE_PATH = "/v1/realtime_video/generate"
+VIDEO_PATH = "/v1/realtime/video"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Steer a live stream of a world that `vllm serve --omni` serves.")
+    parser.add_argument("--image", "-i", type=Path, help="start image: PNG, JPEG or WebP")
+    parser.add_argument("--prompt", "-p", default="A walk through a landscape, steady camera", help="scene prompt")
+    parser.add_argument("--keys", default="w*9", help="held keys per latent frame, such as 'w*6 wl*3 -' (default: w*9)")
+    parser.add_argument(
+        "--switch-prompt", nargs=2, action="append", default=[], metavar=("CHUNK", "PROMPT"), help="from about there on"
+    )
+    parser.add_argument("--chunks", type=int, default=4, help="where the stream ends (default: 4)")
+    parser.add_argument("--door", choices=("generate", "video"), default="generate")
+    parser.add_argument("--format", choices=("jpeg", "webp", "raw", "delta-gzip"), default="jpeg", help="door generate")
+    parser.add_argument("--size", help="WIDTHxHEIGHT (default: the server's)")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--server", "-s", default="ws://127.0.0.1:8000", help="ws:// or wss:// address of the server")
+    parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), help="default: the variable VLLM_API_KEY")
+    parser.add_argument("--output", "-o", type=Path, default=Path("live.mp4"))
+    return parser
+
+
+class StreamError(Exception):
+    """The server refused, or the stream broke off."""
+
+
+def main() -> int:
+    args = make_parser().parse_args()
+    console = Console(stderr=True)
+    try:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        frames = generate(args, console) if args.door == "generate" else video(args, console)
+    except (StreamError, OSError, ValueError, InvalidHandshake) as error:
+        console.print(f"[red]error:[/red] {error}", highlight=False)
+        return 1
+    except ConnectionClosed as closed:
+        reason = closed.rcvd.reason if closed.rcvd is not None else "the connection broke"
+        console.print(f"[red]error:[/red] the server closed the stream: {reason}", highlight=False)
+        return 1
+    console.print(f"wrote {args.output}: {frames} frames")
+    return 0
+
+
+def open_door(args: argparse.Namespace, path: str) -> ClientConnection:
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    return connect(args.server.rstrip("/") + path, max_size=None, compression=None, additional_headers=headers)
+
+
+def parse_keys(text: str) -> list[list[str]]:
+    """`"w*2 wl -"` -> `[["w"], ["w"], ["w", "l"], []]`. Raises ValueError."""
+    held: list[list[str]] = []
+    for token in text.split():
+        keys, _, times = token.partition("*")
+        if not set(keys) <= set("wasdijkl-") or (times and not times.isdecimal()):
+            raise ValueError(f"--keys takes tokens of w a s d i j k l (or -) with an optional *count, got {token!r}")
+        held += [[key for key in keys if key != "-"]] * int(times or 1)
+    return held
+
+
+# -- /v1/realtime_video/generate ---------------------------------------------------------------------------------------
+
+
+def generate(args: argparse.Namespace, console: Console) -> int:
+    """Stream pictures, then write them as one video; returns the number of frames."""
+    init: dict[str, Any] = {
+        "type": "init",
+        "prompt": args.prompt,
+        "seed": args.seed,
+        "max_chunks": args.chunks,
+        "realtime_output_format": args.format,
+        "condition_inputs": {"camera_actions": parse_keys(args.keys)},
+    }
+    if args.image is not None:
+        init["first_frame"] = args.image.read_bytes()
+    if args.size is not None:
+        init["size"] = args.size
+    switches = {int(chunk): prompt for chunk, prompt in args.switch_prompt}
+    parts: list[np.ndarray] = []
+    with open_door(args, GENERATE_PATH) as stream:
+        stream.send(msgspec.msgpack.encode(init))
+        for header, payload, stats in chunks(stream, args.chunks):
+            parts.extend(decode_frames(header, payload, parts[-1][-1] if parts else None))
+            if stats is None:
+                continue
+            console.print(
+                f"chunk {stats['chunk_index']}: {stats['num_frames']} frames in {stats['chunk_total_ms']} ms, "
+                f"{stats['ws_payload_bytes'] / 1e3:.0f} kB"
+            )
+            if (prompt := switches.pop(stats["chunk_index"] + 1, None)) is not None:
+                event = {"type": "event", "kind": "prompt", "payload": prompt, "event_id": stats["chunk_index"] + 1}
+                stream.send(msgspec.msgpack.encode(event))
+    frames_THWC = np.concatenate(parts)
+    args.output.write_bytes(encode_mp4(frames_THWC, 16.0))
+    return len(frames_THWC)
+
+
+def chunks(stream: ClientConnection, count: int) -> Iterator[tuple[dict[str, Any], bytes, dict[str, Any] | None]]:
+    """Every frame message as `(header, payload, None)`; a chunk's last one comes with its stats."""
+    last: tuple[dict[str, Any], bytes] | None = None
+    while count:
+        message = receive(stream)
+        if message["type"] == "error":
+            raise StreamError(message["content"])
+        if message["type"] == "chunk_stats":
+            assert last is not None
+            yield (*last, message)
+            last, count = None, count - 1
+            continue
+        payload = message["payload"] if message["type"] == "frame_batch" else stream.recv()
+        if last is not None:
+            yield (*last, None)
+        last = (message, payload)
+
+
+def receive(stream: ClientConnection) -> dict[str, Any]:
+    data = stream.recv()
+    assert isinstance(data, bytes)
+    message: dict[str, Any] = msgspec.msgpack.decode(data)
+    return message
+
+
+def decode_frames(header: dict[str, Any], payload: bytes, before: np.ndarray | None) -> list[np.ndarray]:
+    """uint8 `[T, H, W, 3]` of one frame message, in a list of one. before: the frame before it."""
+    if "payload_lengths" in header:
+        pictures, at = [], 0
+        for length in header["payload_lengths"]:
+            pictures.append(np.asarray(Image.open(io.BytesIO(payload[at : at + length])).convert("RGB")))
+            at += length
+        return [np.stack(pictures)]
+    is_delta = header["encoding"] == "delta-gzip"
+    data = zlib.decompress(payload, 31) if is_delta else payload
+    frames_THWC = np.frombuffer(data, np.uint8).reshape(-1, header["height"], header["width"], 3).copy()
+    if is_delta:
+        previous = before if header.get("delta_reference") == "previous-frame" else None
+        for frame_HWC in frames_THWC:
+            if previous is not None:
+                frame_HWC ^= previous
+            previous = frame_HWC
+    return [frames_THWC]
+
+
+# -- /v1/realtime/video ------------------------------------------------------------------------------------------------
+
+
+def video(args: argparse.Namespace, console: Console) -> int:
+    """Write fragments to the file as they come; returns the number of frames."""
+    start: dict[str, Any] = {
+        "type": "session.start",
+        "prompt": args.prompt,
+        "seed": args.seed,
+        "extra_params": {"camera_action_script": parse_keys(args.keys)},
+    }
+    if args.image is not None:
+        encoded = base64.b64encode(args.image.read_bytes()).decode()
+        start["image_reference"] = {"image_url": f"data:image/png;base64,{encoded}"}
+    if args.size is not None:
+        start["width"], start["height"] = (int(side) for side in args.size.split("x"))
+    switches = {int(chunk): prompt for chunk, prompt in args.switch_prompt}
+    frames, arrived_s = 0, time.monotonic()
+    with open_door(args, VIDEO_PATH) as stream, args.output.open("wb") as file:
+        stream.send(json.dumps(start))
+        while True:
+            message = json.loads(stream.recv())
+            if message["type"] == "error":
+                raise StreamError(message["message"])
+            if message["type"] == "session.done":
+                return frames
+            if message["type"] != "video.chunk_metadata":
+                continue
+            data = stream.recv()
+            assert isinstance(data, bytes)
+            file.write(data)
+            frames += message["num_frames"]
+            number, now_s = message["generation_chunk_index"], time.monotonic()
+            console.print(f"chunk {number}: {message['num_frames']} frames, {1000 * (now_s - arrived_s):.0f} ms")
+            arrived_s = now_s
+            if (prompt := switches.pop(number + 1, None)) is not None:
+                interaction = {"event_id": f"switch-{number}", "event": {"prompt": prompt}}
+                stream.send(json.dumps({"type": "session.interaction", "interaction": interaction}))
+            if number + 1 == args.chunks:
+                stream.send(json.dumps({"type": "session.stop"}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
