@@ -154,6 +154,17 @@ def test_consecutive_deltas_join() -> None:
     assert concat([None]) is None
 
 
+def test_of_a_last_row_only_the_newest_counts() -> None:
+    """Where every step's row has to leave (stop strings), merged or joined, a reader gets one."""
+    rows = [encode_rows(torch.full((1, 1, 4), float(i)), (-1,), [i], [i], 1, newest_only=True) for i in range(3)]
+    merged = request_output(completion(rows[0]))
+    for mask in rows[1:]:
+        merged.add(request_output(completion(mask)), aggregate=True)
+    joined = concat([hidden_states_of(completion(mask)) for mask in rows])
+    for states in (hidden_states_of(merged), joined):
+        assert states is not None and states.positions.tolist() == [2] and states[-1][:, 0].tolist() == [2.0]
+
+
 def test_an_output_without_rows_is_none() -> None:
     """A request that did not ask, or an engine without the scheduler."""
     assert hidden_states_of(request_output(completion(None))) is None
@@ -171,6 +182,6 @@ def test_the_reason_of_a_failed_request_is_raised() -> None:
 
 def test_a_real_sampling_mask_is_not_read_as_rows() -> None:
     """Only where somebody fills the field with vLLM's own masks; then it says so."""
-    mask = SamplingMaskLists(np.array([b"12345678901234567890123"]), np.array([0, 1]))
+    mask = SamplingMaskLists(np.array([b"123456789012345678901234567890"]), np.array([0, 1]))
     with pytest.raises(ValueError, match="not hidden states"):
         hidden_states_of(completion(mask))

@@ -30,7 +30,8 @@ FINAL: Final = -1
 
 _ERROR_PREFIX: Final = "hidden_states: "
 _MAGIC: Final = b"VOHS"
-_HEADER: Final = struct.Struct("<4sIIHH")  # magic, position, token id, dtype, layers; then hidden size and layer ids
+# Magic, position, token id, dtype, whether it replaces the rows before it, layers; then hidden size and layer numbers.
+_HEADER: Final = struct.Struct("<4sIIB?H")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _END: Final = 1
 """Every row ends in this byte: numpy drops trailing zeros of byte strings."""
@@ -81,12 +82,20 @@ class HiddenStates(Mapping[int, torch.Tensor]):
 
     positions: int64 `[num_rows]`, the index of each row's token in prompt + completion, ascending, without doubles.
     token_ids: int64 `[num_rows]`, that token (0 for a prompt given as embeddings).
+    newest_only: a streamed row of a `last` request, which a later delta may replace.
     """
 
-    def __init__(self, layers: dict[int, torch.Tensor], positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def __init__(
+        self,
+        layers: dict[int, torch.Tensor],
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        newest_only: bool = False,
+    ) -> None:
         self._layers = layers
         self.positions = positions
         self.token_ids = token_ids
+        self.newest_only = newest_only
 
     def __getitem__(self, layer: int) -> torch.Tensor:
         return self._layers[layer]
@@ -132,10 +141,10 @@ def hidden_states_of(output: "RequestOutput | CompletionOutput", index: int = 0)
 
 
 def concat(parts: Sequence[HiddenStates | None]) -> HiddenStates | None:
-    """Join the rows of consecutive deltas; None where none of them holds rows."""
+    """Join the rows of consecutive deltas (of a `last` request: the newest); None where none of them holds rows."""
     found = [part for part in parts if part is not None]
-    if len(found) < 2:
-        return found[0] if found else None
+    if len(found) < 2 or found[-1].newest_only:
+        return found[-1] if found else None
     return HiddenStates(
         {layer: torch.cat([part[layer] for part in found]) for layer in found[0]},
         torch.cat([part.positions for part in found]),
@@ -174,12 +183,18 @@ def error_of(stop_reason: int | str | None) -> RequestFailed | None:
 
 
 def encode_rows(
-    rows: torch.Tensor, layers: Sequence[int], positions: Sequence[int], token_ids: Sequence[int], num_tokens: int
+    rows: torch.Tensor,
+    layers: Sequence[int],
+    positions: Sequence[int],
+    token_ids: Sequence[int],
+    num_tokens: int,
+    newest_only: bool = False,
 ) -> "SamplingMaskLists":
     """Pack rows for the way to the client, beside `num_tokens` newly sampled tokens.
 
     rows: `[num_rows, len(layers), hidden_size]` on CPU, with the position and token id of each. The newest rows go one
     to each newly sampled token and the others to the first, so that cutting tokens at the end cuts their rows.
+    newest_only: a client keeps the newest row of all it gets.
     """
     from vllm.v1.outputs import SamplingMaskLists
 
@@ -189,7 +204,7 @@ def encode_rows(
     start = _HEADER.size + len(shape)
     packed = np.empty((num_rows, start + payload.shape[1] + 1), dtype=np.uint8)
     for i, (position, token_id) in enumerate(zip(positions, token_ids, strict=True)):
-        head = _HEADER.pack(_MAGIC, position, token_id, _DTYPES.index(rows.dtype), num_layers)
+        head = _HEADER.pack(_MAGIC, position, token_id, _DTYPES.index(rows.dtype), newest_only, num_layers)
         packed[i, :start] = np.frombuffer(head + shape, dtype=np.uint8)
     packed[:, start:-1] = payload
     packed[:, -1] = _END
@@ -202,7 +217,8 @@ def encode_rows(
 
 
 def _decode(rows: Sequence[bytes]) -> HiddenStates:
-    magic, _, _, dtype_index, num_layers = _HEADER.unpack_from(rows[0])
+    magic, _, _, dtype_index, newest_only, num_layers = _HEADER.unpack_from(rows[0])
+    rows = rows[-1:] if newest_only else rows
     if magic != _MAGIC:
         raise ValueError("the engine's sampling masks are not hidden states")
     hidden_size, *layers = struct.unpack_from(f"<I{num_layers}h", rows[0], _HEADER.size)
@@ -215,4 +231,5 @@ def _decode(rows: Sequence[bytes]) -> HiddenStates:
         {layer: payload[:, i] for i, layer in enumerate(layers)},
         torch.from_numpy(numbers[:, 0].copy()),
         torch.from_numpy(numbers[:, 1].copy()),
+        newest_only,
     )

@@ -202,7 +202,7 @@ def _attach(rows: _Rows, output: EngineCoreOutput) -> None:
     rows.held.clear()
     rows.positions.clear()
     token_ids = [rows.request.all_token_ids[position] for position in positions]
-    output.new_sampling_mask = encode_rows(held, rows.asked.layers, positions, token_ids, num_tokens)
+    output.new_sampling_mask = encode_rows(held, rows.asked.layers, positions, token_ids, num_tokens, last_only)
 
 
 def _stops_in_front(rows: _Rows) -> bool:
