@@ -25,7 +25,7 @@ def parse(*argv: str) -> argparse.Namespace:
 def test_flags_become_options() -> None:
     """Zero switches pings off; numbers are taken as they are."""
     options = WebSocketOptions.from_args(parse("--ws-max-size", "2048", "--ws-ping-interval", "0"))
-    assert options == WebSocketOptions(max_bytes=2048, ping_interval_s=None, ping_timeout_s=20.0)
+    assert options == WebSocketOptions(max_bytes=2048, ping_interval_s=None, ping_timeout_s=10.0)
 
 
 def test_plain_vllm_serve_has_the_defaults() -> None:

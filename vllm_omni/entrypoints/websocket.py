@@ -28,8 +28,8 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_bytes: int = 64 * MIB
-    ping_interval_s: float | None = 20.0
-    ping_timeout_s: float | None = 20.0
+    ping_interval_s: float | None = 10.0
+    ping_timeout_s: float | None = 10.0
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
