@@ -82,7 +82,7 @@ class OmniEndpoints:
             OmniEngine(engine_client),
             self._openai.stats_interval_s,
             has_room=lambda: manager.has_room and self._openai.has_room(),
-            sessions_are_room=is_world,
+            can_make_room=(lambda: manager.can_make_room) if is_world else None,
             media_bytes=self._openai.media_bytes,
             reply_bytes=lambda: manager.held_bytes,
         )

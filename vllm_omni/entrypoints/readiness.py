@@ -42,7 +42,8 @@ class Readiness:
     """has_room: what the doors of this process say. media_bytes: of files kept (called on a thread); reply_bytes: of
     the realtime doors' replies.
 
-    sessions_are_room: a world's clients need a session each; one-shot requests queue for them instead.
+    can_make_room: whether a session could be closed for a new one; None: sessions do not matter, since requests of a
+    model that is no world queue for them.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class Readiness:
         engine: OmniEngine,
         interval_s: float,
         has_room: Callable[[], bool],
-        sessions_are_room: bool,
+        can_make_room: Callable[[], bool] | None,
         media_bytes: Callable[[], int],
         reply_bytes: Callable[[], int],
     ) -> None:
         self._engine, self._interval_s = engine, interval_s
-        self._has_room, self._sessions_are_room = has_room, sessions_are_room
+        self._has_room, self._can_make_room = has_room, can_make_room
         self._media_bytes, self._reply_bytes = media_bytes, reply_bytes
         self._stats: dict[str, Any] = {}
         self._asked_s = float("-inf")
@@ -72,7 +73,9 @@ class Readiness:
             pass  # a long engine step: what was known before it will do
         except RequestFailed:
             return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
-        has_room = self._has_room() and (not self._sessions_are_room or self._engine_has_room())
+        has_room = self._has_room() and (
+            self._can_make_room is None or self._engine_has_room() or self._can_make_room()
+        )
         reply = ReadyReply(
             status="ready" if has_room else "capacity",
             **{name: self._stats.get(name) for name in ("sessions", "max_sessions", "bytes", "max_bytes")},

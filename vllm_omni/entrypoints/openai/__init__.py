@@ -28,7 +28,7 @@ the first frame, stretched to the video's height and width. `mask` uint8 [H, W],
 `image`; only if `Capabilities.mask`.
 
 Result tensors: `images` uint8 [num_images, H, W, 3], or `frames` uint8 [num_frames, H, W, 3]; `audio` fp32 [S] with
-meta `sample_rate` may come along and is not used yet. H and W may differ from what was asked (the reply tells the real size).
+meta `sample_rate` may come along and is not used yet. H and W may differ from what was asked (the reply tells).
 Meta the routes read if present: `fps` (of the frames), `timings_ms`. Image i of a request is drawn with `seed + i`,
 so that n pictures are the same however they are cut into requests.
 

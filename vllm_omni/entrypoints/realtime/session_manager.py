@@ -103,11 +103,12 @@ class SessionManager:
     @property
     def has_room(self) -> bool:
         """Whether a new session would be taken now: there is a place, or a session that nobody uses."""
-        if self.is_over_budget:
-            return False
-        return len(self._sessions) < self.facts.max_sessions or any(
-            not session.is_busy and not session.connections for session in self._sessions.values()
-        )
+        return not self.is_over_budget and (len(self._sessions) < self.facts.max_sessions or self.can_make_room)
+
+    @property
+    def can_make_room(self) -> bool:
+        """Whether there is a session that nobody uses."""
+        return any(not session.is_busy and not session.connections for session in self._sessions.values())
 
     def _make_room(self) -> None:
         for session in self._sessions.values():  # least recently used first

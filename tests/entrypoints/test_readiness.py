@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/omni/ready` tells room from life."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.readiness import Readiness
+from vllm_omni.outputs import RequestFailed
+
+STATS = {"sessions": 0, "max_sessions": 2, "bytes": 0, "max_bytes": 100}
+
+
+class StatsEngine(OmniEngine):
+    """Answers only what readiness asks."""
+
+    is_dead = False  # type: ignore[assignment]
+
+    def __init__(self, **stats: Any) -> None:
+        self.stats = {**STATS, **stats}
+        self.delay_s = 0.0
+        self.asked = 0
+
+    async def session_stats(self) -> dict[str, Any]:
+        self.asked += 1
+        await asyncio.sleep(self.delay_s)
+        if self.is_dead:
+            raise RequestFailed("engine_dead", "the engine has stopped")
+        return self.stats
+
+
+def ask(
+    engine: StatsEngine, has_room: bool = True, can_make_room: bool | None = False, times: int = 1
+) -> tuple[int, Any]:
+    async def main() -> tuple[int, Any]:
+        makes_room = None if can_make_room is None else lambda: bool(can_make_room)
+        readiness = Readiness(engine, 60.0, lambda: has_room, makes_room, lambda: 0, lambda: 0)
+        for _ in range(times):
+            response = await readiness.ready()
+        return response.status_code, json.loads(bytes(response.body))
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("stats", "doors", "status"),
+    [
+        ({}, {}, "ready"),
+        ({"sessions": 1, "bytes": 50}, {}, "ready"),
+        ({"sessions": 1, "bytes": 51}, {}, "capacity"),  # one more as large does not fit
+        ({"sessions": 1, "bytes": 51, "max_bytes": None}, {}, "ready"),
+        ({"sessions": 2, "bytes": 10}, {}, "capacity"),
+        ({"sessions": 2, "bytes": 10}, {"can_make_room": True}, "ready"),  # one of them is idle
+        ({"sessions": 2, "bytes": 10}, {"can_make_room": None}, "ready"),  # no world: requests queue
+        ({}, {"has_room": False}, "capacity"),
+    ],
+)
+def test_room(stats: dict[str, Any], doors: dict[str, Any], status: str) -> None:
+    """200 exactly when a newcomer would be taken."""
+    code, reply = ask(StatsEngine(**stats), **doors)
+    assert (code, reply["status"]) == (200 if status == "ready" else 503, status)
+    assert reply["max_sessions"] == 2
+
+
+def test_a_dead_engine_is_not_ready() -> None:
+    """Whether it was known before or is found out by asking."""
+    engine = StatsEngine()
+    engine.is_dead = True  # type: ignore[misc]
+    assert ask(engine) == (503, {"status": "engine_dead", **dict.fromkeys(STATS)})
+
+
+def test_probes_do_not_load_the_engine() -> None:
+    """A hundred in a row are one question, besides the one that metrics ask anyway."""
+    engine = StatsEngine()
+    ask(engine, times=100)
+    assert engine.asked <= 2
+
+
+def test_a_long_step_does_not_make_a_server_unready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers answer between steps; until then the last answer holds."""
+    monkeypatch.setattr("vllm_omni.entrypoints.readiness._ASK_TIMEOUT_S", 0.05)
+    engine = StatsEngine()
+    engine.delay_s = 10.0
+    assert ask(engine)[0] == 200
