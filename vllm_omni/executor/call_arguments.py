@@ -255,9 +255,7 @@ def _size(
         if ratio not in table:
             known = ", ".join(table) or f"{facts.class_name} has none; send width and height"
             raise _invalid(f"options.aspect_ratio {ratio!r} is not known; known: {known}")
-        if width is not None or height is not None:
-            raise _invalid("send either options.aspect_ratio or width and height, not both")
-        width, height = table[ratio]
+        width, height = table[ratio]  # it wins over width and height, which doors always send
     if (width is None) != (height is None):
         raise _invalid("send both width and height, or neither")
     width, height = width or options.width, height or options.height
@@ -313,6 +311,5 @@ def _guidance(arguments: dict[str, Any], params: DiffusionParams, facts: Pipelin
         return
     if facts.guidance is None:
         raise _invalid(f"{facts.class_name} has no guidance scale")
-    if facts.guidance in params.options:
-        raise _invalid(f"send either guidance_scale or options.{facts.guidance}, not both")
-    arguments[facts.guidance] = params.guidance_scale
+    if facts.guidance not in params.options:  # the option of that name wins: doors always send guidance_scale
+        arguments[facts.guidance] = params.guidance_scale

@@ -72,8 +72,8 @@ def test_the_pipelines_own_options_and_refusals_reach_the_client(server: Served)
         server.client.images.generate(prompt="a", extra_body={"extra_params": {"aspect_ratio": "5:4"}})
     with pytest.raises(openai.BadRequestError):
         server.client.images.generate(prompt="a", size="1024x1024")
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(buffer, "PNG")
     with pytest.raises(openai.BadRequestError, match="cannot edit pictures"):
-        buffer = io.BytesIO()
-        Image.new("RGB", (32, 32)).save(buffer, "PNG")
         server.client.images.edit(image=("a.png", buffer.getvalue()), prompt="a")
     assert server.get("/health")[0] == 200
