@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni bench`: the scripts of a checkout's `benchmarks/` under one command, and a comparison of two results.
+
+    vllm-omni bench                          the benchmarks there are
+    vllm-omni bench NAME [its arguments]     run one; `--json` before NAME prints nothing but its result
+    vllm-omni bench compare A.json B.json    every number of two results side by side
+
+The scripts and their dated results belong to the repository, not to the installed package: the command works from a
+checkout (or an editable install of one) and says so elsewhere. Held by tests/entrypoints/cli/test_bench.py.
+"""
+
+import argparse
+import ast
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.entrypoints.cli.errors import CommandError
+
+_CHECKOUT = Path(__file__).resolve().parents[3]
+_LOWER_IS_BETTER = ("_ms", "_s", "overhead", "_bytes", "bytes")
+_HIGHER_IS_BETTER = ("fps", "_per_s", "per_second", "sessions")
+_ABOUT = ("date", "command", "hardware", "versions")
+"""What a result says about its making; compared separately from its numbers."""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("bench", help="run a benchmark of this checkout, or compare two results")
+    parser.add_argument("--json", action="store_true", help="print the result, or the comparison, as JSON only")
+    parser.add_argument(
+        "--threshold", type=float, metavar="PERCENT", help="compare: end with status 1 if something is worse by more"
+    )
+    parser.add_argument("name", nargs="?", help="a benchmark, or `compare`; none: list them")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own; `compare`: two files")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.name == "compare":
+        return _compare(args.arguments, args.json, args.threshold)
+    folder = _folder()
+    scripts = dict(_scripts(folder))
+    if args.name is None:
+        width = max(map(len, scripts))
+        for name, title in scripts.items():
+            print(f"{name:{width}}  {title}")
+        return 0
+    if args.name not in scripts:
+        raise CommandError(f"there is no benchmark {args.name!r}; there are: {', '.join(scripts)}, and `compare`")
+    command = [sys.executable, str(folder / f"{args.name}.py"), *args.arguments]
+    if not args.json:
+        return subprocess.run(command, check=False).returncode
+    return _run_for_json(command)
+
+
+def _run_for_json(command: list[str]) -> int:
+    """Run a benchmark with its chatter on stderr and its result, as the file holds it, on stdout."""
+    with tempfile.TemporaryDirectory() as out:
+        status = subprocess.run([*command, "--out", out], stdout=sys.stderr, check=False).returncode
+        results = sorted(Path(out).glob("*.json"))
+        for result in results:
+            print(result.read_text().rstrip())
+    if status == 0 and not results:
+        raise CommandError("the benchmark wrote no result; was it told --no-save or --help?")
+    return status
+
+
+def _folder() -> Path:
+    """`benchmarks/` of the checkout this package is installed from, or of the one the command runs in."""
+    for folder in (_CHECKOUT / "benchmarks", Path.cwd() / "benchmarks"):
+        if (folder / "common.py").is_file():
+            return folder
+    raise CommandError("benchmarks are part of the repository, not of the package: run this in a checkout of it")
+
+
+def _scripts(folder: Path) -> Iterator[tuple[str, str]]:
+    """(name, first line of its docstring) of every script that writes a result."""
+    for path in sorted(folder.glob("*.py")):
+        source = path.read_text()
+        if path.stem != "common" and "add_output_arguments(" in source:
+            yield path.stem, (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+# -- comparison ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """One number of two results. worse: True, False, or None if its name tells no direction."""
+
+    name: str
+    before: float
+    after: float
+    worse: bool | None
+
+    @property
+    def percent(self) -> float | None:
+        return None if self.before == 0 else 100 * (self.after - self.before) / abs(self.before)
+
+
+def _compare(arguments: list[str], as_json: bool, threshold: float | None) -> int:
+    parser = argparse.ArgumentParser(prog="vllm-omni bench compare")  # our flags may also stand behind the name
+    parser.add_argument("files", nargs="*")
+    parser.add_argument("--json", action="store_true", default=as_json)
+    parser.add_argument("--threshold", type=float, default=threshold)
+    args = parser.parse_args(arguments)
+    as_json, threshold, files = args.json, args.threshold, args.files
+    if len(files) != 2:
+        raise CommandError(f"compare takes two result files, got {len(files)}: vllm-omni bench compare A.json B.json")
+    before, after = (_read(Path(file)) for file in files)
+    changes, missing = compare(before, after)
+    if not changes:
+        raise CommandError("the two results have no number in common; are they of the same benchmark?")
+    differing = [key for key in _ABOUT[1:] if before.get(key) != after.get(key)]
+    if as_json:
+        rows = [
+            {"name": c.name, "before": c.before, "after": c.after, "percent": c.percent, "worse": c.worse}
+            for c in changes
+        ]
+        print(json.dumps({"changes": rows, "only_in_one": missing, "differing": differing}, indent=2))
+    else:
+        _print(changes, missing, differing)
+    over = [
+        change
+        for change in changes
+        if threshold is not None and change.worse and (change.percent is None or abs(change.percent) > threshold)
+    ]
+    for change in over:
+        print(f"worse by more than {threshold:g} %: {change.name}", file=sys.stderr)
+    return 1 if over else 0
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[Change], list[str]]:
+    """Every number that both results hold under one name, in order, and the names that only one holds."""
+    old, new = dict(_numbers(before)), dict(_numbers(after))
+    changes = [
+        Change(name, value, new[name], _worse(name, value, new[name])) for name, value in old.items() if name in new
+    ]
+    return changes, sorted(set(old) ^ set(new))
+
+
+def _numbers(document: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in document.items():
+        if key not in _ABOUT:
+            yield from _leaves(value, key)
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    """Numbers below `value` by dotted name; a row of a table is named by its texts instead of by its position."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            texts = [text for text in inner.values() if isinstance(text, str)] if isinstance(inner, dict) else []
+            yield from _leaves(inner, f"{name}[{', '.join(texts) or index}]")
+    elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        yield name, float(value)
+
+
+def _worse(name: str, before: float, after: float) -> bool | None:
+    """By the first part of the name, from its end, that tells a direction (`wall_ms.p50` is a time)."""
+    if before == after:
+        return False
+    for part in reversed(name.replace("]", "").split(".")):
+        if part.endswith(_HIGHER_IS_BETTER):
+            return after < before
+        if part.endswith(_LOWER_IS_BETTER):
+            return after > before
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CommandError(f"{path} cannot be read as a result ({error})") from error
+    if not isinstance(document, dict):
+        raise CommandError(f"{path} is no result: it must hold a JSON object")
+    return document
+
+
+def _print(changes: list[Change], missing: list[str], differing: list[str]) -> None:
+    width = max(len(change.name) for change in changes)
+    print(f"{'':{width}} {'before':>12} {'after':>12} {'change':>9}")
+    for change in changes:
+        percent = "" if change.percent is None else f"{change.percent:+.1f} %"
+        mark = {True: "  worse", False: "", None: ""}[change.worse]
+        print(f"{change.name:{width}} {change.before:12.6g} {change.after:12.6g} {percent:>9}{mark}")
+    if missing:
+        print(f"\nonly in one of them: {', '.join(missing)}")
+    if differing:
+        print(f"\nthe two differ in {' and '.join(differing)}: the numbers may not be comparable")
