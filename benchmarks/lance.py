@@ -179,7 +179,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "variant": args.variant,
         "steps": args.steps,
-        "layers": args.layers,
+        "layers": None if args.tiny else args.layers,
         "tensor_parallel": ranks,
     }
     async with running_engine(

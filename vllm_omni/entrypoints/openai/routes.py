@@ -17,6 +17,7 @@ from vllm.engine.protocol import EngineClient
 
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.environment import read_struct
+from vllm_omni.entrypoints.openai.chat import ChatRequest, ChatRoutes
 from vllm_omni.entrypoints.openai.images import ImageRoutes
 from vllm_omni.entrypoints.openai.jobs import VideoJobs
 from vllm_omni.entrypoints.openai.limits import MediaLimits
@@ -67,6 +68,7 @@ class OpenAIRoutes:
     def __init__(self) -> None:
         self._images: ImageRoutes | None = None
         self._videos: VideoRoutes | None = None
+        self._chat: ChatRoutes | None = None
 
     def start(self, client: EngineClient, names: Sequence[str], door_limits: DoorLimits, executor: Executor) -> None:
         """names: what clients may call the served model, the first in replies."""
@@ -77,6 +79,7 @@ class OpenAIRoutes:
         jobs = VideoJobs(engine, self.served, store, limits, executor)
         self._images = ImageRoutes(engine, self.served, store, limits, door_limits, executor)
         self._videos = VideoRoutes(jobs, self.served, limits, door_limits, executor)
+        self._chat = ChatRoutes(engine, self.served, limits, door_limits, executor)
         self.has_room = lambda: not (jobs.is_full or self.images.is_full)
         self.media_bytes = store.nbytes
         self.stats_interval_s = limits.stats_interval_s
@@ -106,6 +109,12 @@ class OpenAIRoutes:
             self._file_content,
             "GET",
             media_types=("image/png", "image/jpeg", "image/webp"),
+        )
+        add(
+            "/v1/chat/completions",
+            self._chat_completions,
+            body={"application/json": _schema(ChatRequest)},
+            media_types=("application/json", "text/event-stream"),
         )
         add(
             "/v1/videos",
@@ -151,6 +160,11 @@ class OpenAIRoutes:
     async def _file_content(self, request: Request, file_id: str) -> Response:
         """A picture made with `response_format` `url`."""
         return await self.images.file_content(request, file_id)
+
+    async def _chat_completions(self, request: Request) -> Response:
+        """Ask about a picture or a clip."""
+        assert self._chat is not None, "vLLM initialises state before it serves"
+        return await self._chat.completions(request)
 
     async def _create_video(self, request: Request) -> Response:
         """Start a video job; returns at once."""

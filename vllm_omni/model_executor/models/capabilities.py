@@ -28,6 +28,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `1 + frame_stride * k` frames; a world may be cut after any frame.
     images_per_request: pictures the model makes in one engine request; a call that wants more becomes several.
     input_images: pictures an edit may be given. mask: whether an edit honours one.
+    reads: what the model answers questions about in text (`/v1/chat/completions`). read_frames: of a clip that is read.
     """
 
     tasks: tuple[Task, ...] = ("world", "image_to_video")
@@ -46,6 +47,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     images_per_request: Positive = 1
     input_images: Positive = 1
     mask: bool = False
+    reads: tuple[Literal["image", "video"], ...] = ()
+    read_frames: Positive = 72
 
     @property
     def is_world(self) -> bool:

@@ -60,6 +60,8 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
         frame_stride=FRAMES_PER_LATENT,
         fps=DEFAULTS.fps,
         images_per_request=4,
+        reads=("image", "video"),
+        read_frames=round(DEFAULTS.fps * DEFAULTS.video_seconds),
     )
 
 

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lance (tiny) behind `vllm serve --omni`, asked with the `openai` client: pictures, edits, videos, answers."""
+
+import base64
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai_server import Served, serve, wait_until
+from PIL import Image
+
+from vllm_omni.entrypoints.media import encode_mp4
+from vllm_omni.model_executor.models.registry import get_family
+
+SMALL = {"max_image_pixels": 128 * 128, "max_video_pixels": 64 * 96, "max_video_frames": 9}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = tmp_path_factory.mktemp("lance")
+    get_family("lance").make_tiny(model, 0, "video")
+    omni = {"batch_invariant": False, "max_sessions": 8, "model": SMALL}
+    yield from serve(model, tmp_path_factory.mktemp("lance_server") / "server.log", omni=omni)
+
+
+def png(seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def mp4(frames: int = 9) -> bytes:
+    return encode_mp4(np.random.default_rng(0).integers(0, 256, (frames, 64, 96, 3), dtype=np.uint8), fps=12)
+
+
+def data_url(data: bytes, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def question(part: dict[str, Any] | None, text: str = "What is it?") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*([part] if part else []), {"type": "text", "text": text}]}]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": data_url(png(), "image/png")}}
+VIDEO = {"type": "video_url", "video_url": {"url": data_url(mp4(), "video/mp4")}}
+SMALL_READING = {"extra_params": {"resolution": "image_256res"}}
+
+
+def ask(server: Served, part: dict[str, Any] | None, **fields: Any) -> Any:
+    fields = {"max_tokens": 20, "messages": question(part), "extra_body": SMALL_READING, **fields}
+    return server.client.chat.completions.create(model="null", **fields)
+
+
+def test_a_picture_is_drawn_and_edited(server: Served) -> None:
+    steps = {"num_inference_steps": 2}
+    drawn = server.client.images.generate(model="null", prompt="a cat", n=2, size="96x64", extra_body=steps)
+    assert drawn.data is not None and len(drawn.data) == 2
+    assert drawn.data[0].b64_json != drawn.data[1].b64_json
+    edited = server.client.images.edit(
+        model="null", image=("a.png", png()), prompt="no hat", extra_body={**steps, **SMALL_READING}
+    )
+    assert edited.data is not None
+    picture = Image.open(io.BytesIO(base64.b64decode(edited.data[0].b64_json or "")))
+    assert picture.size == (304, 224)
+
+
+@pytest.mark.parametrize("starts_with_a_picture", [False, True])
+def test_a_video_is_filmed(server: Served, starts_with_a_picture: bool) -> None:
+    extra: dict[str, Any] = {"size": "96x64", "num_inference_steps": 2, "num_frames": 9}
+    reference = {"input_reference": ("a.png", png())} if starts_with_a_picture else {}
+    video = server.client.videos.create(model="null", prompt="waves", extra_body=extra, **reference)
+    wait_until(lambda: server.client.videos.retrieve(video.id).status in ("completed", "failed"), 60)
+    assert server.client.videos.retrieve(video.id).status == "completed"
+    assert server.client.videos.download_content(video.id).read()[4:8] == b"ftyp"
+
+
+@pytest.mark.parametrize("part", [IMAGE, VIDEO], ids=["image", "video"])
+def test_an_answer_streams_what_it_is_whole(server: Served, part: dict[str, Any]) -> None:
+    whole = ask(server, part)
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.choices[0].finish_reason in ("stop", "length")
+    assert whole.usage.completion_tokens <= 20 and whole.usage.prompt_tokens > 60
+    chunks = list(ask(server, part, stream=True, stream_options={"include_usage": True}))
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(texts) == whole.choices[0].message.content
+    assert sum(1 for text in texts if text) > 1
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].usage == whole.usage
+
+
+def test_a_system_message_and_a_stop_text_matter(server: Served) -> None:
+    plain = ask(server, IMAGE).choices[0].message.content
+    system = [{"role": "system", "content": "Be brief."}, *question(IMAGE)]
+    assert ask(server, None, messages=system).choices[0].message.content != plain
+    stopped = ask(server, IMAGE, stop=plain[2:4]).choices[0]
+    assert (stopped.message.content, stopped.finish_reason) == (plain[: plain.index(plain[2:4])], "stop")
+
+
+def test_a_client_that_leaves_frees_its_session(server: Served) -> None:
+    stream = ask(server, IMAGE, stream=True, max_tokens=2000)
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: server.metric("vllm_omni:sessions") == 0 and server.ready()[0] == 200, 60)
+    assert ask(server, IMAGE).choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": question(None)}, "one image_url or video_url"),
+        ({"messages": [{"role": "user", "content": "hello"}]}, "one image_url or video_url"),
+        ({"messages": question(IMAGE) + question(IMAGE)}, "one user message"),
+        ({"messages": question({"type": "image_url", "image_url": {"url": "http://example.org/a.png"}})}, "data: URLs"),
+        ({"messages": question({"type": "image_url", "image_url": {"url": data_url(b"x", "image/png")}})}, "image"),
+        (
+            {"messages": question({"type": "video_url", "video_url": {"url": data_url(b"x", "video/mp4")}})},
+            "as a video",
+        ),
+        ({"messages": question(IMAGE), "max_tokens": 10**6}, "above this server's"),
+        ({"messages": question(IMAGE), "temperature": 3}, "temperature"),
+        ({"messages": question(IMAGE), "extra_body": {"extra_params": {"colour": 1}}}, "colour"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_a_wrong_call_is_refused_with_a_reason(server: Served, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        server.client.chat.completions.create(model="null", **fields)
+
+
+def test_another_models_name_is_not_found(server: Served) -> None:
+    with pytest.raises(openai.NotFoundError):
+        server.client.chat.completions.create(model="other", messages=question(IMAGE))
