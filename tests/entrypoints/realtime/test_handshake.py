@@ -31,6 +31,14 @@ def test_foreign_origins_are_refused_before_the_upgrade(make_door: MakeDoor) -> 
             assert client.hello["protocol"] == "omni.world.camera"
 
 
+@pytest.mark.parametrize("path", ["/v1/realtime_video/generate", "/v1/realtime/video"])
+def test_a_subprotocol_is_echoed_at_the_streaming_doors(door: DoorServer, path: str) -> None:
+    """A browser that brings a ticket as a subprotocol must get another one back; who offers none gets none."""
+    url = f"ws://127.0.0.1:{door.port}{path}"
+    with connect(url, subprotocols=["omni.v1", "other"]) as first, connect(url) as second:
+        assert (first.subprotocol, second.subprotocol) == ("omni.v1", None)
+
+
 def test_connections_are_bounded(make_door: MakeDoor) -> None:
     """One more is refused with 503 before the upgrade; a place that becomes free is given away again."""
     door = make_door(max_connections=2)

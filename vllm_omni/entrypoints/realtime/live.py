@@ -24,6 +24,8 @@ from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 
 logger = logging.getLogger("vllm." + __name__)
 
+SUBPROTOCOL: Final = "omni.v1"
+"""Echoed to a client that offers it: browsers that offer something must get something back."""
 UNSENT_CHUNKS: Final = 1
 """Finished chunks that wait for a reader while the next one is generated: whoever steers must see now, not then."""
 RENDER_INLINE_BYTES: Final = 256 * 1024
@@ -42,6 +44,7 @@ class LiveClient(ABC):
     def __init__(self, manager: SessionManager, websocket: WebSocket, max_strikes: int) -> None:
         self.manager, self.limits, self.facts = manager, manager.limits, manager.facts
         self.connection = Connection(websocket, manager.limits, max_strikes)
+        self._offered: list[str] = websocket.scope.get("subprotocols") or []
         self.session: Session | None = None
         self._stream: asyncio.Task[None] | None = None
         self._num_messages = 0
@@ -53,7 +56,7 @@ class LiveClient(ABC):
         return self._stream is not None and not self._stream.done()
 
     async def run(self) -> None:
-        await self.connection.accept(None)
+        await self.connection.accept(SUBPROTOCOL if SUBPROTOCOL in self._offered else None)
         started_s = time.monotonic()
         try:
             await self.begin()
