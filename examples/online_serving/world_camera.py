@@ -35,7 +35,7 @@ MAX_RECONNECTS = 5
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Walk through a world that `vllm serve --omni` serves.")
-    parser.add_argument("--image", "-i", type=Path, required=True, help="start image: PNG, JPEG or WebP")
+    parser.add_argument("--image", "-i", type=Path, help="start image: PNG, JPEG or WebP; needed without --session-id")
     steering = parser.add_mutually_exclusive_group()
     steering.add_argument("--camera-path", "-c", type=Path, help="directory with poses.npy and intrinsics.npy")
     steering.add_argument(
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--width", type=int, help="default: the server's")
     parser.add_argument("--height", type=int, help="default: the server's")
     parser.add_argument("--fps", type=float, help="default: the model's")
-    parser.add_argument("--num-frames", type=int, help="frames of one call (default: all poses in one call)")
+    parser.add_argument("--num-frames", type=int, help="poses of one call (default: all in one call)")
     parser.add_argument("--num-calls", type=int, default=1, help="calls that continue one another (default: 1)")
     parser.add_argument("--frames-per-chunk", type=int, help="frames in one message (default: a whole chunk)")
     parser.add_argument(
@@ -60,7 +60,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
+    if args.image is None and args.session_id is None:
+        parser.error("--image is needed to start a session (--session-id continues one)")
     console = Console(stderr=True)
     try:
         frames_THWC, fps = walk(args, console)
@@ -87,8 +90,13 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
     session_id = args.session_id or f"walk-{uuid.uuid4().hex}"
     console.print(f"session {session_id}", highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("messages"))
+    camera = read_camera(args.camera_path) if args.camera_path is not None else None
+    used = 0
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        for number, steering in enumerate(calls(args)):
+        for number in range(args.num_calls):
+            steering = steer(args, camera, used)
+            if steering is None:
+                break
             request: dict[str, Any] = {
                 "endpoint": "infer",
                 "protocol_version": 1,
@@ -108,6 +116,7 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
                 progress.console.print(describe(message, now_s - arrived_s), soft_wrap=True)
                 arrived_s, fps = now_s, message["fps"]
                 parts.append(frames_of(message))
+                used += len(parts[-1])
     return np.concatenate(parts), fps
 
 
@@ -118,19 +127,25 @@ def extra_body(args: argparse.Namespace) -> dict[str, Any]:
     return {**{name: value for name, value in named.items() if value is not None}, **policy}
 
 
-def calls(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What steers each call: a part of the camera path, or keys."""
-    if args.camera_path is None:
-        for _ in range(args.num_calls):
-            yield {"actions": parse_keys(args.keys)}
-        return
-    poses_N44 = np.load(args.camera_path / "poses.npy").astype(np.float32)
-    intrinsics = np.load(args.camera_path / "intrinsics.npy").astype(np.float32)
-    count = args.num_frames or len(poses_N44)
-    for start in range(0, min(args.num_calls * count, len(poses_N44)), count):
-        part = slice(start, start + count)
-        per_frame = intrinsics.ndim > 1 and len(intrinsics) == len(poses_N44)
-        yield {"cameras": {"poses": poses_N44[part], "intrinsics": intrinsics[part] if per_frame else intrinsics}}
+def read_camera(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return float32 poses `[N, 4, 4]` and intrinsics, one row per pose or one for all."""
+    poses_N44, intrinsics = (np.load(folder / f"{name}.npy").astype(np.float32) for name in ("poses", "intrinsics"))
+    return poses_N44, intrinsics
+
+
+def steer(args: argparse.Namespace, camera: tuple[np.ndarray, np.ndarray] | None, used: int) -> dict[str, Any] | None:
+    """What steers the next call: keys, or the path from pose `used` on; None when the path is at its end.
+
+    The server makes whole chunks of a call's poses; those left over begin the next call.
+    """
+    if camera is None:
+        return {"actions": parse_keys(args.keys)}
+    poses_N44, intrinsics = camera
+    part = slice(used, used + (args.num_frames or len(poses_N44)))
+    if used >= len(poses_N44):
+        return None
+    per_frame = intrinsics.ndim > 1 and len(intrinsics) == len(poses_N44)
+    return {"cameras": {"poses": poses_N44[part], "intrinsics": intrinsics[part] if per_frame else intrinsics}}
 
 
 def parse_keys(text: str) -> list[list[str]]:

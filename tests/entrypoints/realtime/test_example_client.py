@@ -42,7 +42,7 @@ def test_a_camera_path_becomes_a_video(door: DoorServer, engine: FakeEngine, ima
     frames_THWC, fps = decode_mp4(output.read_bytes())
     assert (len(frames_THWC), fps) == (FIRST + LATER + 2 * LATER, 8.0)
     assert len({call.params.session_id for call in engine.chunks}) == 1
-    sent_N44 = np.concatenate([call.tensors["poses"].numpy() for call in engine.chunks])
+    sent_N44 = np.concatenate([call.arrays["poses"] for call in engine.chunks])
     np.testing.assert_allclose(sent_N44, path["poses"][: len(frames_THWC)])
 
 
