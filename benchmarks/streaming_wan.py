@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal Wan 2.1 at full size with random weights, through the real engine: frames a second, first frame, stage times.
+
+    python benchmarks/streaming_wan.py                                   # 1.3B, one GPU, 480x832, window 9, 4 steps
+    python benchmarks/streaming_wan.py --size 14B
+    python benchmarks/streaming_wan.py --sequence-parallel 2
+    python benchmarks/streaming_wan.py --streams 2
+    python benchmarks/streaming_wan.py --source video --model-options '{"latent_frames_per_chunk": 1}'
+    python benchmarks/streaming_wan.py --size tiny --height 64 --width 96 --chunks 6   # try it without a GPU
+
+Random weights at real shapes take the time of real ones. Steady state is the median over the chunks after the window is
+full, end to end: request in, uint8 frames out, decoded by the exact VAE unless the options say otherwise. `ideal` is
+arithmetic alone at the measured GEMM rate of the card (790 TFLOP/s on an H200), decode included; nothing overlapped.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import HUGE_PAGES, add_output_arguments, restart_with, run_request, running_engine, save
+
+SIZES: dict[str, dict[str, int]] = {
+    "1.3B": {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30},
+    "14B": {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40},
+    "tiny": {"num_attention_heads": 4, "attention_head_dim": 16, "ffn_dim": 112, "num_layers": 4},
+}
+GEMM_FLOPS = 790e12
+"""bf16 matrix products on an H200, measured."""
+VAE_DECODE_FLOPS = 13.55e12 / (480 * 832)
+"""Wan 2.1's decoder, per latent frame and pixel."""
+TEXT_ROWS = 512
+
+
+def write_checkpoint(root: Path, size: str) -> None:
+    """A diffusers directory of the architecture without weights (they come from --load-format dummy)."""
+    from vllm_omni.model_executor.models.wan.tiny import TEXT, VAE
+    from vllm_omni.model_executor.models.wan.tiny_tokenizer import write_tokenizer
+
+    config: dict[str, Any] = {"_class_name": "CausalWanTransformer3DModel", **SIZES[size]}
+    if size == "tiny":
+        config |= {"freq_dim": 32, "text_dim": 32, "text_len": 64}
+        for name, values in (("text_encoder", TEXT), ("vae", VAE.to_dict())):
+            (root / name).mkdir(parents=True)
+            (root / name / "config.json").write_text(json.dumps(values))
+    (root / "transformer").mkdir(parents=True)
+    (root / "transformer" / "config.json").write_text(json.dumps(config))
+    write_tokenizer(root / "tokenizer")
+
+
+def ideal_ms(size: str, args: argparse.Namespace, plan: Any, passes: int) -> float:
+    """Milliseconds of one chunk's arithmetic: `passes` over the network, and the exact decode."""
+    sizes = SIZES[size]
+    width, layers = sizes["num_attention_heads"] * sizes["attention_head_dim"], sizes["num_layers"]
+    q = plan.chunk_frames * args.height * args.width // 256
+    k = plan.window_frames * args.height * args.width // 256
+    linear = 2 * q * (6 * width**2 + 2 * width * sizes["ffn_dim"]) * layers
+    attention = 4 * q * (k + TEXT_ROWS) * width * layers
+    decode = plan.chunk_frames * VAE_DECODE_FLOPS * args.height * args.width
+    return (passes * (linear + attention) + decode) / GEMM_FLOPS * 1e3
+
+
+async def one_stream(engine: Any, name: str, args: argparse.Namespace, plan: Any) -> dict[str, Any]:
+    """Run one stream's chunks, each asked for while the one before is running."""
+    import torch
+
+    from vllm_omni.inputs import DiffusionParams
+
+    generator = torch.Generator().manual_seed(0)
+
+    async def chunk(index: int) -> dict[str, Any]:
+        first = index == 0
+        params = DiffusionParams(
+            session_id=name,
+            chunk_index=index,
+            prompt="a coast road in the evening" if first else None,
+            seed=1 if first else None,
+            height=args.height,
+            width=args.width,
+            options={"source": args.source},
+        )
+        tensors = None
+        if args.source == "video":
+            shape = (len(plan.pixel_frames(index)), args.height, args.width, 3)
+            tensors = {"video": torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)}
+        meta, results = await run_request(engine, params, tensors, f"{name}-{index}")
+        frames = results["frames"]
+        return {"done": time.perf_counter(), "timings_ms": meta["timings_ms"], "frames": len(frames)}
+
+    start = time.perf_counter()
+    pending = [asyncio.create_task(chunk(0))]
+    records = []
+    for index in range(args.chunks):
+        if index + 1 < args.chunks:
+            pending.append(asyncio.create_task(chunk(index + 1)))
+        records.append(await pending.pop(0))
+    return {"records": records, "start": start}
+
+
+async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
+
+    options: dict[str, Any] = {
+        "window_frames": args.window,
+        "sink_frames": args.sink,
+        "video_input": args.source == "video",
+        **json.loads(args.model_options),
+    }
+    ranks = args.tensor_parallel
+    if args.sequence_parallel > 1:
+        options["sequence_parallel"], ranks = True, args.sequence_parallel
+    parsed = CausalWanOptions.parse(options)
+    plan = ChunkPlan.resolve(CausalWanConfig(), parsed)
+    passes = len(parsed.denoising_steps) + (parsed.cache != "noise_matched")
+    loading = time.perf_counter()
+    async with running_engine(
+        model,
+        {"height": args.height, "width": args.width, "model": options, "max_sessions": args.streams + 1},
+        dtype="bfloat16",
+        enforce_eager=args.eager,
+        load_format="dummy",
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=args.pipeline_parallel,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+    ) as engine:
+        load_s = time.perf_counter() - loading
+        first = await one_stream(engine, "first", argparse.Namespace(**{**vars(args), "chunks": 2}), plan)
+        await engine.collective_rpc("close_session", args=("first",))
+        runs = await asyncio.gather(*(one_stream(engine, f"stream{n}", args, plan) for n in range(args.streams)))
+        memory = await engine.collective_rpc("device_memory")
+        sessions = await engine.collective_rpc("session_stats")
+
+    records = runs[0]["records"]
+    steady = records[args.warm_chunks :]
+    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][args.warm_chunks - 1 :]
+    interval_ms = statistics.median(gaps_ms)
+    names = sorted({name for record in steady for name in record["timings_ms"]})
+    stages = {name: statistics.median(sum(r["timings_ms"].get(name, [0.0])) for r in steady) for name in names}
+    steps = [record["timings_ms"]["steps"] for record in steady]
+    ideal = ideal_ms(args.size, args, plan, passes)
+    frames = steady[0]["frames"]
+    return {
+        "model": args.size,
+        "size": [args.height, args.width],
+        "source": args.source,
+        "streams": args.streams,
+        "parallel": {
+            "tensor": args.tensor_parallel,
+            "sequence": args.sequence_parallel,
+            "pipeline": args.pipeline_parallel,
+        },
+        "model_options": options,
+        "eager": args.eager,
+        "chunks": args.chunks,
+        "frames_per_chunk": frames,
+        "load_and_warm_up_s": round(load_s, 1),
+        "time_to_first_frame_ms": round((records[0]["done"] - runs[0]["start"]) * 1e3, 1),
+        "time_to_first_frame_ms_first_stream": round((first["records"][0]["done"] - first["start"]) * 1e3, 1),
+        "chunk_interval_ms": round(interval_ms, 1),
+        "chunk_interval_ms_all": [round(gap, 1) for gap in gaps_ms],
+        "fps_per_stream": round(frames / (interval_ms / 1e3), 2),
+        "fps_all_streams": round(args.streams * frames / (interval_ms / 1e3), 2),
+        "stages_ms": {name: round(value, 2) for name, value in stages.items()},
+        "steps_ms": [round(statistics.median(values), 2) for values in zip(*steps, strict=True)],
+        "first_chunk_timings_ms": records[0]["timings_ms"],
+        "ideal_chunk_ms": round(ideal, 2),
+        "ideal_fps": round(frames / (ideal / 1e3), 1),
+        "ratio_to_ideal": round(args.streams * ideal / interval_ms, 3),
+        "device_memory": memory,
+        "session_bytes": sessions[0]["bytes"],
+    }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Causal Wan 2.1 at full size with random weights.")
+    parser.add_argument("--size", choices=list(SIZES), default="1.3B")
+    parser.add_argument("--source", choices=["text", "video"], default="text")
+    parser.add_argument("--chunks", type=int, default=20)
+    parser.add_argument("--warm-chunks", type=int, default=6, help="chunks before the window is full")
+    parser.add_argument("--window", type=int, default=9, help="latent frames a chunk sees, itself included")
+    parser.add_argument("--sink", type=int, default=3)
+    parser.add_argument("--height", type=int, default=480)
+    parser.add_argument("--width", type=int, default=832)
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--sequence-parallel", type=int, default=1)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--eager", action="store_true", help="no torch.compile")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
+    parser.add_argument("--name", default="streaming_wan", help="name of the result file")
+    add_output_arguments(parser)
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    if args.chunks <= args.warm_chunks:
+        raise SystemExit(f"--chunks {args.chunks} leaves nothing after --warm-chunks {args.warm_chunks}")
+    restart_with(HUGE_PAGES)
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "stream"
+        write_checkpoint(model, args.size)
+        result = asyncio.run(run(model, args))
+    save(args.name, {"result": result}, args)
+
+
+if __name__ == "__main__":
+    main()
