@@ -35,7 +35,7 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="tiny", help="size of the random model (default: tiny)")
     parser.add_argument("--pairs", type=int, default=12, help="timed pairs (default: 12)")
@@ -44,7 +44,11 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=64, help="generated tokens (default: 64)")
     parser.add_argument("--gpu-memory", type=float, default=0.3, help="share of the GPU for each engine (default: 0.3)")
     common.add_output_arguments(parser)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 

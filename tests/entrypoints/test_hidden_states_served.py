@@ -183,3 +183,15 @@ def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert server.fetch(first["id"]).status_code == 404
+
+
+def test_the_online_example_prints_text_and_rows(server: Server, tmp_path: Path) -> None:
+    """As its own command line, and what it writes can be read."""
+    script = Path(__file__).parents[2] / "examples" / "online_serving" / "hidden_states.py"
+    out = tmp_path / "states.safetensors"
+    command = [sys.executable, str(script), PROMPT, "--url", server.url, "--layers", "1", "-1", "--max-tokens", "5"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=120, check=True)
+    states = from_safetensors(out.read_bytes())
+    assert f"layer -1: {tuple(states[-1].shape)}" in done.stdout and tuple(states) == (-1, 1)
+    wrong = subprocess.run([*command, "--layers", "3"], capture_output=True, text=True, timeout=120, check=False)
+    assert wrong.returncode == 1 and "hidden_state_layers" in wrong.stderr

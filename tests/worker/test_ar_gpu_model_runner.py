@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from ar_compatibility import feature
 from ar_steps import new_request, scheduler_output
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -169,6 +170,11 @@ both = pytest.mark.parametrize("generation", [V1, V2])
 both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
+@feature("DP padding", "V1", how="mocked")
+@feature("DP padding", "V2", how="mocked")
+@feature("async scheduling", "V1", how="mocked")
+@feature("async scheduling", "V2", how="mocked")
+@feature("mixed batches", "V2", how="mocked")
 @both
 @both_ways
 def test_rows_of_a_mixed_batch(generation: Any, asynchronous: bool) -> None:
@@ -200,6 +206,13 @@ def test_a_batch_nobody_asked_in_is_stock(generation: Any) -> None:
     assert output.pooler_output is None and runner.hidden_state_rows.bytes_copied == 0
 
 
+@feature("speculative decoding (ngram)", "V2", how="mocked")
+@feature(
+    "speculative decoding (EAGLE-3, its layers)",
+    "V1",
+    how="mocked",
+    note="only the last layer and the layers that the drafter reads",
+)
 @both
 @both_ways
 def test_rejected_drafts_have_no_row(generation: Any, asynchronous: bool) -> None:
@@ -211,6 +224,7 @@ def test_rejected_drafts_have_no_row(generation: Any, asynchronous: bool) -> Non
     assert entries(output) == {"r": [[0.0], [1.0]]}
 
 
+@feature("grammar masks (structured outputs)", "V2", how="mocked")
 @both
 def test_the_grammar_reaches_the_sampler(generation: Any) -> None:
     """Structured outputs: the mask is handed on as it is."""
@@ -235,6 +249,7 @@ def test_a_finished_request_is_forgotten(generation: Any) -> None:
 @pytest.mark.parametrize(
     ("generation", "state"), [(V1, None), (V2, None), (V2, StateV2(SimpleNamespace(req_ids=["r"]), None, None))]
 )
+@feature("pipeline parallelism (PP 2)", "V2", how="mocked")
 def test_fault_1_stages_before_the_last_answer_as_stock(generation: Any, state: Any) -> None:
     """The branch of a stage without hidden states is reached first, before anything reads them."""
     runner = make(generation)
@@ -269,6 +284,7 @@ def test_fault_1_under_torchrun_every_stage_answers_with_rows(last: bool, monkey
     assert [len(rows) for rows in shown] == [3], "only real rows, not the padding"
 
 
+@feature("speculative decoding (EAGLE-3, its layers)", "V2", how="mocked")
 @both
 def test_fault_2_a_drafter_gets_every_layer_it_reads(generation: Any) -> None:
     """EAGLE-3 reads the extra layers of the forward: the sampler sees the same state, the same list, same tensors."""
@@ -372,6 +388,13 @@ def test_v2_has_what_the_mixin_uses() -> None:
         assert f"self.{name} = " in source or f"self.{name}: " in source, name
 
 
+@feature(
+    "EPLB",
+    "V1",
+    how="mocked",
+    note="the stock step that balances experts runs once per step; expert-parallel kernels need CUDA",
+)
+@feature("EPLB", "V2", how="mocked")
 def test_v2_balances_experts_after_a_step() -> None:
     """EPLB hangs on the stock `sample_tokens`, which our mixin calls exactly once per step."""
     source = inspect.getsource(v2_model_runner)

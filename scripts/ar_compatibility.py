@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/architecture/ar_compatibility.md from the outcome of tests: features of vLLM x the AR worker's runners.
+
+    python scripts/ar_compatibility.py                 run every marked test this machine can run, write the table
+    python scripts/ar_compatibility.py -m cuda         only those that need a GPU (any arguments of pytest)
+    python scripts/ar_compatibility.py --render        write the table from the outcomes kept so far
+
+Tests marked with `@feature` (tests/engine/ar_compatibility.py) hold the rows. Outcomes are kept beside the table, so
+that a CPU machine and a GPU machine can each add theirs; a test that could not run here changes nothing. Held by
+tests/docs/test_ar_compatibility.py.
+"""
+
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).parents[1]
+OUTCOMES = REPO / "docs" / "architecture" / "ar_compatibility.json"
+TABLE = REPO / "docs" / "architecture" / "ar_compatibility.md"
+FOLDERS = ("tests/engine", "tests/worker")
+COLUMNS = {"V1": "V1 runner (CPU, older CUDA configurations)", "V2": "V2 runner (CUDA default)"}
+
+HEAD = """# What the AR worker works with
+
+Written by `scripts/ar_compatibility.py` from the outcome of the tests named in the last column; do not edit. A cell
+says how it was tested: in a **real engine** whose hidden states equal a transformers forward, or **mocked**: scheduler
+outputs made by hand over the hooks of the installed vLLM, where this machine cannot run the feature. "not run" means
+that the test exists and needs hardware it has not met yet.
+
+"""
+
+
+def main(arguments: list[str]) -> int:
+    status = 0
+    if arguments != ["--render"]:
+        import pytest
+
+        plugin = Outcomes()
+        status = int(pytest.main([*[str(REPO / folder) for folder in FOLDERS], "-q", *arguments], plugins=[plugin]))
+        kept = {**read(), **plugin.outcomes}
+        OUTCOMES.write_text(json.dumps(dict(sorted(kept.items())), indent=2) + "\n")
+    TABLE.write_text(render(read()))
+    return status
+
+
+class Outcomes:
+    """A pytest plugin: keeps the marked tests and what became of them, all parameters of a test together."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, str] = {}
+        self._marked: set[str] = set()
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if item.get_closest_marker("ar_feature")]
+        self._marked = {item.nodeid for item in items}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.nodeid not in self._marked:
+            return
+        name = report.nodeid.split("[")[0]
+        if report.failed:
+            self.outcomes[name] = "failed"
+        elif report.when == "call" and report.passed and self.outcomes.get(name) != "failed":
+            self.outcomes[name] = "passed"
+
+
+def read() -> dict[str, str]:
+    """Test name -> passed or failed, as kept."""
+    return json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
+
+
+def marks() -> Iterator[dict[str, str]]:
+    """Every `@feature` in the tests: its name, runner, how, note and test."""
+    for folder in FOLDERS:
+        for path in sorted((REPO / folder).glob("test_*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else []:
+                    if isinstance(decorator, ast.Call) and getattr(decorator.func, "id", "") == "feature":
+                        values = [ast.literal_eval(argument) for argument in decorator.args]
+                        fields = dict(zip(("name", "runner", "how", "note"), values, strict=False))
+                        fields |= {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in decorator.keywords}
+                        test = f"{path.relative_to(REPO)}::{node.name}"
+                        yield {"runner": "V1", "how": "engine", "note": "", **fields, "test": test}
+
+
+def render(outcomes: dict[str, str]) -> str:
+    rows: dict[str, list[dict[str, str]]] = {}
+    for mark in marks():
+        rows.setdefault(mark["name"], []).append(mark)
+    lines = ["| feature | " + " | ".join(COLUMNS.values()) + " | tests |", "|---|" + "---|" * (len(COLUMNS) + 1)]
+    for name, found in sorted(rows.items(), key=lambda item: item[0].lower()):
+        cells = [cell([mark for mark in found if mark["runner"] == runner], outcomes) for runner in COLUMNS]
+        tests = ", ".join(dict.fromkeys(f"`{Path(mark['test']).name}`" for mark in found))
+        note = "; ".join(dict.fromkeys(mark["note"] for mark in found if mark["note"]))
+        lines.append(f"| {name}{f' ({note})' if note else ''} | {' | '.join(cells)} | {tests} |")
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def cell(found: list[dict[str, str]], outcomes: dict[str, str]) -> str:
+    """The strongest thing that is known: a failure, else a real engine, else mocks, else that nothing ran."""
+    if not found:
+        return "no test"
+    known = [(mark["how"], outcomes.get(mark["test"])) for mark in found]
+    if any(outcome == "failed" for _, outcome in known):
+        return "**fails**"
+    if any(how == "engine" and outcome == "passed" for how, outcome in known):
+        return "yes, real engine"
+    if any(outcome == "passed" for _, outcome in known):
+        waiting = any(how == "engine" for how, _ in known)
+        return "mocked" + (" (engine test not run)" if waiting else "")
+    return "not run"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
