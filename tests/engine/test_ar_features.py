@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The AR worker together with vLLM's features that need an engine of their own; each row equals transformers'."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ar_compatibility import feature
+from ar_engine import PROMPTS, Reference, assert_rows, params, running_llm, states_of
+from vllm.lora.request import LoRARequest
+
+from vllm_omni.hidden_states import hidden_states_of
+
+pytestmark = pytest.mark.nightly
+
+REPEATING = "the sea the sea the sea the sea the sea the sea"
+
+
+def check_all_modes(llm: Any, reference: Reference, layers: tuple[int, ...] = (-1,), **fields: Any) -> None:
+    """Asked and plain requests in one batch: same text, right rows."""
+    modes: list[Any] = ["all", None, "generated", "last"]
+    prompts = [PROMPTS[0], PROMPTS[0], REPEATING, PROMPTS[2]]
+    plain = llm.generate(prompts, [params(None, **fields) for _ in modes], use_tqdm=False)
+    outputs = llm.generate(prompts, [params(mode, layers, **fields) for mode in modes], use_tqdm=False)
+    for mode, before, output in zip(modes, plain, outputs, strict=True):
+        assert output.outputs[0].token_ids == before.outputs[0].token_ids
+        if mode is None:
+            assert hidden_states_of(output) is None
+        else:
+            assert_rows(output, reference, mode, layers)
+
+
+@feature("speculative decoding (ngram)")
+def test_rejected_drafts_have_no_row(tiny_language_model: Path) -> None:
+    """Drafts are made, some accepted, most rejected (a random model); one row per accepted token all the same."""
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    reference = Reference(tiny_language_model)
+    with running_llm(
+        tiny_language_model, {"hidden_state_layers": [2]}, speculative_config=speculative, disable_log_stats=False
+    ) as llm:
+        check_all_modes(llm, reference, (2, -1), max_tokens=40)
+        drafted = {
+            m.name: m.value
+            for m in llm.get_metrics()
+            if m.name.startswith("vllm:spec_decode_num") and hasattr(m, "value")
+        }
+        assert drafted["vllm:spec_decode_num_draft_tokens"] > drafted["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+@feature("tensor parallelism (TP 2)")
+def test_two_tensor_ranks(tiny_language_model: Path) -> None:
+    """Only the rank whose output is read copies anything."""
+    with running_llm(tiny_language_model, {"hidden_state_layers": [0, 2]}, tensor_parallel_size=2) as llm:
+        check_all_modes(llm, Reference(tiny_language_model), (0, 2, -1))
+        stats = llm.collective_rpc("hidden_states_stats")
+        assert [rank["bytes_copied"] > 0 for rank in stats] == [True, False]
+
+
+@feature("pipeline parallelism (PP 2)")
+@pytest.mark.parametrize("layers", [(), (0, 1, 3)], ids=["last layer", "layers of both stages"])
+def test_two_stages(tiny_language_model: Path, layers: tuple[int, ...]) -> None:
+    """Rows come from the last stage; layers kept on the first travel with the intermediate tensors."""
+    with running_llm(
+        tiny_language_model, {"hidden_state_layers": list(layers)}, pipeline_parallel_size=2, max_num_batched_tokens=16
+    ) as llm:
+        check_all_modes(llm, Reference(tiny_language_model), (*layers, -1))
+
+
+@feature("LoRA")
+def test_rows_are_the_adapters(tiny_language_model: Path, tmp_path: Path) -> None:
+    """Requests with and without an adapter in one batch; each equals its own transformers model."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_language_model, dtype=torch.float32)
+    torch.manual_seed(1)
+    adapter = get_peft_model(base, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    adapter.save_pretrained(tmp_path)
+    reference, adapted = Reference(tiny_language_model), Reference(tiny_language_model)
+    adapted.model = PeftModel.from_pretrained(adapted.model, tmp_path).merge_and_unload()
+    with running_llm(tiny_language_model, {"hidden_state_layers": [2]}, enable_lora=True, max_lora_rank=8) as llm:
+        request = LoRARequest("adapter", 1, str(tmp_path))
+        outputs = llm.generate(
+            [PROMPTS[0]] * 2, [params("all", (2, -1))] * 2, lora_request=[request, None], use_tqdm=False
+        )
+        assert_rows(outputs[0], adapted, layers=(2, -1))
+        assert_rows(outputs[1], reference, layers=(2, -1))
+        assert not torch.allclose(states_of(outputs[0])[-1][5], states_of(outputs[1])[-1][5], atol=1e-2)
+
+
+@feature("data parallelism (DP 2)", note="dense model: engines independent, no padding between them")
+def test_two_engines(tiny_language_model: Path, tmp_path: Path) -> None:
+    """Requests spread over both engines: all have their rows."""
+    script = tmp_path / "two_engines.py"
+    script.write_text(DP_SCRIPT)
+    run_script([sys.executable, str(script), str(tiny_language_model)], VLLM_CPU_OMP_THREADS_BIND="0|1")
+
+
+@feature("external launcher (torchrun, TP 2)")
+def test_torchrun_tensor_parallel(tiny_language_model: Path, tmp_path: Path) -> None:
+    """Every rank is an engine of its own and answers with the same rows."""
+    torchrun(tiny_language_model, tmp_path, "tensor_parallel_size")
+
+
+@feature("external launcher (torchrun, PP 2)")
+def test_torchrun_pipeline_parallel(tiny_language_model: Path, tmp_path: Path) -> None:
+    """The last stage shows its rows to the first, whose scheduler answers too."""
+    torchrun(tiny_language_model, tmp_path, "pipeline_parallel_size")
+
+
+@feature("worker without the scheduler")
+def test_without_the_scheduler_requests_get_their_text(tiny_language_model: Path) -> None:
+    """Nothing can carry rows then: the text is stock, the rows are None, the engine says so once."""
+    with running_llm(tiny_language_model, scheduler_cls=None) as llm:
+        outputs = llm.generate([PROMPTS[0]] * 2, [params("all"), params(None)], use_tqdm=False)
+        assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+        assert hidden_states_of(outputs[0]) is None
+        assert llm.collective_rpc("hidden_states_stats")[0]["delivers"] is False
+
+
+@feature("scheduler without the worker")
+def test_without_the_worker_requests_get_their_text(tiny_language_model: Path) -> None:
+    with running_llm(tiny_language_model, worker_cls="auto") as llm:
+        output = llm.generate(PROMPTS[:1], params("all"), use_tqdm=False)[0]
+        assert output.outputs[0].finish_reason == "length" and hidden_states_of(output) is None
+
+
+@feature("torch.compile")
+def test_a_compiled_model(tiny_language_model: Path) -> None:
+    """vLLM's default on CPU without --enforce-eager; kept layers are part of the compiled graph."""
+    with running_llm(tiny_language_model, {"hidden_state_layers": [2]}, enforce_eager=False) as llm:
+        check_all_modes(llm, Reference(tiny_language_model), (2, -1))
+
+
+@feature("M-RoPE and multimodal inputs (Qwen2-VL)")
+def test_images(tmp_path: Path) -> None:
+    """A tiny Qwen2-VL: rows of image placeholders and text equal transformers', beside plain requests."""
+    from ar_vision import check_image_request, write_tiny_qwen2_vl
+
+    model = write_tiny_qwen2_vl(tmp_path / "qwen2_vl")
+    check_image_request(model)
+
+
+def torchrun(model: Path, tmp_path: Path, parallel: str) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    command = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2", str(script)]
+    run_script([*command, str(model), parallel], VLLM_CPU_OMP_THREADS_BIND="0|1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+
+
+def run_script(command: list[str], **environment: str) -> None:
+    env = {**os.environ, **environment, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "ROWS RIGHT" in done.stdout, json.dumps(done.stdout[-2000:])
+
+
+TORCHRUN_SCRIPT = """
+import sys
+from pathlib import Path
+from ar_engine import PROMPTS, Reference, assert_rows, params, running_llm
+from vllm_omni.hidden_states import hidden_states_of
+
+if __name__ == "__main__":
+    model, parallel = Path(sys.argv[1]), sys.argv[2]
+    with running_llm(model, distributed_executor_backend="external_launcher", seed=0, **{parallel: 2}) as llm:
+        asked = [params("all"), params("generated"), params(None)]
+        outputs = llm.generate([*PROMPTS[:2], PROMPTS[0]], asked, use_tqdm=False)
+        reference = Reference(model)
+        assert_rows(outputs[0], reference)
+        assert_rows(outputs[1], reference, "generated")
+        assert hidden_states_of(outputs[2]) is None
+        print("ROWS RIGHT", flush=True)
+"""
+
+DP_SCRIPT = """
+import asyncio, sys
+from pathlib import Path
+from ar_engine import PROMPTS, SCHEDULER, WORKER, Reference, assert_rows, params
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+async def main(model):
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), worker_cls=WORKER, scheduler_cls=SCHEDULER,
+        dtype="float32", max_model_len=256, enforce_eager=True, data_parallel_size=2))
+    async def one(prompt, rank):
+        sampling = params("all", output_kind=RequestOutputKind.FINAL_ONLY)
+        async for output in engine.generate(prompt, sampling, f"{prompt}-{rank}", data_parallel_rank=rank):
+            last = output
+        return last
+    outputs = await asyncio.gather(*(one(prompt, rank) for prompt in PROMPTS for rank in (0, 1)))
+    engine.shutdown()
+    reference = Reference(model)
+    for output in outputs:
+        assert_rows(output, reference)
+    print("ROWS RIGHT", flush=True)
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))
+"""
