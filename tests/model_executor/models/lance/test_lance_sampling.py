@@ -39,12 +39,12 @@ def test_greedy_choice() -> None:
 
 
 def test_sampling_follows_the_probabilities() -> None:
-    """10 000 evenly spread draws from 0.6, 0.3, 0.1: each share within one per mille."""
+    """1000 evenly spread draws from 0.6, 0.3, 0.1: each share within two per mille."""
     logits = torch.tensor([0.3, 0.6, 0.1]).log()
-    draws = (torch.arange(10_000) + 0.5) / 10_000
+    draws = (torch.arange(1000) + 0.5) / 1000
     drawn = torch.cat([TokenChoice(1.0, 1.0).choose(logits, draw.view(1)) for draw in draws])
-    shares = torch.bincount(drawn, minlength=3) / 10_000
-    torch.testing.assert_close(shares, torch.tensor([0.3, 0.6, 0.1]), atol=1e-3, rtol=0)
+    shares = torch.bincount(drawn, minlength=3) / 1000
+    torch.testing.assert_close(shares, torch.tensor([0.3, 0.6, 0.1]), atol=2e-3, rtol=0)
 
 
 def test_top_p_keeps_the_likeliest_tokens_only() -> None:

@@ -29,6 +29,24 @@ def add_norm(
     return x_TD, rms_norm(x_TD, weight_D, eps)
 
 
+def query_key(
+    qkv_TF: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    q_weight_H: torch.Tensor,
+    k_weight_H: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut queries [T, N, H] and keys [T, K, H] out of [queries | keys | values]: each head normed, then rotated."""
+    head_dim = q_weight_H.shape[0]
+    heads_TNH = qkv_TF.unflatten(-1, (-1, head_dim))
+    queries = norm_rope(heads_TNH[:, :num_heads], q_weight_H, cos_TC, sin_TC, eps)
+    keys = norm_rope(heads_TNH[:, num_heads : num_heads + num_kv_heads], k_weight_H, cos_TC, sin_TC, eps)
+    return queries, keys
+
+
 def norm_rope(
     x_TNH: torch.Tensor, weight_H: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor, eps: float
 ) -> torch.Tensor:
@@ -52,7 +70,7 @@ class Chains:
 
     rms_norm: Callable[..., torch.Tensor] = rms_norm
     add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = add_norm
-    norm_rope: Callable[..., torch.Tensor] = norm_rope
+    query_key: Callable[..., tuple[torch.Tensor, torch.Tensor]] = query_key
     silu_mul: Callable[..., torch.Tensor] = silu_mul
 
     @classmethod
@@ -60,4 +78,18 @@ class Chains:
         if not compiled:
             return cls()
         plain: dict[str, Any] = vars(cls())
-        return cls(**{name: torch.compile(function, dynamic=True) for name, function in plain.items()})
+        return cls(**{name: _compiled(function) for name, function in plain.items()})
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile for any number of tokens from the first call on; every other size is fixed in the kernel."""
+    fused = torch.compile(function)
+
+    def call(x_TD: torch.Tensor, *rest: Any) -> Any:
+        tokens = x_TD.shape[0]
+        for argument in (x_TD, *rest):
+            if isinstance(argument, torch.Tensor) and argument.dim() > 1 and argument.shape[0] == tokens:
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        return fused(x_TD, *rest)
+
+    return call

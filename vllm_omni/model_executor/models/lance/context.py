@@ -39,6 +39,7 @@ class ContextWriter:
     def __init__(self, network: LanceNetwork, markers: tuple[int, int]) -> None:
         self.network = network
         self._marker_ids = markers
+        self._markers: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +50,9 @@ class ContextWriter:
 
     def markers(self) -> torch.Tensor:
         """Return the embeddings of a block's start and end, [2, D]."""
-        return self.embed(self._marker_ids)
+        if self._markers is None or self._markers.device != self.device:
+            self._markers = torch.tensor(self._marker_ids, dtype=torch.int64, device=self.device)
+        return self.network.language_model.embed(self._markers)
 
     def rope(self, positions_3T: torch.Tensor) -> Rope:
         config = self.network.config
@@ -62,8 +65,7 @@ class ContextWriter:
 
     def position_rows(self, grid: tuple[int, int, int]) -> torch.Tensor:
         """Return the latent position rows of a grid, [n, D], in the model's type."""
-        rows = self.network.latent_pos_embed.rows(*grid)
-        return rows.to(self.device, self.network.language_model.dtype)
+        return self.network.latent_pos_embed.rows(*grid, self.device, self.network.language_model.dtype)
 
     def add(
         self, builder: PackBuilder, cache: BranchCache, context: Sequence[PlacedSegment], visuals: Visuals

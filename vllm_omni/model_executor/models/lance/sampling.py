@@ -67,5 +67,5 @@ class TokenChoice:
         before = probabilities.cumsum(-1) - probabilities
         kept = torch.where(before < self.top_p, probabilities, 0.0)  # the first is always kept
         reached = kept.cumsum(-1)
-        index = (reached <= uniform * reached[-1]).sum().clamp(max=len(ids) - 1)
-        return ids[index].reshape(1)
+        index = (reached <= uniform * reached[-1]).sum(dim=0, keepdim=True).clamp(max=len(ids) - 1)
+        return ids.gather(0, index)

@@ -192,13 +192,10 @@ class Qwen2MoTForCausalLM(nn.Module):
             expert, chains, rope = layer.expert(name), self._chains[name], pack.rope[name]
             normed = chains.rms_norm(x[name], expert.input_norm, eps)
             qkv = functional.linear(normed, expert.qkv, expert.qkv_bias)
-            q, k, v = (
-                part.unflatten(-1, (-1, head_dim))
-                for part in qkv.split((expert.q_size, expert.kv_size, expert.kv_size), dim=-1)
+            queries[name], keys[name] = chains.query_key(
+                qkv, *rope, expert.q_norm, expert.k_norm, expert.num_heads, expert.num_kv_heads, eps
             )
-            queries[name] = chains.norm_rope(q, expert.q_norm, *rope, eps)
-            keys[name] = chains.norm_rope(k, expert.k_norm, *rope, eps)
-            values[name] = v
+            values[name] = qkv[:, expert.q_size + expert.kv_size :].unflatten(-1, (-1, head_dim))
         for store in pack.stores:
             slots = slice(store.start, store.start + store.tokens.stop - store.tokens.start)
             store.cache.k[index, slots] = keys[store.expert][store.tokens]
@@ -263,18 +260,26 @@ class LancePositionEmbedding3D(nn.Module):
         self.width, self.frames, self.size = width, frames, size
         self.pos_embed = _empty(frames * size * size, width) if stored else None
 
-    def rows(self, frames: int, height: int, width: int) -> torch.Tensor:
-        """Return the rows of a latent grid in token order, [frames * height * width, D]; fp32 when computed."""
+    def rows(
+        self,
+        frames: int,
+        height: int,
+        width: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """Return the rows of a latent grid in token order, [frames * height * width, D]."""
         if frames > self.frames or max(height, width) > self.size:
             raise ValueError(
                 f"a latent grid of {frames}x{height}x{width} is outside the table of {self.frames} frames of "
                 f"{self.size}x{self.size}"
             )
         if self.pos_embed is not None:
-            return self.pos_embed[self.flat_ids(frames, height, width).to(self.pos_embed.device)]
+            return self.pos_embed[self.flat_ids(frames, height, width).to(self.pos_embed.device)].to(device, dtype)
         third = 2 * (self.width // 6)
-        parts = (sine_table(third, frames), sine_table(third, height), sine_table(self.width - 2 * third, width))
-        grid = torch.empty(frames, height, width, self.width)
+        sizes = ((third, frames), (third, height), (self.width - 2 * third, width))
+        parts = [sine_table(dim, length).to(device, dtype) for dim, length in sizes]
+        grid = torch.empty(frames, height, width, self.width, device=device, dtype=dtype)
         grid[..., :third] = parts[0][:, None, None]
         grid[..., third : 2 * third] = parts[1][None, :, None]
         grid[..., 2 * third :] = parts[2][None, None, :]

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder's chains, compiled and plain, and that tensor-parallel parts add up (numbers are held by the goldens)."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_omni.model_executor.models.lance.chains import Chains
+from vllm_omni.model_executor.models.lance.transformer import LancePositionEmbedding3D
+
+
+@pytest.mark.nightly
+def test_compiled_chains_equal_plain_ones_for_any_number_of_tokens() -> None:
+    """One kernel for all sizes (no recompilation after the first), fp32 within 1e-5."""
+    plain, compiled = Chains(), Chains.build(compiled=True)
+    torch.manual_seed(0)
+    weight, q, k = torch.rand(32), torch.rand(16), torch.rand(16)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (7, 40, 129):
+            x, update = torch.randn(tokens, 32), torch.randn(tokens, 32)
+            rotation = torch.randn(tokens, 8), torch.randn(tokens, 8)
+            qkv = torch.randn(tokens, 8 * 16)
+            cases: list[tuple[str, tuple[Any, ...]]] = [
+                ("rms_norm", (x, weight, 1e-6)),
+                ("add_norm", (x, update, weight, 1e-6)),
+                ("query_key", (qkv, *rotation, q, k, 4, 2, 1e-6)),
+                ("silu_mul", (qkv,)),
+            ]
+            for name, arguments in cases:
+                torch.testing.assert_close(
+                    getattr(compiled, name)(*arguments), getattr(plain, name)(*arguments), atol=1e-5, rtol=0
+                )
+
+
+def test_a_grid_outside_the_position_table_is_refused() -> None:
+    table = LancePositionEmbedding3D(64, frames=2, size=4)
+    with pytest.raises(ValueError, match="outside the table of 2 frames of 4x4"):
+        table.rows(1, 5, 4)
+
+
+def test_stored_and_computed_positions_agree() -> None:
+    """The released checkpoints store the table that this code computes."""
+    computed = LancePositionEmbedding3D(64, frames=3, size=4)
+    stored = LancePositionEmbedding3D(64, frames=3, size=4, stored=True)
+    assert stored.pos_embed is not None
+    stored.pos_embed.data.copy_(computed.rows(3, 4, 4))
+    assert torch.equal(stored.rows(2, 3, 4), computed.rows(2, 3, 4))
