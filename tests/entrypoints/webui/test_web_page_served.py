@@ -190,6 +190,7 @@ def test_screenshot_for_the_guide(page: Page, tmp_path: Path) -> None:
     target = Path(os.environ.get("OMNI_SCREENSHOT", tmp_path / "web_page.png"))
     page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     page.desktop(1280, 800)
+    time.sleep(0.5)  # colours fade
     page.screenshot(tmp_path / "start.png")
     begin(page)
     for key in ("w", "l"):
