@@ -195,7 +195,8 @@ def test_screenshot_for_the_guide(page: Page, tmp_path: Path) -> None:
     begin(page)
     for key in ("w", "l"):
         page.key("keyDown", key)
-        time.sleep(2.5)
+        reached = page.run(f"{PARTS}.then(({{ app }}) => app.world.lastChunk)")
+        page.wait_for(f"{PARTS}.then(({{ app }}) => app.world.lastChunk >= {reached + 3})", 90)
         if key == "w":
             page.press("b")
     page.wait_for("document.querySelectorAll('#marks li').length === 1", 30)
