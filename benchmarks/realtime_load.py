@@ -189,7 +189,10 @@ def disconnects(args: argparse.Namespace, repeats: int = 20) -> dict[str, Any]:
 def main() -> None:
     args = make_parser().parse_args()
     load_before = os.getloadavg()
-    rows = [disconnects(args) if name == "disconnect" else measure(args, name) for name in args.scenario]
+    rows = []
+    for scenario in args.scenario:
+        rows.append(disconnects(args) if scenario == "disconnect" else measure(args, scenario))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     name = "realtime_load" + ("" if args.scenario == ["steady"] else "_" + "_".join(args.scenario))
     save(name, {"load_average_before": load_before, "pinned": not args.no_pin, "rows": rows}, args)
 

@@ -72,12 +72,9 @@ class TimerModel:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         self._live[request_id] = done
-        timer = loop.call_later(max(0.0, due_s - now_s), lambda: done.done() or done.set_result(None))
-        try:
-            await done
-        finally:
-            timer.cancel()
-            self._live.pop(request_id, None)
+        loop.call_later(max(0.0, due_s - now_s), lambda: done.done() or done.set_result(None))
+        await done  # as with vLLM, a caller who is cancelled here must say `abort`
+        self._live.pop(request_id, None)
         world[0], world[1] = due_s + self._period_s, number + 1
         envelope = bytearray(self._template)
         STAMP.pack_into(envelope, self._at, due_s, int(number))

@@ -3,7 +3,7 @@
 
 A message is one msgpack map with the payload inside, or, from 64 KiB on, a header map and the payload as a WebSocket
 message of its own right behind it. Runs on the executor's threads unless a chunk is tiny. Held by
-tests/entrypoints/realtime/test_generate_door.py.
+tests/entrypoints/realtime/test_generate_frames.py.
 """
 
 import io

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How `/v1/realtime_video/generate` is steered, paced and extended. U: unmodified clients depend on it."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fake_engine import LATER, DoorServer, FakeEngine, wait_until
+from live_clients import HEIGHT, WIDTH, ExtendedClient, GenerateClient, png
+from websockets.exceptions import ConnectionClosed
+
+from vllm_omni.entrypoints.realtime.generate_door import PATHS
+
+MakeDoor = Callable[..., DoorServer]
+INIT = {"type": "init", "prompt": "a path", "size": f"{WIDTH}x{HEIGHT}", "first_frame": png()}
+
+
+@pytest.fixture
+def client(door: DoorServer) -> Iterator[GenerateClient]:
+    with GenerateClient(door.port) as client:
+        yield client
+
+
+@pytest.fixture
+def extended(door: DoorServer) -> Iterator[ExtendedClient]:
+    with ExtendedClient(door.port) as client:
+        yield client
+
+
+def actions(engine: FakeEngine) -> list[Any]:
+    return [call.params.actions for call in engine.chunks]
+
+
+def test_without_keys_the_camera_rests(client: GenerateClient, engine: FakeEngine) -> None:
+    """One entry a latent frame."""
+    client.init(max_chunks=2)
+    client.chunk()
+    client.chunk()
+    assert actions(engine) == [[[], [], []], [[], [], []]]
+
+
+def test_a_script_in_init_steers_the_first_chunks(client: GenerateClient, engine: FakeEngine) -> None:
+    """U. Four entries, three a chunk; the rest, then idle. Unknown keys are ignored."""
+    client.init(max_chunks=3, condition_inputs={"camera_actions": [["w"], ["D", "x"], ["a"], ["s"]]})
+    for _ in range(3):
+        client.chunk()
+    assert actions(engine) == [[["w"], ["d"], ["a"]], [["s"], [], []], [[], [], []]]
+
+
+def test_events_act_from_the_next_chunk_on(client: GenerateClient, engine: FakeEngine) -> None:
+    """U. Held keys stay held, a pulse acts once, the id is told with the chunk that used it."""
+    engine.delay_s = 0.15
+    client.init()
+    client.chunk()
+    client.state(["w"], event_id=864)
+    told = [client.chunk() for _ in range(3)]
+    assert [chunk.event_id for chunk in told] == [None, 864, 864]
+    assert told[1].stats["event_id"] == 864
+    client.state(["l"], [], event_id=865)
+    client.chunk()
+    assert client.chunk().event_id == 865
+    assert actions(engine)[2:4] == [[["w"]] * 3, [["w"]] * 3]
+    assert [["l"], [], []] in actions(engine)
+
+
+def test_a_prompt_switches_once_and_never_in_chunk_0(client: GenerateClient, engine: FakeEngine) -> None:
+    """U. The latest of two; the id is not masked by an older key (ours)."""
+    engine.delay_s = 0.15
+    client.init()
+    client.event("prompt", "rain", event_id=1)
+    client.event("prompt", "snow", event_id=2)
+    client.state(["w"], event_id=3)
+    chunks = [client.chunk() for _ in range(3)]
+    assert [call.params.prompt for call in engine.chunks][:3] == ["a path", "snow", None]
+    client.event("prompt", "fog", event_id=4)
+    chunks += [client.chunk() for _ in range(3)]
+    assert [chunk.event_id for chunk in chunks][1:3] == [3, 3]
+    assert [chunk.event_id for chunk in chunks].count(4) == 1
+    assert [call.params.prompt for call in engine.chunks].count("fog") == 1
+
+
+def test_a_composite_event_is_all_or_nothing(client: GenerateClient, engine: FakeEngine) -> None:
+    """U. One bad part and nothing of it applies."""
+    engine.delay_s = 0.1
+    client.init()
+    client.chunk()
+    parts = {"input_types": ["prompt", "camera_actions"], "prompt": "rain"}
+    client.event("composite_input", {**parts, "camera_actions": "w"}, event_id=1)
+    client.event("composite_input", {**parts, "camera_actions": [["w"]]}, event_id=2)
+    messages = []
+    while sum(message["type"] == "chunk_stats" for message in messages) < 4:
+        messages.append(client.receive())
+    assert [message["content"] for message in messages if message["type"] == "error"] == ["invalid event"]
+    assert {message.get("event_id") for message in messages} <= {None, 2}
+    assert [call.params.prompt for call in engine.chunks].count("rain") == 1
+    assert [["w"], [], []] in actions(engine)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b"\xc1",
+        5,
+        {"type": "event"},
+        {"type": "event", "kind": "dance", "payload": []},
+        {"type": "event", "kind": "prompt", "payload": ""},
+        {"type": "event", "kind": "prompt", "payload": 5},
+        {"type": "event", "kind": "camera_actions", "payload": "w"},
+        {"type": "event", "kind": "camera_actions", "payload": [["w"], "w"]},
+        {"type": "event", "kind": "camera_actions", "payload": [["w"]] * 513},
+        {"type": "event", "kind": "camera_actions", "payload": {"mode": "state"}},
+        {"type": "event", "kind": "camera_actions", "payload": {"mode": "state", "transitions": [["w"]]}},
+        {"type": "event", "kind": "prompt", "payload": "rain", "event_id": -1},
+        {"type": "event", "kind": "prompt", "payload": "rain", "event_id": 1 << 32},
+        {"type": "event", "kind": "composite_input", "payload": {"input_types": ["prompt"]}},
+        {"type": "control", "op": "pause"},
+        INIT,
+    ],
+)
+def test_an_invalid_event_is_one_error_and_the_session_goes_on(
+    client: GenerateClient, engine: FakeEngine, event: Any
+) -> None:
+    """U. Nothing of it applies; extensions that were not asked for do not exist."""
+    engine.delay_s = 0.02
+    client.init()
+    client.chunk()
+    client.send(event)
+    seen, errors = [], []
+    while not errors or len(seen) < 3:
+        message = client.receive()
+        if message["type"] == "error":
+            errors.append(message)
+        elif message["type"] == "chunk_stats":
+            seen.append(message["chunk_index"])
+    assert errors == [{"type": "error", "content": "invalid event"}]
+    assert seen == list(range(1, 1 + len(seen)))
+    assert {call.params.prompt for call in engine.chunks} == {"a path", None}
+
+
+def test_a_repeated_event_has_no_second_effect(client: GenerateClient, engine: FakeEngine) -> None:
+    """Ours: the same id again, as after a reconnecting proxy, is ignored."""
+    engine.delay_s = 0.1
+    client.init()
+    client.chunk()
+    for _ in range(3):
+        client.event("camera_actions", [["w"]], event_id=7)
+        client.chunk()
+    client.chunk()
+    assert sum(call == [["w"], [], []] for call in actions(engine)) == 1
+
+
+def test_the_next_chunk_is_made_while_this_one_is_sent(client: GenerateClient, engine: FakeEngine) -> None:
+    """U. Ten chunks of 50 ms take little more than half a second."""
+    engine.delay_s = 0.05
+    client.init(max_chunks=10)
+    client.chunk()
+    started_s = time.monotonic()
+    for _ in range(9):
+        client.chunk()
+    assert time.monotonic() - started_s < 9 * 0.05 * 1.5
+    assert engine.most_running == 1
+
+
+def test_pacing_spaces_chunks_as_they_play(client: GenerateClient) -> None:
+    """U. At 120 frames a second a chunk of 12 lasts 100 ms, though the model needs none."""
+    client.init(max_chunks=8, realtime_output_pacing=True, fps=120)
+    arrivals, waits = [], []
+    for _ in range(8):
+        waits.append(client.chunk().stats["pace_wait_ms"])
+        arrivals.append(time.monotonic())
+    spacing_s = (arrivals[-1] - arrivals[1]) / 6
+    assert spacing_s == pytest.approx(LATER / 120, rel=0.1)
+    assert waits[0] == 0
+    assert sum(waits) > 400
+
+
+def test_a_reaction_is_not_held_back(client: GenerateClient, engine: FakeEngine) -> None:
+    """U. A chunk with a new event goes out at once."""
+    client.init(realtime_output_pacing=True, fps=24)
+    client.chunk()
+    client.chunk()
+    client.state(["w"], event_id=1)
+    while (chunk := client.chunk()).event_id != 1:
+        pass
+    assert chunk.stats["pace_wait_ms"] <= 1
+
+
+def test_extensions_are_granted_by_name(extended: ExtendedClient) -> None:
+    """The first message says which; unknown ones are left out."""
+    extended.init(max_chunks=1, extensions=["receipts", "ping", "teleport"])
+    session = extended.receive()
+    assert (session["type"], session["protocol"], session["granted"]) == ("session", 1, ["receipts", "ping"])
+    extended.send({"type": "ping", "t": 1.5})
+    assert extended.receive()["type"] in ("pong", "frame_batch")
+
+
+def test_unknown_extensions_change_nothing(client: GenerateClient) -> None:
+    """Nothing granted, nothing said."""
+    client.init(max_chunks=1, extensions=["teleport"])
+    client.chunk()
+
+
+def test_receipts_say_what_became_of_an_event(extended: ExtendedClient, engine: FakeEngine) -> None:
+    """Accepted at once, then applied in a chunk or superseded, or rejected with a code."""
+    engine.delay_s = 0.2
+    extended.init(extensions=["receipts"])
+    extended.receive()
+    extended.event("prompt", "rain", event_id=1)
+    extended.event("prompt", "snow", event_id=2)
+    extended.event("prompt", "", event_id=3)
+    acks, chunks = [], []
+    while len(chunks) < 3:
+        message = extended.receive()
+        if message["type"] in ("event_ack", "event_applied", "error"):
+            acks.append(message)
+        elif message["type"] == "chunk_stats":
+            chunks.append(message["chunk_index"])
+    told = [(ack["event_id"], ack["status"]) for ack in acks if ack["type"] == "event_ack"]
+    assert told == [(1, "accepted"), (1, "superseded"), (2, "accepted"), (3, "rejected")]
+    assert [(ack["event_id"], ack["chunk_index"]) for ack in acks if ack["type"] == "event_applied"] == [(2, 1)]
+    (error,) = [ack for ack in acks if ack["type"] == "error"]
+    assert (error["code"], error["content"]) == ("invalid_request", "invalid event")
+
+
+def test_credit_is_what_may_be_made(extended: ExtendedClient, engine: FakeEngine) -> None:
+    """No credit, no chunk; each credit one."""
+    extended.init(extensions=["credit"])
+    extended.receive()
+    time.sleep(0.1)
+    assert engine.chunks == []
+    extended.send({"type": "credit", "chunks": 2})
+    assert [extended.chunk().index, extended.chunk().index] == [0, 1]
+    time.sleep(0.1)
+    assert len(engine.chunks) == 2
+    extended.send({"type": "credit", "chunks": 1})
+    assert extended.chunk().index == 2
+
+
+def test_pause_resume_reset_and_stop(extended: ExtendedClient, engine: FakeEngine) -> None:
+    """A paused session costs the engine nothing; reset begins the same world again; stop closes normally."""
+    engine.delay_s = 0.02
+    extended.init(extensions=["control"])
+    extended.receive()
+    extended.chunk()
+
+    def result(op: str) -> dict[str, Any]:
+        extended.send({"type": "control", "op": op, "id": f"my-{op}"})
+        while (message := extended.receive())["type"] != "control_result":
+            pass
+        assert (message["id"], message["ok"]) == (f"my-{op}", True)
+        return message
+
+    result("pause")
+    wait_until(lambda: not engine.running)
+    made = len(engine.chunks)
+    time.sleep(0.15)
+    assert len(engine.chunks) == made
+    result("resume")
+    wait_until(lambda: len(engine.chunks) > made)
+    result("reset")
+    assert extended.chunk().index == 0
+    result("stop")
+    assert extended.close_code() == (1000, "stopped by the client")
+
+
+def test_a_paused_session_without_a_word_is_idle(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """It would keep its place for ever."""
+    with ExtendedClient(make_door(idle_timeout_s=0.3).port) as client:
+        client.init(extensions=["credit"])
+        client.receive()
+        assert client.close_code()[0] == 4010
+
+
+def test_no_compression_is_negotiated(door: DoorServer) -> None:
+    """Browsers always offer it; it would cost a core for fifty sessions."""
+    from websockets.sync.client import connect
+
+    with connect(f"ws://127.0.0.1:{door.port}{PATHS[0]}") as connection:
+        assert connection.response is not None
+        assert "Sec-WebSocket-Extensions" not in connection.response.headers
+
+
+def test_an_oversized_message_closes_with_1009(client: GenerateClient) -> None:
+    """U. The limit is the server's `--ws-max-size`."""
+    with contextlib.suppress(ConnectionClosed):
+        client.send(bytes((1 << 20) + 1))
+    assert client.close_code()[0] == 1009
