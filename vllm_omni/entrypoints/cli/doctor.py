@@ -12,10 +12,12 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from vllm_omni.entrypoints.cli.torchvision_cpu import declare_missing_operators
 
 VLLM_SERIES = "0.32"
 _MIN_PYTHON = (3, 11)
@@ -169,14 +171,23 @@ def check_torchvision() -> Finding:
         "torchvision",
         "fail",
         f"was built for another torch and cannot be imported ({reason}); transformers would fail with it",
-        "vllm-omni doctor --fix  (removes torchvision, torchaudio, torchcodec; nothing here needs them)",
-        remove_torch_companions,
+        "vllm-omni doctor --fix  (makes torchvision importable or removes it; removes torchaudio, torchcodec)",
+        mend_torch_companions,
     )
 
 
-def remove_torch_companions() -> str:
+def mend_torch_companions() -> str:
+    """Make PyPI's torchvision importable beside a CPU torch (Qwen2.5-Omni needs it), remove what cannot be mended."""
+    if declare_missing_operators() and check_torchvision().status == "ok":
+        return f"torchvision imports now; {remove_torch_companions(_TORCH_COMPANIONS[1:])}"
+    return remove_torch_companions()
+
+
+def remove_torch_companions(which: Sequence[str] = _TORCH_COMPANIONS) -> str:
     """Uninstall the companions of torch that came with vLLM but were built for another torch."""
-    names = [name for name in _TORCH_COMPANIONS if installed_version(name)]
+    names = [name for name in which if installed_version(name)]
+    if not names:
+        return "nothing to remove"
     subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *names], check=True, timeout=300)
     return f"removed {', '.join(names)}"
 

@@ -62,12 +62,14 @@ class SpeechRoutes:
         if audio is None:
             stock: Response = await create_chat_completion(request, raw_request)
             return stock
-        return await self._chat_with_sound(request, raw_request, audio)
 
-    @with_cancellation
-    async def _chat_with_sound(
-        self, request: ChatCompletionRequest, raw_request: Request, audio: AudioParams
-    ) -> Response:
+        @with_cancellation  # a client that goes away before the first result aborts the request
+        async def serve(request: ChatCompletionRequest, raw_request: Request) -> Response:
+            return await self._chat_with_sound(request, audio)
+
+        return await serve(request, raw_request) or Response(status_code=499)
+
+    async def _chat_with_sound(self, request: ChatCompletionRequest, audio: AudioParams) -> Response:
         try:
             events = await self._chat_events(request, audio)
             if isinstance(events, Response):
