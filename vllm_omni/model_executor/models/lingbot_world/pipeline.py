@@ -14,9 +14,7 @@
 Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -40,20 +38,17 @@ from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, re
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, SessionShape
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
+from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.noise import standard_normal
 from vllm_omni.model_executor.schedules import FewStepSchedule
-from vllm_omni.model_executor.vllm_model import StepPipeline
+from vllm_omni.model_executor.vllm_model import StepPipeline, default_dtype
 from vllm_omni.outputs import RequestFailed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-_SHARED_PROMPTS = 1
-"""Prompts whose cross-attention K/V are kept for the next session (400 MiB each at full size); live sessions keep
-their own besides."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,7 @@ class LingBotWorld(nn.Module):
             device=setup.options.text_encoder_device or "model",
             dtype=setup.dtype,
         )
-        with _default_dtype(setup.dtype):
+        with default_dtype(setup.dtype):
             self.transformer = LingBotTransformer(
                 setup.config,
                 setup.parallel,
@@ -142,13 +137,13 @@ class LingBotWorld(nn.Module):
             compiled=setup.compiled,
         )
         self.condition = GreyCondition(self.vae) if setup.parallel.first_stage else None
-        self._prompts: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
         """Fill every parameter this rank has, strictly. Raises ValueError."""
         vae = self.vae if self.vae.has_encoder or self.vae.has_decoder else None
         load_pipeline_weights(layout, self.config, self.transformer, vae, self.text_encoder)
-        self._prompts.clear()
+        self.prompts.forget()
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
@@ -326,20 +321,9 @@ class LingBotWorld(nn.Module):
         """Compute what every block needs of camera and prompt, once per chunk (collective under tensor parallelism)."""
         session, chunk = _session_of(request), _chunk_of(request)
         assert chunk.camera_map is not None
-        chunk.cross_kv = session.cross_kv if chunk.text is None else self._shared_cross_kv(chunk.prompt, chunk.text)
+        chunk.cross_kv = session.cross_kv if chunk.text is None else self.prompts.get(chunk.prompt, chunk.text)
         chunk.camera = self.transformer.camera_modulation(chunk.camera_map)
         chunk.camera_map = None
-
-    def _shared_cross_kv(self, prompt: str, text: torch.Tensor) -> torch.Tensor:
-        """Return the prompt's K/V, computed once for all sessions that ask for it in a row."""
-        cross_kv = self._prompts.get(prompt)
-        if cross_kv is None:
-            cross_kv = self.transformer.cross_attention_kv(text)
-            while len(self._prompts) >= _SHARED_PROMPTS:
-                self._prompts.popitem(last=False)
-        self._prompts[prompt] = cross_kv
-        self._prompts.move_to_end(prompt)
-        return cross_kv
 
     def _replay(self, session: LingBotSession, prompt: str) -> tuple[PastChunk, ...]:
         """Return the chunks to run again before this one: those in the window, if it was made under another prompt."""
@@ -400,16 +384,6 @@ def _session_of(request: DiffusionRequest) -> LingBotSession:
 def _chunk_of(request: DiffusionRequest) -> Chunk:
     assert isinstance(request.state, Chunk), "prepare_encode has not run"
     return request.state
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class LingBotWorldPipeline(LingBotWorld, StepPipeline):
