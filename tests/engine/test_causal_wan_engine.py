@@ -117,6 +117,7 @@ def test_one_engine_serves_streams_side_by_side(expected: list[list[torch.Tensor
     assert largest_difference([expected[0]], [expected[1]]) > 0.1
 
 
+@pytest.mark.nightly
 def test_one_forward_for_several_streams_agrees_within_tolerance(
     causal_wan: Path, expected: list[list[torch.Tensor]]
 ) -> None:
