@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.platforms import current_platform
+from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.profiler.wrapper import create_worker_profiler
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -308,9 +310,17 @@ class PipelineWorker:
 
 
 def _device(vllm_config: "VllmConfig") -> torch.device:
-    """The one device: vLLM has made it the first visible one of this process."""
+    """The one device of this engine: a data-parallel engine takes the GPU of its local rank, as vLLM's worker does."""
     kind = vllm_config.device_config.device_type
-    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if kind != "cuda":
+        return torch.device(kind)
+    parallel = vllm_config.parallel_config
+    if parallel.assigned_physical_gpu_ids is not None:  # --device-ids
+        set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
+    rank = parallel.data_parallel_rank_local
+    index = current_platform.logical_device_id_to_visible_device_id(
+        parallel.data_parallel_index if rank is None else rank
+    )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
     return device
