@@ -16,7 +16,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +26,7 @@ from vllm_omni.entrypoints.metrics import SessionMeter
 from vllm_omni.entrypoints.realtime.camera import plan_frames
 from vllm_omni.entrypoints.realtime.engine import ChunkResult
 from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.journal import Journal
 from vllm_omni.entrypoints.realtime.run import Controls, FinishedChunk, Job, Reply, Run
 from vllm_omni.inputs import DiffusionParams
 
@@ -37,7 +38,6 @@ logger = logging.getLogger("vllm." + __name__)
 SessionKey = tuple[str, str]
 """(principal, session id): the same id of two principals names two worlds."""
 
-_REMEMBERED_RUNS: Final = 64
 _MAX_WAITING: Final = 2  # one request runs, one waits
 
 
@@ -67,7 +67,7 @@ class Session:
         self.connections: set[object] = set()
         """Open connections that have used this session; kept by the doors."""
         self.last_used_s = time.monotonic()
-        self.runs: OrderedDict[str, Run] = OrderedDict()
+        self.journal = Journal()
         self._turn = asyncio.Lock()
         self._waiting = 0
 
@@ -97,7 +97,7 @@ class Session:
         Raises `DoorError` `request_id_conflict` or `session_busy`.
         """
         self.last_used_s = time.monotonic()
-        run = self.runs.get(job.request_id)
+        run = self.journal.runs.get(job.request_id)
         if run is not None and run.job.digest != job.digest:
             raise DoorError(
                 "request_id_conflict", "this request_id belongs to another request; use a new one", param="request_id"
@@ -110,7 +110,7 @@ class Session:
             run.reopen(job)
         else:
             attempt = run.attempt + 1 if run is not None else 1
-            run = self.runs[job.request_id] = Run(
+            run = self.journal.runs[job.request_id] = Run(
                 job, attempt=attempt, account=self._manager.account, dropped=self.meter.frames_dropped
             )
             self._trim_journal()
@@ -121,7 +121,7 @@ class Session:
 
     def cancel(self, runs: Iterable[Run] | None = None) -> None:
         """End these runs (all of the session if None) with `cancelled`; their chunks are aborted in the engine."""
-        for run in list(self.runs.values()) if runs is None else runs:
+        for run in list(self.journal.runs.values()) if runs is None else runs:
             if not run.finished and run.task is not None and not run.task.cancelling():
                 run.task.cancel()  # once: a second time would cut its clean-up short
 
@@ -371,6 +371,15 @@ class Session:
         finally:
             self._keep(run, chunk, await rendering)
 
+    def missed_since(self, last_chunk: int | None) -> list[tuple[Run, int]]:
+        """As `Journal.missed_since`; raises `DoorError("resync_required")`."""
+        return self.journal.missed_since(last_chunk, self.next_chunk)
+
+    def _trim_journal(self) -> None:
+        self.journal.drop_delivered(self._manager.limits.journal_bytes)
+        self._manager.trim()
+        self.journal.forget_old()
+
     def _keep(self, run: Run, chunk: FinishedChunk, payloads: Sequence[Sized]) -> None:
         for part, payload in enumerate(payloads):
             num_frames = len(chunk.result.frames_THWC) if part == 0 else 0
@@ -400,46 +409,6 @@ class Session:
         if not self.started and not refused:
             self.forget_world()  # the first chunk may have been committed all the same
 
-    # -- journal -------------------------------------------------------------------------------------------------
-
-    def missed_since(self, last_chunk: int | None) -> list[tuple[Run, int]]:
-        """Runs and reply numbers from which to replay what came after `last_chunk` (None: from the beginning).
-
-        Raises `DoorError("resync_required", next_chunk_index=...)` if a part of it is no longer kept.
-        """
-        wanted = 0 if last_chunk is None else last_chunk + 1
-        missed: list[tuple[Run, int]] = []
-        for run in self.runs.values():
-            skipped = sum(reply.chunk_index < wanted for reply in run.replies)
-            kept = list(run.replies)[skipped:]
-            if kept and kept[0].chunk_index == wanted and kept[0].part == 0:
-                missed.append((run, run.first_kept + skipped))
-                wanted = kept[-1].chunk_index + 1
-            elif not run.finished:
-                missed.append((run, run.num_replies))
-        if wanted < self.next_chunk:
-            raise DoorError(
-                "resync_required",
-                "not everything since then is kept; go on from here",
-                next_chunk_index=self.next_chunk,
-            )
-        return missed
-
-    def _trim_journal(self) -> None:
-        self.drop_delivered(self._manager.limits.journal_bytes)
-        self._manager.trim()
-        for request_id, run in list(self.runs.items())[: max(0, len(self.runs) - _REMEMBERED_RUNS)]:
-            if run.finished and not run.has_follower:
-                run.discard()
-                del self.runs[request_id]
-
-    def drop_delivered(self, keep_bytes: int) -> None:
-        """Forget delivered replies, oldest first, until at most `keep_bytes` are kept (or none is left to forget)."""
-        total = sum(run.kept_bytes for run in self.runs.values())
-        for run in self.runs.values():
-            while total > keep_bytes and (freed := run.drop_oldest()):
-                total -= freed
-
     # -- the world -----------------------------------------------------------------------------------------------
 
     def forget_world(self, in_engine: bool = True) -> None:
@@ -450,10 +419,7 @@ class Session:
         self.started, self.in_step = False, True
         self.next_chunk = self.next_frame = 0
         self.prompt = self.seed = None
-        for request_id, run in list(self.runs.items()):
-            if run.finished:
-                run.discard()
-                del self.runs[request_id]
+        self.journal.forget_finished()
 
     async def stop(self) -> None:
         """Cancel all requests; the world stays as it is."""

@@ -96,7 +96,7 @@ class SessionManager:
         for session in self._sessions.values():  # least recently used first
             if not self.is_over_budget:
                 return
-            session.drop_delivered(0)
+            session.journal.drop_delivered(0)
 
     # -- room ----------------------------------------------------------------------------------------------------
 
@@ -142,8 +142,7 @@ class SessionManager:
         """A session without a world and without requests is nothing: its id is free again."""
         if not session.started and not session.is_busy and self._sessions.get(session.key) is session:
             del self._sessions[session.key]
-            for run in session.runs.values():
-                run.discard()
+            session.journal.discard()
             session.meter.close("closed")
         elif session.started:
             self._evicted.pop(session.key, None)
