@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The offline Lance example as its own command line, and what it writes."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vllm_omni.model_executor.models.lance.config import TASKS
+from vllm_omni.model_executor.models.registry import get_family
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "offline_inference" / "lance.py"
+
+
+def load_example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("offline_lance", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_task_has_a_name() -> None:
+    assert set(load_example().TASKS.values()) == set(TASKS)
+
+
+def test_several_pictures_get_numbered_files(tmp_path: Path) -> None:
+    pictures = torch.zeros(2, 16, 16, 3, dtype=torch.uint8)
+    paths = load_example().write(tmp_path / "cat.png", {}, {"images": pictures})
+    assert [path.name for path in paths] == ["cat-0.png", "cat-1.png"]
+    assert all(Image.open(path).size == (16, 16) for path in paths)
+
+
+def test_a_clip_is_read_as_frames(tmp_path: Path) -> None:
+    example = load_example()
+    (path,) = example.write(tmp_path / "a.mp4", {"fps": 12}, {"frames": torch.zeros(5, 16, 32, 3, dtype=torch.uint8)})
+    args = example.make_parser().parse_args(["model", "video-understanding", "--video", str(path)])
+    assert example.read_inputs(args)["video"].shape == (5, 16, 32, 3)
+
+
+@pytest.mark.nightly
+def test_a_picture_is_drawn_and_read(tmp_path: Path) -> None:
+    """Two runs of the script on the tiny checkpoint, as a user types them."""
+    get_family("lance").make_tiny(tmp_path / "model", 0, "image")
+    common = ["--model-options", '{"max_image_pixels": 16384}']
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, str(SCRIPT), str(tmp_path / "model"), *arguments, *common]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300).stdout
+
+    run("text-to-image", "--prompt", "a cat", "--height", "64", "--width", "96", "--steps", "2", "--out", "cat.png")
+    assert np.asarray(Image.open(tmp_path / "cat.png")).shape == (64, 96, 3)
+    answer = run("image-understanding", "--image", "cat.png", "--max-tokens", "20", "--resolution", "image_256res")
+    assert "tokens, ended by" in answer
