@@ -17,7 +17,6 @@ needs about 85 GB; `--in-process` runs the engine's core in this process on the 
 
 import argparse
 import asyncio
-import gc
 import json
 import os
 import random
@@ -25,7 +24,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, quantiles, save
+from common import add_output_arguments, quantiles, run_request, running_engine, save
 
 TARGET = 0.02
 PROMPT_TOKENS = 256
@@ -103,13 +101,13 @@ class Request:
             for name in ("prompt_embeds", "negative_prompt_embeds"):
                 self.tensors[name] = torch.randn(PROMPT_TOKENS, text_width, generator=generator)
 
-    def engine_params(self, number: int) -> Any:
+    def params(self, number: int) -> Any:
         from vllm_omni.inputs import DiffusionParams
 
         text = {} if self.tensors else {"prompt": "a red fox", "negative_prompt": "rain"}
         return DiffusionParams(
             session_id=f"r{number}", one_shot=True, seed=7, guidance_scale=self.guidance, **text, **self.size
-        ).to_pooling_params(self.tensors)
+        )
 
     def direct(self, pipeline: Any) -> Any:
         """uint8 pictures on the host, as a caller of diffusers would get them (`output_type="pil"`)."""
@@ -130,21 +128,8 @@ class Request:
         return np.stack([np.array(image) for image in output.images])
 
 
-def make_engine(model: Path, args: argparse.Namespace) -> Any:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(model, args)))
-
-
-def engine_arguments(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "model": str(model),
-        "config_format": "omni",
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        **({"load_format": "dummy", "dtype": "bfloat16"} if args.full_size else {}),
-    }
+def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    return {"enforce_eager": True, **({"load_format": "dummy", "dtype": "bfloat16"} if args.full_size else {})}
 
 
 def load_direct(model: Path, args: argparse.Namespace) -> Any:
@@ -160,36 +145,36 @@ def load_direct(model: Path, args: argparse.Namespace) -> Any:
 
 
 async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    from vllm_omni.inputs import engine_prompt
-    from vllm_omni.outputs import unpack
-
     request = Request(args, 3584 if args.full_size else None)
     if args.in_process:
-        from vllm import LLM
-
-        llm = LLM(**engine_arguments(model, args))
-        core = llm.llm_engine.engine_core.engine_core
-        pipeline = core.model_executor.worker.runner.host.pipeline
-
-        async def through_engine(number: int) -> Any:
-            answer = llm.encode(engine_prompt(), request.engine_params(number), pooling_task="plugin", use_tqdm=False)
-            return unpack(answer[0].outputs.data)
-
-        stop: Callable[[], None] = core.shutdown
-    else:
-        engine = make_engine(model, args)
+        return await _in_process(model, args, request)
+    async with running_engine(model, {}, **engine_arguments(args)) as engine:
         pipeline = load_direct(model, args)
 
         async def through_engine(number: int) -> Any:
-            async for output in engine.encode(engine_prompt(), request.engine_params(number), f"r{number}"):
-                last = output
-            return unpack(last.outputs.data)
+            return await run_request(engine, request.params(number), request.tensors, f"r{number}")
 
-        stop = engine.shutdown
-    try:
         return await _pairs(args, request, pipeline, through_engine)
+
+
+async def _in_process(model: Path, args: argparse.Namespace, request: Request) -> dict[str, Any]:
+    from vllm import LLM
+
+    from vllm_omni.inputs import engine_prompt
+    from vllm_omni.outputs import unpack
+
+    llm = LLM(model=str(model), config_format="omni", skip_tokenizer_init=True, **engine_arguments(args))
+    core = llm.llm_engine.engine_core.engine_core
+
+    async def through_engine(number: int) -> Any:
+        params = request.params(number).to_pooling_params(request.tensors)
+        (answer,) = llm.encode(engine_prompt(), params, pooling_task="plugin", use_tqdm=False)
+        return unpack(answer.outputs.data)
+
+    try:
+        return await _pairs(args, request, core.model_executor.worker.runner.host.pipeline, through_engine)
     finally:
-        stop()
+        core.shutdown()
 
 
 def processor_s() -> float:
@@ -274,7 +259,6 @@ def main() -> None:
         else:
             get_family("diffusers_pipeline").make_tiny(model, 0, "qwen_image")
         result = asyncio.run(measure(model, args))
-        gc.collect()  # the engine's finaliser must run while the interpreter is whole
     name = "diffusers_executor" + ("_full_size" if args.full_size else "") + ("_in_process" if args.in_process else "")
     save(name, result, args)
     overhead = result["overhead"]["median_of_pairs"]
