@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from instant_engine import InstantEngine, Results
 
-from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.entrypoints.openai.errors import ApiError
 from vllm_omni.entrypoints.openai.jobs import VideoJobs
@@ -24,43 +24,6 @@ from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.outputs import RequestFailed
-
-Results = tuple[dict[str, Any], dict[str, np.ndarray]]
-
-
-class InstantEngine(OmniEngine):
-    """Only the wire is missing: `run` is answered here, everything above it is the real thing.
-
-    answers: called with each generate request; may raise. release: if set, requests wait for it.
-    """
-
-    def __init__(self) -> None:
-        self.requests: list[tuple[DiffusionParams, tuple[str, ...]]] = []
-        self.closed: list[str] = []
-        self.cancelled = 0
-        self.release: asyncio.Event | None = None
-        self.failures: list[RequestFailed] = []
-        self.steps = (0, 1)
-
-    async def run(self, params: DiffusionParams, arrays: Any) -> Results:
-        if params.op == "close":
-            self.closed.append(params.session_id)
-            return {}, {}
-        self.requests.append((params, tuple(arrays)))
-        if self.failures:
-            raise self.failures.pop(0)
-        if self.release is not None:
-            try:
-                await self.release.wait()
-            except asyncio.CancelledError:
-                self.cancelled += 1
-                raise
-        count = params.num_frames or (9 if params.chunk_index == 0 else 12)
-        frames = np.full((count, params.height or 32, params.width or 48, 3), 100, np.uint8)
-        return {"timings_ms": {"total": [1.0]}}, {"frames": frames}
-
-    async def progress(self) -> dict[str, tuple[int, int]]:
-        return {params.session_id: self.steps for params, _ in self.requests}
 
 
 def served(world: bool) -> ServedModel:

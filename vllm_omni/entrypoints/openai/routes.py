@@ -91,6 +91,7 @@ class OpenAIRoutes:
             self._generations,
             body={"application/json": _schema(ImageGenerationRequest)},
             reply=ImagesReply,
+            media_types=("text/event-stream",),
         )
         images = {"type": "array", "items": _BINARY, "minItems": 1, "maxItems": 16}
         add(
@@ -103,6 +104,7 @@ class OpenAIRoutes:
                 ),
             },
             reply=ImagesReply,
+            media_types=("text/event-stream",),
         )
         add(
             "/v1/files/{file_id}/content",
@@ -219,8 +221,11 @@ class _Adder:
         success: dict[str, Any] = {"description": "Success"}
         if reply is not None:
             success["model"] = reply
-        else:
-            success["content"] = {media_type: {"schema": _BINARY} for media_type in media_types}
+        if media_types:
+            success["content"] = {
+                media_type: {"schema": {} if media_type == "text/event-stream" else _BINARY}
+                for media_type in media_types
+            }
         self._app.add_api_route(
             path,
             route,

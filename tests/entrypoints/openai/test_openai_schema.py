@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""schemathesis over the OpenAPI description of the image and video routes, over real HTTP; the engine answers at once.
+
+Calls that follow the description and calls that break it: no 5xx, no undocumented status or content type, replies as
+described, and what breaks the description refused. A short run for every merge, a long one at night.
+Its pytest fixtures do not work with pytest 9, so operations are drawn from here.
+"""
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import schemathesis
+import uvicorn
+from fastapi import FastAPI
+from hypothesis import HealthCheck, Phase, given, settings
+from instant_engine import InstantEngine
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from vllm_omni.entrypoints.openai.images import ImageRoutes
+from vllm_omni.entrypoints.openai.jobs import VideoJobs
+from vllm_omni.entrypoints.openai.limits import MediaLimits
+from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
+from vllm_omni.entrypoints.openai.served import ServedModel
+from vllm_omni.entrypoints.openai.store import MediaStore
+from vllm_omni.entrypoints.openai.videos import VideoRoutes
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.model_executor.models.null_image.family import CAPABILITIES
+
+ROUTES = [
+    ("/v1/images/generations", "POST"),
+    ("/v1/images/edits", "POST"),
+    ("/v1/files/{file_id}/content", "GET"),
+    ("/v1/videos", "POST"),
+    ("/v1/videos", "GET"),
+    ("/v1/videos/{video_id}", "GET"),
+    ("/v1/videos/{video_id}", "DELETE"),
+    ("/v1/videos/{video_id}/cancel", "POST"),
+    ("/v1/videos/{video_id}/content", "GET"),
+]
+UNBREAKABLE = ROUTES[2:3] + ROUTES[5:8]
+"""Any text is an id: there is nothing in these calls that could break the description."""
+CALLS = [
+    pytest.param(path, method, mode, id=f"{method} {path} {mode.value}")
+    for path, method in ROUTES
+    for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+    if mode is GenerationMode.POSITIVE or (path, method) not in UNBREAKABLE
+]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The description, from a server of our routes alone."""
+    limits = MediaLimits(media_dir=str(tmp_path_factory.mktemp("media")), max_body_bytes=1 << 20)
+    engine = InstantEngine()
+    engine.is_world = False
+    model = ServedModel(("m",), CAPABILITIES, 160, 96, 256 * 256, 4)
+    routes = OpenAIRoutes()
+    with ThreadPoolExecutor(2) as executor:
+
+        @contextlib.asynccontextmanager
+        async def start(app: FastAPI) -> AsyncIterator[None]:
+            store = MediaStore(limits)
+            jobs = VideoJobs(engine, model, store, limits, executor)
+            routes._images = ImageRoutes(engine, model, store, limits, DoorLimits(), executor)
+            routes._videos = VideoRoutes(jobs, model, limits, DoorLimits(), executor)
+            yield
+
+        app = FastAPI(lifespan=start)
+        routes.attach(app)
+
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield schemathesis.openapi.from_url(f"http://127.0.0.1:{port}/openapi.json")
+        server.should_exit = True
+        thread.join()
+
+
+def run(api: Any, path: str, method: str, mode: GenerationMode, max_examples: int) -> None:
+    """Draw calls to one operation and check the answers."""
+
+    @settings(
+        max_examples=max_examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.explicit, Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=api[path][method].as_strategy(generation_mode=mode))
+    def call(case: Any) -> None:
+        case.call_and_validate(checks=CHECKS, timeout=60)
+
+    call()
+
+
+@pytest.mark.parametrize(("path", "method", "mode"), CALLS)
+def test_a_route_does_what_its_description_says(api: Any, path: str, method: str, mode: GenerationMode) -> None:
+    """Ten calls of each kind to each route."""
+    run(api, path, method, mode, 10)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("path", "method", "mode"), CALLS)
+def test_a_route_does_what_its_description_says_for_long(
+    api: Any, path: str, method: str, mode: GenerationMode
+) -> None:
+    """Five hundred calls of each kind to each route."""
+    run(api, path, method, mode, 500)
+
+
+def test_every_route_of_ours_is_tested(api: Any) -> None:
+    """The description names no other image, file or video route."""
+    paths = api.raw_schema["paths"]
+    ours = {
+        (path, method.upper())
+        for path, methods in paths.items()
+        for method in methods
+        if re.match(r"/v1/(images|files|videos)", path)
+    }
+    assert ours == set(ROUTES)
