@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bodies of the speech routes, and how failures are told: OpenAI's schema, checked once at the edge.
 
-Held by tests/entrypoints/speech/test_protocol.py.
+Held by tests/entrypoints/speech/test_protocol_speech.py.
 """
 
 from http import HTTPStatus

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of one request: order, bounds, failures and readers that leave."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from vllm_omni.pipeline.flow import Emit, run_flow
+
+
+async def read_all(flow: AsyncIterator[Any]) -> list[Any]:
+    return [event async for event in flow]
+
+
+async def read_until(flow: AsyncIterator[Any], message: str) -> list[Any]:
+    """Read slowly until the flow raises `ValueError(message)`; returns the events before."""
+    seen: list[Any] = []
+
+    async def read() -> None:
+        async for event in flow:
+            await asyncio.sleep(0.01)
+            seen.append(event)
+
+    with pytest.raises(ValueError, match=message):
+        await read()
+    return seen
+
+
+def test_events_arrive_in_order_and_steps_run_together() -> None:
+    """Two steps that wait for each other both finish; their events come in order of emission."""
+
+    async def scenario() -> list[Any]:
+        ready: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
+
+        async def first(emit: Emit) -> None:
+            for number in range(20):
+                await ready.put(number)
+                await emit(("made", number))
+
+        async def second(emit: Emit) -> None:
+            for _ in range(20):
+                await emit(("taken", await ready.get()))
+
+        return await read_all(run_flow([first, second], max_pending=2))
+
+    events = asyncio.run(asyncio.wait_for(scenario(), 10))
+    for kind in ("made", "taken"):
+        assert [number for what, number in events if what == kind] == list(range(20))
+
+
+def test_a_slow_reader_holds_the_steps_back() -> None:
+    """Nothing is emitted further ahead than `max_pending`."""
+
+    async def scenario() -> None:
+        emitted = 0
+
+        async def eager(emit: Emit) -> None:
+            nonlocal emitted
+            for number in range(50):
+                await emit(number)
+                emitted += 1
+
+        read = 0
+        async for _ in run_flow([eager], max_pending=3):
+            read += 1
+            await asyncio.sleep(0)
+            assert emitted <= read + 3 + 1
+        assert read == 50
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_a_failing_step_ends_the_flow_after_what_was_emitted() -> None:
+    """The other step is cancelled, its clean-up runs, and the reader gets the first exception itself."""
+    cleaned: list[str] = []
+
+    async def scenario() -> list[Any]:
+        async def fails(emit: Emit) -> None:
+            await emit("before")
+            await asyncio.sleep(0.01)
+            raise ValueError("the first")
+
+        async def waits(emit: Emit) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cleaned.append("waits")
+
+        return await read_until(run_flow([waits, fails]), "the first")
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == ["before"]
+    assert cleaned == ["waits"]
+
+
+def test_a_step_that_fails_while_the_queue_is_full() -> None:
+    """Everything emitted is read before the exception comes; nothing hangs."""
+
+    async def scenario() -> list[Any]:
+        async def fails(emit: Emit) -> None:
+            await emit(1)
+            raise ValueError("full")
+
+        return await read_until(run_flow([fails], max_pending=1), "full")
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == [1]
+
+
+def test_a_reader_that_leaves_cancels_every_step_and_waits_for_them() -> None:
+    cleaned: list[str] = []
+
+    async def scenario() -> None:
+        async def endless(emit: Emit) -> None:
+            try:
+                while True:
+                    await emit("more")
+            finally:
+                await asyncio.sleep(0.01)
+                cleaned.append("endless")
+
+        flow = run_flow([endless], max_pending=1)
+        assert await anext(flow) == "more"
+        await flow.aclose()  # type: ignore[attr-defined]
+        assert cleaned == ["endless"]
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
