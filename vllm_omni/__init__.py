@@ -5,6 +5,12 @@ Importing this package changes nothing in vLLM. `register()` is the `vllm.genera
 every process, possibly twice, and it only adds entries to vLLM's public registries (tests/test_import_purity.py).
 """
 
+import os
+
+# Asking torch whether there is a GPU must not start CUDA in a process that forks an engine later. vLLM sets this too when
+# it is imported, which is too late for whoever imports diffusers (it asks) before vLLM.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 
 def register() -> None:
     """Register model classes, the checkpoint config parser and the config hooks with vLLM; idempotent."""
