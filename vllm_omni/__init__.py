@@ -7,8 +7,8 @@ every process, possibly twice, and it only adds entries to vLLM's public registr
 
 import os
 
-# Asking torch whether there is a GPU must not start CUDA in a process that forks an engine later. vLLM sets this too when
-# it is imported, which is too late for whoever imports diffusers (it asks) before vLLM.
+# Asking torch whether there is a GPU must not start CUDA in a process that forks an engine later. vLLM sets this too
+# when it is imported, which is too late for whoever imports diffusers (it asks) before vLLM.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
