@@ -229,3 +229,27 @@ def test_the_checks_import_neither_vllm_nor_networks(family: str, request: pytes
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(result.stdout) == []
+
+
+@pytest.mark.parametrize("given", [("--api-key", "sesame", "street"), ("--api-key=sesame",), ("--api_key", "sesame")])
+def test_the_printed_command_holds_no_key(world: str, given: tuple[str, ...]) -> None:
+    """The server gets the keys, the printed command says KEY instead."""
+    planned = plan(world, *given)
+    assert "sesame" in " ".join(planned.argv)
+    assert "sesame" not in planned.plain_command
+    assert "street" not in planned.plain_command
+    assert "KEY" in planned.plain_command
+
+
+@pytest.mark.parametrize(
+    ("given", "page"),
+    [
+        ((), "http://localhost:0/omni/"),
+        (("--host", "0.0.0.0", "--root-path", "/gpu"), "http://localhost:0/gpu/omni/"),
+        (("--host", "::1", "--ssl-certfile", "c"), "https://[::1]:0/omni/"),
+        (("--uds", "/run/world"), None),
+    ],
+)
+def test_the_pages_address_is_known_beforehand(world: str, given: tuple[str, ...], page: str | None) -> None:
+    """It is printed at once, before the minute that the engine takes."""
+    assert plan(world, *given).page == page

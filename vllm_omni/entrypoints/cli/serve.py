@@ -92,7 +92,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
     variables = {"VLLM_PLUGINS": plugin_names(environ.get("VLLM_PLUGINS"), plugins, family.endpoint_plugins)}
     if on_cpu and not {_CPU_SPACE, "kv-cache-memory-bytes", "gpu-memory-utilization"} & {*environ, *flags.values}:
         variables[_CPU_SPACE] = _CPU_SPACE_GIB
-    plain = shlex.join(["vllm", "serve", *_without_websocket_flags(argv), *added])
+    plain = shlex.join(["vllm", "serve", *_without_keys(_without_websocket_flags(argv)), *added])
     return ServePlan(
         title=family.title,
         argv=[*argv, *added],
@@ -354,6 +354,20 @@ def _read_yaml(path: str) -> dict[str, str]:
     return {
         _canonical(str(name)): value if isinstance(value, str) else json.dumps(value) for name, value in content.items()
     }
+
+
+def _without_keys(argv: Sequence[str]) -> list[str]:
+    """Put KEY in the place of API keys: the command is printed, and printed things end up in logs."""
+    shown: list[str] = []
+    hiding = False
+    for argument in argv:
+        name, equals, _ = argument.partition("=")
+        if argument.startswith("--"):
+            hiding = _canonical(name) == "api-key"
+            shown.append(f"{name}=KEY" if hiding and equals else argument)
+        else:
+            shown.append("KEY" if hiding else argument)
+    return shown
 
 
 def _without_websocket_flags(argv: Sequence[str]) -> list[str]:
