@@ -269,6 +269,48 @@ def test_the_margin_grows_with_uneven_answers(module_page: Page) -> None:
     assert module_page.call("/omni/js/pacer.js", code) is True
 
 
+PLAY = """
+    const canvas = new OffscreenCanvas(16, 16); canvas.getContext("2d").fillRect(0, 0, 16, 16);
+    const jpeg = new Uint8Array(await (await canvas.convertToBlob({ type: "image/jpeg" })).arrayBuffer());
+    const player = new m.Player(canvas); player.fps = 16; const drawn = []; let now = 0;
+    player.onframe = ({ tag, index }) => drawn.push([tag, index, now]);
+    const push = async (tag) => { const before = player.numBuffered;
+        player.push(new Array(12).fill(jpeg), tag); player.numBuffered === before + 12 || drawn.push("lost");
+        for (let i = 0; i < 200 && player.numReady < before + 12; i++) await new Promise((r) => setTimeout(r, 5)); };
+    const run = (seconds) => { for (const end = now + 1000 * seconds; now < end; now += 1000 / 60) player.tick(now); };
+"""
+
+
+def test_frames_are_shown_evenly_and_in_order(module_page: Page) -> None:
+    """On a display of 60 Hz each of 16 frames a second stays for 3 or 4 pictures; chunks join seamlessly."""
+    code = "for (const tag of [0, 1, 2]) await push(tag); run(3); return [drawn, player.numStalls]"
+    drawn, stalls = module_page.call("/omni/js/player.js", PLAY + code)
+    assert [frame[:2] for frame in drawn] == [[tag, index] for tag in range(3) for index in range(12)]
+    gaps_ms = np.diff([time for _, _, time in drawn])
+    assert gaps_ms.min() > 45
+    assert gaps_ms.max() < 70
+    assert stalls == 1  # when everything had been shown
+
+
+def test_a_slow_supply_slows_the_picture_evenly(module_page: Page) -> None:
+    """Half as many frames as the video has are shown at about half the speed, without a stop in between."""
+    code = "player.setSupply(8); for (const tag of [0, 1]) await push(tag); run(2.5); return [drawn, player.numStalls]"
+    drawn, stalls = module_page.call("/omni/js/player.js", PLAY + code)
+    gaps_ms = np.diff([time for _, _, time in drawn])
+    assert stalls == 0
+    assert 110 < gaps_ms.min() <= gaps_ms.max() < 145
+
+
+def test_pausing_and_forgetting(module_page: Page) -> None:
+    """Nothing is shown while paused; what was flushed never is."""
+    code = """await push(0); run(0.3); const before = drawn.length; player.isPaused = true; run(1);
+        const paused = drawn.length; player.isPaused = false; player.flush(); await push(1); run(0.2);
+        return [before, paused, drawn.slice(paused).map(([tag]) => tag)]"""
+    before, paused, after = module_page.call("/omni/js/player.js", PLAY + code)
+    assert before == paused > 0
+    assert set(after) == {1}
+
+
 def test_short_touches_are_not_lost_and_held_keys_are_not_doubled(module_page: Page) -> None:
     """A key pressed and released between two readings is a tap; one still down is held; opposite keys cancel."""
     code = """const c = new m.Controls(); c.press("KeyW", "forward", 1); c.release("KeyW"); c.press("KeyD", "right", 1);

@@ -97,6 +97,7 @@ def test_an_own_picture_can_be_dropped_in(page: Page, engine: FakeEngine) -> Non
     assert np.abs(engine.chunks[0].arrays["image"].mean((0, 1)) - [0, 255, 0]).max() < 3
 
 
+@pytest.mark.nightly  # by the clock; the player itself is tested without one in test_page_modules.py
 def test_pictures_come_in_order_at_a_steady_rate(real_time: Page, engine: FakeEngine) -> None:
     """With chunks that take 0.3 s the picture runs at its 16 frames a second without a wait."""
     page, engine.delay_s = real_time, 0.3
@@ -117,6 +118,7 @@ def test_pictures_come_in_order_at_a_steady_rate(real_time: Page, engine: FakeEn
     assert 4 <= grey(page) - before <= 14
 
 
+@pytest.mark.nightly  # by the clock; the player itself is tested without one in test_page_modules.py
 def test_a_slow_server_is_played_slowly_not_in_jerks(real_time: Page, engine: FakeEngine) -> None:
     """A chunk of 12 frames every 1.5 s is played at about 8 frames a second."""
     page, engine.delay_s = real_time, 1.5

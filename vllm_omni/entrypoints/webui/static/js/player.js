@@ -39,6 +39,11 @@ export class Player {
     return this.#queue.length + this.#coming;
   }
 
+  /** Frames that could be drawn at once. */
+  get numReady() {
+    return this.#queue.length;
+  }
+
   /** Frames shown in the last second. */
   get shownFps() {
     const now = performance.now();
