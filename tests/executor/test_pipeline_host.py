@@ -132,3 +132,14 @@ def test_random_weights_need_configs_only(tiny_pipelines: Callable[[str], Path],
     output = pipeline(prompt="x", height=32, width=48, num_inference_steps=2, output_type="pt", **frames)
     value = output["frames" if frames else "images"]
     assert bool(torch.isfinite(value).all())
+
+
+def test_components_named_null_are_absent(tiny_pipelines: Callable[[str], Path], tmp_path: Path) -> None:
+    """A checkpoint published without its text encoder loads, although diffusers does not call it optional."""
+    directory = tmp_path / "pipeline"
+    shutil.copytree(tiny_pipelines("qwen_image"), directory)
+    file = directory / "model_index.json"
+    index = json.loads(file.read_text())
+    file.write_text(json.dumps({**index, "text_encoder": [None, None], "tokenizer": [None, None]}))
+    host = PipelineHost(directory, DiffusersOptions(), CPU, torch.float32)
+    assert host.pipeline.text_encoder is None and host.pipeline.tokenizer is None

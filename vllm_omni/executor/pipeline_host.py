@@ -98,7 +98,7 @@ class PipelineHost:
             use_safetensors=True,
             local_files_only=True,
             **({} if options.variant is None else {"variant": options.variant}),
-            **dict.fromkeys(options.without),
+            **dict.fromkeys((*options.without, *index.absent)),
             **random,
         )
         pipeline.set_progress_bar_config(disable=True)

@@ -22,10 +22,14 @@ _MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True)
 class PipelineIndex:
-    """`model_index.json`: the pipeline's class and, by component name, `(library, class)`; absent ones are left out."""
+    """`model_index.json`: the pipeline's class and, by component name, `(library, class)`.
+
+    absent: components that the file names as null; diffusers wants them passed as None where they are not optional.
+    """
 
     class_name: str
     components: dict[str, tuple[str, str]]
+    absent: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> "PipelineIndex":
@@ -37,15 +41,17 @@ class PipelineIndex:
             raise ValueError(f"{file} cannot be read as JSON ({error})") from error
         if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
             raise ValueError(f"{file} names no pipeline: '_class_name' must be a class of diffusers")
-        components = {}
+        components, absent = {}, []
         for name, value in index.items():
             if name.startswith("_") or not isinstance(value, list):
                 continue
             if len(value) != 2:
                 raise ValueError(f"{file}: component {name!r} must be [library, class], got {value}")
-            if value[0] is not None:
+            if value[0] is None:
+                absent.append(name)
+            else:
                 components[name] = (str(value[0]), str(value[1]))
-        return cls(index["_class_name"], components)
+        return cls(index["_class_name"], components, tuple(absent))
 
 
 def is_pipeline(path: Path) -> bool:
