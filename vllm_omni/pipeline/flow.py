@@ -9,7 +9,7 @@ they have cleaned up. Held by tests/pipeline/test_flow.py.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 Event = TypeVar("Event")
@@ -21,7 +21,7 @@ class _End:
     """Put behind the last event."""
 
 
-async def run_flow(steps: list[Step], max_pending: int = 8) -> AsyncIterator[Any]:
+async def run_flow(steps: list[Step], max_pending: int = 8) -> AsyncGenerator[Any, None]:
     """Yield what the steps emit, in order of emission, until all have returned."""
     queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=max_pending)
 

@@ -7,7 +7,7 @@ early, by cancellation or by closing the generator, aborts the request in the en
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import torch
@@ -46,7 +46,9 @@ class Stage:
         if self.is_dead:
             raise StageDied(self.name)
 
-    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
+    async def generate(
+        self, prompt: Any, params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Run an autoregressive request; yields stock outputs."""
         finished = False
         try:

@@ -13,7 +13,8 @@ tests/model_executor/models/qwen2_5_omni/test_speech_pieces.py.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,7 +118,7 @@ class SpeechComposition:
         *,
         seed: int | None = None,
         timings: Timings | None = None,
-    ) -> AsyncIterator[TextDelta | AudioChunk]:
+    ) -> AsyncGenerator[TextDelta | AudioChunk, None]:
         """Think, then speak. Yields text while it is thought and sound while it is spoken.
 
         engine_input: the thinker's rendered prompt. Raises `RequestFailed`, `StageDied`, or vLLM's own client errors.
@@ -134,13 +135,14 @@ class SpeechComposition:
             prompt_ids: list[int] = []
             reply_ids: list[int] = []
             states: list[HiddenStates | None] = []
-            async for output in self.thinker.generate(engine_input, params, f"{request_id}-thinker"):
-                prompt_ids = prompt_ids or list(output.prompt_token_ids or ())
-                completion = output.outputs[0]
-                reply_ids.extend(completion.token_ids)
-                states.append(hidden_states_of(completion))
-                timings.mark("first_text")
-                await emit(TextDelta(completion.text, output))
+            async with aclosing(self.thinker.generate(engine_input, params, f"{request_id}-thinker")) as outputs:
+                async for output in outputs:
+                    prompt_ids = prompt_ids or list(output.prompt_token_ids or ())
+                    completion = output.outputs[0]
+                    reply_ids.extend(completion.token_ids)
+                    states.append(hidden_states_of(completion))
+                    timings.mark("first_text")
+                    await emit(TextDelta(completion.text, output))
             timings.last("thinker_done")
             await self._talk(
                 prompt_ids, reply_ids, states, visual_grids(engine_input), codes, how, request_id, timings, seed
@@ -149,8 +151,9 @@ class SpeechComposition:
         async def sound(emit: Emit) -> None:
             await self._sound(codes, how, seed, request_id, emit, timings)
 
-        async for event in run_flow([think_and_talk, sound]):
-            yield event
+        async with aclosing(run_flow([think_and_talk, sound])) as events:
+            async for event in events:
+                yield event
 
     async def read_aloud(
         self,
@@ -161,7 +164,7 @@ class SpeechComposition:
         *,
         seed: int | None = None,
         timings: Timings | None = None,
-    ) -> AsyncIterator[AudioChunk]:
+    ) -> AsyncGenerator[AudioChunk, None]:
         """Speak a given reply, word for word: the thinker reads it as if it had said it, and samples nothing.
 
         prompt_ids: the conversation up to the reply. text_ids: the reply, with the token that ends the turn.
@@ -186,8 +189,9 @@ class SpeechComposition:
         async def sound(emit: Emit) -> None:
             await self._sound(codes, how, seed, request_id, emit, timings)
 
-        async for event in run_flow([think_and_talk, sound]):
-            yield event
+        async with aclosing(run_flow([think_and_talk, sound])) as events:
+            async for event in events:
+                yield event
 
     # -- stages ----------------------------------------------------------------------------------------------------
 
@@ -253,11 +257,12 @@ class SpeechComposition:
         slot = await self._slots.get()
         try:
             name = f"{request_id}-talker"
-            async for output in self.talker.generate(prompt.to_engine_input(name, slot), params, name):
-                for code in output.outputs[0].token_ids:
-                    if code not in stop:
-                        timings.mark("first_code")
-                        await codes.put(code)
+            async with aclosing(self.talker.generate(prompt.to_engine_input(name, slot), params, name)) as outputs:
+                async for output in outputs:
+                    for code in output.outputs[0].token_ids:
+                        if code not in stop:
+                            timings.mark("first_code")
+                            await codes.put(code)
             timings.last("talker_done")
         finally:
             self._slots.put_nowait(slot)
