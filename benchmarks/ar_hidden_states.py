@@ -112,30 +112,39 @@ def stats(llm: Any) -> dict[str, Any]:
 
 
 def check_rows(model: Path, llm: Any, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Rows of every request against a plain forward; ends the benchmark if they are missing or wrong."""
+    """Rows of every request against a plain fp32 forward; ends the benchmark if they are missing or wrong.
+
+    bf16 rounds after every operation and the error grows with depth, so transformers' own bf16 rows tell what rounding
+    does to this model: ours may be 1.5 times as far from the fp32 rows. fp32 rows agree to 1e-4.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     from vllm_omni.hidden_states import hidden_states_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).eval()
-    # bf16 rounds after every operation, in another order in each implementation; fp32 agrees to 1e-4.
-    tolerance = 1e-4 if dtype == "float32" else 0.1
-    worst, rows = 0.0, 0
+    exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
+    rounded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).eval()
+
+    def difference(rows_ND: torch.Tensor, expected_ND: torch.Tensor) -> float:
+        return float((rows_ND.float().to(device) - expected_ND).norm() / expected_ND.norm())
+
+    worst, rounding, rows = 0.0, 0.0, 0
     for output in run(llm, "all", args)[1]:
         states = hidden_states_of(output)
         if states is None:
             raise SystemExit("no hidden states arrived")
-        token_ids = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+        token_ids = torch.tensor([[*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]], device=device)
         with torch.no_grad():
-            expected = reference.model(torch.tensor([token_ids], device=device)).last_hidden_state[0].float().cpu()
-        worst = max(worst, float((states[-1].float() - expected).abs().max() / expected.abs().max()))
+            expected = exact.model(token_ids).last_hidden_state[0]
+            rounding = max(rounding, difference(rounded.model(token_ids).last_hidden_state[0], expected))
+        worst = max(worst, difference(states[-1], expected))
         rows += states.num_rows
-    if worst > tolerance or rows != args.requests * (args.input_len + args.output_len - 1):
+    allowed = 1e-4 if dtype == "float32" else 1.5 * rounding
+    if worst > allowed or rows != args.requests * (args.input_len + args.output_len - 1):
         raise SystemExit(f"hidden states differ from transformers': {rows} rows, relative error {worst:.2e}")
-    print(f"{rows} rows arrived; largest relative error against transformers {worst:.2e} (allowed {tolerance:.0e})")
-    return {"rows": rows, "max_relative_error": worst, "tolerance": tolerance}
+    print(f"{rows} rows arrived; largest relative error against fp32 transformers {worst:.2e} (allowed {allowed:.2e})")
+    return {"rows": rows, "relative_error": worst, "relative_error_of_transformers": rounding, "allowed": allowed}
 
 
 def unasked(stock: Any, ours: Any, args: argparse.Namespace) -> dict[str, Any]:

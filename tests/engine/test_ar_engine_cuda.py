@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The AR worker on CUDA: both runner generations, async scheduling, CUDA graphs, speculative decoding.
 
-bf16 rows are compared with a transformers forward in bf16: both round after every operation but in another order, so
-the error grows with depth; a relative error of 5 % of the largest value holds for four blocks of width 256, and rows of
-other tokens differ by 100 %. fp32 rows agree to 1e-3 (TF32 is off).
+bf16 rounds after every operation, and how far that carries rows away grows with depth: transformers' own bf16 rows of
+this tiny model are up to 13 % off its fp32 rows. So the yardstick is the fp32 forward, and bf16 rows may be at most 1.5
+times as far from it as transformers' bf16 rows are; rows of other tokens would be many times as far. An engine in fp32
+is compared directly.
 """
 
 import asyncio
@@ -91,10 +92,20 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
 
 
 class Reference:
+    """What transformers computes for the same tokens, in fp32 and in bf16."""
+
     def __init__(self, model: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).cuda().eval()
+        self.exact, self.rounded = (
+            AutoModelForCausalLM.from_pretrained(model, dtype=dtype).cuda().eval()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+
+    def states(self, model: Any, token_ids: list[int], layer: int) -> torch.Tensor:
+        with torch.no_grad():
+            output = model(torch.tensor([token_ids]).cuda(), output_hidden_states=True)
+        return output.hidden_states[layer][0].float().cpu()
 
     def check(self, output: Any, mode: str = "all", layers: tuple[int, ...] = (-1,)) -> None:
         token_ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
@@ -104,12 +115,12 @@ class Reference:
         first = {"all": 0, "generated": num_prompt, "last": len(token_ids) - 2}[mode]
         assert states.positions.tolist() == list(range(first, len(token_ids) - 1))
         assert states.token_ids.tolist() == token_ids[first:-1]
-        with torch.no_grad():
-            expected = self.model(torch.tensor([token_ids[:-1]]).cuda(), output_hidden_states=True).hidden_states
         for layer in layers:
-            want = expected[layer][0, first:].float().cpu()
-            error = (states[layer].float() - want).abs().max() / want.abs().max()
-            assert error < 0.05, f"layer {layer}: relative error {error:.3f}"
+            want = self.states(self.exact, token_ids[:-1], layer)
+            rounding = float((self.states(self.rounded, token_ids[:-1], layer) - want).norm() / want.norm())
+            error = float((states[layer].float() - want[first:]).norm() / want[first:].norm())
+            allowed = 1e-3 if states[layer].dtype == torch.float32 else max(1.5 * rounding, 1e-6)
+            assert error <= allowed, f"layer {layer}: relative error {error:.4f}, allowed {allowed:.4f}"
 
 
 @pytest.fixture(scope="module")
@@ -194,5 +205,18 @@ def test_rejected_drafts_have_no_row(model: Path, reference: Reference, runner: 
         for mode in ("all", "generated", "last"):
             [[output]] = running.run((PROMPTS[3], params(mode, max_tokens=40, output_kind=final)))
             reference.check(output, mode)
+    finally:
+        running.stop()
+
+
+@pytest.mark.parametrize("runner", ["V2", "V1"])
+def test_rows_in_fp32_are_transformers_rows(model: Path, reference: Reference, runner: str) -> None:
+    """Without rounding in the way: prompt and generated rows of two layers, in chunks, to 1e-3 of their size."""
+    running = Engine(model, runner, dtype="float32")
+    try:
+        final = RequestOutputKind.FINAL_ONLY
+        asked = params("all", (2, -1), max_tokens=12, output_kind=final)
+        for [output] in running.run((PROMPTS[0], asked), (PROMPTS[3], asked)):
+            reference.check(output, layers=(2, -1))
     finally:
         running.stop()
