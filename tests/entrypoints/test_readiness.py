@@ -21,15 +21,16 @@ class StatsEngine(OmniEngine):
 
     def __init__(self, **stats: Any) -> None:
         self.stats = {**STATS, **stats}
+        self.other_ranks: list[dict[str, Any]] = []
         self.delay_s = 0.0
         self.asked = 0
 
-    async def session_stats(self) -> dict[str, Any]:
+    async def session_stats(self) -> list[dict[str, Any]]:
         self.asked += 1
         await asyncio.sleep(self.delay_s)
         if self.is_dead:
             raise RequestFailed("engine_dead", "the engine has stopped")
-        return self.stats
+        return [self.stats, *self.other_ranks]
 
 
 def ask(
@@ -69,7 +70,7 @@ def test_a_dead_engine_is_not_ready() -> None:
     """Whether it was known before or is found out by asking."""
     engine = StatsEngine()
     engine.is_dead = True  # type: ignore[misc]
-    assert ask(engine) == (503, {"status": "engine_dead", **dict.fromkeys(STATS)})
+    assert ask(engine) == (503, {"status": "engine_dead", **dict.fromkeys([*STATS, "ranks"])})
 
 
 def test_probes_do_not_load_the_engine() -> None:
@@ -85,3 +86,15 @@ def test_a_long_step_does_not_make_a_server_unready(monkeypatch: pytest.MonkeyPa
     engine = StatsEngine()
     engine.delay_s = 10.0
     assert ask(engine)[0] == 200
+
+
+def test_several_ranks_add_up_and_one_with_room_is_enough() -> None:
+    """Two data-parallel ranks, one full: there is room; both full: there is none."""
+    engine = StatsEngine(sessions=2, bytes=80)
+    engine.other_ranks = [{"sessions": 1, "max_sessions": 2, "bytes": 40, "max_bytes": 100}]
+    code, reply = ask(engine)
+    assert (code, reply["status"]) == (200, "ready")
+    assert {name: reply[name] for name in STATS} == {"sessions": 3, "max_sessions": 4, "bytes": 120, "max_bytes": 200}
+    assert [rank["sessions"] for rank in reply["ranks"]] == [2, 1]
+    engine.other_ranks[0].update(sessions=2, bytes=80)
+    assert ask(engine)[1]["status"] == "capacity"

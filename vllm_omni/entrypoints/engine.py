@@ -4,6 +4,9 @@
 Everything here is stock `EngineClient` surface: `encode`, `abort`, `collective_rpc`. Torch stops at this file: doors
 see NumPy. Failures are `RequestFailed` with the codes of the worker, and three more made here: `cancelled` (the
 engine ended the request), `engine_error` (it failed on it) and `engine_dead` (nothing will be answered any more).
+
+With data parallelism a request is sent to the rank that `SessionRanks` names (`AsyncLLM.add_request`, because stock
+`encode` takes no rank), and what the workers say is gathered over all ranks.
 """
 
 import asyncio
@@ -18,8 +21,12 @@ import torch
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import PoolingRequestOutput
+from vllm.pooling_params import PoolingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from vllm_omni.entrypoints.ranks import SessionRanks
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
 
@@ -30,8 +37,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class OmniEngine:
-    def __init__(self, client: EngineClient) -> None:
+    """ranks: where sessions are, shared by all users of `client`; None = there is one rank."""
+
+    def __init__(self, client: EngineClient, ranks: SessionRanks | None = None) -> None:
         self._client = client
+        self._ranks = ranks if ranks is not None and ranks.size > 1 else None
 
     @property
     def is_dead(self) -> bool:
@@ -44,12 +54,17 @@ class OmniEngine:
 
         Raises `RequestFailed`. When cancelled, the engine drops the request before its next denoise step.
         """
+        if self._ranks is None:
+            return await self._run(params, arrays, None)
+        return await self._ranks.route(params, lambda rank: self._run(params, arrays, rank))
+
+    async def _run(
+        self, params: DiffusionParams, arrays: Mapping[str, np.ndarray], rank: int | None
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         request_id = f"omni-{uuid.uuid4().hex}"
-        answer: PoolingRequestOutput | None = None
         try:
             tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-            async for output in self._client.encode(engine_prompt(), params.to_pooling_params(tensors), request_id):
-                answer = output
+            answer = await self._encode(params.to_pooling_params(tensors), request_id, rank)
             if answer is None or answer.outputs.data.numel() == 0:  # stock vLLM's answer to an aborted request
                 raise RequestFailed("cancelled", "the request was cancelled")
             meta, results = unpack(answer.outputs.data)
@@ -70,6 +85,26 @@ class OmniEngine:
                 "engine_error", "the engine failed on this request; the server's log has details"
             ) from error
         return meta, {name: tensor.numpy() for name, tensor in results.items()}
+
+    async def _encode(self, params: PoolingParams, request_id: str, rank: int | None) -> PoolingRequestOutput | None:
+        """The engine's last answer to one request; None if there was none."""
+        answer: PoolingRequestOutput | None = None
+        if rank is None:
+            async for output in self._client.encode(engine_prompt(), params, request_id):
+                answer = output
+            return answer
+        assert isinstance(self._client, AsyncLLM), "only vLLM's own client has several ranks"
+        queue = await self._client.add_request(request_id, engine_prompt(), params, data_parallel_rank=rank)
+        try:
+            answer = queue.get_nowait() or await queue.get()  # type: ignore[assignment]
+        except (asyncio.CancelledError, EngineDeadError):
+            raise
+        except Exception as error:  # as stock `encode` does
+            await self._client.abort(request_id)
+            raise EngineGenerateError from error
+        finally:
+            queue.close()
+        return answer
 
     async def run_when_room(
         self, params: DiffusionParams, arrays: Mapping[str, np.ndarray], *, timeout_s: float, wait_s: float
@@ -97,24 +132,26 @@ class OmniEngine:
         await self.run(DiffusionParams(session_id=session_id, op="close"), {})
 
     async def progress(self) -> dict[str, tuple[int, int]]:
-        """`{session id: (steps done, steps in all)}` of the requests in flight. Raises `RequestFailed`.
+        """`{session id: (steps done, steps in all)}` of the requests in flight. Raises `RequestFailed`."""
+        ranks = await self._rpc("request_progress")
+        return {str(name): (int(done), int(total)) for rank in ranks for name, (done, total) in rank.items()}
 
-        With data parallelism, of those on the first engine.
-        """
-        answers = await self._rpc("request_progress")
-        return {str(name): (int(done), int(total)) for name, (done, total) in answers.items()}
-
-    async def session_stats(self) -> dict[str, Any]:
-        """`sessions`, `max_sessions`, `bytes`, `max_bytes` of the first rank. Raises `RequestFailed`."""
+    async def session_stats(self) -> list[dict[str, Any]]:
+        """`sessions`, `max_sessions`, `bytes`, `max_bytes` of each data-parallel rank. Raises `RequestFailed`."""
         return await self._rpc("session_stats")
 
-    async def _rpc(self, method: str) -> dict[str, Any]:
-        """Ask the workers; waits for the engine step that runs."""
+    async def _rpc(self, method: str) -> list[dict[str, Any]]:
+        """Ask the first worker of every data-parallel rank; waits for the engine steps that run."""
         try:
-            answers = await self._client.collective_rpc(method)
+            if self._ranks is None:
+                return [dict((await self._client.collective_rpc(method))[0])]
+            assert isinstance(self._client, AsyncLLM) and isinstance(self._client.engine_core, AsyncMPClient)
+            # Stock `collective_rpc` asks every rank and returns what the first one says.
+            core = self._client.engine_core
+            answers = await core.call_utility_all_async("collective_rpc", method, None, (), None)
+            return [dict(answer[0]) for answer in answers]
         except EngineDeadError:
             raise RequestFailed("engine_dead", _DEAD) from None
         except Exception as error:  # boundary: the worker's exception arrives as a plain one
             logger.debug("worker RPC %s failed", method, exc_info=True)
             raise RequestFailed("engine_error", f"the worker did not answer {method}") from error
-        return dict(answers[0])

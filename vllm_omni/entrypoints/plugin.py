@@ -6,6 +6,7 @@ requests of the task `plugin`.
 """
 
 import logging
+import os
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,7 @@ from vllm_omni.entrypoints import websocket as websocket_options
 from vllm_omni.entrypoints.access import BrowserAccess, configured_keys
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
+from vllm_omni.entrypoints.ranks import SessionRanks, num_ranks
 from vllm_omni.entrypoints.readiness import Readiness, ReadyRoute
 from vllm_omni.entrypoints.realtime import generate_door, video_door, world_camera
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
@@ -69,17 +71,18 @@ class OmniEndpoints:
         served = args.served_model_name[0] if args.served_model_name else Path(args.model).name
         facts = WorldFacts.from_vllm_config(engine_client.vllm_config, model=served)
         executor = ThreadPoolExecutor(_CODEC_THREADS, thread_name_prefix="omni-codec")
-        manager = SessionManager(WorldEngine(engine_client), facts, limits, executor)
+        ranks = SessionRanks(num_ranks(engine_client.vllm_config), offset=os.getpid())
+        manager = SessionManager(WorldEngine(engine_client, ranks), facts, limits, executor)
         options = websocket_options.WebSocketOptions.from_args(args)
         names = dict.fromkeys([*(args.served_model_name or [args.model]), served])
-        self._openai.start(engine_client, list(names), limits, executor)
+        self._openai.start(engine_client, list(names), limits, executor, ranks)
         is_world = self._openai.served.capabilities.is_world
         if is_world:
             self._camera_door = world_camera.WorldCameraDoor(manager, options.max_bytes)
             self._generate_door = generate_door.GenerateDoor(manager)
             self._video_door = video_door.VideoDoor(manager)
         self._ready.readiness = Readiness(
-            OmniEngine(engine_client),
+            OmniEngine(engine_client, ranks),
             self._openai.stats_interval_s,
             has_room=lambda: manager.has_room and self._openai.has_room(),
             can_make_room=(lambda: manager.can_make_room) if is_world else None,

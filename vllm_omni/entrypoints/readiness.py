@@ -9,7 +9,7 @@ Held by tests/entrypoints/openai/test_openai_served.py.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
@@ -25,17 +25,22 @@ logger = logging.getLogger("vllm." + __name__)
 
 PATH: Final = "/omni/ready"
 _FRESH_S: Final = 0.25
+_COUNTED: Final = ("sessions", "max_sessions", "bytes", "max_bytes")
 _ASK_TIMEOUT_S: Final = 3.0  # the workers answer between engine steps
 
 
 class ReadyReply(BaseModel):
-    """status: `ready`, `capacity` or `engine_dead`. bytes, max_bytes: of sessions, on the first rank."""
+    """status: `ready`, `capacity` or `engine_dead`. bytes, max_bytes: of sessions; over all data-parallel ranks.
+
+    ranks: the same for each rank, if there are several.
+    """
 
     status: str
     sessions: int | None = None
     max_sessions: int | None = None
     bytes: int | None = None
     max_bytes: int | None = None
+    ranks: list[dict[str, int | None]] | None = None
 
 
 class Readiness:
@@ -58,7 +63,7 @@ class Readiness:
         self._engine, self._interval_s = engine, interval_s
         self._has_room, self._can_make_room = has_room, can_make_room
         self._media_bytes, self._reply_bytes = media_bytes, reply_bytes
-        self._stats: dict[str, Any] = {}
+        self._stats: list[dict[str, Any]] = []  # of each data-parallel rank
         self._asked_s = float("-inf")
         self._asking = asyncio.Lock()
         self._sampler = asyncio.create_task(self._sample())
@@ -78,19 +83,15 @@ class Readiness:
         )
         reply = ReadyReply(
             status="ready" if has_room else "capacity",
-            **{name: self._stats.get(name) for name in ("sessions", "max_sessions", "bytes", "max_bytes")},
+            **_sums(self._stats),
+            ranks=[{name: rank[name] for name in _COUNTED} for rank in self._stats] if len(self._stats) > 1 else None,
         )
         headers = {} if has_room else {"Retry-After": "2"}
         return JSONResponse(reply.model_dump(), 200 if has_room else 503, headers)
 
     def _engine_has_room(self) -> bool:
-        """Whether one more session fits, as large as those that are held."""
-        stats = self._stats
-        if not stats or not stats["sessions"]:
-            return True
-        one_more = stats["bytes"] / stats["sessions"]
-        fits = stats["max_bytes"] is None or stats["bytes"] + one_more <= stats["max_bytes"]
-        return bool(stats["sessions"] < stats["max_sessions"] and fits)
+        """Whether one more session fits on some rank, as large as those that it holds."""
+        return not self._stats or any(_has_room(rank) for rank in self._stats)
 
     async def _refresh(self, max_age_s: float) -> None:
         async with self._asking:
@@ -98,7 +99,7 @@ class Readiness:
                 return
             self._stats = await self._engine.session_stats()
             self._asked_s = time.monotonic()
-            door_metrics().engine_state(self._stats)
+            door_metrics().engine_state(_sums(self._stats))
 
     async def _sample(self) -> None:
         while not self._engine.is_dead:
@@ -108,6 +109,23 @@ class Readiness:
             except (RequestFailed, OSError) as error:
                 logger.debug("no statistics this time: %s", error)
             await asyncio.sleep(self._interval_s)
+
+
+def _has_room(stats: Mapping[str, Any]) -> bool:
+    if not stats["sessions"]:
+        return True
+    one_more = stats["bytes"] / stats["sessions"]
+    fits = stats["max_bytes"] is None or stats["bytes"] + one_more <= stats["max_bytes"]
+    return bool(stats["sessions"] < stats["max_sessions"] and fits)
+
+
+def _sums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Counts over all ranks; None where a rank has no number."""
+    sums: dict[str, Any] = {}
+    for name in _COUNTED if ranks else ():
+        values = [rank[name] for rank in ranks]
+        sums[name] = None if None in values else sum(values)
+    return sums
 
 
 class ReadyRoute:

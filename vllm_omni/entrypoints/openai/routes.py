@@ -34,6 +34,7 @@ from vllm_omni.entrypoints.openai.protocol import (
 from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.openai.store import MediaStore
 from vllm_omni.entrypoints.openai.videos import VideoRoutes
+from vllm_omni.entrypoints.ranks import SessionRanks
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 
 Route = Callable[..., Awaitable[Response]]
@@ -70,10 +71,17 @@ class OpenAIRoutes:
         self._videos: VideoRoutes | None = None
         self._chat: ChatRoutes | None = None
 
-    def start(self, client: EngineClient, names: Sequence[str], door_limits: DoorLimits, executor: Executor) -> None:
-        """names: what clients may call the served model, the first in replies."""
+    def start(
+        self,
+        client: EngineClient,
+        names: Sequence[str],
+        door_limits: DoorLimits,
+        executor: Executor,
+        ranks: SessionRanks | None = None,
+    ) -> None:
+        """names: what clients may call the served model, the first in replies. ranks: shared with the other doors."""
         limits = read_struct(MediaLimits)
-        engine = OmniEngine(client)
+        engine = OmniEngine(client, ranks)
         self.served = ServedModel.from_vllm_config(client.vllm_config, names)
         store = MediaStore(limits)
         jobs = VideoJobs(engine, self.served, store, limits, executor)

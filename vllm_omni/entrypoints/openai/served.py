@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.ranks import num_ranks
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.registry import get_family
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """names: what clients may call it, the first in replies. width, height, max_pixels: never None here."""
+    """names: what clients may call it, the first in replies. width, height, max_pixels: never None here.
+
+    max_sessions: over all data-parallel ranks.
+    """
 
     names: tuple[str, ...]
     capabilities: Capabilities
@@ -48,6 +52,6 @@ class ServedModel:
             width=capabilities.width or omni.width,
             height=capabilities.height or omni.height,
             max_pixels=capabilities.max_pixels or omni.max_area,
-            max_sessions=omni.max_sessions,
+            max_sessions=omni.max_sessions * num_ranks(vllm_config),
             world=world,
         )

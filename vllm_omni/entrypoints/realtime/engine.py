@@ -9,6 +9,7 @@ import numpy as np
 from vllm.engine.protocol import EngineClient
 
 from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.ranks import SessionRanks
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
@@ -24,8 +25,8 @@ class ChunkResult:
 
 
 class WorldEngine:
-    def __init__(self, client: EngineClient) -> None:
-        self._engine = OmniEngine(client)
+    def __init__(self, client: EngineClient, ranks: SessionRanks | None = None) -> None:
+        self._engine = OmniEngine(client, ranks)
 
     async def generate(self, params: DiffusionParams, arrays: dict[str, np.ndarray]) -> ChunkResult:
         """Run one chunk. Raises `DoorError`. When cancelled, the engine drops the chunk at its next step."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_omni.config import OmniConfig, parse_options
+from vllm_omni.entrypoints.ranks import num_ranks
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.model_executor.models.registry import get_family
 
@@ -53,7 +54,7 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             **(family.world_facts(hf_config, omni) if family.world_facts is not None else {}),
             "height": omni.height,
             "width": omni.width,
-            "max_sessions": omni.max_sessions,
+            "max_sessions": omni.max_sessions * num_ranks(vllm_config),
             "session_idle_s": omni.session_idle_s,
             "model": model,
         }
