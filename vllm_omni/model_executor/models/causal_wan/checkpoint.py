@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from vllm_omni.model_executor.models.causal_wan.config import CLASSES, CausalWanConfig
-from vllm_omni.model_executor.models.causal_wan.weights import TRANSFORMER_RULES, open_transformer
+from vllm_omni.model_executor.models.causal_wan.weights import open_transformer
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components
+from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
 from vllm_omni.model_executor.tensor_files import read_json
 from vllm_omni.model_executor.weights import rename
 

@@ -26,11 +26,8 @@ def check_complete(path: Path) -> None:
     """
     from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout
     from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
-    from vllm_omni.model_executor.models.causal_wan.weights import (
-        TRANSFORMER_RULES,
-        open_transformer,
-        transformer_shapes,
-    )
+    from vllm_omni.model_executor.models.causal_wan.weights import open_transformer
+    from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
     from vllm_omni.model_executor.weights import check_shapes, rename
 
     layout = find_layout(path)

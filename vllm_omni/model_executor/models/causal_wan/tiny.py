@@ -13,7 +13,6 @@ import torch
 
 from vllm_omni.model_executor.models.causal_wan.checkpoint import LAYOUTS, TINY_VAE_FILE
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
-from vllm_omni.model_executor.models.causal_wan.weights import transformer_shapes
 from vllm_omni.model_executor.models.wan.tiny import (
     Tensors,
     normal,
@@ -23,6 +22,7 @@ from vllm_omni.model_executor.models.wan.tiny import (
     write_shards,
     write_tiny_vae,
 )
+from vllm_omni.model_executor.models.wan.transformer_weights import transformer_shapes
 from vllm_omni.model_executor.weights import Rules, rename
 
 _SIZES = {"ffn_dim": 112, "freq_dim": 32, "text_dim": 32, "text_len": 64, "num_layers": 4, "eps": 1e-6}

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a text-conditioned Wan transformer, as tables: Wan's own names, and diffusers' mapped to them.
+
+Causal and bidirectional networks have the same ones. Knows no folders; a family's `weights.py` loads. Held by
+tests/model_executor/models/causal_wan/test_causal_wan_weights.py and
+tests/model_executor/models/wan2_2/test_wan22_checkpoint.py.
+"""
+
+from typing import Protocol
+
+from vllm_omni.model_executor.tensor_files import Shape
+from vllm_omni.model_executor.weights import Rules
+
+
+class WanNetwork(Protocol):
+    """The sizes that shapes depend on; a family's config has them."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def ffn_dim(self) -> int: ...
+    @property
+    def freq_dim(self) -> int: ...
+    @property
+    def text_dim(self) -> int: ...
+    @property
+    def in_channels(self) -> int: ...
+    @property
+    def out_channels(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def patch_size(self) -> tuple[int, int, int]: ...
+
+
+TRANSFORMER_RULES: Rules = (
+    (r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.", ""),
+    (r"^model\.", ""),
+    (r"^condition_embedder\.text_embedder\.linear_1\.", "text_embedding.0."),
+    (r"^condition_embedder\.text_embedder\.linear_2\.", "text_embedding.2."),
+    (r"^condition_embedder\.time_embedder\.linear_1\.", "time_embedding.0."),
+    (r"^condition_embedder\.time_embedder\.linear_2\.", "time_embedding.2."),
+    (r"^condition_embedder\.time_proj\.", "time_projection.1."),
+    (r"^scale_shift_table$", "head.modulation"),
+    (r"^proj_out\.", "head.head."),
+    (r"\.scale_shift_table$", ".modulation"),
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"_attn\.to_(q|k|v)\.", r"_attn.\1."),
+    (r"_attn\.to_out\.0\.", "_attn.o."),
+    (r"^(blocks\.\d+)\.norm2\.", r"\1.norm3."),
+    (r"\.ffn\.net\.0\.proj\.", ".ffn.0."),
+    (r"\.ffn\.net\.2\.", ".ffn.2."),
+)
+"""Training wrappers' prefixes and diffusers names -> Wan's own, which pass unchanged."""
+
+TRANSFORMER_TENSORS = {
+    "patch_embedding.weight": ("D", "I", 1, 2, 2),
+    "patch_embedding.bias": ("D",),
+    "text_embedding.0.weight": ("D", "X"),
+    "text_embedding.0.bias": ("D",),
+    "text_embedding.2.weight": ("D", "D"),
+    "text_embedding.2.bias": ("D",),
+    "time_embedding.0.weight": ("D", "Q"),
+    "time_embedding.0.bias": ("D",),
+    "time_embedding.2.weight": ("D", "D"),
+    "time_embedding.2.bias": ("D",),
+    "time_projection.1.weight": ("6D", "D"),
+    "time_projection.1.bias": ("6D",),
+    "head.modulation": (1, 2, "D"),
+    "head.head.weight": ("O", "D"),
+    "head.head.bias": ("O",),
+}
+"""The tensors outside the blocks. D width, I input channels, X text width, Q time frequencies, O output channels of one
+2x2 patch."""
+
+BLOCK_TENSORS = {
+    "modulation": (1, 6, "D"),
+    **{
+        f"{attention}.{layer}.{kind}": ("D", "D") if kind == "weight" else ("D",)
+        for attention in ("self_attn", "cross_attn")
+        for layer in ("q", "k", "v", "o")
+        for kind in ("weight", "bias")
+    },
+    **{f"{attention}.norm_{qk}.weight": ("D",) for attention in ("self_attn", "cross_attn") for qk in ("q", "k")},
+    "norm3.weight": ("D",),
+    "norm3.bias": ("D",),
+    "ffn.0.weight": ("F", "D"),
+    "ffn.0.bias": ("F",),
+    "ffn.2.weight": ("D", "F"),
+    "ffn.2.bias": ("D",),
+}
+"""The tensors of each block, named `blocks.N.<name>`. F width of the feed-forward layer."""
+
+
+def transformer_shapes(config: WanNetwork) -> dict[str, Shape]:
+    """Return name -> shape of every tensor of this architecture (825 at 1.3B, 1095 at 14B)."""
+    patch = config.patch_size[1] * config.patch_size[2]
+    sizes: dict[int | str, int] = {
+        "D": config.dim,
+        "6D": 6 * config.dim,
+        "F": config.ffn_dim,
+        "I": config.in_channels,
+        "X": config.text_dim,
+        "Q": config.freq_dim,
+        "O": config.out_channels * patch,
+    }
+    tensors = dict(TRANSFORMER_TENSORS)
+    for block in range(config.num_layers):
+        tensors |= {f"blocks.{block}.{name}": shape for name, shape in BLOCK_TENSORS.items()}
+    return {
+        name: tuple(sizes[size] if isinstance(size, str) else size for size in shape) for name, shape in tensors.items()
+    }
