@@ -28,6 +28,7 @@ test: setup
 	@$(VENV)/bin/python -m pytest -m "not nightly" $(PYTEST_ARGS)
 
 nightly: setup
+	@$(PYTHON) scripts/setup_env.py $(VENV) ray
 	@$(VENV)/bin/python -m pytest -m nightly $(PYTEST_ARGS)
 
 lint: setup

@@ -10,6 +10,7 @@ from setuptools import setup
 setup(
     entry_points={
         "vllm.general_plugins": ["vllm_omni = vllm_omni:register"],
+        "vllm.platform_plugins": ["vllm_omni = vllm_omni.platforms:platform"],  # silent unless asked for
         "vllm.endpoint_plugins": [
             "vllm_omni = vllm_omni.entrypoints.plugin:create_plugin",
             "vllm_omni_ar = vllm_omni.entrypoints.ar_plugin:create_plugin",

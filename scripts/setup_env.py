@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Create the virtual environment of this checkout and install everything into it; repeated runs return at once.
 
-    python3.11 scripts/setup_env.py [.venv]
+    python3.11 scripts/setup_env.py [.venv] [EXTRA ...]
+
+EXTRA names optional dependencies of pyproject.toml that come on top (`ray`, for `make nightly`).
 
 Only the standard library is used, since nothing is installed yet. Environment variables:
 
@@ -41,17 +43,22 @@ class SetupError(Exception):
     """What failed, why, and what to do."""
 
 
-def main(venv: Path) -> int:
+def main(venv: Path, extras: Sequence[str] = ()) -> int:
     started = time.monotonic()
     try:
         device = choose_device(os.environ.get("DEVICE", "auto"))
         key = stamp_key(device)
-        if is_current(venv, key):
+        missing = [extra for extra in extras if not is_current(venv, key, extra)]
+        if is_current(venv, key) and not missing:
             return 0
-        check_python()
-        make_venv(venv)
-        install(venv, device)
-        (venv / STAMP).write_text(key)
+        if not is_current(venv, key):
+            check_python()
+            make_venv(venv)
+            install(venv, device)
+            (venv / STAMP).write_text(key)
+        for extra in missing:
+            install_extra(venv, extra)
+            (venv / f"{STAMP}-{extra}").write_text(key)
     except SetupError as error:
         print(f"\nset-up failed: {error}", file=sys.stderr)
         return 1
@@ -87,8 +94,8 @@ def stamp_key(device: str) -> str:
     return digest.hexdigest()
 
 
-def is_current(venv: Path, key: str) -> bool:
-    stamp = venv / STAMP
+def is_current(venv: Path, key: str, extra: str | None = None) -> bool:
+    stamp = venv / (STAMP if extra is None else f"{STAMP}-{extra}")
     return stamp.is_file() and stamp.read_text() == key and os.access(venv / "bin" / "python", os.X_OK)
 
 
@@ -138,6 +145,16 @@ def install(venv: Path, device: str) -> None:
     doctor = subprocess.run([venv / "bin" / "vllm-omni", "doctor", "--fix"], check=False)
     if doctor.returncode != 0:
         raise SetupError("the installation has the faults marked `fail` above; each line below one says how to mend it")
+
+
+def install_extra(venv: Path, extra: str) -> None:
+    """Add one optional dependency group to a finished environment; torch stays as it is."""
+    log, constraints = venv / "setup.log", venv / "constraints.txt"
+    print(f"installing the optional dependencies [{extra}], log: {log}", flush=True)
+    options = ["--constraint", constraints] if constraints.is_file() else []
+    pip = [venv / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
+    if not run_logged([*pip, *options, "--editable", f"{REPO}[{extra}]"], log):
+        raise SetupError(f"pip could not install vllm_omni[{extra}]. {why(log)}")
 
 
 def install_cpu_torch(pip: Pip, installed: str | None, index: str) -> list[str]:
@@ -193,4 +210,4 @@ def why(log: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else ".venv")))
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else ".venv"), sys.argv[2:]))

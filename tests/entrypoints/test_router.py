@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session-sticky router over real sockets; the servers behind it are small ones that say who they are."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from aiohttp import WSMsgType, web
+from yarl import URL
+
+from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.main import make_parser
+from vllm_omni.entrypoints.router.app import COOKIE, RANK_HEADER, SESSION_HEADER, Router
+from vllm_omni.entrypoints.router.backends import Backends
+
+CHECK_S = 0.05
+
+
+class Server:
+    """Answers with its name. `status`: what its readiness says; `delay_s`: before a slow answer."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.status = name, "ready"
+        self.kept: set[str] = set()
+        self.seen: list[web.Request] = []
+        self.cancelled = 0
+        self.sockets: list[web.WebSocketResponse] = []
+
+    async def start(self, port: int = 0) -> str:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_get("/omni/ready", self._ready)
+        app.router.add_get("/v1/realtime/echo", self._socket)
+        app.router.add_get("/v1/realtime/private", self._refuse)
+        app.router.add_route("*", "/v1/videos/{id}", self._video)
+        app.router.add_get("/v1/slow", self._slow)
+        app.router.add_get("/v1/stream", self._stream)
+        app.router.add_route("*", "/{path:.*}", self._echo)
+        self.runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.0)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", port)
+        await site.start()
+        self.port = self.runner.addresses[0][1]
+        return f"http://127.0.0.1:{self.port}"
+
+    async def die(self) -> None:
+        """As a killed process: the kernel closes its sockets, nobody says good-bye."""
+        for socket in self.sockets:
+            if socket._req is not None and socket._req.transport is not None:
+                socket._req.transport.abort()
+        await self.runner.cleanup()
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        facts = {"status": self.status, "sessions": 1, "max_sessions": 4}
+        return web.json_response(facts, status=200 if self.status == "ready" else 503)
+
+    async def _refuse(self, request: web.Request) -> web.Response:
+        return web.Response(status=401)
+
+    async def _video(self, request: web.Request) -> web.Response:
+        if request.match_info["id"] not in self.kept:
+            return web.json_response({"error": "not here"}, status=404)
+        if request.method == "DELETE":
+            self.kept.remove(request.match_info["id"])
+        return web.json_response({"name": self.name})
+
+    async def _slow(self, request: web.Request) -> web.Response:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return web.Response()
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for number in range(3):
+            await response.write(f"data: {number}\n\n".encode())
+            await asyncio.sleep(0.1)
+        return response
+
+    async def _echo(self, request: web.Request) -> web.Response:
+        self.seen.append(request)
+        body = await request.read()
+        return web.json_response({"name": self.name, "bytes": len(body), "query": request.query_string}, status=201)
+
+    async def _socket(self, request: web.Request) -> web.WebSocketResponse:
+        self.seen.append(request)
+        socket = web.WebSocketResponse(protocols=["chosen"], max_msg_size=0, autoping=False)
+        await socket.prepare(request)
+        self.sockets.append(socket)
+        await socket.send_str(self.name)
+        async for message in socket:
+            if message.type is WSMsgType.BINARY:
+                await socket.send_bytes(message.data)
+            elif message.type is WSMsgType.PING:
+                await socket.pong(message.data)
+            elif message.data == "end":
+                await socket.close(code=4009, message=b"taken over")
+            else:
+                await socket.send_str(message.data)
+        return socket
+
+
+class Behind:
+    """A router with servers behind it, and a client."""
+
+    def __init__(self, url: str, backends: Backends, servers: list[Server], client: aiohttp.ClientSession) -> None:
+        self.url, self.backends, self.servers, self.client = url, backends, servers, client
+
+    async def looked(self) -> None:
+        """Return when the router has asked every server again."""
+        await self.backends.ask(self.client)
+
+    async def who(self, path: str = "/v1/images/generations", **headers: str) -> str:
+        async with self.client.post(self.url + path, json={}, headers=headers) as answer:
+            return str((await answer.json())["name"])
+
+    @contextlib.asynccontextmanager
+    async def socket(
+        self, query: str = "", **headers: str
+    ) -> AsyncIterator[tuple[aiohttp.ClientWebSocketResponse, str]]:
+        """`(socket, name of the server)`."""
+        url = f"{self.url}/v1/realtime/echo{query}"
+        async with self.client.ws_connect(
+            url, headers=headers, protocols=["other", "chosen"], max_msg_size=0, autoping=False
+        ) as socket:
+            yield socket, await socket.receive_str()
+
+
+@contextlib.asynccontextmanager
+async def routed(num_servers: int = 2, **options: int) -> AsyncIterator[Behind]:
+    servers = [Server(f"server-{number}") for number in range(num_servers)]
+    backends = Backends([await server.start() for server in servers], CHECK_S)
+    runner = web.AppRunner(Router(backends, **options).application(), handler_cancellation=True, shutdown_timeout=0.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as client:
+        yield Behind(f"http://127.0.0.1:{runner.addresses[0][1]}", backends, servers, client)
+    await runner.cleanup()
+    for server in servers:
+        await server.runner.cleanup()
+
+
+def test_requests_pass_through_unchanged() -> None:
+    """Method, path, query, body, status and headers; the server learns who asked."""
+
+    async def scenario() -> None:
+        async with routed() as behind:
+            body = bytes(3 << 20)
+            url = URL(f"{behind.url}/v1/any%20thing?a=1&b=%2F", encoded=True)
+            async with behind.client.put(url, data=body, headers={"Authorization": "Bearer k"}) as answer:
+                assert answer.status == 201
+                assert (await answer.json())["bytes"] == len(body)
+            request = next(server.seen[0] for server in behind.servers if server.seen)
+            assert (request.method, request.raw_path) == ("PUT", "/v1/any%20thing?a=1&b=%2F")
+            assert request.headers["Authorization"] == "Bearer k"
+            assert request.headers["X-Forwarded-For"] == "127.0.0.1"
+            assert request.headers["Host"] == behind.url.removeprefix("http://")
+
+    asyncio.run(scenario())
+
+
+def test_streams_arrive_as_they_are_made() -> None:
+    async def scenario() -> None:
+        async with routed() as behind, behind.client.get(behind.url + "/v1/stream") as answer:
+            parts = [part async for part in answer.content.iter_any()]
+            assert b"".join(parts) == b"data: 0\n\ndata: 1\n\ndata: 2\n\n" and len(parts) >= 3
+
+    asyncio.run(scenario())
+
+
+def test_requests_without_a_session_spread() -> None:
+    """While one server works on many, the next goes to another; a full one gets none while another has room."""
+
+    async def scenario() -> None:
+        async with routed(3) as behind:
+            slow = [asyncio.create_task(behind.client.get(behind.url + "/v1/slow").__aenter__()) for _ in range(6)]
+            await asyncio.sleep(0.3)
+            assert [backend.open for backend in behind.backends.all] == [2, 2, 2]
+            behind.servers[0].status = behind.servers[2].status = "capacity"
+            await behind.looked()
+            assert {await behind.who() for _ in range(4)} == {"server-1"}
+            for task in slow:
+                task.cancel()
+            await asyncio.wait(slow)
+            for _ in range(50):
+                if sum(server.cancelled for server in behind.servers) == 6:
+                    break
+                await asyncio.sleep(0.05)
+            assert [server.cancelled for server in behind.servers] == [2, 2, 2]  # clients that left ended their work
+
+    asyncio.run(scenario())
+
+
+def test_a_named_session_returns_to_its_server() -> None:
+    """By query or header, over sockets and requests, also when that server has no room any more."""
+
+    async def scenario() -> None:
+        async with routed(3) as behind:
+            homes = {}
+            for number in range(12):
+                async with behind.socket(f"?session=s{number}") as (_, name):
+                    homes[f"s{number}"] = name
+            assert len(set(homes.values())) > 1
+            for server in behind.servers:
+                server.status = "capacity"
+            await behind.looked()
+            for session, home in homes.items():
+                async with behind.socket(**{SESSION_HEADER: session}) as (_, name):
+                    assert name == home
+                assert await behind.who(**{SESSION_HEADER: session}) == home
+
+    asyncio.run(scenario())
+
+
+def test_another_router_chooses_the_same_server() -> None:
+    """Rendezvous hashing needs no memory: a router that was started again agrees with the one before."""
+    urls = [f"http://host-{number}" for number in range(4)]
+    first, second = Backends(urls), Backends(urls)
+    for backends in (first, second):
+        for backend in backends.all:
+            backend.is_up = backend.has_room = True
+    chosen = {name: first.choose(name) for name in map(str, range(200))}
+    assert all(second.choose(name).name == backend.name for name, backend in chosen.items())  # type: ignore[union-attr]
+    counts = [sum(backend is each for backend in chosen.values()) for each in first.all]
+    assert min(counts) > 25
+    lost = first.all[2]
+    lost.lost("test")
+    for name, backend in chosen.items():
+        if backend is not lost:
+            assert first.choose(name) is backend
+
+
+def test_a_handshake_tells_the_rank_and_a_client_may_ask_for_it() -> None:
+    """By header for programs, by cookie for browsers."""
+
+    async def scenario() -> None:
+        async with routed(4) as behind:
+            async with behind.socket() as (socket, name):
+                rank = socket._response.headers[RANK_HEADER]
+                cookie = socket._response.headers["Set-Cookie"]
+                assert cookie.startswith(f"{COOKIE}={rank};") and "HttpOnly" in cookie
+            for headers in ({RANK_HEADER: rank}, {"Cookie": f"{COOKIE}={rank}"}):
+                for _ in range(3):
+                    async with behind.socket(**headers) as (_, again):
+                        assert again == name
+            async with behind.client.post(behind.url + "/v1/omni/ticket") as answer:
+                assert answer.headers["Set-Cookie"].startswith(f"{COOKIE}={answer.headers[RANK_HEADER]};")
+
+    asyncio.run(scenario())
+
+
+def test_sockets_pass_everything_both_ways() -> None:
+    """Text, large binaries, pings, the chosen subprotocol, close codes of either side."""
+
+    async def scenario() -> None:
+        async with routed() as behind:
+            async with behind.socket() as (socket, _):
+                assert socket.protocol == "chosen"
+                await socket.send_str("hällo")
+                assert await socket.receive_str() == "hällo"
+                payload = bytes(range(256)) * (40 << 10)
+                await socket.send_bytes(payload)
+                assert await socket.receive_bytes() == payload
+                await socket.ping(b"are you there")
+                message = await socket.receive()
+                assert (message.type, bytes(message.data)) == (WSMsgType.PONG, b"are you there")
+                await socket.send_str("end")
+                message = await socket.receive()
+                assert (message.type, message.data, message.extra) == (WSMsgType.CLOSE, 4009, "taken over")
+            async with behind.socket() as (socket, name):
+                await socket.close(code=3001)
+            server = behind.servers[int(name[-1])].sockets[-1]
+            for _ in range(40):
+                if server.close_code is not None:
+                    break
+                await asyncio.sleep(0.05)
+            assert server.close_code == 3001
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await behind.client.ws_connect(behind.url + "/v1/realtime/private")
+            assert refused.value.status == 401
+
+    asyncio.run(scenario())
+
+
+def test_a_message_too_large_for_the_router_closes_the_socket() -> None:
+    async def scenario() -> None:
+        async with routed(max_message_bytes=1000) as behind, behind.socket() as (socket, _):
+            await socket.send_bytes(bytes(2000))
+            assert (await socket.receive()).data == 1009
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_server_takes_only_its_own_sockets() -> None:
+    """They are closed with 1012 and a reason; others go on; its sessions begin again elsewhere; it may come back."""
+
+    async def scenario() -> None:
+        async with routed() as behind:
+            async with (
+                behind.socket("?rank=rank-0&session=a") as (lost, first),
+                behind.socket("?rank=rank-1&session=b") as (kept, second),
+            ):
+                assert (first, second) == ("server-0", "server-1")
+                await behind.servers[0].die()
+                message = await asyncio.wait_for(lost.receive(), 5)
+                assert message.data == 1012 and "rank-0 is gone" in message.extra
+                await kept.send_str("still here")
+                assert await kept.receive_str() == "still here"
+            async with behind.socket("?session=a") as (_, name):
+                assert name == "server-1"
+            assert {await behind.who() for _ in range(4)} == {"server-1"}
+            async with behind.client.get(behind.url + "/omni/ready") as answer:
+                facts = await answer.json()
+                assert answer.status == 200 and [rank["up"] for rank in facts["ranks"]] == [False, True]
+                assert (facts["sessions"], facts["max_sessions"]) == (1, 4)
+            await behind.servers[0].start(behind.servers[0].port)
+            await behind.looked()
+            async with behind.socket("?session=a") as (_, name):
+                assert name == "server-1"  # its new world is there
+            async with behind.client.get(behind.url + "/omni/ready") as answer:
+                assert (await answer.json())["max_sessions"] == 8
+
+    asyncio.run(scenario())
+
+
+def test_without_any_server_clients_are_told() -> None:
+    async def scenario() -> None:
+        async with routed() as behind:
+            for server in behind.servers:
+                server.status = "engine_dead"
+            await behind.looked()
+            for path, status in (("/health", 503), ("/omni/ready", 503), ("/v1/models", 503)):
+                async with behind.client.get(behind.url + path) as answer:
+                    assert answer.status == status
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await behind.client.ws_connect(behind.url + "/v1/realtime/echo")
+            assert refused.value.status == 503
+
+    asyncio.run(scenario())
+
+
+def test_a_video_is_found_on_whichever_server_made_it() -> None:
+    async def scenario() -> None:
+        async with routed(3) as behind:
+            behind.servers[2].kept.add("video_x")
+            for _ in range(3):
+                async with behind.client.get(behind.url + "/v1/videos/video_x") as answer:
+                    assert (await answer.json())["name"] == "server-2"
+            async with behind.client.delete(behind.url + "/v1/videos/video_x") as answer:
+                assert answer.status == 200
+            async with behind.client.get(behind.url + "/v1/videos/video_x") as answer:
+                assert answer.status == 404
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://host/path"])
+def test_the_command_refuses_what_is_no_server(url: str) -> None:
+    args = make_parser().parse_args(["router", "--backend", url])
+    with pytest.raises(CommandError, match="give the address"):
+        args.run(args)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The platform plug-in is silent unless it is asked for."""
+
+import pytest
+
+from vllm_omni import platforms
+
+
+@pytest.mark.parametrize(
+    ("value", "version", "expected"),
+    [
+        (None, "0.32.0+cpu", False),
+        ("0", "0.32.0+cpu", False),
+        ("1", "0.32.0", False),  # a CUDA build: vLLM knows its Ray resource
+        ("1", "0.32.0+cpu", True),
+    ],
+)
+def test_only_a_cpu_build_that_asks_gets_it(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, version: str, expected: bool
+) -> None:
+    if value is None:
+        monkeypatch.delenv(platforms.VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(platforms.VARIABLE, value)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    assert (platforms.platform() is not None) == expected
+
+
+def test_it_is_the_stock_platform_but_for_the_resources_name() -> None:
+    """Nothing else is overridden."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    from vllm_omni.platforms.ray_cpu import RayCpuPlatform
+
+    own = {name for name in vars(RayCpuPlatform) if not name.startswith("__")}
+    assert RayCpuPlatform.__bases__ == (CpuPlatform,) and own == {"ray_device_key"}

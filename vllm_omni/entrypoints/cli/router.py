@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni router`: one address for several `vllm serve` processes, each with sessions of its own.
+
+With `--data-parallel-size` stock vLLM stops every rank when one dies. Separate servers behind this router do not: a
+dead one takes its own sessions with it and nothing else.
+Held by tests/entrypoints/test_router.py and test_router_served.py.
+"""
+
+import argparse
+from typing import Any
+from urllib.parse import urlsplit
+
+from vllm_omni.entrypoints.cli.errors import CommandError
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "router",
+        help="one address for several servers; a session stays on the server that holds it",
+        description="Proxy for several `vllm serve --omni` processes that keeps each session on its server.",
+    )
+    parser.add_argument(
+        "--backend",
+        action="append",
+        required=True,
+        metavar="URL",
+        help="a server, http://HOST:PORT; once for each",
+    )
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: all)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument(
+        "--check-interval-s", type=float, default=1.0, help="seconds between two looks at each server (default: 1)"
+    )
+    parser.add_argument(
+        "--max-message-bytes",
+        type=int,
+        default=64 << 20,
+        help="largest message taken from a client (default: 64 MiB); as --ws-max-size of the servers",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: Any) -> int:
+    """Serve until interrupted. Raises CommandError for a URL that is none."""
+    import logging
+
+    from aiohttp import web
+
+    from vllm_omni.entrypoints.router.app import Router
+    from vllm_omni.entrypoints.router.backends import Backends
+
+    for url in args.backend:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+            raise CommandError(f"--backend {url}: give the address of a server, such as http://127.0.0.1:8001")
+    if args.check_interval_s <= 0:
+        raise CommandError(f"--check-interval-s {args.check_interval_s:g}: must be above 0")
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(message)s")
+    router = Router(Backends(args.backend, args.check_interval_s), args.max_message_bytes)
+    try:
+        # A client that leaves must end its request at the server.
+        web.run_app(
+            router.application(),
+            host=args.host,
+            port=args.port,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=2.0,
+        )
+    except OSError as error:
+        raise CommandError(f"port {args.port} of {args.host}: {error.strerror or error}") from error
+    return 0

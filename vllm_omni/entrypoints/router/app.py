@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's HTTP and WebSocket side: pass everything on, unchanged, to the server that `Backends` names.
+
+A WebSocket is one server's for its life. If that server goes, the socket is closed with 1012 and a reason, so that the
+client knows that its sessions are lost and may begin again; sockets on other servers notice nothing. A client finds its
+session's server again by the name it gives (`?session=NAME` or the header `X-Session-Id`), by the rank that the
+handshake told it (`X-Omni-Rank`, as a header or `?rank=`), or, in a browser, by a cookie. Bodies are streamed both
+ways, and a client that leaves ends its request at the server.
+Held by tests/entrypoints/test_router.py and test_router_served.py.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Final
+
+import aiohttp
+from aiohttp import WSCloseCode, WSMsgType, web
+from multidict import CIMultiDict
+from yarl import URL
+
+from vllm_omni.entrypoints.router.backends import READY_PATH, Backend, Backends
+
+logger = logging.getLogger("vllm_omni.router")
+
+RANK_HEADER: Final = "X-Omni-Rank"
+SESSION_HEADER: Final = "X-Session-Id"
+COOKIE: Final = "vllm_omni_rank"
+_TICKET_PATH: Final = "/v1/omni/ticket"
+_KEPT_THINGS: Final = re.compile(r"^/v1/(videos|files)/[^/]+")
+"""What lies on the disk of one server: asked of all of them until one has it."""
+
+_HOP_BY_HOP: Final = frozenset(
+    (
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    )
+)
+_OF_A_HANDSHAKE: Final = frozenset(
+    f"sec-websocket-{name}" for name in ("key", "version", "extensions", "protocol", "accept")
+)
+_CONNECT_TIMEOUT_S: Final = 5.0
+
+
+class Router:
+    """max_message_bytes: the largest WebSocket message and HTTP body taken from a client."""
+
+    def __init__(self, backends: Backends, max_message_bytes: int = 64 << 20) -> None:
+        self.backends = backends
+        self._max_bytes = max_message_bytes
+        self._client: aiohttp.ClientSession | None = None
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=self._max_bytes)
+        app.cleanup_ctx.append(self._run)
+        app.router.add_get("/health", self._health)
+        app.router.add_get(READY_PATH, self._ready)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        return app
+
+    @property
+    def client(self) -> aiohttp.ClientSession:
+        assert self._client is not None, "the application is not running"
+        return self._client
+
+    async def _run(self, app: web.Application) -> AsyncIterator[None]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(
+            timeout=timeout, connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+        ) as self._client:
+            await self.backends.ask(self._client)
+            watcher = asyncio.create_task(self.backends.watch(self._client))
+            yield
+            watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
+
+    # -- about the servers ---------------------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        """200 while any server lives."""
+        return web.Response(status=200 if self.backends.up else 503)
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        """As a server's own, over all of them: `ready` if any has room, `capacity` if all are full."""
+        up = self.backends.up
+        status = "engine_dead" if not up else "ready" if any(b.has_room for b in up) else "capacity"
+        reply = {
+            "status": status,
+            "sessions": sum(b.facts.get("sessions") or 0 for b in up),
+            "max_sessions": sum(b.facts.get("max_sessions") or 0 for b in up),
+            "ranks": [
+                {"name": b.name, "up": b.is_up, "open": b.open, **{k: b.facts.get(k) for k in ("status", "sessions")}}
+                for b in self.backends.all
+            ],
+        }
+        return web.json_response(reply, status=200 if status == "ready" else 503)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Upgrade", "").lower() == "websocket":
+            return await self._socket(request)
+        asks_all = request.method in ("GET", "HEAD", "DELETE") and bool(_KEPT_THINGS.match(request.path))
+        response: web.StreamResponse | None = None
+        for backend in self._candidates(request):
+            try:
+                response = await self._http(request, backend, pass_over_404=asks_all)
+            except aiohttp.ClientConnectorError as error:  # nothing of the request was sent
+                backend.lost(error)
+                continue
+            except aiohttp.ClientError as error:
+                logger.warning("%s %s failed on %s: %s", request.method, request.path, backend.name, error)
+                return _unavailable("the server that worked on this request is gone; send it again", 502)
+            if response is not None:
+                return response
+        if asks_all and self.backends.up:
+            return web.json_response({"error": {"message": "no server has this", "code": 404}}, status=404)
+        return _unavailable("no server is up", 503)
+
+    def _candidates(self, request: web.Request) -> Iterator[Backend]:
+        """Servers to try, best first; each at most once."""
+        tried: list[Backend] = []
+        session, rank = _wanted(request)
+        while (backend := self.backends.choose(session, rank, but=tried)) is not None:
+            tried.append(backend)
+            yield backend
+
+    async def _http(self, request: web.Request, backend: Backend, *, pass_over_404: bool) -> web.StreamResponse | None:
+        """Run one request; None if the server does not have it and others may."""
+        body = request.content if request.body_exists else None
+        with backend.in_use():
+            async with self.client.request(
+                request.method,
+                _url(backend, request),
+                headers=_forwarded(request),
+                data=body,
+                allow_redirects=False,
+            ) as answer:
+                if answer.status == 404 and pass_over_404:
+                    return None
+                headers = _without(answer.headers, _HOP_BY_HOP)
+                response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
+                response.headers[RANK_HEADER] = backend.name
+                if request.path == _TICKET_PATH:  # the socket it is for must go to the same server
+                    _set_cookie(response, backend)
+                await response.prepare(request)
+                async for part in answer.content.iter_any():
+                    await response.write(part)
+                await response.write_eof()
+                return response
+
+    # -- sockets -------------------------------------------------------------------------------------------------
+
+    async def _socket(self, request: web.Request) -> web.StreamResponse:
+        offered = [
+            item.strip() for item in request.headers.get("Sec-WebSocket-Protocol", "").split(",") if item.strip()
+        ]
+        for backend in self._candidates(request):
+            with backend.in_use():
+                try:
+                    server = await self.client.ws_connect(
+                        _url(backend, request),
+                        headers=_without(_forwarded(request), _OF_A_HANDSHAKE),
+                        protocols=offered,
+                        autoclose=False,
+                        autoping=False,
+                        max_msg_size=0,
+                        compress=0,
+                    )
+                except aiohttp.WSServerHandshakeError as refusal:  # 401, 403, 404: the server's word
+                    return web.Response(status=refusal.status, text=refusal.message)
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    backend.lost(error)
+                    continue
+                async with server:
+                    return await self._join(request, server, backend)
+        return _unavailable("no server is up", 503)
+
+    async def _join(
+        self, request: web.Request, server: aiohttp.ClientWebSocketResponse, backend: Backend
+    ) -> web.WebSocketResponse:
+        """Pass messages both ways until one side closes; its close goes to the other side as it is."""
+        client = web.WebSocketResponse(
+            protocols=[server.protocol] if server.protocol else [],
+            autoclose=False,
+            autoping=False,
+            compress=False,
+            max_msg_size=self._max_bytes,
+        )
+        client.headers[RANK_HEADER] = backend.name
+        _set_cookie(client, backend)
+        await client.prepare(request)
+        up = asyncio.create_task(_pump(client, server))
+        down = asyncio.create_task(_pump(server, client))
+        try:
+            await asyncio.wait((up, down), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (up, down):
+                task.cancel()
+            ends = await asyncio.gather(up, down, return_exceptions=True)
+        client_end, server_end = (None if isinstance(end, BaseException) else end for end in ends)
+        if client_end is not None:
+            code, reason = client_end
+            await server.close(code=code if _may_be_sent(code) else WSCloseCode.GOING_AWAY, message=reason)
+        elif server_end is not None and _may_be_sent(server_end[0]):
+            await client.close(code=server_end[0], message=server_end[1])
+        else:
+            logger.warning("a socket on %s broke", backend.name)
+            reason = f"{backend.name} is gone and its sessions with it; connect again".encode()
+            await client.close(code=WSCloseCode.SERVICE_RESTART, message=reason)
+        return client
+
+
+_Socket = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
+
+
+async def _pump(source: _Socket, sink: _Socket) -> tuple[int, bytes]:
+    """Pass messages on until `source` ends; returns its close code and reason, 1006 if it said none."""
+    while True:
+        message = await source.receive()
+        match message.type:
+            case WSMsgType.BINARY:
+                await sink.send_bytes(message.data)
+            case WSMsgType.TEXT:
+                await sink.send_str(message.data)
+            case WSMsgType.PING:
+                await sink.ping(message.data)
+            case WSMsgType.PONG:
+                await sink.pong(message.data)
+            case WSMsgType.CLOSE:
+                return int(message.data or WSCloseCode.OK), str(message.extra or "").encode()
+            case _:
+                return int(WSCloseCode.ABNORMAL_CLOSURE), b""
+
+
+def _may_be_sent(code: int) -> bool:
+    """Whether a close frame may carry this code."""
+    return (1000 <= code <= 1014 and code not in (1004, 1005, 1006)) or 3000 <= code <= 4999
+
+
+def _wanted(request: web.Request) -> tuple[str | None, str | None]:
+    """`(session, rank)` that a client asks for. A cookie counts for sockets only: pictures should spread."""
+    session = request.query.get("session") or request.headers.get(SESSION_HEADER)
+    rank = request.query.get("rank") or request.headers.get(RANK_HEADER)
+    if rank is None and session is None and request.headers.get("Upgrade") is not None:
+        rank = request.cookies.get(COOKIE)
+    return session, rank
+
+
+def _url(backend: Backend, request: web.Request) -> URL:
+    return URL(backend.url + request.raw_path, encoded=True)  # as the client wrote it
+
+
+def _without(headers: Mapping[str, str], names: frozenset[str]) -> "CIMultiDict[str]":
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in names)
+
+
+def _forwarded(request: web.Request) -> "CIMultiDict[str]":
+    """A client's headers as the server gets them; the server sees who asks (`X-Forwarded-For`)."""
+    headers = _without(request.headers, _HOP_BY_HOP)
+    before = headers.get("X-Forwarded-For")
+    peer = request.remote or "unknown"
+    headers["X-Forwarded-For"] = peer if before is None else f"{before}, {peer}"
+    headers.setdefault("X-Forwarded-Proto", request.scheme)
+    return headers
+
+
+def _set_cookie(response: web.StreamResponse, backend: Backend) -> None:
+    response.set_cookie(COOKIE, backend.name, httponly=True, samesite="Strict")
+
+
+def _unavailable(text: str, status: int) -> web.Response:
+    body = {"error": {"message": text, "type": "server_error", "code": status}}
+    return web.json_response(body, status=status, headers={"Retry-After": "2"})
