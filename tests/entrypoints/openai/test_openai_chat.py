@@ -23,9 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = tmp_path_factory.mktemp("lance")
     get_family("lance").make_tiny(model, 0, "video")
     omni = {"batch_invariant": False, "max_sessions": 8, "model": SMALL}
-    yield from serve(
-        model, tmp_path_factory.mktemp("lance_server") / "server.log", omni=omni, VLLM_OMNI_STATS_INTERVAL_S="0.2"
-    )
+    yield from serve(model, tmp_path_factory.mktemp("lance_server") / "server.log", omni=omni)
 
 
 def png(seed: int = 0) -> bytes:

@@ -42,7 +42,7 @@ def client(door: DoorServer) -> Iterator[Client]:
         yield client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
     """The server that runs now, if one does; a test may have killed it."""
     running: list[Served] = []

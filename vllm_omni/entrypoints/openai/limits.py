@@ -39,4 +39,4 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     media_ttl_s: Seconds = 86_400.0
     max_videos: Count = 256
     max_media_bytes: Bytes = 8 << 30
-    stats_interval_s: Seconds = 5.0
+    stats_interval_s: Seconds = 15.0
