@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,35 @@ async def mixed_load(client: Client, size: tuple[int, int], tokens: int) -> dict
     }
 
 
+def measurements(client: Client, engine: Any) -> dict[str, Callable[[], Awaitable[Any]]]:
+    """Name of each section of the result -> what measures it, in the order of their worth."""
+    args = client.args
+    large, small = ((128, 128), (64, 64)) if args.tiny else ((1024, 1024), (768, 768))
+    video = (64, 96, 9) if args.tiny else (480, 768, 25)
+    tokens = 16 if args.tiny else 256
+
+    async def image(size: tuple[int, int]) -> dict[str, Any]:
+        name = f"{size[1]}x{size[0]}"
+        measured = await repeated(lambda: client.draw(*size), args.repeats)
+        return {"size": name, **measured, "target_s": TARGETS_S.get(name)}
+
+    sections: dict[str, Callable[[], Awaitable[Any]]] = {
+        "image_large": lambda: image(large),
+        "image_small": lambda: image(small),
+        "memory_after_images": lambda: engine.collective_rpc("device_memory"),
+        "answer": lambda: answers(client, tokens),
+        "mixed_load": lambda: mixed_load(client, small, tokens),
+        "edit": lambda: repeated(client.edit, args.repeats),
+    }
+    if args.variant == "video":
+        sections["video"] = lambda: repeated(lambda: client.draw(*video[:2], num_frames=video[2]), args.repeats)
+    return sections | {
+        "batch_curve_small": lambda: batch_curve(client, small, min(4, args.max_batch)),
+        "batch_curve_large": lambda: batch_curve(client, large, args.max_batch),
+        "memory_at_the_end": lambda: engine.collective_rpc("device_memory"),
+    }
+
+
 async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     ranks = args.tensor_parallel
     options: dict[str, Any] = json.loads(args.model_options)
@@ -181,6 +211,8 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "steps": args.steps,
         "layers": None if args.tiny else args.layers,
         "tensor_parallel": ranks,
+        "model_options": options,
+        "eager": args.eager,
     }
     async with running_engine(
         model,
@@ -192,27 +224,11 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     ) as engine:
         result["load_and_warm_up_s"] = round(time.perf_counter() - loading, 1)
         client = Client(engine, args)
-        large, small = ((128, 128), (64, 64)) if args.tiny else ((1024, 1024), (768, 768))
-        video = (64, 96, 9) if args.tiny else (480, 768, 25)
-        tokens = 16 if args.tiny else 256
-        for height, width in (large, small):
-            name = f"{width}x{height}"
-            result[name] = await repeated(lambda: client.draw(height, width), args.repeats)  # noqa: B023
-            if name in TARGETS_S:
-                result[name]["target_s"] = TARGETS_S[name]
-        result["memory_after_images"] = await engine.collective_rpc("device_memory")
-        result["edit"] = await repeated(client.edit, args.repeats)
-        result["answer"] = await answers(client, tokens)
-        if args.variant == "video":
-            height, width, frames = video
-            result[f"{width}x{height}x{frames}"] = await repeated(
-                lambda: client.draw(height, width, num_frames=frames), args.repeats
-            )
-        result["batch_curve"] = await batch_curve(client, large, args.max_batch)
-        result["batch_curve_small"] = await batch_curve(client, small, min(4, args.max_batch))
-        result["mixed_load"] = await mixed_load(client, small, tokens)
-        result["memory_at_the_end"] = await engine.collective_rpc("device_memory")
-    result |= {"model_options": options, "eager": args.eager}
+        sections = measurements(client, engine)
+        for name in args.sections or sections:
+            result[name] = await sections[name]()
+            print(f"{name}: {json.dumps(result[name])}", flush=True)
+            save(args.name, {"result": result}, args)  # what is measured stays, whatever becomes of the next
     return result
 
 
@@ -230,6 +246,7 @@ def main() -> None:
     parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside the model's")
     parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
     parser.add_argument("--name", default="lance", help="name of the result file")
+    parser.add_argument("--sections", nargs="+", help="measure only these, by the names the result gives them")
     add_output_arguments(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -240,8 +257,7 @@ def main() -> None:
             make_tiny(model, 0, args.variant)
         else:
             model = write_checkpoint(model, args.variant, args.layers)
-        result = asyncio.run(run(model, args))
-    save(args.name, {"result": result}, args)
+        asyncio.run(run(model, args))
 
 
 if __name__ == "__main__":
