@@ -24,6 +24,7 @@ import torch
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot import SavedTensors
 
 Inputs = tuple[DiffusionParams, dict[str, torch.Tensor]]
 
@@ -59,6 +60,20 @@ class SessionState(ABC):
     @abstractmethod
     def to(self, device: torch.device | str) -> None:
         """Move every buffer (sleep mode moves sessions to the host and back)."""
+
+    def opening_params(self) -> DiffusionParams:
+        """Params of a first chunk from which `new_session` makes a session of this one's sizes.
+
+        Raises `RequestFailed("unsupported")` for a model whose sessions end with their request.
+        """
+        raise RequestFailed("unsupported", "sessions of this model end with their request: there is nothing to save")
+
+    def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
+        """Become the session that `scalars()` and `tensors()` were taken of; called once, on a session just made.
+
+        Both come from an untrusted file: whatever does not fit raises `RequestFailed("invalid_snapshot")`.
+        """
+        raise RequestFailed("unsupported", "sessions of this model end with their request: there is nothing to restore")
 
     def close(self) -> None:  # noqa: B027 - most sessions hold only tensors, which need no closing
         """Free everything; idempotent. The store never uses the session again."""

@@ -370,6 +370,16 @@ class DiffusionGPUModelRunner:
             if state.chunk is not None
         }
 
+    def settle(self, session_id: str) -> None:
+        """Earlier stage: take in the last stage's answers to this session's finished chunks, and so commit them."""
+        if self._channel is not None and not self.pp.is_last_rank:
+            done = [
+                state.request_id
+                for state in self.requests
+                if state.done and state.chunk is not None and state.chunk.session.session_id == session_id
+            ]
+            self._channel.drain(done, self._take_answer)
+
     def _drop_unborn_session(self, state: RequestState) -> None:
         """A session whose first chunk never succeeded does not exist, and a one-shot request's session ends with it."""
         if state.opened_session and state.params is not None:

@@ -11,6 +11,7 @@ import torch
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
+from vllm_omni.worker.snapshots import SessionSnapshots
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
@@ -28,6 +29,7 @@ class DiffusionWorkerMixin(_Worker):
         super().__init__(*args, **kwargs)
         # Our runner implements neither generation; with False the worker takes no V2-only path (warm-up, pooling).
         self.use_v2_model_runner = False
+        self._snapshots: SessionSnapshots | None = None
 
     def _make_model_runner(self) -> DiffusionGPUModelRunner:  # type: ignore[override]
         return DiffusionGPUModelRunner(self.vllm_config, self.device)
@@ -41,6 +43,31 @@ class DiffusionWorkerMixin(_Worker):
     def session_stats(self) -> dict[str, Any]:
         """`collective_rpc("session_stats")`: sessions and bytes held on this rank, JSON types only."""
         return self.model_runner.sessions.stats()
+
+    @property
+    def snapshots(self) -> SessionSnapshots:
+        if self._snapshots is None:
+            self._snapshots = SessionSnapshots(self.model_runner)
+        return self._snapshots
+
+    def describe_session(self, session_id: str) -> dict[str, Any]:
+        """The first of two RPCs that save a session (`vllm_omni.snapshot.save_exchange`): this rank's part."""
+        return self.snapshots.describe(session_id)
+
+    def write_session(
+        self, session_id: str, path: str, chunk_index: int, nbytes: int, offsets: list[dict[str, int]]
+    ) -> dict[str, Any]:
+        """The second: copy this rank's tensors to their places in the file."""
+        return self.snapshots.write(session_id, path, chunk_index, nbytes, offsets)
+
+    @torch.inference_mode()
+    def restore_session(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> dict[str, Any]:
+        """Make a session of this rank's part of a file (`vllm_omni.snapshot.restore_exchange`)."""
+        return self.snapshots.restore(session_id, path, data_parallel_rank)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().reload_weights(*args, **kwargs)
+        self.snapshots.forget_weights()
 
     def request_progress(self) -> dict[str, list[int]]:
         """`collective_rpc("request_progress")`: `{session id: [steps done, steps in all]}` of the chunks in flight."""

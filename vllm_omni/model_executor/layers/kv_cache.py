@@ -22,6 +22,7 @@ from typing import Self
 import torch
 
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot import SavedTensors
 
 
 class KVWindow:
@@ -140,6 +141,13 @@ class KVWindow:
             f"kv.frame{frame}": self.buffer[:, :, self.slot(frame) * size : (self.slot(frame) + 1) * size]
             for frame in live
         }
+
+    def restore(self, saved: SavedTensors, committed_frames: int, written_from: int, next_frames: int) -> None:
+        """Fill a new window with what `tensors(next_frames)` of another one named. Raises `RequestFailed`."""
+        if not 0 <= written_from <= committed_frames:
+            raise RequestFailed("invalid_snapshot", f"written_from {written_from} of {committed_frames} frames")
+        self.written_from, self.committed_frames = written_from, committed_frames
+        saved.fill(self.tensors(next_frames))
 
     def fork(self) -> Self:
         """Return an independent copy."""

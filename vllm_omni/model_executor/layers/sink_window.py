@@ -23,6 +23,7 @@ import torch
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.rope import temporal_frequencies
+from vllm_omni.snapshot import SavedTensors
 
 
 class SinkWindow(KVWindow):
@@ -126,6 +127,10 @@ class SinkWindow(KVWindow):
         if self.refresh_threshold is not None:
             named["kv.sink_at"] = self.sink_at
         return named
+
+    def restore(self, saved: SavedTensors, committed_frames: int, written_from: int, next_frames: int) -> None:
+        super().restore(saved, committed_frames, written_from, next_frames)
+        self.buffer[:, :, : self.sinks.shape[2]].copy_(self.sinks)  # where `open` has nothing to do, it is read there
 
     def fork(self) -> Self:
         other = super().fork()

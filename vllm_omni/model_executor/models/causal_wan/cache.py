@@ -24,6 +24,7 @@ from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.sink_window import SinkWindow
 from vllm_omni.model_executor.models.wan.chunk_plan import WanChunkPlan
 from vllm_omni.model_executor.models.wan.layers import KVView
+from vllm_omni.snapshot import SavedTensors
 
 MakeWindow = Callable[[int, int], KVWindow]
 """(window_frames, sink_frames) -> an empty window of the model's sizes."""
@@ -112,6 +113,16 @@ class ChunkCache:
             for step, window in enumerate(self.windows)
             for name, tensor in window.tensors(next_frames).items()
         }
+
+    @property
+    def written_from(self) -> int:
+        return self.clean.written_from
+
+    def restore(self, saved: SavedTensors, committed_frames: int, written_from: int, next_frames: int) -> None:
+        """Fill a new cache with what `tensors(next_frames)` of another one named. Raises `RequestFailed`."""
+        for step, window in enumerate(self.windows):
+            part = saved if len(self.windows) == 1 else saved.under(f"step{step}.")
+            window.restore(part, committed_frames, written_from, next_frames)
 
     def fork(self) -> "ChunkCache":
         return self._with([window.fork() for window in self.windows])

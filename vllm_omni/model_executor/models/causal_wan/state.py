@@ -7,16 +7,23 @@ references, so an abandoned chunk leaves no trace.
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import torch
 
+from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.causal_wan.config import ChunkPlan
+from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
+from vllm_omni.model_executor.models.wan.replay import saved_chunks
 from vllm_omni.model_executor.models.wan.vae import VAECache
 from vllm_omni.model_executor.schedules import FewStepSchedule
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
 
 Source = Literal["text", "video"]
 
@@ -52,6 +59,21 @@ class PastChunk:
 
     frames: range
     latents: torch.Tensor
+
+
+class StreamScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `StreamSession.scalars` returns, as a file may bring it back."""
+
+    chunk_index: ChunkIndex
+    committed_frames: int
+    written_from: int
+    prompt: str
+    seed: int
+    height: int
+    width: int
+    output: str
+    source: str
+    noise_scale: float | None
 
 
 class StreamSession(SessionState):
@@ -100,6 +122,7 @@ class StreamSession(SessionState):
         return {
             "chunk_index": self.chunk_index,
             "committed_frames": self.cache.committed_frames,
+            "written_from": self.cache.written_from,
             "prompt": self.prompt,
             "seed": self.seed,
             "height": self.shape.height,
@@ -108,6 +131,39 @@ class StreamSession(SessionState):
             "source": self.shape.source,
             "noise_scale": None if self.video is None else self.video.noise_scale,
         }
+
+    def opening_params(self) -> DiffusionParams:
+        shape = self.shape
+        return DiffusionParams(
+            session_id=self.session_id,
+            prompt=self.prompt,
+            height=shape.height,
+            width=shape.width,
+            output="latents" if shape.output == "latents" else "rgb",
+            options={"source": shape.source},
+        )
+
+    def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
+        kept = read_scalars(scalars, StreamScalars)
+        device = self.cache.clean.buffer.device
+        self.chunk_index, self.prompt, self.seed = kept.chunk_index, kept.prompt, kept.seed
+        frames, height, width = self.next_frames(), self.shape.height, self.shape.width
+        if kept.committed_frames != frames.start:
+            raise RequestFailed("invalid_snapshot", "the snapshot's chunk and frames do not belong together")
+        self.cache.restore(saved, kept.committed_frames, kept.written_from, len(frames))
+        self.decoder_cache = VAECache.restore(saved, "decoder.", device)
+        encoder = VAECache.restore(saved, "encoder.", device)
+        if (encoder is None) != (kept.noise_scale is None):
+            raise RequestFailed("invalid_snapshot", "the snapshot's video input is incomplete")
+        if encoder is not None and kept.noise_scale is not None:
+            last_frame = saved.take("video.last_frame", device, torch.uint8, [height, width, 3])
+            self.video = VideoInput(encoder, last_frame, kept.noise_scale)
+        past = []
+        for index in saved_chunks(saved, self.plan, self.chunk_index):
+            chunk = self.plan.frames(index)
+            cells = [LATENT_CHANNELS, len(chunk), height // VAE_SPATIAL, width // VAE_SPATIAL]
+            past.append(PastChunk(chunk, saved.take(f"past.frame{chunk.start}", device, torch.float32, cells)))
+        self.past = tuple(past)
 
     def fork(self, session_id: str) -> "StreamSession":
         other = StreamSession(session_id, self.shape, self.plan, self.cache.fork(), self.reserved_bytes)

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_omni.model_executor.models.lingbot_world.condition import MASK_CHANNELS
 from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
+from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
+from vllm_omni.snapshot import SavedTensors
 
 _CAMERA_BYTES = 8 * (16 + 4)
 
@@ -34,6 +37,24 @@ class PastChunk:
     def tensors(self) -> dict[str, torch.Tensor]:
         named = {"latents": self.latents, "relative": self.relative_F44, "intrinsics": self.intrinsics_F4}
         return named if self.y is None else {**named, "y": self.y}
+
+    @classmethod
+    def restore(
+        cls, saved: SavedTensors, frames: range, size: tuple[int, int], device: torch.device | str
+    ) -> "PastChunk":
+        """Take a chunk of frames of `size` (height, width) out of a snapshot. Raises `RequestFailed`."""
+        prefix, count = f"past.frame{frames.start}.", len(frames)
+        cells = [count, size[0] // VAE_SPATIAL, size[1] // VAE_SPATIAL]
+        y = None
+        if saved.names(prefix + "y"):
+            y = saved.take(prefix + "y", device, torch.float32, [MASK_CHANNELS + LATENT_CHANNELS, *cells])
+        return cls(
+            frames,
+            saved.take(prefix + "latents", device, torch.float32, [LATENT_CHANNELS, *cells]),
+            y,
+            saved.take(prefix + "relative", "cpu", torch.float64, [count, 4, 4]),
+            saved.take(prefix + "intrinsics", "cpu", torch.float64, [count, 4]),
+        )
 
     def to(self, device: torch.device | str) -> "PastChunk":
         y = None if self.y is None else self.y.to(device)

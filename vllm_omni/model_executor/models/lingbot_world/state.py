@@ -7,18 +7,26 @@ references, so an abandoned chunk leaves no trace.
 Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
+from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState
 from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
 from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk
+from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
+from vllm_omni.model_executor.models.wan.replay import saved_chunks
 from vllm_omni.model_executor.models.wan.vae import VAECache
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,21 @@ class SessionShape:
     height: int
     width: int
     output: str
+
+
+class LingBotScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `LingBotSession.scalars` returns, as a file may bring it back."""
+
+    chunk_index: ChunkIndex
+    committed_frames: int
+    written_from: int
+    prompt: str
+    seed: int
+    height: int
+    width: int
+    output: str
+    pitch_degrees: float
+    condition_settled: bool | None
 
 
 class LingBotSession(SessionState):
@@ -78,6 +101,7 @@ class LingBotSession(SessionState):
         return {
             "chunk_index": self.chunk_index,
             "committed_frames": self.window.committed_frames,
+            "written_from": self.window.written_from,
             "prompt": self.prompt,
             "seed": self.seed,
             "height": self.shape.height,
@@ -86,6 +110,40 @@ class LingBotSession(SessionState):
             "pitch_degrees": None if self.tail is None else self.tail.pitch_degrees,
             "condition_settled": None if self.condition is None else self.condition.settled,
         }
+
+    def opening_params(self) -> DiffusionParams:
+        shape = self.shape
+        return DiffusionParams(
+            session_id=self.session_id,
+            prompt=self.prompt,
+            height=shape.height,
+            width=shape.width,
+            output="latents" if shape.output == "latents" else "rgb",
+        )
+
+    def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
+        kept = read_scalars(scalars, LingBotScalars)
+        device = self.window.buffer.device
+        self.chunk_index, self.prompt, self.seed = kept.chunk_index, kept.prompt, kept.seed
+        frames = self.next_frames()
+        if kept.committed_frames != frames.start or not math.isfinite(kept.pitch_degrees):
+            raise RequestFailed("invalid_snapshot", "the snapshot's chunk, frames and camera do not belong together")
+        self.window.restore(saved, kept.committed_frames, kept.written_from, len(frames))
+        self.decoder_cache = VAECache.restore(saved, "decoder.", device)
+        self.tail = CameraTail(saved.take("camera.pose", "cpu", torch.float64, [4, 4]), kept.pitch_degrees)
+        if kept.condition_settled is not None:
+            cells = (self.shape.height // VAE_SPATIAL, self.shape.width // VAE_SPATIAL)
+            self.condition = ConditionState(
+                self.shape.height,
+                self.shape.width,
+                VAECache.restore(saved, "condition.", device),
+                saved.take("condition.last", device, torch.float32, [1, LATENT_CHANNELS, 1, *cells]),
+                kept.condition_settled,
+            )
+        self.past = tuple(
+            PastChunk.restore(saved, self.plan.frames(index), (self.shape.height, self.shape.width), device)
+            for index in saved_chunks(saved, self.plan, self.chunk_index)
+        )
 
     def fork(self, session_id: str) -> "LingBotSession":
         other = LingBotSession(session_id, self.shape, self.plan, self.window.fork(), self.reserved_bytes)

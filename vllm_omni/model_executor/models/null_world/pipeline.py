@@ -12,7 +12,7 @@ signature sums the chunk's latents.
 
 import hashlib
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed, empty_result
+from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
 
 NUM_LAYERS = 4
 LATENT_CHANNELS = 4
@@ -48,6 +49,12 @@ class NullOptions(NullFaults, frozen=True, forbid_unknown_fields=True):
     steps: int = 5
 
 
+class NullScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    chunk_index: ChunkIndex
+    prompt: str
+    seed: int
+
+
 class NullSession(SessionState):
     """`memory_CHW`: the sum of all committed latents, fp32; what makes later chunks depend on earlier ones."""
 
@@ -67,6 +74,16 @@ class NullSession(SessionState):
 
     def scalars(self) -> dict[str, Any]:
         return {"chunk_index": self.chunk_index, "prompt": self.prompt, "seed": self.seed}
+
+    def opening_params(self) -> DiffusionParams:
+        return DiffusionParams(
+            session_id=self.session_id, prompt=self.prompt, seed=self.seed, height=self.height, width=self.width
+        )
+
+    def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
+        kept = read_scalars(scalars, NullScalars)
+        self.chunk_index, self.prompt, self.seed = kept.chunk_index, kept.prompt, kept.seed
+        saved.fill(self.tensors())
 
     def fork(self, session_id: str) -> "NullSession":
         params = DiffusionParams(session_id=session_id, prompt=self.prompt, seed=self.seed)

@@ -6,9 +6,10 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_config.py.
 
 from dataclasses import dataclass
 
+LATENT_CHANNELS = 16
 VAE_SPATIAL = 8
 VAE_TEMPORAL = 4
-"""Pixels per latent cell, video frames per latent frame (but 1 for a stream's first), of Wan 2.1's autoencoder."""
+"""Of Wan 2.1's autoencoder: channels of a latent, pixels per latent cell, video frames per latent (1 for the first)."""
 
 
 @dataclass(frozen=True)

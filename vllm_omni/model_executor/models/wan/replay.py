@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from vllm_omni.model_executor.models.wan.chunk_plan import WanChunkPlan
+from vllm_omni.snapshot import SavedTensors
 
 
 class HasFrames(Protocol):
@@ -25,6 +26,22 @@ def still_visible(past: Sequence[P], plan: WanChunkPlan, next_frames: range) -> 
     """Return the chunks of which chunk `next_frames` sees at least one frame, oldest first."""
     oldest = oldest_ring_frame(plan, next_frames)
     return tuple(chunk for chunk in past if chunk.frames.start < plan.sink_frames or chunk.frames.stop > oldest)
+
+
+def saved_chunks(saved: SavedTensors, plan: WanChunkPlan, next_chunk: int) -> list[int]:
+    """Return the indices of the remembered chunks that a snapshot holds (`past.frame{first frame}...`), in order.
+
+    The oldest ones are sinks' and lie at the stream's begin; the others are near its end.
+    """
+    reach = plan.window_frames + 1
+    candidates = sorted({*range(min(next_chunk, reach)), *range(max(0, next_chunk - reach), next_chunk)})
+    names = set(saved.names("past."))
+    starts = {index: f"past.frame{plan.frames(index).start}" for index in candidates}
+    return [
+        index
+        for index, start in starts.items()
+        if start in names or any(name.startswith(start + ".") for name in names)
+    ]
 
 
 def oldest_ring_frame(plan: WanChunkPlan, next_frames: range) -> int:

@@ -23,6 +23,7 @@ from torch import nn
 
 from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.outputs import empty_result
+from vllm_omni.snapshot import SavedTensors
 
 Part = Literal["encoder", "decoder"]
 Shape = tuple[int, ...]
@@ -45,6 +46,14 @@ class VAECache:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by stable name, for digests and snapshots."""
         return {f"conv{index:02d}": feature for index, feature in enumerate(self.features)}
+
+    @classmethod
+    def restore(cls, saved: SavedTensors, prefix: str, device: torch.device | str) -> "VAECache | None":
+        """Take the cache that was saved under `prefix`, None if there was none. Raises `RequestFailed`."""
+        names = saved.names(prefix + "conv")
+        expected = [f"{prefix}conv{index:02d}" for index in range(len(names))]
+        features = [saved.take(name, device, saved.dtype(name)) for name in expected]
+        return cls(tuple(features)) if features else None
 
     def clone(self) -> "VAECache":
         """Return a copy in new memory (a cache is immutable, so sharing one is as good as copying it)."""

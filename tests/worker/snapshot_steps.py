@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions of runners in this process, saved to files and restored, as `collective_rpc` would do it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from scheduling import new_request, run_to_end
+
+from vllm_omni.snapshot import SnapshotHeader, restore_exchange, run_exchange, save_exchange
+from vllm_omni.worker.snapshots import SessionSnapshots
+
+
+class Worker:
+    """A runner with the worker's three RPCs; `rpc` answers as `LLM.collective_rpc` of one worker."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.snapshots = SessionSnapshots(runner)
+
+    def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        calls = {
+            "describe_session": self.snapshots.describe,
+            "write_session": self.snapshots.write,
+            "restore_session": self.snapshots.restore,
+            "close_session": self.runner.sessions.close,
+        }
+        with torch.inference_mode():
+            return [calls[method](*args)]
+
+    def save(self, session_id: str, path: Path, owner: dict[str, str] | None = None) -> SnapshotHeader:
+        return run_exchange(save_exchange(session_id, path, "0.test", owner), self.rpc)
+
+    def restore(self, session_id: str, path: Path) -> SnapshotHeader:
+        return run_exchange(restore_exchange(session_id, path), self.rpc)[0]
+
+    def chunk(
+        self, session_id: str, tensors: dict[str, torch.Tensor] | None = None, **fields: Any
+    ) -> dict[str, torch.Tensor]:
+        """Run the session's next chunk; returns copies of its result tensors."""
+        result = run_to_end(self.runner, new_request("r", tensors, session_id=session_id, **fields))["r"]
+        if isinstance(result, Exception):
+            raise result
+        return {name: tensor.clone() for name, tensor in result[1].items()}
+
+    def bits(self, session_id: str) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """All that can influence a later chunk."""
+        session = self.runner.sessions.get(session_id)
+        tensors = {name: tensor.contiguous().view(torch.uint8) for name, tensor in session.tensors().items()}
+        return session.scalars(), {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The format of a snapshot, and every file that must be refused: each with a reason, each without a trace."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load, save_file
+from snapshot_steps import Worker
+
+import vllm_omni.worker.snapshots as worker_snapshots
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot import Parallel, read_header
+
+_WORKERS: dict[str, Worker] = {}
+
+
+@pytest.fixture
+def worker(make_runner: Any, null_world: Path) -> Worker:
+    """One runner for all of this module, without sessions."""
+    if "worker" not in _WORKERS:
+        _WORKERS["worker"] = Worker(make_runner(null_world))
+    _WORKERS["worker"].runner.sessions.close_all()
+    return _WORKERS["worker"]
+
+
+@pytest.fixture
+def snapshot(worker: Worker, tmp_path: Path) -> Path:
+    """A session of two chunks, saved and closed."""
+    for index in range(2):
+        worker.chunk("a", prompt="a field" if index == 0 else None, seed=5 if index == 0 else None)
+    worker.save("a", tmp_path / "a", owner={"session_id": "door"})
+    worker.runner.sessions.close("a")
+    return tmp_path / "a"
+
+
+def refusal(worker: Worker, path: Path) -> RequestFailed:
+    """Restore a file that must be refused; nothing may be left of it."""
+    with pytest.raises(RequestFailed) as failure:
+        worker.restore("b", path)
+    assert len(worker.runner.sessions) == 0
+    assert str(path) not in failure.value.message
+    return failure.value
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> None:
+    """Change header or tensors and write the file anew with the safetensors library."""
+    tensors = load(path.read_bytes())
+    with safe_open(path, framework="pt") as file:
+        metadata = dict(file.metadata())
+    header = json.loads(metadata["omni_session"])
+    change(header, tensors)
+    save_file(tensors, path, {**metadata, "omni_session": json.dumps(header)})
+
+
+def test_the_file_is_plain_safetensors(worker: Worker, snapshot: Path) -> None:
+    """The library reads it, only its owner may, and its header says what it is and whose."""
+    header = read_header(snapshot)
+    assert (header.format_version, header.model.family, header.chunk_index) == (1, "null_world", 2)
+    assert header.owner == {"session_id": "door"}
+    assert header.ranks[0].scalars == {"chunk_index": 2, "prompt": "a field", "seed": 5}
+    assert set(load(snapshot.read_bytes())) == {"rank0.memory"}
+    assert snapshot.stat().st_mode & 0o777 == 0o600
+    assert header.model.parallel == Parallel(1, 1, False)
+
+
+def test_what_the_library_writes_is_read_as_well(worker: Worker, snapshot: Path) -> None:
+    """Another tool may rewrite the file; the session is the same."""
+    rewrite(snapshot, lambda header, tensors: None)
+    worker.restore("b", snapshot)
+    assert worker.runner.sessions.get("b").chunk_index == 2
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 100, 0.5, -1])
+def test_a_truncated_file_is_refused(worker: Worker, snapshot: Path, kept: float) -> None:
+    """Cut anywhere: in the length, in the header, in the tensors, by one byte."""
+    content = snapshot.read_bytes()
+    size = int(len(content) * kept) if isinstance(kept, float) else kept if kept >= 0 else len(content) + kept
+    snapshot.write_bytes(content[:size])
+    assert refusal(worker, snapshot).code == "invalid_snapshot"
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\0" * 4096, b"PK\3\4" + bytes(100), pickle.dumps({"a": 1})])
+def test_a_foreign_file_is_refused_and_never_unpickled(worker: Worker, tmp_path: Path, content: bytes) -> None:
+    """Noise, zeros, an archive, a pickle."""
+    path = tmp_path / "foreign"
+    path.write_bytes(content)
+    assert refusal(worker, path).code == "invalid_snapshot"
+
+
+def test_a_longer_file_and_other_safetensors_are_refused(worker: Worker, snapshot: Path, tmp_path: Path) -> None:
+    """Bytes behind the tensors; a weight file."""
+    snapshot.write_bytes(snapshot.read_bytes() + b"\0")
+    assert refusal(worker, snapshot).code == "invalid_snapshot"
+    save_file({"weight": torch.zeros(3)}, tmp_path / "weights")
+    failure = refusal(worker, tmp_path / "weights")
+    assert failure.code == "invalid_snapshot"
+    assert "no snapshot of a session" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "reason"),
+    [
+        (lambda h, t: h.update(format_version=2), "snapshot_version", "format version 2"),
+        (lambda h, t: h.update(format_version="1"), "snapshot_version", "reads version 1"),
+        (lambda h, t: h["model"].update(family="another_world"), "foreign_snapshot", "another_world"),
+        (lambda h, t: h["model"].update(config="0" * 64), "foreign_snapshot", "configuration"),
+        (lambda h, t: h["model"]["parallel"].update(tensor=2), "foreign_snapshot", "tensor parallel 2"),
+        (lambda h, t: h["ranks"][0].update(weights="0" * 64), "foreign_snapshot", "weights"),
+        (lambda h, t: h.update(ranks=[]), "invalid_snapshot", "rank 0"),
+        (lambda h, t: h.update(more=1), "invalid_snapshot", "more"),
+        (lambda h, t: h.pop("opening"), "invalid_snapshot", "opening"),
+        (lambda h, t: h["opening"].update(op="close"), "invalid_snapshot", "op"),
+        (lambda h, t: h["opening"].update(height=4096, width=4096), "unsupported_size", "4096x4096"),
+        (lambda h, t: h["opening"].update(height=-1), "invalid_snapshot", "height"),
+        (lambda h, t: h["opening"].update(height=16), "invalid_snapshot", "memory"),
+        (lambda h, t: h.update(chunk_index=0), "invalid_snapshot", "chunk_index"),
+        (lambda h, t: h.update(chunk_index=7), "invalid_snapshot", "different chunks"),
+        (lambda h, t: h["ranks"][0]["scalars"].update(chunk_index="2"), "invalid_snapshot", "chunk_index"),
+        (lambda h, t: h["ranks"][0]["scalars"].update(extra=1), "invalid_snapshot", "extra"),
+        (lambda h, t: t.update({"rank0.more": torch.zeros(1)}), "invalid_snapshot", "unknown tensors ['more']"),
+        (lambda h, t: t.pop("rank0.memory"), "invalid_snapshot", "lacks the tensor memory"),
+        (lambda h, t: t.update({"rank0.memory": torch.zeros(1)}), "invalid_snapshot", "memory"),
+        (lambda h, t: t.update({"rank0.memory": t["rank0.memory"].half()}), "invalid_snapshot", "float16"),
+    ],
+)
+def test_a_snapshot_that_does_not_fit_is_refused_by_name(
+    worker: Worker, snapshot: Path, change: Any, code: str, reason: str
+) -> None:
+    """Wrong version, other model, weights, split or sizes, missing and surplus parts: each says what is wrong."""
+    rewrite(snapshot, change)
+    failure = refusal(worker, snapshot)
+    assert failure.code == code
+    assert reason in failure.message
+
+
+def test_a_session_too_large_for_the_server_is_refused(
+    worker: Worker, snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `max_session_bytes`, and by the file's own size where the door knows the bound."""
+    monkeypatch.setattr(worker.runner.sessions, "max_bytes", 10)
+    assert refusal(worker, snapshot).code == "snapshot_too_large"
+    with pytest.raises(RequestFailed, match="may hold 10 bytes"):
+        read_header(snapshot, max_bytes=10)
+
+
+def test_a_live_id_is_not_overwritten(worker: Worker, snapshot: Path) -> None:
+    """And the live session is not closed by the refusal."""
+    worker.restore("b", snapshot)
+    with pytest.raises(RequestFailed) as failure:
+        worker.restore("b", snapshot)
+    assert failure.value.code == "session_exists"
+    assert "b" in worker.runner.sessions
+
+
+def test_a_full_server_refuses_and_a_file_is_not_overwritten(
+    worker: Worker, snapshot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Restoring obeys `max_sessions`; saving never replaces a file."""
+    monkeypatch.setattr(worker.runner.sessions, "max_sessions", 1)
+    worker.restore("b", snapshot)
+    with pytest.raises(RequestFailed) as failure:
+        worker.restore("c", snapshot)
+    assert failure.value.code == "capacity"
+    with pytest.raises(FileExistsError):
+        worker.save("b", snapshot)
+    assert read_header(snapshot).chunk_index == 2
+
+
+def test_a_session_that_moved_between_the_two_calls_is_not_torn(
+    worker: Worker, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk finished between describing and writing: `session_busy`, and no file."""
+    worker.restore("b", snapshot)
+    write = worker.snapshots.write
+
+    def late(*args: Any) -> Any:
+        worker.chunk("b")
+        return write(*args)
+
+    monkeypatch.setattr(worker.snapshots, "write", late)
+    with pytest.raises(RequestFailed) as failure:
+        worker.save("b", tmp_path / "torn")
+    assert failure.value.code == "session_busy"
+    assert not (tmp_path / "torn").exists()
+
+
+def test_other_weights_have_another_digest() -> None:
+    """One changed value among the sampled ones, another dtype or another name is another checkpoint."""
+    weights = {"a": torch.arange(64.0), "b": torch.zeros(3)}
+    digest = worker_snapshots.weights_digest(weights)
+    assert digest == worker_snapshots.weights_digest({name: weight.clone() for name, weight in weights.items()})
+    for other in (
+        {**weights, "a": torch.arange(64.0) + 1e-6},
+        {**weights, "a": torch.arange(64.0).double()},
+        {"a": weights["a"], "c": weights["b"]},
+    ):
+        assert worker_snapshots.weights_digest(other) != digest
+
+
+def test_damage_anywhere_is_refused_or_harmless(worker: Worker, snapshot: Path, tmp_path: Path) -> None:
+    """Any byte of the header changed: a `RequestFailed`, or a session like any other; never another exception."""
+    content = snapshot.read_bytes()
+    head = 8 + int.from_bytes(content[:8], "little")
+
+    codes = set()
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.integers(0, head - 1), st.integers(0, 255))
+    def damage(position: int, value: int) -> None:
+        path = tmp_path / "damaged"
+        path.write_bytes(content[:position] + bytes([value]) + content[position + 1 :])
+        codes.add(restored_or_refused(worker, path))
+        worker.runner.sessions.close_all()
+
+    damage()
+    assert "engine_error" not in codes
+    assert "invalid_snapshot" in codes
+
+
+def restored_or_refused(worker: Worker, path: Path) -> str:
+    try:
+        worker.restore("b", path)
+    except RequestFailed as failure:
+        return failure.code
+    return "restored"

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A session saved to a file and restored by another runner goes on bit for bit, for every family and cache."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scheduling import execute, new_request, step
+from snapshot_steps import Worker
+
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.model_executor.one_shot import OneShotSession
+from vllm_omni.outputs import RequestFailed
+
+
+@pytest.fixture(scope="session")
+def causal_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("causal_wan")
+    get_family("causal_wan").make_tiny(out, 0, "original")
+    return out
+
+
+@pytest.fixture
+def make_worker(make_runner: Any, request: pytest.FixtureRequest) -> Callable[..., Worker]:
+    def make(family: str, omni: dict[str, Any] | None = None) -> Worker:
+        return Worker(make_runner(request.getfixturevalue(family), omni))
+
+    return make
+
+
+def world_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+    keys = [["w"], ["w", "j"], ["i"]]
+    image = {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)} if index == 0 else None
+    first = {"prompt": "a harbour", "seed": 3} if index == 0 else {}
+    return worker.chunk(session_id, image, actions=keys, **{**first, **fields})
+
+
+def text_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+    first = {"prompt": "a beach", "seed": 4} if index == 0 else {}
+    return worker.chunk(session_id, **{**first, **fields})
+
+
+def video_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+    count = 9 if index == 0 else 12
+    ramp = torch.arange(count).view(-1, 1, 1, 1) * (3 + index)
+    video = (torch.arange(48).view(1, 1, -1, 1) * 4 + ramp).expand(-1, 32, -1, 3).to(torch.uint8).contiguous()
+    first = {"prompt": "a beach", "seed": 4, "options": {"source": "video"}} if index == 0 else {}
+    return worker.chunk(session_id, {"video": video}, **{**first, **fields})
+
+
+Chunk = Callable[..., dict[str, torch.Tensor]]
+SMALL = {"window_frames": 7, "sink_frames": 2}
+CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
+    "null world": ("null_world", {}, text_chunk, 3),
+    "world, before its window is full": ("lingbot_world", {}, world_chunk, 1),
+    "world, ring and sinks": ("lingbot_world", SMALL, world_chunk, 4),
+    "world that recomputes its window": ("lingbot_world", {**SMALL, "reprime_on_prompt_switch": True}, world_chunk, 4),
+    "stream, moving sinks": ("causal_wan", SMALL, text_chunk, 4),
+    "stream, video in": ("causal_wan", SMALL, video_chunk, 3),
+    "stream that recomputes its window": ("causal_wan", {**SMALL, "recache_on_prompt_switch": True}, text_chunk, 4),
+    "stream, a window for every step": ("causal_wan", {**SMALL, "cache": "noise_matched"}, text_chunk, 3),
+    "stream, cascaded": ("causal_wan", {**SMALL, "cache": "cascaded"}, text_chunk, 3),
+    "stream, renewed sinks": (
+        "causal_wan",
+        {"window_frames": 4, "sink_frames": 1, "latent_frames_per_chunk": 1, "sink_refresh_threshold": 0.999},
+        text_chunk,
+        7,
+    ),
+}
+
+
+DAILY = ("world, ring and sinks", "stream, moving sinks", "stream, renewed sinks")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in DAILY else pytest.param(case, marks=pytest.mark.nightly) for case in CASES]
+)
+def test_a_restored_session_goes_on_bit_for_bit(case: str, make_worker: Callable[..., Worker], tmp_path: Path) -> None:
+    """On another runner, under another id: all state is equal, so are the next chunk and one under a new prompt."""
+    family, model, chunk, chunks = CASES[case]
+    here, there = make_worker(family, {"model": model}), make_worker(family, {"model": model})
+    for index in range(chunks):
+        chunk(here, "a", index)
+    path = tmp_path / "a.safetensors"
+    header = here.save("a", path)
+    assert header.chunk_index == chunks
+    there.restore("b", path)
+    assert there.bits("b") == here.bits("a")
+    assert there.runner.sessions.nbytes == here.runner.sessions.nbytes
+    for index, fields in ((chunks, {}), (chunks + 1, {"prompt": "at night"}), (chunks + 2, {})):
+        ours, theirs = chunk(here, "a", index, **fields), chunk(there, "b", index, **fields)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.nightly
+def test_saving_again_after_a_prompt_switch_keeps_what_was_never_written(
+    make_worker: Callable[..., Worker], tmp_path: Path
+) -> None:
+    """A recomputed window has a gap between sinks and ring; a restored one must not look into it."""
+    options = {"model": {"window_frames": 10, "sink_frames": 2, "reprime_on_prompt_switch": True}}
+    here, there = make_worker("lingbot_world", options), make_worker("lingbot_world", options)
+    for index in range(5):
+        world_chunk(here, "a", index, **({"prompt": "at night"} if index == 4 else {}))
+    here.save("a", tmp_path / "a")
+    there.restore("a", tmp_path / "a")
+    for index in range(5, 8):
+        assert torch.equal(world_chunk(here, "a", index)["frames"], world_chunk(there, "a", index)["frames"])
+
+
+@pytest.mark.nightly
+def test_a_session_is_saved_as_its_last_chunk_left_it_while_the_next_one_runs(
+    make_worker: Callable[..., Worker], tmp_path: Path
+) -> None:
+    """Between two denoise steps of a chunk a snapshot is the state before that chunk, and saving disturbs nothing."""
+    here, there = make_worker("lingbot_world", {"model": SMALL}), make_worker("lingbot_world", {"model": SMALL})
+    for worker in (here, there):
+        for index in range(4):
+            world_chunk(worker, "a", index)
+    fields = {"session_id": "a", "actions": [["w"]] * 3}
+    execute(here.runner, step(new=[new_request("r", **fields)]))
+    execute(here.runner, step(running=["r"]))
+    here.save("a", tmp_path / "a")
+    execute(here.runner, step(finished=["r"]))
+    there.restore("b", tmp_path / "a")
+    assert there.bits("b") == there.bits("a") == here.bits("a")
+    assert torch.equal(world_chunk(there, "b", 4)["frames"], world_chunk(here, "a", 4)["frames"])
+
+
+def test_a_session_without_a_chunk_and_an_unknown_one_cannot_be_saved(
+    make_worker: Callable[..., Worker], tmp_path: Path
+) -> None:
+    """The reason is named and no file is left."""
+    worker = make_worker("null_world")
+    execute(worker.runner, step(new=[new_request("r", session_id="young", prompt="a field")]))
+    for session_id in ("young", "nobody"):
+        with pytest.raises(RequestFailed) as failure:
+            worker.save(session_id, tmp_path / "none")
+        assert failure.value.code == "unknown_session"
+    assert not (tmp_path / "none").exists()
+
+
+def test_models_whose_sessions_end_with_their_request_say_so() -> None:
+    """There is nothing to carry over for an image model."""
+    session = OneShotSession("a", 1)
+    for call in (session.opening_params, lambda: session.restore({}, None)):  # type: ignore[arg-type]
+        with pytest.raises(RequestFailed, match="end with their request") as failure:
+            call()
+        assert failure.value.code == "unsupported"
