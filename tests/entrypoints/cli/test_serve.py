@@ -67,6 +67,24 @@ def test_our_plugin_is_added_and_the_others_are_kept(given: str | None, installe
     assert serve.plugin_names(given, installed) == expected
 
 
+@pytest.mark.parametrize(
+    ("argv", "added"),
+    [
+        ([], False),
+        (["--data-parallel-size", "2"], True),
+        (["-dp", "2"], True),
+        (["-dp", "2", "--api-server-count", "4"], False),
+        (["-dp", "2", "--headless"], False),
+        (["-dp", "2", "--data-parallel-rank", "1"], False),
+    ],
+)
+def test_data_parallel_ranks_share_one_api_server(world: str, argv: list[str], added: bool) -> None:
+    """Stock vLLM would start one for each rank, and a client that comes back would meet one without its session."""
+    planned = plan(world, *argv).argv
+    assert (planned[-2:] == ["--api-server-count", "1"]) == added
+    serve.serve_parser().parse_args(["serve", *planned])
+
+
 def test_the_printed_command_is_one_line_that_vllm_accepts(world: str) -> None:
     """The plain command parses with vLLM's own parser to the same arguments, less the WebSocket flags."""
     planned = plan(world, "--ws-max-size", "4096", "--ws_ping_timeout=5", "--served-model-name", "a world")

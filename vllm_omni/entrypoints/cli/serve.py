@@ -89,6 +89,8 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
     tokenizer_flags = {"skip-tokenizer-init", "no-skip-tokenizer-init"}
     if family.serve_flags is None and not tokenizer_flags & flags.values.keys():
         added.append("--skip-tokenizer-init")
+    if family.serve_flags is None and _needs_one_api_server(flags):
+        added += ["--api-server-count", "1"]
     variables = {"VLLM_PLUGINS": plugin_names(environ.get("VLLM_PLUGINS"), plugins, family.endpoint_plugins)}
     if on_cpu and not {_CPU_SPACE, "kv-cache-memory-bytes", "gpu-memory-utilization"} & {*environ, *flags.values}:
         variables[_CPU_SPACE] = _CPU_SPACE_GIB
@@ -238,6 +240,13 @@ def _check_port(flags: "ServeFlags") -> None:
             busy = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             what = "is in use" if busy else f"cannot be opened ({error})"
             raise CommandError(f"port {port} of {host or 'this machine'} {what}; pass another --port") from error
+
+
+def _needs_one_api_server(flags: "ServeFlags") -> bool:
+    """Stock vLLM starts an API server for each data-parallel rank; sessions are known to one API server only."""
+    chosen = {"api-server-count", "asc", "headless", "data-parallel-rank", "dpn", "data-parallel-external-lb", "dpe"}
+    chosen |= {"data-parallel-multi-port-external-lb", "dpm"}
+    return flags.count("data-parallel-size", "dp") > 1 and not chosen & flags.values.keys()
 
 
 def _page(flags: "ServeFlags") -> str | None:
