@@ -7,11 +7,12 @@ parsed by that model's own frozen dataclass. Held by tests/test_config.py.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Degradation = Literal["fewer_steps", "smaller_window", "tiny_vae"]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -28,6 +29,16 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     models run faster (at thousands of tokens per request a forward is limited by arithmetic, not by its batch).
     overlap_decode: decode a finished chunk while its session's next one is denoised; the result comes with a later
     step. None = on CUDA with several ranks: on one GPU, which denoising fills, it gains 0.4 % and costs 3 GiB.
+    scheduling: whose turn it is. `fifo`: in order of arrival, chunk after chunk. `deadline`: whose result is due first
+    takes the next denoise step, in batches no larger than deadlines allow (docs/user_guide/scheduling.md).
+    target_fps: frames a second that realtime doors hold for a client who names no rate; a stream that cannot be held
+    is refused with `capacity`. default_deadline_s: a request without a deadline is treated like one due that long
+    after its arrival. degradations: what a chunk that would be late may go without, cheapest loss first.
+    snapshot_dir: where snapshots of sessions lie on their way to and from clients; every rank must see it. None = the
+    system's directory for temporary files. record_dir: record every session of the realtime doors in this directory,
+    for `vllm-omni replay`; None = nothing is recorded.
+    drain_timeout_s: how long a server that is told to stop (SIGTERM) may finish the chunks in flight; 0 = stop at once.
+    drain_snapshot_dir: it saves its sessions there, and a server that starts takes them over; None = they are lost.
     model: options of the model itself.
     """
 
@@ -39,9 +50,23 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_requests_per_step: Positive = 4
     batch_invariant: bool = True
     overlap_decode: bool | None = None
+    scheduling: Literal["fifo", "deadline"] = "fifo"
+    target_fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
+    default_deadline_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 10.0
+    degradations: tuple[Degradation, ...] = ()
+    snapshot_dir: str | None = None
+    record_dir: str | None = None
+    drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 25.0
+    drain_snapshot_dir: str | None = None
     max_hidden_states_bytes: Positive = 256 << 20
     hidden_state_layers: tuple[Annotated[int, msgspec.Meta(ge=0, le=1024)], ...] = ()
     model: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.scheduling == "fifo" and (self.target_fps is not None or self.degradations):
+            raise ValueError("target_fps and degradations need scheduling 'deadline'")
+        if len(set(self.degradations)) != len(self.degradations):
+            raise ValueError(f"degradations must differ, got {list(self.degradations)}")
 
     @property
     def max_area(self) -> int:

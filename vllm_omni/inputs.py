@@ -24,6 +24,7 @@ _TENSORS_KEY = "omni_tensors"
 SessionId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 Pixels = Annotated[int, msgspec.Meta(ge=8, le=8192)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Text = Annotated[str, msgspec.Meta(max_length=16384)]
 
 
@@ -40,6 +41,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     one_shot: the session is made for this request and closed with it, however it ends (one image, one video).
     negative_prompt, num_frames (pixel frames), num_inference_steps, guidance_scale, num_images, fps: what image and
     video models understand; None = the model's default, and a model refuses what it has no use for.
+    deadline_s: seconds after the engine has received the request by which its result is wanted; chunk_period_s: the
+    stream wants a chunk that often. Both only matter to a server that schedules by deadline (`omni.scheduling`).
     options: model-specific, checked by the model.
     """
 
@@ -60,6 +63,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
     num_images: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
+    deadline_s: Seconds | None = None
+    chunk_period_s: Seconds | None = None
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def to_pooling_params(self, tensors: Mapping[str, torch.Tensor] | None = None) -> "PoolingParams":

@@ -129,7 +129,7 @@ def test_aborting_a_chunk_lets_the_next_one_go(null_world: Path, aborted: str) -
     harness.scheduler.finish_requests(aborted, RequestStatus.FINISHED_ABORTED)
     left = "s2" if aborted == "s1" else "s1"
     assert harness.step(done=[left]) == [left]
-    assert not harness.scheduler.has_unfinished_requests() and not harness.scheduler._turns
+    assert not harness.scheduler.has_unfinished_requests() and not len(harness.scheduler._streams)
 
 
 def test_a_batch_has_at_most_the_configured_number_of_requests(null_world: Path) -> None:
@@ -163,7 +163,7 @@ def test_the_next_chunk_starts_while_the_last_result_is_on_its_way(null_world: P
     harness.scheduler.finish_requests("s1", RequestStatus.FINISHED_ABORTED)
     assert harness.step(done=["s2"]) == ["s2"]
     assert not harness.scheduler.has_unfinished_requests()
-    assert not harness.scheduler._turns and not harness.scheduler._delivering
+    assert not len(harness.scheduler._streams) and not harness.scheduler._delivering
 
 
 def test_malformed_requests_still_reach_the_runner(null_world: Path) -> None:

@@ -4,9 +4,18 @@
 It travels where a `ModelRunnerOutput` does, worker process to engine. Schedulers that do not know it read it as stock.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.v1.outputs import ModelRunnerOutput
+
+
+class ChunkProgress(NamedTuple):
+    """Where a chunk stands after a step. size: elements of its latents, what its forward's cost goes by."""
+
+    step: int
+    num_steps: int
+    size: int
 
 
 @dataclass
@@ -14,6 +23,9 @@ class StepOutput(ModelRunnerOutput):
     """denoised: requests whose chunk is part of its session now, while its result is still being decoded or copied.
 
     Such a request is scheduled once more to deliver its result; its session's next chunk may start at once.
+
+    progress: of this step's chunks that are not done.
     """
 
     denoised: tuple[str, ...] = ()
+    progress: dict[str, ChunkProgress] = field(default_factory=dict)

@@ -92,6 +92,8 @@ class DiffusionRequest:
     step: int = 0
     state: Any = None
     """The model's working set for this chunk: latents, noise, conditions. Dropped with the request."""
+    degradations: tuple[str, ...] = ()
+    """What the scheduler wants this chunk to go without (`SupportsDegradation`); set before `prepare_encode`."""
     timer: StageTimer = field(default_factory=lambda: StageTimer(torch.device("cpu")))
     """Runner and model time their stages with it (`encode`, `step`, `decode`, ...); the result's meta carries them."""
 
@@ -148,6 +150,26 @@ class SupportsStepExecution(Protocol):
 
     def warmup_inputs(self) -> list[Inputs]:
         """Requests of the largest shape, in session order; the runner runs them once in a throw-away session."""
+
+
+@runtime_checkable
+class SupportsDegradation(Protocol):
+    """A model that can make single chunks cheaper and worse; `prepare_encode` reads `request.degradations`."""
+
+    def refuse_degradation(self, name: str) -> str | None:
+        """Why this model, as it is configured, cannot do without `name` (`omni.degradations`); None if it can."""
+
+
+def check_degradations(model: object, names: Sequence[str]) -> None:
+    """Raise ValueError, with the reason, unless `model` can do all of `omni.degradations`."""
+    for name in names:
+        reason = "it has one quality only"
+        if isinstance(model, SupportsDegradation):
+            refusal = model.refuse_degradation(name)
+            if refusal is None:
+                continue
+            reason = refusal
+        raise ValueError(f"omni.degradations: {type(model).__name__} cannot do {name!r}: {reason}")
 
 
 def require_finite(tensor: torch.Tensor, what: str) -> None:

@@ -25,8 +25,13 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.core.step_output import StepOutput
-from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution, require_finite
+from vllm_omni.core.step_output import ChunkProgress, StepOutput
+from vllm_omni.model_executor.interfaces import (
+    DiffusionRequest,
+    SupportsStepExecution,
+    check_degradations,
+    require_finite,
+)
 from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed, pack, pack_error
 from vllm_omni.registration import steps_one_at_a_time
@@ -88,6 +93,7 @@ class DiffusionGPUModelRunner:
         self.model_memory_usage = sum(p.numel() * p.element_size() for p in model.parameters())
         in_steps = isinstance(model, SupportsStepExecution) and model.supports_step_execution
         self.model: Any = model if in_steps else WholeRequestModel(model)
+        check_degradations(model, self.omni.degradations)
 
     def reload_weights(
         self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
@@ -185,7 +191,13 @@ class DiffusionGPUModelRunner:
             req_id_to_index={request_id: index for index, request_id in enumerate(scheduled)},
             pooler_output=[outputs.get(request_id) for request_id in scheduled],
             denoised=tuple(self._denoised),
+            progress={
+                state.request_id: self._progress(state.chunk) for state in states if state.chunk and not state.done
+            },
         )
+
+    def _progress(self, chunk: DiffusionRequest) -> ChunkProgress:
+        return ChunkProgress(chunk.step, chunk.num_steps, self.model.latents(chunk).numel() if chunk.step else 1)
 
     def _deliverable(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Keep one step's results within the worker's message ring; a held-back one goes out with the next step."""
@@ -328,7 +340,14 @@ class DiffusionGPUModelRunner:
                     f"chunk_index {params.chunk_index} arrived, session {params.session_id!r} expects "
                     f"{session.chunk_index}",
                 )
-            request = DiffusionRequest(state.request_id, params, state.tensors, session, timer=StageTimer(self.device))
+            request = DiffusionRequest(
+                state.request_id,
+                params,
+                state.tensors,
+                session,
+                degradations=state.degradations,
+                timer=StageTimer(self.device),
+            )
             with request.timer.stage("encode"):
                 self.model.prepare_encode(request)
             assert request.num_steps > 0, "prepare_encode must set num_steps"

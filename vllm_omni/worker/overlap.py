@@ -39,6 +39,8 @@ class PendingResult:
     ) -> None:
         self._request = request
         self._meta = {"session_id": request.session.session_id, "chunk_index": request.session.chunk_index, **meta}
+        if request.degradations:
+            self._meta["degradations"] = list(request.degradations)
         self._tensors = tensors
         self._done = done
         self._started_s = started_s

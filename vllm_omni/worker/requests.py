@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_omni.core.scheduler_note import SchedulerNote
 from vllm_omni.inputs import DiffusionParams, request_tensors
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.multimodal import feature_tensors
@@ -39,6 +40,8 @@ class RequestState:
     """The result of a chunk that is done, on its way to the host."""
     held_back: torch.Tensor | None = None
     """A finished envelope that waits for room in the next step's message."""
+    degradations: tuple[str, ...] = ()
+    """What the scheduler wants its chunk to go without."""
     started_s: float = field(default_factory=time.perf_counter)
 
     @property
@@ -73,7 +76,10 @@ class RequestStates:
         try:
             params = DiffusionParams.from_extra_kwargs(extra)
             tensors = request_tensors(extra) | feature_tensors(data.mm_features)
-            state = RequestState(data.req_id, params, tensors)
+            note = SchedulerNote.read(extra)
+            if note.refused is not None:
+                raise RequestFailed("capacity", note.refused)
+            state = RequestState(data.req_id, params, tensors, degradations=tuple(note.degradations))
         except RequestFailed as failure:
             state = RequestState(data.req_id, None, {}, failure=failure)
         except Exception:  # boundary: whatever a client managed to send may cost only its own request

@@ -9,15 +9,19 @@ one micro-step. What it adds to the stock policy, and nothing else:
 - within a session, chunks run one after the other in the order of their chunk index (arrival decides between equals);
 - the next chunk may start while the last one's result is still on its way (`StepOutput.denoised`);
 - at most `omni.max_requests_per_step` requests share a batch (those that only deliver do not count);
-- with pipeline parallelism, the live requests are spread over as many batches as there are stages.
+- with pipeline parallelism, the live requests are spread over as many batches as there are stages;
+- with `omni.scheduling` "deadline", `policy.py` says who is in the batch, whom to refuse and at which quality a chunk
+  is made; the costs it goes by are measured while serving (`cost_model.py`).
 
-It knows requests and sessions by name only. Held by tests/core/test_stream_batch_scheduler.py.
+What it remembers of streams is in `streams.py`. It knows requests and sessions by name only. Held by
+tests/core/test_stream_batch_scheduler.py, tests/core/test_deadline_scheduler.py.
 """
 
-import itertools
 import math
+import time
 from typing import Any
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -25,7 +29,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.core.sched.cost_model import StepCostModel
+from vllm_omni.core.sched.policy import LiveRequest, choose_batch
+from vllm_omni.core.sched.streams import RequestFields, Streams
+from vllm_omni.core.scheduler_note import SchedulerNote, without_note
 from vllm_omni.core.step_output import StepOutput
+
+_NOT_NOW = 1 << 62
+"""Engine step in which a running request that is not in the batch may run again, as far as stock code knows."""
 
 
 class StreamBatchScheduler(Scheduler):
@@ -34,76 +45,128 @@ class StreamBatchScheduler(Scheduler):
         omni = OmniConfig.from_additional_config(self.vllm_config.additional_config)
         self._max_requests_per_step = omni.max_requests_per_step
         self._num_stages = self.parallel_config.pipeline_parallel_size
-        self._arrivals = itertools.count()
-        self._turns: dict[str, dict[str, tuple[float, int]]] = {}
-        """session id -> {request id: (chunk index, arrival)} of its requests that still have steps to take."""
+        self._streams = Streams(omni.default_deadline_s, 1 + len(omni.degradations))
         self._delivering: set[str] = set()
         """Requests whose chunk is done and whose result is on its way."""
+        self._by_deadline = omni.scheduling == "deadline"
+        self._degradations = omni.degradations
+        self._refuses_streams = omni.target_fps is not None
+        self._cost_model = StepCostModel()
+        self._in_flight: set[str] = set()
+        self._chosen: set[str] = set()
+        self._launched: dict[int, tuple[float, list[tuple[LiveRequest, bool]]]] = {}
+        """Of batches in flight, by the id of their `SchedulerOutput`: when they were formed, who began in them."""
+        self._last_end_s = 0.0
 
     def add_request(self, request: Request) -> None:
+        now_s = time.monotonic()
+        fields = _fields_of(request)
+        if request.pooling_params is not None:
+            request.pooling_params = without_note(request.pooling_params)
+        if self._refuses_streams:
+            refused = self._streams.refusal(fields, now_s, self._cost_model.costs)
+            if refused is not None:
+                assert request.pooling_params is not None
+                request.pooling_params = SchedulerNote(refused=refused).attach(request.pooling_params)
+                fields = RequestFields(request.request_id, math.inf, is_chunk=False)
         super().add_request(request)
-        session_id, chunk_index = _session_and_chunk(request)
-        self._turns.setdefault(session_id, {})[request.request_id] = (chunk_index, next(self._arrivals))
+        self._streams.add(request.request_id, fields, now_s)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        runnable = len(self._turns)  # one request per session at most
-        steps = min(self._max_requests_per_step, math.ceil(runnable / self._num_stages))
-        self.max_num_scheduled_tokens = max(1, steps + len(self._delivering))
-        return super().schedule(throttle_prefills)
+        steps = min(self._max_requests_per_step, math.ceil(len(self._streams) / self._num_stages))
+        if not self._by_deadline:
+            self.max_num_scheduled_tokens = max(1, steps + len(self._delivering))
+            output = super().schedule(throttle_prefills)
+            for new in output.scheduled_new_reqs:
+                self._streams.mark_started(new.req_id)
+            return output
+        now_s = time.monotonic()
+        self._choose(now_s, max(1, steps))
+        self.max_num_scheduled_tokens = max(1, len(self._chosen))
+        output = super().schedule(throttle_prefills)
+        batch = [live for name in output.num_scheduled_tokens if (live := self._streams.get(name)) is not None]
+        self._launched[id(output)] = now_s, [(live, not live.started) for live in batch]
+        for live in batch:
+            live.started = True
+        self._in_flight.update(output.num_scheduled_tokens)
+        return output
+
+    def _choose(self, now_s: float, max_requests: int) -> None:
+        """Decide on the next batch and make the stock scheduler take exactly these requests."""
+        live = self._streams.runnable(self._in_flight)
+        room = self.max_num_active_reqs - len(self.running) if self.pause_state == PauseState.UNPAUSED else 0
+        if room < len(live):  # rare: paused, or more sessions than vLLM may run
+            fresh = sorted((r for r in live if not r.started), key=lambda r: (r.due_s, r.order))[max(0, room) :]
+            live = [request for request in live if request not in fresh]
+        costs = self._cost_model.costs
+        batch = choose_batch(now_s, live, costs, max_requests)
+        self._chosen = {request.request_id for request in batch}
+        self._chosen.update(self._delivering - self._in_flight)
+        for request in self.running:
+            request.next_decode_eligible_step = 0 if request.request_id in self._chosen else _NOT_NOW
+        for chosen in reversed(batch):
+            if not chosen.started:
+                if self._degradations:
+                    self._note_quality(
+                        chosen.request_id, self._streams.decide_level(chosen.request_id, now_s, live, costs)
+                    )
+                waiting = self.requests[chosen.request_id]
+                self.waiting.remove_request(waiting)
+                self.waiting.prepend_request(waiting)
+
+    def _note_quality(self, request_id: str, level: int) -> None:
+        request = self.requests[request_id]
+        if level and request.pooling_params is not None:
+            note = SchedulerNote(degradations=list(self._degradations[:level]))
+            request.pooling_params = note.attach(request.pooling_params)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        now_s = time.monotonic()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        step = model_runner_output if isinstance(model_runner_output, StepOutput) else None
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
                 request.num_computed_tokens -= num_tokens
-        if isinstance(model_runner_output, StepOutput):
-            for request_id in model_runner_output.denoised:
+                self._streams.advance(request_id, step.progress.get(request_id) if step else None)
+        if step is not None:
+            for request_id in step.denoised:
                 request = self.requests.get(request_id)
                 if request is not None and not request.is_finished():
-                    self._end_turn(request)
+                    self._streams.end_turn(request_id, now_s)
                     self._delivering.add(request_id)
+        if self._by_deadline:
+            self._in_flight.difference_update(scheduler_output.num_scheduled_tokens)
+            self._measure(scheduler_output, step, now_s)
         return outputs
 
+    def _measure(self, scheduler_output: SchedulerOutput, step: StepOutput | None, now_s: float) -> None:
+        """Tell the cost model how long this batch took: batches follow one another on the device, so a step lasts from
+        the end of the one before."""
+        formed_s, batch = self._launched.pop(id(scheduler_output))
+        going_on = step.progress if step is not None else self.requests
+        total = sum(live.size for live, _ in batch)
+        first = sum(live.size for live, begins in batch if begins)
+        last = sum(live.size for live, _ in batch if live.request_id not in going_on)
+        self._cost_model.observe(total, first, last, now_s - max(formed_s, self._last_end_s))
+        self._last_end_s = now_s
+
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """Stock hook: may this waiting request start now? Only if it is first in its session."""
+        """Stock hook: may this waiting request start now? Only if it is first in its session, and in the batch."""
         if not super()._handle_blocked_waiting_request(request):
             return False
-        session_id, _ = _session_and_chunk(request)
-        turns = self._turns[session_id]
-        running = {other.request_id for other in self.running}
-        if any(request_id in running for request_id in turns):
-            return False
-        return min(turns, key=turns.__getitem__) == request.request_id
+        if self._by_deadline:
+            return request.request_id in self._chosen
+        return self._streams.is_head(request.request_id)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        self._end_turn(request)
+        self._streams.end_turn(request.request_id, time.monotonic())
         self._delivering.discard(request.request_id)
         return super()._free_request(request, delay_free_blocks)
 
-    def _end_turn(self, request: Request) -> None:
-        """Let the session's next request go; idempotent."""
-        session_id, _ = _session_and_chunk(request)
-        turns = self._turns.get(session_id)
-        if turns is not None:
-            turns.pop(request.request_id, None)
-            if not turns:
-                del self._turns[session_id]
 
-
-def _session_and_chunk(request: Request) -> tuple[str, float]:
-    """Read the two scheduling fields of a request; a malformed request is its own session (the runner refuses it).
-
-    A request without a chunk index takes its turn by arrival, behind those that name one.
-    """
+def _fields_of(request: Request) -> RequestFields:
     extra = request.pooling_params.extra_kwargs if request.pooling_params is not None else None
-    fields = extra.get("omni") if extra else None
-    if not isinstance(fields, dict):
-        return request.request_id, math.inf
-    session_id, chunk_index = fields.get("session_id"), fields.get("chunk_index")
-    return (
-        session_id if isinstance(session_id, str) else request.request_id,
-        chunk_index if isinstance(chunk_index, int) else math.inf,
-    )
+    return RequestFields.read(request.request_id, extra)

@@ -43,6 +43,7 @@ from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.noise import standard_normal
+from vllm_omni.model_executor.schedules import every_second_step
 from vllm_omni.model_executor.vllm_model import StepPipeline, default_dtype
 from vllm_omni.outputs import RequestFailed
 
@@ -210,7 +211,7 @@ class CausalWan(nn.Module):
         replay = self._replay(session, inputs.prompt)
         request.state = Chunk(
             frames=frames,
-            schedule=schedule,
+            schedule=every_second_step(schedule) if "fewer_steps" in request.degradations else schedule,
             latents=latents,
             renoise=noise[1:],
             rope=self._rope(frames, size),
@@ -221,7 +222,16 @@ class CausalWan(nn.Module):
             seed=inputs.seed,
             video=video,
         )
-        request.num_steps = len(replay) + schedule.num_steps + (self.options.cache != "noise_matched")
+        request.num_steps = len(replay) + request.state.schedule.num_steps + (self.options.cache != "noise_matched")
+
+    def refuse_degradation(self, name: str) -> str | None:
+        if name == "fewer_steps":
+            if self.options.cache != "strict":
+                return f"cache {self.options.cache!r} keeps a window for every step, so each chunk needs all of them"
+            return None if self.schedule.num_steps > 1 else "denoising_steps has one entry"
+        if name == "smaller_window":
+            return "the window is allocated when a stream begins; set omni.model.window_frames for all streams"
+        return "one decoder is loaded; set omni.model.decoder 'tiny' for all streams"
 
     def batch_key(self, request: DiffusionRequest) -> Hashable:
         chunk = _chunk_of(request)

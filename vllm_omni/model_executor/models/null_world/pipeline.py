@@ -157,7 +157,10 @@ class NullWorldPipeline(StepPipeline):
         generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
         noise = torch.randn(session.memory_CHW.shape, generator=generator)
         request.state = _Chunk(noise.to(session.memory_CHW.device), options, prompt)
-        request.num_steps = options.steps
+        request.num_steps = -(-options.steps // 2) if "fewer_steps" in request.degradations else options.steps
+
+    def refuse_degradation(self, name: str) -> str | None:
+        return None if name == "fewer_steps" else "it has neither a window nor a decoder"
 
     def batch_key(self, request: DiffusionRequest) -> Hashable:
         return request.state.latents_CHW.shape

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The deadline policy as decision tables, and what holds for any live requests (hypothesis)."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_omni.core.sched.policy import (
+    MAX_UTILISATION,
+    Demand,
+    LiveRequest,
+    StepCosts,
+    choose_batch,
+    choose_level,
+    predicted_end_s,
+    refuses,
+)
+
+LINEAR = StepCosts(size_s=0.1)
+"""A step takes 0.1 s for each request in it: batching saves nothing."""
+SHARED = StepCosts(step_s=0.1, size_s=0.001)
+"""A step takes about 0.1 s, however many share it."""
+
+
+def live(name: str, due_s: float, steps: int = 1, **fields: Any) -> LiveRequest:
+    values: dict[str, Any] = {"has_deadline": True, "started": True, "size": 1.0, "order": ord(name[0]), **fields}
+    return LiveRequest(name, due_s, steps_left=steps, **values)
+
+
+def names(batch: list[LiveRequest]) -> str:
+    return "".join(request.request_id for request in batch)
+
+
+@pytest.mark.parametrize(
+    ("requests", "costs", "most", "expected"),
+    [
+        pytest.param([], LINEAR, 4, "", id="nothing to do"),
+        pytest.param([live("a", 9), live("b", 8)], LINEAR, 4, "ba", id="due first goes first; time for both at once"),
+        pytest.param([live("a", 9), live("b", 9)], LINEAR, 1, "a", id="of equals, the earlier arrival"),
+        pytest.param([live("a", 0.1), live("b", 9)], LINEAR, 4, "a", id="sharing the step would make a late"),
+        pytest.param([live("a", 0.1), live("b", 9)], SHARED, 4, "a", id="even by a millisecond"),
+        pytest.param([live("a", 0.11), live("b", 9)], SHARED, 4, "ab", id="unless its deadline leaves that much"),
+        pytest.param(
+            [live("a", 9, 3), live("b", 1.0, 4), live("c", 1.0, 4)], LINEAR, 4, "bca", id="room for all three"
+        ),
+        pytest.param([live("a", 9, 3), live("b", 0.4, 4)], LINEAR, 4, "b", id="every step counts, not only the next"),
+        pytest.param([live(name, 9) for name in "abcdef"], LINEAR, 4, "abcd", id="never more than allowed"),
+        pytest.param(
+            [live("a", -1), live("b", -2)], LINEAR, 4, "b", id="both late: one by one, the longest late first"
+        ),
+        pytest.param([live("a", -1), live("b", -2)], SHARED, 4, "ba", id="both late: together if that is quicker"),
+        pytest.param(
+            [live("a", -1, 2), live("b", 0.35)], LINEAR, 4, "a", id="a late one delays no one who can make it"
+        ),
+        pytest.param([live("a", 0.1), live("b", 0.1)], StepCosts(), 4, "ab", id="costs unknown: as many as allowed"),
+        pytest.param(
+            [live("a", 10, has_deadline=False), live("b", 0.5)],
+            LINEAR,
+            4,
+            "ba",
+            id="without a deadline: along with others",
+        ),
+        pytest.param(
+            [live("a", -5, has_deadline=False), live("b", 0.1)],
+            LINEAR,
+            4,
+            "ab",
+            id="waited out its patience: it goes first",
+        ),
+    ],
+)
+def test_who_shares_the_next_step(requests: list[LiveRequest], costs: StepCosts, most: int, expected: str) -> None:
+    assert names(choose_batch(0.0, requests, costs, most)) == expected
+
+
+def test_decoding_counts_in_the_step_that_ends_a_chunk() -> None:
+    """b's last step brings its decode along: a, due before it ends, goes alone."""
+    costs = StepCosts(size_s=0.1, last_s=1.0)
+    assert names(choose_batch(0.0, [live("a", 1.3, 1), live("b", 9, 1)], costs, 4)) == "a"
+    assert names(choose_batch(0.0, [live("a", 1.3, 1), live("b", 9, 2)], costs, 4)) == "ab"
+
+
+REQUESTS = st.lists(
+    st.builds(
+        LiveRequest,
+        request_id=st.just("r"),
+        due_s=st.floats(-2, 20),
+        has_deadline=st.booleans(),
+        steps_left=st.integers(1, 8),
+        started=st.booleans(),
+        size=st.floats(0.1, 4),
+        order=st.integers(0, 10**9),
+    ),
+    max_size=24,
+    unique_by=lambda request: request.order,
+)
+COSTS = st.builds(
+    StepCosts,
+    step_s=st.floats(0, 0.2),
+    size_s=st.floats(0.001, 0.2),
+    first_s=st.floats(0, 0.2),
+    last_s=st.floats(0, 0.5),
+)
+
+
+def ends(requests: list[LiveRequest], batch: list[LiveRequest], costs: StepCosts) -> list[float]:
+    """When each is done if `batch` takes its step now and then everybody is served one by one, due first."""
+    together = costs.step_s + sum(costs.of_step(request) for request in batch)
+    clock, result = together, []
+    for request in sorted(requests, key=lambda r: (r.due_s, r.order)):
+        rest = costs.of_chunk(request.steps_left, request.size, request.started)
+        if request in batch:
+            rest -= costs.step_s + costs.of_step(request)
+        clock += rest
+        result.append(together if request in batch and request.steps_left == 1 else clock)
+    return result
+
+
+@given(REQUESTS, COSTS, st.integers(1, 6))
+def test_the_batch_is_the_most_urgent_few(requests: list[LiveRequest], costs: StepCosts, most: int) -> None:
+    """Never empty, never too many, and nobody outside is due before anybody inside."""
+    batch = choose_batch(0.0, requests, costs, most)
+    order = sorted(requests, key=lambda r: (r.due_s, r.order))
+    assert batch == order[: len(batch)]
+    assert min(1, len(requests)) <= len(batch) <= most
+
+
+@given(REQUESTS, COSTS, st.integers(1, 6))
+def test_no_deadline_is_given_up_for_a_larger_batch(requests: list[LiveRequest], costs: StepCosts, most: int) -> None:
+    """Whoever would be in time if the most urgent request went alone is in time with the chosen batch as well."""
+    order = sorted(requests, key=lambda r: (r.due_s, r.order))
+    alone = ends(requests, order[:1], costs)
+    chosen = ends(requests, choose_batch(0.0, requests, costs, most), costs)
+    for request, one_by_one, batched in zip(order, alone, chosen, strict=True):
+        if request.has_deadline and one_by_one <= request.due_s:
+            assert batched <= request.due_s + 1e-6
+
+
+@given(REQUESTS, COSTS)
+def test_the_order_of_arrival_in_the_list_does_not_matter(requests: list[LiveRequest], costs: StepCosts) -> None:
+    assert choose_batch(0.0, requests, costs, 4) == choose_batch(0.0, requests[::-1], costs, 4)
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.floats(0.5, 5))
+def test_nobody_starves(num_streams: int, most: int, patience_s: float) -> None:
+    """Streams that are always late and one request without a deadline: it is served soon after its patience."""
+    costs, now_s, arrivals = StepCosts(size_s=0.1), 0.0, num_streams
+    waiting = live("w", patience_s, 3, has_deadline=False, order=-1)
+    others = [live("s", 0.2, 2, order=number) for number in range(num_streams)]
+    while waiting.steps_left:
+        batch = choose_batch(now_s, [waiting, *others], costs, most)
+        now_s += costs.step_s + sum(costs.of_step(request) for request in batch)
+        for request in batch:
+            request.steps_left -= 1
+            if request.steps_left == 0 and request is not waiting:
+                arrivals += 1
+                request.due_s, request.steps_left, request.order = now_s + 0.2, 2, arrivals
+        # Whoever was due before is done first: at most one chunk of each stream, and the request's own steps.
+        assert now_s <= patience_s + 0.1 * (2 * num_streams + 3) + 0.1 * most + 0.2
+
+
+def test_predicted_end_counts_what_is_due_before() -> None:
+    requests = [live("a", 1, 2), live("b", 2, 3), live("c", 3, 4)]
+    assert predicted_end_s(10.0, requests[1], requests, LINEAR) == pytest.approx(10.5)
+
+
+@pytest.mark.parametrize(
+    ("others", "new", "held"),
+    [
+        pytest.param([], Demand(0.75, 0.4), True, id="alone, half the time"),
+        pytest.param([Demand(0.75, 0.35)], Demand(0.75, 0.35), True, id="two fit"),
+        pytest.param([Demand(0.75, 0.4)], Demand(0.75, 0.4), False, id="two do not fit"),
+        pytest.param([Demand(3.0, 0.4)], Demand(0.75, 0.4), True, id="beside a slow one"),
+        pytest.param([], Demand(0.75, 0.8), False, id="not even alone"),
+        pytest.param([Demand(0.75, 0.4)], Demand(0.75, 0.0), True, id="nothing known: taken"),
+    ],
+)
+def test_a_stream_that_cannot_be_held_is_refused(others: list[Demand], new: Demand, held: bool) -> None:
+    reason = refuses(others, new)
+    assert (reason is None) == held
+    assert reason is None or f"{MAX_UTILISATION:.0%}" in reason
+
+
+@pytest.mark.parametrize(
+    ("level", "costs_s", "due_s", "expected"),
+    [
+        pytest.param(0, [0.4, 0.2], 1.0, 0, id="in time"),
+        pytest.param(0, [0.4, 0.2], 0.3, 1, id="in time only with less"),
+        pytest.param(0, [0.4, 0.2], 0.1, 1, id="late with everything: the cheapest"),
+        pytest.param(1, [0.4, 0.2], 0.45, 1, id="back only with a margin"),
+        pytest.param(1, [0.4, 0.2], 0.5, 0, id="which it has"),
+        pytest.param(0, [0.4, 0.3, 0.1], 0.35, 1, id="the cheapest loss first"),
+        pytest.param(0, [0.4], 0.1, 0, id="nothing to give up"),
+    ],
+)
+def test_quality_is_given_up_only_to_be_in_time(level: int, costs_s: list[float], due_s: float, expected: int) -> None:
+    assert choose_level(level, costs_s, due_s, start_s=0.0, period_s=1.0) == expected
+
+
+def test_costs_add_up() -> None:
+    costs = StepCosts(step_s=0.01, size_s=0.1, first_s=0.02, last_s=0.3)
+    fresh = live("a", math.inf, 1, started=False, size=2.0)
+    assert costs.of_step(fresh) == pytest.approx(0.84)
+    assert costs.of_chunk(5, 2.0) == pytest.approx(5 * 0.01 + 2 * (5 * 0.1 + 0.02 + 0.3))

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step cost model: it finds the costs it is shown, and is not led astray."""
+
+import random
+
+import pytest
+
+from vllm_omni.core.sched.cost_model import StepCostModel
+from vllm_omni.core.sched.policy import StepCosts
+
+TRUE = StepCosts(step_s=0.010, size_s=0.047 / 100, first_s=0.005 / 100, last_s=0.150 / 100)
+
+
+def duration_s(costs: StepCosts, total: float, first: float, last: float) -> float:
+    return costs.step_s + costs.size_s * total + costs.first_s * first + costs.last_s * last
+
+
+def show(
+    model: StepCostModel, costs: StepCosts, steps: int, rng: random.Random, most: int = 4, noise: float = 0.02
+) -> None:
+    for _ in range(steps):
+        batch = rng.randint(1, most)
+        total = 100.0 * batch
+        first, last = 100.0 * (rng.random() < 0.2), 100.0 * (rng.random() < 0.2)
+        model.observe(total, first, last, duration_s(costs, total, first, last) * rng.gauss(1, noise))
+
+
+def test_it_finds_what_a_step_a_beginning_and_an_end_cost() -> None:
+    """From steps with 2 % noise; a chunk's cost within 5 %, each part within 25 %."""
+    model = StepCostModel()
+    show(model, TRUE, 200, random.Random(0))
+    found = model.costs
+    assert found.of_chunk(5, 100.0) == pytest.approx(TRUE.of_chunk(5, 100.0), rel=0.05)
+    for name in ("step_s", "size_s", "last_s"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.25), name
+
+
+def test_after_one_step_everything_is_proportional_to_size() -> None:
+    model = StepCostModel()
+    model.observe(100.0, 100.0, 0.0, 0.05)
+    assert model.costs.of_chunk(4, 200.0, started=True) == pytest.approx(0.4, rel=0.05)
+
+
+def test_hiccups_do_not_move_it() -> None:
+    """One step in twenty takes 3 s longer: the prediction stays within 15 %."""
+    model, rng = StepCostModel(), random.Random(1)
+    for _ in range(20):
+        show(model, TRUE, 19, rng)
+        model.observe(100.0, 0.0, 0.0, 3.0)
+    assert model.costs.of_chunk(5, 100.0) == pytest.approx(TRUE.of_chunk(5, 100.0), rel=0.15)
+
+
+def test_a_hiccup_at_the_very_start_does_not_move_it() -> None:
+    """The first request compiles something: after twenty steps that is forgotten."""
+    model = StepCostModel()
+    model.observe(100.0, 100.0, 0.0, 9.0)
+    show(model, TRUE, 20, random.Random(2))
+    assert model.costs.of_chunk(5, 100.0) == pytest.approx(TRUE.of_chunk(5, 100.0), rel=0.25)
+
+
+def test_a_lasting_change_is_learnt() -> None:
+    """Everything becomes twice as slow: known after two windows."""
+    model, rng = StepCostModel(), random.Random(3)
+    show(model, TRUE, 200, rng)
+    slow = StepCosts(2 * TRUE.step_s, 2 * TRUE.size_s, 2 * TRUE.first_s, 2 * TRUE.last_s)
+    show(model, slow, 192, rng)
+    assert model.costs.of_chunk(5, 100.0) == pytest.approx(slow.of_chunk(5, 100.0), rel=0.1)
+
+
+def test_what_is_not_seen_for_a_while_keeps_its_value() -> None:
+    """Hours with one stream alone do not unlearn what sharing a step saves."""
+    model, rng = StepCostModel(), random.Random(4)
+    show(model, TRUE, 200, rng)
+    before = duration_s(model.costs, 400.0, 0.0, 0.0)
+    show(model, TRUE, 2000, rng, most=1)
+    assert duration_s(model.costs, 400.0, 0.0, 0.0) == pytest.approx(before, rel=0.15)
+
+
+@pytest.mark.parametrize("bad", [(0.0, 0.0, 0.0, 1.0), (100.0, 0.0, 0.0, -1.0), (100.0, 0.0, 0.0, float("nan"))])
+def test_steps_that_say_nothing_are_left_out(bad: tuple[float, float, float, float]) -> None:
+    model = StepCostModel()
+    model.observe(*bad)
+    assert model.num_observed == 0 and model.costs == StepCosts()

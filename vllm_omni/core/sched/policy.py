@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The deadline policy: which requests take their next denoise step together, whom to refuse, when to give up quality.
+
+Pure functions of what they are handed: no clock, no vLLM, no state. `StreamBatchScheduler` calls them in an engine,
+`simulator.py` in virtual time. Every request has a due time: its own deadline, or, without one, its arrival plus a
+fixed patience, which is what keeps it from starving. Held by tests/core/test_scheduling_policy.py.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+MAX_UTILISATION = 0.95
+"""Share of the engine's time that admitted streams may need, by prediction; the rest is for what prediction misses."""
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request that could take a step now.
+
+    due_s: absolute; what requests are ordered by. has_deadline: False = nobody counts on `due_s`.
+    steps_left: forward passes it still needs, >= 1, a guess before its first one. started: it has had one.
+    size: how large its forward is, in any unit that `StepCosts` uses too. order: unique; decides between equals.
+    """
+
+    request_id: str
+    due_s: float
+    has_deadline: bool
+    steps_left: int
+    started: bool
+    size: float
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """How long a step takes: `step_s + size_s x sizes + first_s x sizes that begin + last_s x sizes that end`.
+
+    All zero = nothing is known yet. `first_s` is what encoding adds, `last_s` what decoding adds.
+    """
+
+    step_s: float = 0.0
+    size_s: float = 0.0
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def of_step(self, request: LiveRequest) -> float:
+        """Seconds of the request's next step alone in a batch, without `step_s`."""
+        per_size = self.size_s
+        if not request.started:
+            per_size += self.first_s
+        if request.steps_left == 1:
+            per_size += self.last_s
+        return per_size * request.size
+
+    def of_chunk(self, steps: int, size: float, started: bool = False) -> float:
+        """Seconds of a chunk's `steps` steps, each in a batch of its own."""
+        per_size = steps * self.size_s + self.last_s + (0.0 if started else self.first_s)
+        return max(0.0, steps * self.step_s + per_size * size)
+
+
+def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, max_requests: int) -> list[LiveRequest]:
+    """Return the requests that take a step now: those due first, as many as no deadline is missed for.
+
+    Of the batches made of the first k requests by due time, k <= max_requests, the largest is taken that keeps every
+    deadline which can still be kept: its members get their step when the whole batch is done, the others wait for that
+    long, and from then on everybody is reckoned with as served one by one in order of due time. For requests that are
+    late in any case, the batch is taken that makes them wait least in sum; equal ones again give the larger.
+
+    Never empty if `live` is not. O(n log n).
+    """
+    queue = sorted(live, key=_urgency)
+    most = min(max_requests, len(queue))
+    if most <= 1 or (costs.size_s <= 0.0 and costs.step_s <= 0.0):
+        return queue[:most]
+    step_s, size_s, first_s, last_s = costs.step_s, costs.size_s, costs.first_s, costs.last_s
+
+    # How much later each request could be done than one-by-one service would have it done.
+    slack_s: list[float] = []
+    work_s = 0.0
+    for request in queue:
+        steps = request.steps_left
+        per_size = steps * size_s + last_s + (0.0 if request.started else first_s)
+        work_s += max(0.0, steps * step_s + per_size * request.size)
+        slack_s.append(request.due_s - now_s - work_s if request.has_deadline else math.inf)
+    late_behind = 0
+    slack_behind_s = math.inf
+    for slack in slack_s:
+        if slack < 0.0:
+            late_behind += 1
+    behind: list[float] = [math.inf] * (most + 1)
+    for index in range(len(queue) - 1, -1, -1):
+        slack = slack_s[index]
+        if 0.0 <= slack < slack_behind_s:
+            slack_behind_s = slack
+        if index <= most:
+            behind[index] = slack_behind_s
+
+    best, best_wait_s = 1, 0.0
+    together_s, alone_s = step_s, 0.0  # the batch's step; the same steps one by one
+    slack_inside_s = math.inf
+    late_inside, late_alone_s = 0, 0.0
+    for index in range(most):
+        request = queue[index]
+        own_s = costs.of_step(request)
+        together_s += own_s
+        alone_s += step_s + own_s
+        slack = slack_s[index]
+        if slack >= 0.0:
+            slack_inside_s = min(slack_inside_s, slack + alone_s)
+        else:
+            late_inside, late_alone_s = late_inside + 1, late_alone_s + alone_s
+            late_behind -= 1
+        if index == 0:
+            best_wait_s = 0.0
+            continue
+        wait_s = late_inside * together_s - late_alone_s + late_behind * (together_s - alone_s)
+        kept = slack_inside_s >= together_s and behind[index + 1] >= together_s - alone_s
+        if kept and wait_s <= best_wait_s + 1e-9:
+            best, best_wait_s = index + 1, wait_s
+    return queue[:best]
+
+
+def _urgency(request: LiveRequest) -> tuple[float, int]:
+    return request.due_s, request.order
+
+
+def predicted_end_s(now_s: float, request: LiveRequest, live: Iterable[LiveRequest], costs: StepCosts) -> float:
+    """When `request` is done if it and all that is due before it are served one by one."""
+    own = _urgency(request)
+    ahead = (other for other in live if _urgency(other) <= own)
+    return now_s + sum(costs.of_chunk(other.steps_left, other.size, other.started) for other in ahead)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A stream that wants a chunk every `period_s`, and what one takes alone (0.0 = not known)."""
+
+    period_s: float
+    chunk_s: float
+
+
+def refuses(demands: Sequence[Demand], new: Demand) -> str | None:
+    """Why a new stream cannot be held beside `demands`, or None if it can (or if nothing is known of what it takes)."""
+    if new.chunk_s <= 0.0:
+        return None
+    own = new.chunk_s / new.period_s
+    others = sum(demand.chunk_s / demand.period_s for demand in demands)
+    if own + others <= MAX_UTILISATION:
+        return None
+    return (
+        f"a chunk every {new.period_s:.3g} s would take {own:.0%} of the engine's time, {len(demands)} live streams "
+        f"take {others:.0%}, and together at most {MAX_UTILISATION:.0%} can be held: ask for fewer frames a second or "
+        "try again later"
+    )
+
+
+def choose_level(level: int, costs_s: Sequence[float], due_s: float, start_s: float, period_s: float) -> int:
+    """Return the degradation level of a chunk that is about to begin: the best quality that is done in time.
+
+    level: the stream's last one. costs_s: what a chunk takes at each level, 0 = full quality. start_s: when its turn
+    comes; due_s: its deadline. Better quality than last time is taken only if it leaves a tenth of `period_s`, so that
+    a stream does not flicker between two levels. If no level is in time, the last (cheapest) is taken.
+    """
+    for candidate, chunk_s in enumerate(costs_s):
+        margin_s = 0.1 * period_s if candidate < level else 0.0
+        if start_s + chunk_s + margin_s <= due_s:
+            return candidate
+    return len(costs_s) - 1

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Streams`: what the scheduler remembers of requests and of the streams (sessions) they belong to.
+
+Who is first in each session, when its chunk is due, how many steps it has left, what chunks of that session have taken
+so far, which streams are live and what they demand. Turns these into `policy.py`'s inputs; decides nothing itself.
+Knows requests and sessions by name only, and no vLLM. Held by tests/core/test_streams.py.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_omni.core.sched.policy import Demand, LiveRequest, StepCosts, choose_level, predicted_end_s, refuses
+from vllm_omni.core.step_output import ChunkProgress
+
+_REMEMBERED = 4096
+_LIVE_PERIODS = 3.0
+"""A stream that has asked for nothing for so many of its periods does not count as live (until it asks again)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFields:
+    """What scheduling reads of a request. chunk_index: inf = none named. is_chunk: not `reset`, `close` or `fork`."""
+
+    session_id: str
+    chunk_index: float
+    is_chunk: bool = True
+    deadline_s: float | None = None
+    period_s: float | None = None
+
+    @classmethod
+    def read(cls, request_id: str, extra_kwargs: dict[str, Any] | None) -> "RequestFields":
+        """A malformed request is its own session (the runner refuses it).
+
+        A request without a chunk index takes its turn by arrival, behind those that name one.
+        """
+        fields = extra_kwargs.get("omni") if extra_kwargs else None
+        if not isinstance(fields, dict):
+            return cls(request_id, math.inf, is_chunk=False)
+        session_id, chunk_index = fields.get("session_id"), fields.get("chunk_index")
+        return cls(
+            session_id if isinstance(session_id, str) else request_id,
+            chunk_index if isinstance(chunk_index, int) else math.inf,
+            fields.get("op", "generate") == "generate",
+            _seconds(fields.get("deadline_s")),
+            _seconds(fields.get("chunk_period_s")),
+        )
+
+
+def _seconds(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and 0 < value < math.inf else None
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One session. waiting: its requests with steps to take, by id, and their turn. steps: of a chunk at each level."""
+
+    waiting: dict[str, tuple[float, int]] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    size: float | None = None
+    level: int = 0
+    period_s: float | None = None
+    last_used_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    fields: RequestFields
+    stream: Stream
+    live: LiveRequest
+    level: int = 0
+
+
+class Streams:
+    """All requests with steps to take. default_deadline_s: see `OmniConfig`; num_levels: how many qualities."""
+
+    def __init__(self, default_deadline_s: float, num_levels: int = 1) -> None:
+        self._default_deadline_s = default_deadline_s
+        self._num_levels = num_levels
+        self._entries: dict[str, _Entry] = {}
+        self._streams: OrderedDict[str, Stream] = OrderedDict()
+        self._heads: dict[str, str] = {}
+        """session id -> the request whose turn it is: the started one, else the first by (chunk index, arrival)."""
+        self._num_arrivals = 0
+        self._typical = Stream()
+        """What chunks took last, whosever: the guess for a stream without a chunk of its own."""
+
+    def __len__(self) -> int:
+        """Sessions with steps to take: as many requests can take one at the same time."""
+        return len(self._heads)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def add(self, request_id: str, fields: RequestFields, now_s: float) -> None:
+        stream = self._streams.get(fields.session_id)
+        if stream is None:
+            stream = self._streams[fields.session_id] = Stream()
+            self._forget_old()
+        self._streams.move_to_end(fields.session_id)
+        stream.last_used_s = now_s
+        if fields.period_s is not None:
+            stream.period_s = fields.period_s
+        order = self._num_arrivals
+        self._num_arrivals += 1
+        in_s = self._default_deadline_s if fields.deadline_s is None else fields.deadline_s
+        steps, size = (self._steps(stream, stream.level), self._size(stream)) if fields.is_chunk else (1, 0.0)
+        live = LiveRequest(request_id, now_s + in_s, fields.deadline_s is not None, steps, False, size, order)
+        self._entries[request_id] = _Entry(fields, stream, live)
+        stream.waiting[request_id] = (fields.chunk_index, order)
+        self._choose_head(fields.session_id, stream)
+
+    def advance(self, request_id: str, progress: ChunkProgress | None) -> None:
+        """The request has taken a step and is not done; `progress` None = its worker does not say where it stands."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
+        live = entry.live
+        live.started = True
+        if progress is None:
+            live.steps_left = max(1, live.steps_left - 1)
+            return
+        live.steps_left = max(1, progress.num_steps - progress.step)
+        live.size = float(max(1, progress.size))
+        if entry.fields.is_chunk:
+            for stream in (entry.stream, self._typical):
+                stream.steps[entry.level] = progress.num_steps
+                stream.size = live.size
+
+    def end_turn(self, request_id: str, now_s: float) -> None:
+        """The request has no more steps to take, or is gone; idempotent."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return
+        session_id, stream = entry.fields.session_id, entry.stream
+        stream.last_used_s = now_s
+        del stream.waiting[request_id]
+        if self._heads[session_id] == request_id:
+            del self._heads[session_id]
+            self._choose_head(session_id, stream)
+        if not entry.fields.is_chunk and not stream.waiting:
+            self._streams.pop(session_id, None)  # reset or closed: what comes next is a new stream
+
+    def _choose_head(self, session_id: str, stream: Stream) -> None:
+        head = self._heads.get(session_id)
+        if stream.waiting and (head is None or not self._entries[head].live.started):
+            self._heads[session_id] = min(stream.waiting, key=stream.waiting.__getitem__)
+
+    def _forget_old(self) -> None:
+        while len(self._streams) > _REMEMBERED:
+            session_id, stream = next(iter(self._streams.items()))
+            if stream.waiting:
+                return
+            del self._streams[session_id]
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    def is_head(self, request_id: str) -> bool:
+        """Whether no other request of its session goes first."""
+        entry = self._entries.get(request_id)
+        return entry is None or self._heads[entry.fields.session_id] == request_id
+
+    def runnable(self, busy: Collection[str]) -> list[LiveRequest]:
+        """The first request of each session, without those in `busy`."""
+        entries = self._entries
+        return [entries[head].live for head in self._heads.values() if head not in busy]
+
+    def get(self, request_id: str) -> LiveRequest | None:
+        entry = self._entries.get(request_id)
+        return None if entry is None else entry.live
+
+    def mark_started(self, request_id: str) -> None:
+        """The request is in a batch: nothing of its session overtakes it any more."""
+        self._entries[request_id].live.started = True
+
+    def _steps(self, stream: Stream, level: int) -> int:
+        """Steps of a stream's chunk: as seen last at that level, else as at a better one, else one."""
+        for known in (stream, self._typical):
+            for candidate in range(level, -1, -1):
+                if candidate in known.steps:
+                    return known.steps[candidate]
+        return 1
+
+    def _size(self, stream: Stream) -> float:
+        return next((size for size in (stream.size, self._typical.size) if size is not None), 1.0)
+
+    # -- admission and quality ---------------------------------------------------------------------------------------
+
+    def refusal(self, fields: RequestFields, now_s: float, costs: StepCosts) -> str | None:
+        """Why the new stream that `fields` would begin cannot be held; None if it can, or if it is not a new stream."""
+        named_later = 0 < fields.chunk_index < math.inf
+        if not fields.is_chunk or fields.period_s is None or named_later or fields.session_id in self._streams:
+            return None
+        return refuses(list(self._demands(now_s, costs)), self._demand(Stream(), fields.period_s, costs))
+
+    def _demands(self, now_s: float, costs: StepCosts) -> Iterator[Demand]:
+        for stream in self._streams.values():
+            period_s = stream.period_s
+            if period_s is None:
+                continue
+            if stream.waiting or now_s - stream.last_used_s <= max(1.0, _LIVE_PERIODS * period_s):
+                yield self._demand(stream, period_s, costs)
+
+    def _demand(self, stream: Stream, period_s: float, costs: StepCosts) -> Demand:
+        known = stream.size is not None or self._typical.size is not None
+        chunk_s = costs.of_chunk(self._steps(stream, 0), self._size(stream)) if known else 0.0
+        return Demand(period_s, chunk_s)
+
+    def decide_level(self, request_id: str, now_s: float, live: Sequence[LiveRequest], costs: StepCosts) -> int:
+        """Fix the quality of a chunk that is about to take its first step, and return its level."""
+        entry = self._entries[request_id]
+        stream, request = entry.stream, entry.live
+        if self._num_levels == 1 or not entry.fields.is_chunk or not request.has_deadline:
+            return 0
+        size = self._size(stream)
+        levels = [costs.of_chunk(self._steps(stream, level), size) for level in range(self._num_levels)]
+        own_s = costs.of_chunk(request.steps_left, request.size)
+        start_s = predicted_end_s(now_s, request, live, costs) - own_s
+        entry.level = stream.level = choose_level(
+            stream.level, levels, request.due_s, start_s, stream.period_s or request.due_s - now_s
+        )
+        request.steps_left = self._steps(stream, entry.level)
+        return entry.level
