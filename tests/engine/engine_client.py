@@ -58,7 +58,10 @@ async def running_engine(
     size = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
     # One core per rank; stock vLLM otherwise wants a NUMA node for each.
     cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(size))
-    with _environment(VLLM_CPU_OMP_THREADS_BIND=cores if size > 1 else "auto"):
+    # Stock vLLM would bind the first rank of every engine to the same core.
+    several_engines = "data_parallel_size" in engine_args or engine_args.get("distributed_executor_backend") == "ray"
+    bind = "nobind" if several_engines else cores if size > 1 else "auto"
+    with _environment(VLLM_CPU_OMP_THREADS_BIND=bind):
         args = AsyncEngineArgs(
             model=str(model),
             config_format="omni",

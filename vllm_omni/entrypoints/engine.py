@@ -81,6 +81,8 @@ class OmniEngine:
         except VLLMClientError as error:
             raise RequestFailed("invalid_request", "the engine refused the request") from error
         except EngineGenerateError as error:
+            if self.is_dead:  # with several ranks, those that stock vLLM stops after another's death end like this
+                raise RequestFailed("engine_dead", _DEAD) from None
             raise RequestFailed(
                 "engine_error", "the engine failed on this request; the server's log has details"
             ) from error

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -21,22 +22,26 @@ WIDTH, HEIGHT, MAX_SESSIONS = 160, 96, 3
 
 
 class Served:
-    """A running server; `client()` connects to the world camera with the key unless told otherwise."""
+    """A running server; `client()` connects to the world camera with the key unless told otherwise.
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    flags, environ: more of `vllm serve`, and variables that it gets besides this process's.
+    """
+
+    def __init__(self, model: Path, folder: Path, *flags: str, environ: Mapping[str, str] | None = None) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self._log = folder / f"server-{self.port}.log"
         omni = f'{{"omni": {{"height": {HEIGHT}, "width": {WIDTH}, "max_sessions": {MAX_SESSIONS}}}}}'
         command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve", str(model), "--omni"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--api-key", KEY, "--additional-config", omni]
+        command += flags
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "VLLM_OMNI_MAX_FRAMES_PER_REQUEST": "105"},
+                env={**os.environ, "VLLM_OMNI_MAX_FRAMES_PER_REQUEST": "105", **(environ or {})},
             )
 
     def wait_until_healthy(self) -> None:

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two data-parallel ranks behind the doors' engine: sessions stay together, capacity adds up, results are those of one.
+
+One engine of two ranks for all tests of this module; the last one kills a rank.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from engine_client import running_engine
+from scheduling import new_request, run_to_end
+
+from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.ranks import SessionRanks, num_ranks
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
+
+CHUNKS, PER_RANK = 4, 3
+
+
+class Doors:
+    """What a door does with the engine, under a loop that outlives single tests."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: OmniEngine, ranks: SessionRanks) -> None:
+        self.loop, self.engine, self.ranks = loop, engine, ranks
+
+    async def walk(self, session_id: str, seed: int, chunks: range = range(CHUNKS)) -> list[np.ndarray]:
+        latents = []
+        for index in chunks:
+            first: dict[str, Any] = {"prompt": "a field", "seed": seed} if index == 0 else {}
+            params = DiffusionParams(session_id=session_id, chunk_index=index, output="latents", **first)
+            latents.append((await self.engine.run(params, {}))[1]["latents"].copy())
+        return latents
+
+    async def close(self, *names: str) -> None:
+        await asyncio.gather(*(self.engine.close(name) for name in names))
+
+
+async def _doors(model: Path, loop: asyncio.AbstractEventLoop, **engine_args: Any) -> AsyncIterator[Doors]:
+    async with running_engine(model, {"max_sessions": PER_RANK}, **engine_args) as client:
+        ranks = SessionRanks(num_ranks(client.engine.vllm_config))
+        yield Doors(loop, OmniEngine(client.engine, ranks), ranks)
+
+
+def _run_doors(model: Path, **engine_args: Any) -> Iterator[Doors]:
+    with asyncio.Runner() as runner:
+        doors = _doors(model, runner.get_loop(), **engine_args)
+        yield runner.run(anext(doors))
+        runner.run(doors.aclose())  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(null_world: Path) -> Iterator[Doors]:
+    yield from _run_doors(null_world, data_parallel_size=2)
+
+
+def title(process: psutil.Process) -> str:
+    """What a vLLM process calls itself, without its prefix; "" for one that has ended."""
+    try:
+        return " ".join(process.cmdline()).strip().removeprefix("VLLM::")
+    except psutil.Error:
+        return ""
+
+
+def alone(runner: Any, seed: int) -> list[np.ndarray]:
+    """The chunks of a session that a runner in this process makes for nobody else."""
+    latents = []
+    for index in range(CHUNKS):
+        first: dict[str, Any] = {"prompt": "a field", "seed": seed} if index == 0 else {}
+        request = new_request(f"{seed}-{index}", session_id="alone", chunk_index=index, output="latents", **first)
+        latents.append(run_to_end(runner, request)[request.req_id][1]["latents"].numpy())
+    run_to_end(runner, new_request("close", session_id="alone", op="close"))
+    return latents
+
+
+def test_sessions_under_load_equal_those_of_one_rank(
+    two_ranks: Doors, null_world: Path, request: pytest.FixtureRequest
+) -> None:
+    """Six sessions at once over two ranks: bit for bit what each gives alone on one rank."""
+    seeds = range(2 * PER_RANK)
+
+    async def load() -> list[list[np.ndarray]]:
+        return await asyncio.gather(*(two_ranks.walk(f"s{seed}", seed) for seed in seeds))
+
+    together = two_ranks.loop.run_until_complete(load())
+    assert sorted(two_ranks.ranks.held) == [PER_RANK, PER_RANK]
+    stats = two_ranks.loop.run_until_complete(two_ranks.engine.session_stats())
+    assert [rank["sessions"] for rank in stats] == [PER_RANK, PER_RANK]
+    for rank, held in enumerate(stats):
+        for name, chunks in held["chunks"].items():
+            assert two_ranks.ranks.rank_of(name) == rank and chunks == CHUNKS
+    runner = request.getfixturevalue("make_runner")(null_world)  # only now: the engine is forked from this process
+    for seed, mine in zip(seeds, together, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(mine, alone(runner, seed), strict=True))
+
+
+def test_two_ranks_hold_twice_as_many_sessions(two_ranks: Doors) -> None:
+    """One more than both hold is refused; a closed one makes room for it on the rank that had it."""
+
+    async def scenario() -> None:
+        with pytest.raises(RequestFailed, match="capacity"):
+            await two_ranks.walk("one-too-many", 9)
+        home = two_ranks.ranks.rank_of("s0")
+        await two_ranks.close("s0")
+        await two_ranks.walk("one-more", 9)
+        assert two_ranks.ranks.rank_of("one-more") == home
+        await two_ranks.close("one-more", *(f"s{seed}" for seed in range(1, 2 * PER_RANK)))
+        assert [rank["sessions"] for rank in await two_ranks.engine.session_stats()] == [0, 0]
+
+    two_ranks.loop.run_until_complete(scenario())
+
+
+def test_forks_progress_and_aborts_reach_the_right_rank(two_ranks: Doors) -> None:
+    """A fork continues as its parent does; progress lists requests of both ranks; a cancel stops its own only."""
+
+    async def scenario() -> None:
+        for name, seed in (("a", 1), ("b", 2)):
+            await two_ranks.walk(name, seed, range(2))
+        homes = {two_ranks.ranks.rank_of(name) for name in ("a", "b")}
+        assert homes == {0, 1}
+        for name in ("a", "b"):
+            await two_ranks.engine.run(DiffusionParams(session_id=name, op="fork", fork_to=f"{name}-fork"), {})
+            parent, fork = await asyncio.gather(
+                two_ranks.walk(name, 0, range(2, 4)), two_ranks.walk(f"{name}-fork", 0, range(2, 4))
+            )
+            assert all(np.array_equal(x, y) for x, y in zip(parent, fork, strict=True))
+        slow = {
+            name: asyncio.create_task(
+                two_ranks.engine.run(
+                    DiffusionParams(session_id=name, chunk_index=4, options={"steps": 100, "step_ms": 50}), {}
+                )
+            )
+            for name in ("a", "b")
+        }
+        deadline_s = time.monotonic() + 5
+        while set(await two_ranks.engine.progress()) != {"a", "b"}:
+            assert time.monotonic() < deadline_s, "progress of both ranks was never seen"
+            await asyncio.sleep(0.05)
+        slow["a"].cancel()
+        await asyncio.sleep(0.3)
+        assert set(await two_ranks.engine.progress()) == {"b"}
+        slow["b"].cancel()
+        await asyncio.wait(slow.values())
+        await two_ranks.close("a", "b", "a-fork", "b-fork")
+
+    two_ranks.loop.run_until_complete(scenario())
+
+
+def test_one_shot_requests_spread_over_the_ranks(two_ranks: Doors) -> None:
+    """Images and videos: eight at once, of 0.5 s each, take the time of four on each rank, not of eight."""
+
+    async def scenario() -> set[int]:
+        tasks = [
+            asyncio.create_task(
+                two_ranks.engine.run_when_room(
+                    DiffusionParams(
+                        session_id=f"shot-{n}", prompt="x", one_shot=True, options={"steps": 10, "step_ms": 20}
+                    ),
+                    {},
+                    timeout_s=60,
+                    wait_s=60,
+                )
+            )
+            for n in range(8)
+        ]
+        seen: set[int] = set()
+        while not all(task.done() for task in tasks):
+            stats = await two_ranks.engine.session_stats()
+            seen |= {rank for rank, held in enumerate(stats) if held["sessions"]}
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*tasks)
+        return seen
+
+    assert two_ranks.loop.run_until_complete(scenario()) == {0, 1}
+
+
+def test_a_killed_rank_ends_the_whole_engine_and_everybody_is_told(two_ranks: Doors) -> None:
+    """Stock vLLM's rule: when one engine process dies, the client stops them all. No request is left waiting."""
+
+    async def scenario() -> None:
+        for name, seed in (("a", 1), ("b", 2)):
+            await two_ranks.walk(name, seed, range(1))
+        requests = [
+            asyncio.create_task(
+                two_ranks.engine.run(
+                    DiffusionParams(session_id=name, chunk_index=1, options={"steps": 100, "step_ms": 100}), {}
+                )
+            )
+            for name in ("a", "b")
+        ]
+        await asyncio.sleep(0.5)
+        victims = [child for child in psutil.Process().children(recursive=True) if title(child) == "EngineCore_DP1"]
+        assert len(victims) == 1
+        victims[0].kill()
+        done, _ = await asyncio.wait(requests, timeout=30)
+        assert len(done) == 2
+        for request in done:
+            with pytest.raises(RequestFailed, match="engine_dead"):
+                request.result()
+        assert two_ranks.engine.is_dead
+
+    two_ranks.loop.run_until_complete(scenario())

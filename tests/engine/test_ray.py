@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both workers over a Ray cluster of two nodes: the results of one process; what the loss of a node does.
+
+The nodes are real Ray nodes on this machine (ray_cluster.py) with room for one worker each, so two ranks are on two
+nodes and speak over TCP.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_client import running_engine
+from fake_engine import LATER, Client, infer, wait_until
+from ray_cluster import TwoNodes
+from ray_walk import CHUNKS, SESSIONS
+from safetensors.torch import load_file
+from served import Served
+from websockets.exceptions import ConnectionClosed
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+
+TOLD_WITHIN_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[TwoNodes]:
+    with TwoNodes() as nodes:
+        yield nodes
+
+
+def walk(cluster: TwoNodes, *arguments: object) -> set[str]:
+    """Run ray_walk.py on the cluster; returns the nodes that had workers."""
+    script = Path(__file__).with_name("ray_walk.py")
+    command = [sys.executable, str(script), *map(str, arguments)]
+    done = subprocess.run(command, env=cluster.environ, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return set(json.loads(done.stdout.splitlines()[-1])["nodes"])
+
+
+@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_nodes_make_the_chunks_of_one_process(
+    cluster: TwoNodes, null_world: Path, tmp_path: Path, parallel: str
+) -> None:
+    """Three sessions at once over two nodes, bit for bit."""
+
+    async def one_process() -> list[list[torch.Tensor]]:
+        async with running_engine(null_world) as client:
+            return [await client.chunks(f"s{seed}", CHUNKS, seed=seed) for seed in range(SESSIONS)]
+
+    out = tmp_path / "latents.safetensors"
+    assert len(walk(cluster, "diffusion", null_world, out, json.dumps({parallel: 2}))) == 2
+    expected, got = asyncio.run(one_process()), load_file(str(out))
+    assert len(got) == SESSIONS * CHUNKS
+    for number, chunks in enumerate(expected):
+        assert all(torch.equal(got[f"{number}.{index}"], chunk) for index, chunk in enumerate(chunks))
+
+
+@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_hidden_states_over_two_nodes(cluster: TwoNodes, tiny_language_model: Path, parallel: str) -> None:
+    """The autoregressive worker's rows equal a transformers forward, layers of the first stage included."""
+    arguments = {parallel: 2, "max_num_batched_tokens": 16} if parallel.startswith("pipeline") else {parallel: 2}
+    assert len(walk(cluster, "ar", tiny_language_model, "-", json.dumps(arguments))) == 2
+
+
+def request(num_frames: int, **options: Any) -> dict[str, Any]:
+    extra = {"height": 96, "width": 160, "video_format": "ndarray_u8", "seed": 3, "options": options}
+    return infer(num_frames, extra_body=extra)
+
+
+def picture(client: Client) -> np.ndarray:
+    client.send(request(9))
+    return np.concatenate([message["video"] for message in client.frames()])
+
+
+def test_a_lost_node_is_told_and_a_restart_works(cluster: TwoNodes, null_world: Path, tmp_path: Path) -> None:
+    """A node killed in the middle of a chunk: the client hears it, the server ends; on a new node all is as before."""
+    flags = ("--distributed-executor-backend", "ray", "--tensor-parallel-size", "2")
+    server = Served(null_world, tmp_path, *flags, environ=cluster.environ)
+    try:
+        server.wait_until_healthy()
+        with server.client() as client:
+            before = picture(client)
+            client.send(request(LATER, steps=200, step_ms=200.0) | {"image": None})
+            wait_until(lambda: server.running_requests() == 1)
+            cluster.lose()
+            lost_s = time.monotonic()
+            error = client.receive(2 * TOLD_WITHIN_S)
+            told_s = time.monotonic() - lost_s
+            assert (error["type"], error["code"]) == ("error", "engine_error")
+            with pytest.raises(ConnectionClosed):
+                client.receive()
+        print(f"told after {told_s:.1f} s")
+        assert told_s < TOLD_WITHIN_S
+        wait_until(lambda: not server.is_healthy(), TOLD_WITHIN_S)
+    finally:
+        server.stop()
+    cluster.replace()
+    again = Served(null_world, tmp_path, *flags, environ=cluster.environ)
+    try:
+        again.wait_until_healthy()
+        with again.client() as client:
+            assert np.array_equal(picture(client), before)
+    finally:
+        again.stop()
