@@ -95,6 +95,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         load_format="dummy",
         tensor_parallel_size=ranks,
         pipeline_parallel_size=args.pipeline_parallel,
+        distributed_executor_backend=args.executor,
         gpu_memory_utilization=args.gpu_memory_utilization,
     ) as engine:
         load_s = time.perf_counter() - loading
@@ -124,6 +125,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             "sequence": args.sequence_parallel,
             "pipeline": args.pipeline_parallel,
         },
+        "executor": args.executor,
         "sessions": args.sessions,
         "model_options": options,
         "omni_options": json.loads(args.omni_options),
@@ -158,6 +160,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--sequence-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--executor", choices=("mp", "ray"), help="vLLM's executor (default: vLLM's choice)")
     parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside sizes and model")
