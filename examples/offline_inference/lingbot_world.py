@@ -6,7 +6,8 @@
 
 The camera folder holds `poses.npy` ([N, 4, 4], absolute camera-to-world, OpenCV axes, one per video frame) and
 `intrinsics.npy` ([N, 4], [N, 3, 3] or [N, 4, 4], in pixels of an 832x480 picture). Without `--camera` the camera walks
-straight on for `--chunks` chunks; without `--image` the start is the demo's landscape.
+straight on for `--chunks` chunks, or as `--keys` says: held keys per latent frame (four video frames; the first one is
+one), w a s d move, i k j l look, `-` is nothing. Without `--image` the start is the demo's landscape.
 
 The end of `--out` says what is written: `.mp4` a video, `.png` numbered pictures (`walk-0000.png` ...), `.npy` raw
 frames, uint8 [T, H, W, 3]. With `--latents` it is the model's latents instead, float32
@@ -18,6 +19,7 @@ import io
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ import torch
 from PIL import Image
 
 from vllm_omni.entrypoints.cli.demo import start_image
+from vllm_omni.entrypoints.key_script import parse_keys
 from vllm_omni.entrypoints.media import encode_mp4
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.inputs import DiffusionParams
@@ -35,8 +38,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Image and camera path to video, offline.")
     parser.add_argument("model", type=Path, help="checkpoint directory")
     parser.add_argument("--image", type=Path, help="start image")
-    parser.add_argument("--camera", type=Path, help="folder with poses.npy and intrinsics.npy")
-    parser.add_argument("--chunks", type=int, default=3, help="chunks to make without --camera (default: 3)")
+    steering = parser.add_mutually_exclusive_group()
+    steering.add_argument("--camera", type=Path, help="folder with poses.npy and intrinsics.npy")
+    steering.add_argument("--keys", help="held keys per latent frame, such as 'w*6 wl*3'")
+    steering.add_argument("--chunks", type=int, default=3, help="chunks straight on, without the two (default: 3)")
     parser.add_argument("--prompt", default="A path through green hills towards the evening sun")
     parser.add_argument("--height", type=int, default=96)
     parser.add_argument("--width", type=int, default=160)
@@ -44,12 +49,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("lingbot_world.mp4"), help=".mp4, .png or .npy")
     parser.add_argument("--latents", action="store_true", help="write latents, not frames; --out must end in .npy")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--enforce-eager", action="store_true", help="compile nothing: starts faster, runs slower")
     parser.add_argument("--model-options", type=json.loads, default={}, help="JSON for additional_config.omni.model")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     check_out(args.out, args.latents)
+    try:
+        keys = parse_keys(args.keys or "")
+    except ValueError as error:
+        raise SystemExit(f"--keys: {error}") from error
     # GiB that sessions may hold on a CPU; unset, vLLM's CPU worker wants 92 % of the memory to be free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     from vllm import LLM  # takes seconds; `--help` should not
@@ -61,15 +71,14 @@ def main(args: argparse.Namespace) -> None:
         config_format="omni",
         skip_tokenizer_init=True,
         tensor_parallel_size=args.tensor_parallel_size,
+        enforce_eager=args.enforce_eager,
         additional_config={"omni": omni},
     )
     facts = WorldFacts.from_vllm_config(llm.llm_engine.vllm_config, model=args.model.name)
-    poses_N44, intrinsics = read_camera(args.camera) if args.camera else straight_on(facts, args.chunks)
-    sizes = chunk_sizes(facts, len(poses_N44))
+    controls = walk(facts, keys) if keys else path(facts, args.camera, args.chunks)
 
     results = []
-    start = 0
-    for index, size in enumerate(sizes):
+    for index, (actions, camera) in enumerate(controls):
         params = DiffusionParams(
             session_id="walk",
             chunk_index=index,
@@ -77,10 +86,10 @@ def main(args: argparse.Namespace) -> None:
             seed=args.seed if index == 0 else None,
             height=args.height,
             width=args.width,
+            actions=actions,
             output="latents" if args.latents else "rgb",
         )
-        camera = {"poses": poses_N44[start : start + size], "intrinsics": intrinsics[start : start + size]}
-        data = {"camera": camera, "image": image} if index == 0 else {"camera": camera}
+        data = {**({"image": image} if index == 0 else {}), **({"camera": camera} if camera else {})}
         prompt = {"prompt_token_ids": [0], "multi_modal_data": data}
         began_s = time.perf_counter()
         (output,) = llm.encode(prompt, params.to_pooling_params(), pooling_task="plugin", use_tqdm=False)
@@ -91,14 +100,15 @@ def main(args: argparse.Namespace) -> None:
         results.append(made["latents" if args.latents else "frames"].numpy().copy())
         took_ms = 1000 * (time.perf_counter() - began_s)
         stages = ", ".join(f"{name} {sum(ms):.0f}" for name, ms in meta["timings_ms"].items())
-        print(f"chunk {index}: {size} frames in {took_ms:.0f} ms ({stages})")
-        start += size
+        print(f"chunk {index}: {results[-1].shape} in {took_ms:.0f} ms ({stages})")
 
     if args.latents:
         np.save(args.out, np.concatenate(results, axis=1))
+        print(f"wrote {args.out}: latents of {len(results)} chunks")
     else:
-        write_frames(args.out, np.concatenate(results), facts.fps)
-    print(f"wrote {args.out}: {sum(sizes)} frames, {args.width}x{args.height}")
+        frames_THWC = np.concatenate(results)
+        write_frames(args.out, frames_THWC, facts.fps)
+        print(f"wrote {args.out}: {len(frames_THWC)} frames, {args.width}x{args.height}")
 
 
 def check_out(out: Path, latents: bool) -> None:
@@ -119,6 +129,30 @@ def write_frames(out: Path, frames_THWC: np.ndarray, fps: float) -> None:
             Image.fromarray(frame_HWC).save(out.with_stem(f"{out.stem}-{index:04}"))
     else:
         np.save(out, frames_THWC)
+
+
+Controls = Iterator[tuple[list[list[str]] | None, dict[str, torch.Tensor] | None]]
+"""Of each chunk: keys per latent frame or a camera of one pose per frame, and None for the other."""
+
+
+def walk(facts: WorldFacts, keys: list[list[str]]) -> Controls:
+    """Cut keys into chunks; the last ones are held until theirs is full."""
+    first = facts.first_chunk_latent_frames or facts.latent_frames_per_chunk
+    start, end = 0, first
+    while start < len(keys):
+        part = keys[start:end]
+        yield part + keys[-1:] * (end - start - len(part)), None
+        start, end = end, end + facts.latent_frames_per_chunk
+
+
+def path(facts: WorldFacts, folder: Path | None, num_chunks: int) -> Controls:
+    """Cut the camera of a folder, or one that goes straight on, into chunks."""
+    poses_N44, intrinsics = straight_on(facts, num_chunks) if folder is None else read_camera(folder)
+    start = 0
+    for size in chunk_sizes(facts, len(poses_N44)):
+        part = slice(start, start + size)
+        yield None, {"poses": poses_N44[part], "intrinsics": intrinsics[part]}
+        start += size
 
 
 def chunk_sizes(facts: WorldFacts, num_poses: int) -> list[int]:

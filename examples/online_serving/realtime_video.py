@@ -29,6 +29,7 @@ from rich.console import Console
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import ClientConnection, connect
 
+from vllm_omni.entrypoints.key_script import parse_keys
 from vllm_omni.entrypoints.media import encode_mp4
 
 GENERATE_PATH = "/v1/realtime_video/generate"
@@ -78,17 +79,6 @@ def main() -> int:
 def open_door(args: argparse.Namespace, path: str) -> ClientConnection:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     return connect(args.server.rstrip("/") + path, max_size=None, compression=None, additional_headers=headers)
-
-
-def parse_keys(text: str) -> list[list[str]]:
-    """`"w*2 wl -"` -> `[["w"], ["w"], ["w", "l"], []]`. Raises ValueError."""
-    held: list[list[str]] = []
-    for token in text.split():
-        keys, _, times = token.partition("*")
-        if not set(keys) <= set("wasdijkl-") or (times and not times.isdecimal()):
-            raise ValueError(f"--keys takes tokens of w a s d i j k l (or -) with an optional *count, got {token!r}")
-        held += [[key for key in keys if key != "-"]] * int(times or 1)
-    return held
 
 
 # -- /v1/realtime_video/generate ---------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import ClientConnection, connect
 
+from vllm_omni.entrypoints.key_script import parse_keys
 from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
 from vllm_omni.entrypoints.realtime.codec import decode, encode
 
@@ -146,17 +147,6 @@ def steer(args: argparse.Namespace, camera: tuple[np.ndarray, np.ndarray] | None
         return None
     per_frame = intrinsics.ndim > 1 and len(intrinsics) == len(poses_N44)
     return {"cameras": {"poses": poses_N44[part], "intrinsics": intrinsics[part] if per_frame else intrinsics}}
-
-
-def parse_keys(text: str) -> list[list[str]]:
-    """`"w*2 wl -"` -> `[["w"], ["w"], ["w", "l"], []]`. Raises ValueError."""
-    held: list[list[str]] = []
-    for token in text.split():
-        keys, _, times = token.partition("*")
-        if not set(keys) <= set("wasdijkl-") or (times and not times.isdecimal()):
-            raise ValueError(f"--keys takes tokens of w a s d i j k l (or -) with an optional *count, got {token!r}")
-        held += [[key for key in keys if key != "-"]] * int(times or 1)
-    return held
 
 
 def answers(args: argparse.Namespace, request: dict[str, Any], console: Console) -> Iterator[dict[str, Any]]:

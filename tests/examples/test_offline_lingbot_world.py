@@ -108,6 +108,7 @@ def test_a_file_that_could_not_be_written_is_refused_at_once(
         EXAMPLE.check_out(tmp_path / out, latents)
 
 
+@pytest.mark.nightly
 def test_latents_are_written_as_one_array(lingbot_world: Path, tmp_path: Path) -> None:
     """Two chunks of three latent frames, at an eighth of the size."""
     out = tmp_path / "latents.npy"
@@ -117,3 +118,24 @@ def test_latents_are_written_as_one_array(lingbot_world: Path, tmp_path: Path) -
     assert (latents.shape, latents.dtype) == ((16, 6, 4, 6), np.float32)
     assert np.isfinite(latents).all()
     assert latents.std() > 0.1
+
+
+def test_keys_become_chunks_and_the_last_is_held() -> None:
+    """Seven latent frames of keys need three chunks of three."""
+    assert EXAMPLE.parse_keys("w*3 wl -") == [["w"], ["w"], ["w"], ["w", "l"], []]
+    cut = [actions for actions, camera in EXAMPLE.walk(WorldFacts(), [["w"]] * 6 + [["l"]]) if camera is None]
+    assert cut == [[["w"]] * 3, [["w"]] * 3, [["l"]] * 3]
+
+
+@pytest.mark.nightly
+def test_keys_become_a_video(lingbot_world: Path, tmp_path: Path) -> None:
+    out = tmp_path / "keys.npy"
+    result = run(lingbot_world, "--keys", "w*3 wl*3", "--out", out, "--height", 32, "--width", 48, "--enforce-eager")
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    assert np.load(out).shape == (21, 32, 48, 3)
+
+
+def test_misspelt_keys_are_refused_with_the_allowed_ones(lingbot_world: Path) -> None:
+    """Before the model is loaded."""
+    with pytest.raises(SystemExit, match="w a s d i j k l"):
+        EXAMPLE.main(EXAMPLE.make_parser().parse_args([str(lingbot_world), "--keys", "w*3 x"]))
