@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import pytest
@@ -27,6 +28,7 @@ class Server:
         self.seen: list[web.Request] = []
         self.cancelled = 0
         self.sockets: list[web.WebSocketResponse] = []
+        self.is_silent = False
 
     async def start(self, port: int = 0) -> str:
         app = web.Application(client_max_size=1 << 30)
@@ -96,7 +98,12 @@ class Server:
             if message.type is WSMsgType.BINARY:
                 await socket.send_bytes(message.data)
             elif message.type is WSMsgType.PING:
-                await socket.pong(message.data)
+                if not self.is_silent:
+                    await socket.pong(message.data)
+            elif message.data == "flood":
+                with contextlib.suppress(ConnectionError):
+                    while True:
+                        await socket.send_bytes(bytes(1 << 20))
             elif message.data == "end":
                 await socket.close(code=4009, message=b"taken over")
             else:
@@ -131,7 +138,7 @@ class Behind:
 
 
 @contextlib.asynccontextmanager
-async def routed(num_servers: int = 2, **options: int) -> AsyncIterator[Behind]:
+async def routed(num_servers: int = 2, **options: Any) -> AsyncIterator[Behind]:
     servers = [Server(f"server-{number}") for number in range(num_servers)]
     backends = Backends([await server.start() for server in servers], CHECK_S)
     runner = web.AppRunner(Router(backends, **options).application(), handler_cancellation=True, shutdown_timeout=0.0)
@@ -323,6 +330,40 @@ def test_a_dead_server_takes_only_its_own_sockets() -> None:
                 assert name == "server-1"  # its new world is there
             async with behind.client.get(behind.url + "/omni/ready") as answer:
                 assert (await answer.json())["max_sessions"] == 8
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_falls_silent_is_gone() -> None:
+    """Its machine lost power: no packet says so. An unanswered ping does; a quiet one that answers stays."""
+
+    async def scenario() -> None:
+        async with routed(heartbeat_s=0.2) as behind, behind.socket("?rank=rank-0") as (quiet, _):
+            behind.servers[1].is_silent = True
+            async with behind.socket("?rank=rank-1") as (lost, _):
+                messages = []
+                async with asyncio.timeout(5):
+                    while not messages or messages[-1].type is WSMsgType.PONG:
+                        messages.append(await lost.receive())
+                assert messages[-1].data == 1012
+            await quiet.send_str("still here")
+            while (message := await quiet.receive()).type is WSMsgType.PONG:
+                pass
+            assert message.data == "still here"
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_does_not_read_is_let_go() -> None:
+    """Nothing piles up in the router, and its server is told."""
+
+    async def scenario() -> None:
+        async with routed(send_timeout_s=0.3) as behind, behind.socket() as (socket, name):
+            backend = behind.backends.all[int(name[-1])]
+            await socket.send_str("flood")
+            async with asyncio.timeout(10):
+                while backend.open:
+                    await asyncio.sleep(0.05)
 
     asyncio.run(scenario())
 

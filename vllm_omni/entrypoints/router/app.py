@@ -48,18 +48,30 @@ _OF_A_HANDSHAKE: Final = frozenset(
     f"sec-websocket-{name}" for name in ("key", "version", "extensions", "protocol", "accept")
 )
 _CONNECT_TIMEOUT_S: Final = 5.0
+_CLOSE_TIMEOUT_S: Final = 2.0
 
 
 class Router:
-    """max_message_bytes: the largest WebSocket message and HTTP body taken from a client."""
+    """max_message_bytes: the largest WebSocket message taken from a client. heartbeat_s: a server whose socket is
+    silent for this long and does not answer a ping is gone. send_timeout_s: a reader that takes longer for one message
+    is let go.
+    """
 
-    def __init__(self, backends: Backends, max_message_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self,
+        backends: Backends,
+        max_message_bytes: int = 64 << 20,
+        *,
+        heartbeat_s: float = 20.0,
+        send_timeout_s: float = 30.0,
+    ) -> None:
         self.backends = backends
         self._max_bytes = max_message_bytes
+        self._heartbeat_s, self._send_timeout_s = heartbeat_s, send_timeout_s
         self._client: aiohttp.ClientSession | None = None
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=self._max_bytes)
+        app = web.Application()
         app.cleanup_ctx.append(self._run)
         app.router.add_get("/health", self._health)
         app.router.add_get(READY_PATH, self._ready)
@@ -73,7 +85,8 @@ class Router:
 
     async def _run(self, app: web.Application) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
-        connector = aiohttp.TCPConnector(limit=0)
+        # Shorter than the servers keep idle connections: one that closes just then would cost a request.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
         async with aiohttp.ClientSession(
             timeout=timeout, connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
         ) as self._client:
@@ -174,6 +187,7 @@ class Router:
                         protocols=offered,
                         autoclose=False,
                         autoping=False,
+                        heartbeat=self._heartbeat_s,
                         max_msg_size=0,
                         compress=0,
                     )
@@ -200,8 +214,8 @@ class Router:
         client.headers[RANK_HEADER] = backend.name
         _set_cookie(client, backend)
         await client.prepare(request)
-        up = asyncio.create_task(_pump(client, server))
-        down = asyncio.create_task(_pump(server, client))
+        up = asyncio.create_task(_pump(client, server, self._send_timeout_s))
+        down = asyncio.create_task(_pump(server, client, self._send_timeout_s))
         try:
             await asyncio.wait((up, down), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -209,38 +223,53 @@ class Router:
                 task.cancel()
             ends = await asyncio.gather(up, down, return_exceptions=True)
         client_end, server_end = (None if isinstance(end, BaseException) else end for end in ends)
-        if client_end is not None:
+        if any(isinstance(end, TimeoutError) for end in ends):
+            await _close(server, WSCloseCode.GOING_AWAY)
+            if request.transport is not None:
+                request.transport.abort()  # a reader that does not read takes no close frame either
+        elif client_end is not None:
             code, reason = client_end
-            await server.close(code=code if _may_be_sent(code) else WSCloseCode.GOING_AWAY, message=reason)
+            await _close(server, code if _may_be_sent(code) else WSCloseCode.GOING_AWAY, reason)
         elif server_end is not None and _may_be_sent(server_end[0]):
-            await client.close(code=server_end[0], message=server_end[1])
+            await _close(client, *server_end)
         else:
             logger.warning("a socket on %s broke", backend.name)
             reason = f"{backend.name} is gone and its sessions with it; connect again".encode()
-            await client.close(code=WSCloseCode.SERVICE_RESTART, message=reason)
+            await _close(client, WSCloseCode.SERVICE_RESTART, reason)
         return client
 
 
 _Socket = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
 
 
-async def _pump(source: _Socket, sink: _Socket) -> tuple[int, bytes]:
-    """Pass messages on until `source` ends; returns its close code and reason, 1006 if it said none."""
+async def _pump(source: _Socket, sink: _Socket, send_timeout_s: float) -> tuple[int, bytes]:
+    """Pass messages on until `source` ends; returns its close code and reason, 1006 if it said none.
+
+    Raises TimeoutError when `sink` does not take a message in time.
+    """
     while True:
         message = await source.receive()
-        match message.type:
-            case WSMsgType.BINARY:
-                await sink.send_bytes(message.data)
-            case WSMsgType.TEXT:
-                await sink.send_str(message.data)
-            case WSMsgType.PING:
-                await sink.ping(message.data)
-            case WSMsgType.PONG:
-                await sink.pong(message.data)
-            case WSMsgType.CLOSE:
-                return int(message.data or WSCloseCode.OK), str(message.extra or "").encode()
-            case _:
-                return int(WSCloseCode.ABNORMAL_CLOSURE), b""
+        async with asyncio.timeout(send_timeout_s):
+            match message.type:
+                case WSMsgType.BINARY:
+                    await sink.send_bytes(message.data)
+                case WSMsgType.TEXT:
+                    await sink.send_str(message.data)
+                case WSMsgType.PING:
+                    await sink.ping(message.data)
+                case WSMsgType.PONG:
+                    await sink.pong(message.data)
+                case WSMsgType.CLOSE:
+                    return int(message.data or WSCloseCode.OK), str(message.extra or "").encode()
+                case _:
+                    return int(WSCloseCode.ABNORMAL_CLOSURE), b""
+
+
+async def _close(socket: _Socket, code: int, reason: bytes = b"") -> None:
+    """Close with a close frame; a side that does not answer it in time is cut off."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            await socket.close(code=code, message=reason)
 
 
 def _may_be_sent(code: int) -> bool:
