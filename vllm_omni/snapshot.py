@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file that holds one session: its byte layout, its checks, and the two exchanges with the workers that make it.
+"""The file that holds one session: its byte layout, and the checks that a file must pass.
 
 A snapshot is one safetensors file. Its metadata carries a versioned JSON header (`SnapshotHeader`); its tensors are
 those that every rank's session names, as `rank0.kv.frame3`. It is written in place: the front end creates the file,
@@ -13,7 +13,7 @@ sockets. Held by tests/worker/test_snapshot_refusals.py and test_snapshots.py.
 
 import json
 import os
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,6 @@ _CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 ChunkIndex = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
-T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -377,100 +376,3 @@ def _reason(error: SafetensorError) -> str:
     """The library's own word for what is wrong, without its free text (which may quote the file)."""
     text = str(error).rsplit(": ", 1)[-1]
     return text if text.isalnum() else text.partition("(")[0].strip() or "unreadable"
-
-
-# -- with the workers ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Call:
-    """One RPC to all workers of an engine; each answers `{"ok": ...}` or `{"error": [code, message]}`."""
-
-    method: str
-    args: tuple[Any, ...]
-
-
-Exchange = Generator[Call, list[dict[str, Any]], T]
-
-
-def save_exchange(
-    session_id: str, path: Path, package_version: str, owner: Mapping[str, str] | None = None
-) -> Exchange[SnapshotHeader]:
-    """Write a session to the new file `path`; it stays as it is. Raises `RequestFailed`; then there is no file."""
-    answers = _results((yield Call("describe_session", (session_id,))))
-    planned = plan([msgspec.convert(answer, RankDescription) for answer in answers], package_version, owner)
-    create_file(path, planned)
-    try:
-        place = (session_id, str(path), planned.header.chunk_index, planned.nbytes, list(planned.offsets))
-        _results((yield Call("write_session", place)))
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    return planned.header
-
-
-def restore_exchange(
-    session_id: str, path: Path, data_parallel_rank: int | None = None
-) -> Exchange[tuple[SnapshotHeader, dict[str, Any]]]:
-    """Make a session from a file, under a new id. Raises `RequestFailed`; then there is no session.
-
-    Returns the header and the first rank's scalars. data_parallel_rank: the only engine that takes it; None = any.
-    """
-    header = read_header(path)
-    try:
-        _results((yield Call("restore_session", (session_id, str(path), data_parallel_rank))))
-    except RequestFailed as failure:
-        if failure.code != "session_exists":
-            yield Call("close_session", (session_id,))  # on the ranks that took their part
-        raise
-    return header, header.ranks[0].scalars
-
-
-def _results(answers: Sequence[dict[str, Any]]) -> list[Any]:
-    for answer in answers:
-        if "error" in answer:
-            raise RequestFailed(*answer["error"])
-    return [answer["ok"] for answer in answers]
-
-
-def run_exchange(exchange: Exchange[T], rpc: Callable[..., list[dict[str, Any]]]) -> T:
-    """Run an exchange over a synchronous `collective_rpc` (that of `LLM`)."""
-    answer: Any = None
-    failure: BaseException | None = None
-    while True:
-        try:
-            call = exchange.send(answer) if failure is None else exchange.throw(failure)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        answer, failure = None, None
-        try:
-            answer = rpc(call.method, args=call.args)
-        except Exception as error:  # the exchange cleans up, then it goes on
-            failure = error
-
-
-async def run_exchange_async(exchange: Exchange[T], rpc: Callable[[Call], Awaitable[list[dict[str, Any]]]]) -> T:
-    """The same for an engine client whose RPCs are awaited."""
-    answer: Any = None
-    failure: BaseException | None = None
-    while True:
-        try:
-            call = exchange.send(answer) if failure is None else exchange.throw(failure)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        answer, failure = None, None
-        try:
-            answer = await rpc(call)
-        except BaseException as error:
-            failure = error
-
-
-def package_version() -> str:
-    import importlib.metadata
-
-    try:
-        return importlib.metadata.version("vllm-omni")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from scheduling import new_request, run_to_end
 
-from vllm_omni.snapshot import SnapshotHeader, restore_exchange, run_exchange, save_exchange
+from vllm_omni.snapshot import SnapshotHeader
+from vllm_omni.snapshot_exchange import restore_exchange, run_exchange, save_exchange
 from vllm_omni.worker.snapshots import SessionSnapshots
 
 

@@ -14,6 +14,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +30,8 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm_omni.entrypoints.ranks import SessionRanks
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
+from vllm_omni.snapshot import SnapshotHeader
+from vllm_omni.snapshot_exchange import Call, package_version, restore_exchange, run_exchange_async, save_exchange
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -141,6 +144,40 @@ class OmniEngine:
     async def session_stats(self) -> list[dict[str, Any]]:
         """`sessions`, `max_sessions`, `bytes`, `max_bytes` of each data-parallel rank. Raises `RequestFailed`."""
         return await self._rpc("session_stats")
+
+    async def save_session(self, session_id: str, path: Path, owner: Mapping[str, str] | None) -> SnapshotHeader:
+        """Write a session, as its last finished chunk left it, to the new file `path`. Raises `RequestFailed`."""
+        rank = self._ranks.rank_of(session_id) or 0 if self._ranks is not None else None
+        exchange = save_exchange(session_id, path, package_version(), owner)
+        return await run_exchange_async(exchange, lambda call: self._ask_workers(call, rank))
+
+    async def restore_session(self, session_id: str, path: Path) -> tuple[SnapshotHeader, dict[str, Any]]:
+        """Make a session of a file under a new id: `(header, scalars)`. Raises `RequestFailed`."""
+        rank = self._ranks.adopt(session_id) if self._ranks is not None else None
+        try:
+            exchange = restore_exchange(session_id, path, rank)
+            return await run_exchange_async(exchange, lambda call: self._ask_workers(call, rank))
+        except BaseException:
+            if self._ranks is not None:
+                self._ranks.forget(session_id)
+            raise
+
+    async def _ask_workers(self, call: Call, rank: int | None) -> list[dict[str, Any]]:
+        """Ask all workers of one data-parallel rank (the others are asked as well, and refuse or do nothing)."""
+        try:
+            if rank is None:
+                answers: list[dict[str, Any]] = await self._client.collective_rpc(call.method, args=call.args)
+                return answers
+            assert isinstance(self._client, AsyncLLM) and isinstance(self._client.engine_core, AsyncMPClient)
+            core = self._client.engine_core
+            everywhere = await core.call_utility_all_async("collective_rpc", call.method, None, call.args, None)
+            chosen: list[dict[str, Any]] = everywhere[rank]
+            return chosen
+        except EngineDeadError:
+            raise RequestFailed("engine_dead", _DEAD) from None
+        except Exception as error:  # boundary, as in `_rpc`
+            logger.debug("worker RPC %s failed", call.method, exc_info=True)
+            raise RequestFailed("engine_error", f"the worker did not answer {call.method}") from error
 
     async def _rpc(self, method: str) -> list[dict[str, Any]]:
         """Ask the first worker of every data-parallel rank; waits for the engine steps that run."""

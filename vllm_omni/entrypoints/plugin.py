@@ -7,6 +7,7 @@ requests of the task `plugin`.
 
 import logging
 import os
+import tempfile
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +19,10 @@ from starlette.responses import Response
 from starlette.websockets import WebSocket
 from vllm.engine.protocol import EngineClient
 
+from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints import websocket as websocket_options
 from vllm_omni.entrypoints.access import BrowserAccess, configured_keys
+from vllm_omni.entrypoints.drain import GracefulStop
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.ranks import SessionRanks, num_ranks
@@ -28,13 +31,18 @@ from vllm_omni.entrypoints.realtime import generate_door, video_door, world_came
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.mobility import SessionMobility
+from vllm_omni.entrypoints.realtime.recorder import Recorder, recording_header
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+from vllm_omni.entrypoints.session_routes import SessionRoutes
 from vllm_omni.entrypoints.webui import pages
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
 
 _CODEC_THREADS: Final = 4
+_HEADER_BYTES: Final = 16 << 20
+"""What a snapshot may hold besides its tensors."""
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -51,6 +59,8 @@ class OmniEndpoints:
         self._video_door: video_door.VideoDoor | None = None
         self._openai = OpenAIRoutes()
         self._ready = ReadyRoute()
+        self._sessions = SessionRoutes()
+        self._stop = GracefulStop()
 
     def attach_router(self, app: FastAPI) -> None:
         websocket_options.apply_at_startup(app)
@@ -62,6 +72,8 @@ class OmniEndpoints:
             app.add_api_websocket_route(path, self._realtime_video)
         self._openai.attach(app)
         self._ready.attach(app)
+        self._sessions.attach(app)
+        self._stop.attach(app)
         BrowserAccess(configured_keys(app.state.args)).attach(app, open_paths=pages.attach(app))
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
@@ -72,7 +84,7 @@ class OmniEndpoints:
         facts = WorldFacts.from_vllm_config(engine_client.vllm_config, model=served)
         executor = ThreadPoolExecutor(_CODEC_THREADS, thread_name_prefix="omni-codec")
         ranks = SessionRanks(num_ranks(engine_client.vllm_config), offset=os.getpid())
-        manager = SessionManager(WorldEngine(engine_client, ranks), facts, limits, executor)
+        manager = SessionManager(WorldEngine(engine_client, ranks, _recorder(engine_client)), facts, limits, executor)
         options = websocket_options.WebSocketOptions.from_args(args)
         names = dict.fromkeys([*(args.served_model_name or [args.model]), served])
         self._openai.start(engine_client, list(names), limits, executor, ranks)
@@ -81,6 +93,8 @@ class OmniEndpoints:
             self._camera_door = world_camera.WorldCameraDoor(manager, options.max_bytes)
             self._generate_door = generate_door.GenerateDoor(manager)
             self._video_door = video_door.VideoDoor(manager)
+            await self._start_mobility(engine_client, manager, ranks)
+        self._stop.start(lambda: manager.drain.run(manager), _options(engine_client).drain_timeout_s)
         self._ready.readiness = Readiness(
             OmniEngine(engine_client, ranks),
             self._openai.stats_interval_s,
@@ -92,6 +106,19 @@ class OmniEndpoints:
         if (address := pages.address(args)) is not None:
             logger.info("web page: %s", address)
 
+    async def _start_mobility(self, client: EngineClient, manager: SessionManager, ranks: SessionRanks) -> None:
+        omni = _options(client)
+        spool = Path(omni.snapshot_dir or tempfile.gettempdir())
+        spool.mkdir(parents=True, exist_ok=True)
+        kept = None if omni.drain_snapshot_dir is None else Path(omni.drain_snapshot_dir)
+        mobility = SessionMobility(manager, spool, kept)
+        (stats, *_) = await OmniEngine(client, ranks).session_stats()
+        world_size = client.vllm_config.parallel_config.world_size
+        most = None if stats["max_bytes"] is None else stats["max_bytes"] * world_size + _HEADER_BYTES
+        self._sessions.start(mobility, most)
+        if count := await mobility.take_over():
+            logger.info("sessions_taken_over count=%d", count)
+
     async def _world_camera(self, websocket: WebSocket) -> None:
         await _serve(self._camera_door, websocket)
 
@@ -100,6 +127,15 @@ class OmniEndpoints:
 
     async def _realtime_video(self, websocket: WebSocket) -> None:
         await _serve(self._video_door, websocket)
+
+
+def _options(client: EngineClient) -> OmniConfig:
+    return OmniConfig.from_additional_config(client.vllm_config.additional_config)
+
+
+def _recorder(client: EngineClient) -> Recorder | None:
+    folder = _options(client).record_dir
+    return None if folder is None else Recorder(Path(folder), recording_header(client.vllm_config))
 
 
 class _Door(Protocol):

@@ -110,6 +110,16 @@ class SessionRanks:
             if not kept:
                 self._forget(params.session_id)
 
+    def adopt(self, session_id: str) -> int:
+        """Place a session that is about to be restored where there is most room; `forget` it if that fails."""
+        _, rank = next(self._by_load())
+        self._place(session_id, rank).settled.set()
+        return rank
+
+    def forget(self, session_id: str) -> None:
+        """A session is no longer anywhere."""
+        self._forget(session_id)
+
     def _by_load(self) -> Iterator[tuple[bool, int]]:
         """`(whether it is the last one, rank)`: fewest sessions first, ties in turn."""
         turn = next(self._turn)

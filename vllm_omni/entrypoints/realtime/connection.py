@@ -16,6 +16,7 @@ from collections import deque
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from vllm_omni.entrypoints.realtime.errors import ClientGone, Close, DoorError
@@ -173,9 +174,9 @@ class Connection:
         return None
 
 
-def principal_of(websocket: WebSocket) -> str:
+def principal_of(connection: HTTPConnection) -> str:
     """Name the client by a digest of its bearer token; vLLM's middleware has checked the token before."""
-    scheme, _, token = websocket.headers.get("authorization", "").partition(" ")
+    scheme, _, token = connection.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not token:
         return ANONYMOUS
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()[:16]

@@ -2,7 +2,10 @@
 """`WorldEngine`: the realtime doors' view of the engine: chunks of worlds, and errors that a socket can be told."""
 
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +14,10 @@ from vllm.engine.protocol import EngineClient
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.ranks import SessionRanks
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
+from vllm_omni.entrypoints.realtime.recorder import Recorder
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot import SnapshotHeader
 
 
 @dataclass(frozen=True)
@@ -25,29 +30,60 @@ class ChunkResult:
 
 
 class WorldEngine:
-    def __init__(self, client: EngineClient, ranks: SessionRanks | None = None) -> None:
+    def __init__(
+        self, client: EngineClient, ranks: SessionRanks | None = None, recorder: Recorder | None = None
+    ) -> None:
         self._engine = OmniEngine(client, ranks)
+        self._recorder = recorder
 
     async def generate(self, params: DiffusionParams, arrays: dict[str, np.ndarray]) -> ChunkResult:
         """Run one chunk. Raises `DoorError`. When cancelled, the engine drops the chunk at its next step."""
         started_s = time.monotonic()
-        meta, results = await self._request(params, arrays)
+        try:
+            meta, results = await self._request(params, arrays)
+        except BaseException as error:
+            unsure = not isinstance(error, DoorError) or error.code in ("cancelled", "engine_error")
+            if self._recorder is not None and unsure:
+                self._recorder.cancelled(params, arrays)
+            raise
+        if self._recorder is not None:
+            await self._recorder.finished(params, arrays, meta, results["frames"])
         return ChunkResult(meta, results["frames"], (time.monotonic() - started_s) * 1e3)
 
     async def close(self, session_id: str) -> None:
         """Free a session's state; unknown ids are fine."""
+        if self._recorder is not None:
+            self._recorder.closed(session_id)
         await self._request(DiffusionParams(session_id=session_id, op="close"), {})
 
     async def fork(self, session_id: str, fork_to: str) -> None:
         """Copy a session's committed state to the new id `fork_to`. Raises `DoorError`."""
         await self._request(DiffusionParams(session_id=session_id, op="fork", fork_to=fork_to), {})
+        if self._recorder is not None:
+            self._recorder.forked(session_id, fork_to)
+
+    async def save(self, session_id: str, path: Path, owner: Mapping[str, str] | None) -> SnapshotHeader:
+        """Write a session to the new file `path`. Raises `DoorError`."""
+        with _door_errors():
+            return await self._engine.save_session(session_id, path, owner)
+
+    async def restore(self, session_id: str, path: Path) -> tuple[SnapshotHeader, dict[str, Any]]:
+        """Make a session of a file: `(header, scalars)`. Raises `DoorError`."""
+        with _door_errors():
+            return await self._engine.restore_session(session_id, path)
 
     async def _request(
         self, params: DiffusionParams, arrays: dict[str, np.ndarray]
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        try:
+        with _door_errors():
             return await self._engine.run(params, arrays)
-        except RequestFailed as failure:
-            if failure.code == "engine_dead":
-                raise DoorError("engine_error", failure.message, close=Close.INTERNAL) from None
-            raise DoorError(failure.code, failure.message) from failure.__cause__
+
+
+@contextmanager
+def _door_errors() -> Iterator[None]:
+    try:
+        yield
+    except RequestFailed as failure:
+        if failure.code == "engine_dead":
+            raise DoorError("engine_error", failure.message, close=Close.INTERNAL) from None
+        raise DoorError(failure.code, failure.message) from failure.__cause__

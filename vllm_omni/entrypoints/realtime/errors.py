@@ -13,6 +13,7 @@ RETRYABLE: Final = frozenset(
         "session_busy",
         "session_evicted",
         "capacity",
+        "draining",
         "busy",
         "cancelled",
         "timeout",

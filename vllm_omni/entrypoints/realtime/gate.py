@@ -22,6 +22,8 @@ class Gate:
     def __init__(self, limits: DoorLimits) -> None:
         self._limits = limits
         self.num_connections = 0
+        self.is_draining = False
+        """The server is about to stop: nobody comes in any more."""
 
     @asynccontextmanager
     async def admit(self, websocket: WebSocket) -> AsyncIterator[bool]:
@@ -40,6 +42,8 @@ class Gate:
     def _refusal(self, websocket: WebSocket) -> Response | None:
         if not origin_allowed(websocket, self._limits.allowed_origins):
             return Response("origin not allowed", 403)
+        if self.is_draining:
+            return Response("the server is stopping", 503, {"Retry-After": "5"})
         if self.num_connections >= self._limits.max_connections:
             return Response("too many connections", 503, {"Retry-After": "1"})
         return None

@@ -94,7 +94,7 @@ class Session:
     def submit(self, job: Job) -> Run:
         """Start a request, or find it again by its id: finished runs are kept, cut-off ones go on where they stopped.
 
-        Raises `DoorError` `request_id_conflict` or `session_busy`.
+        Raises `DoorError` `request_id_conflict`, `session_busy` or `draining`.
         """
         self.last_used_s = time.monotonic()
         run = self.journal.runs.get(job.request_id)
@@ -104,6 +104,7 @@ class Session:
             )
         if run is not None and (not run.finished or run.error is None):
             return run
+        self._manager.drain.check()
         if self._waiting >= _MAX_WAITING:
             raise DoorError("session_busy", "one request of this session runs and one waits; wait for an answer")
         if run is not None and run.completed:
@@ -155,7 +156,8 @@ class Session:
         A live run has one chunk in the engine, so that its controls are taken as late as possible; the next one is
         begun before this one is rendered and sent.
         """
-        limits, job = self._manager.limits, run.job
+        limits, job, drain = self._manager.limits, run.job, self._manager.drain
+        drain.check()  # before the world may be restarted
         self.meter.request_started()
         image, warnings = await self._begin(run)
         in_flight: deque[asyncio.Task[ChunkResult]] = deque()
@@ -168,6 +170,8 @@ class Session:
 
         def fill() -> None:
             # Until the position is certain, one chunk at a time: its answer tells where the engine is.
+            if drain.is_draining:
+                return
             while len(in_flight) < (most_in_flight if self.in_step else 1) and (job.source is None or job.source.ready):
                 number = next(numbers, None)
                 if number is None:
@@ -178,7 +182,7 @@ class Session:
         try:
             while True:
                 if job.source is not None and not in_flight and run.completed != job.num_chunks:
-                    await job.source.wait_until_ready()
+                    await drain.unless_draining(job.source.wait_until_ready())
                 fill()
                 if not in_flight:
                     break
@@ -202,6 +206,10 @@ class Session:
                 self.meter.chunks_aborted(error.code)
             await self._abort(run, in_flight, refused)
             raise
+        planned = len(run.sizes) if job.source is None else job.num_chunks
+        if drain.is_draining and run.completed != planned:
+            await drain.save(self)  # now: a live client's world goes with its connection
+            drain.check(next_chunk_index=self.next_chunk)
 
     def _sample(self, run: Run, number: int) -> Controls:
         """Return what steers chunk `number`: the job's own plan, or what the source of a live run says now."""

@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
+from vllm_omni.entrypoints.realtime.drain import SessionDrain
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
@@ -38,6 +39,7 @@ class SessionManager:
     def __init__(self, engine: WorldEngine, facts: WorldFacts, limits: DoorLimits, executor: Executor) -> None:
         self.engine, self.facts, self.limits = engine, facts, limits
         self.gate = Gate(limits)
+        self.drain = SessionDrain()
         self._executor = executor
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         self._evicted: OrderedDict[SessionKey, None] = OrderedDict()
@@ -53,6 +55,9 @@ class SessionManager:
     def find(self, key: SessionKey) -> Session | None:
         return self._sessions.get(key)
 
+    def sessions(self) -> list[Session]:
+        return list(self._sessions.values())
+
     def was_evicted(self, key: SessionKey) -> bool:
         return key in self._evicted
 
@@ -60,12 +65,13 @@ class SessionManager:
         """Return the session of that key, a new one if there is none.
 
         client: who counts for it against `sessions_per_client`; None = the principal. endpoint: the door, for metrics.
-        Raises `DoorError` `capacity` or `session_limit`.
+        Raises `DoorError` `capacity`, `session_limit` or `draining`.
         """
         if self._sweeper is None:
             self._sweeper = self.spawn(self._sweep())
         session = self._sessions.get(key)
         if session is None:
+            self.drain.check()
             client = key[0] if client is None else client
             self._check_bounds(client)
             if len(self._sessions) >= self.facts.max_sessions:

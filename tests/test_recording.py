@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recordings: what is written is read, damage is named, and cancelled chunks are told apart."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.recording import (
+    MAGIC,
+    Outcome,
+    RecordedChunk,
+    RecordingHeader,
+    committed,
+    digest_of,
+    read,
+    write_chunk,
+    write_header,
+)
+
+HEADER = RecordingHeader(
+    package_version="0.1",
+    family="null_world",
+    model="my_world",
+    additional_config={"omni": {"height": 32}},
+    dtype="float32",
+    enforce_eager=True,
+    tensor_parallel_size=1,
+    pipeline_parallel_size=1,
+)
+
+
+def chunk(index: int | None, prompt: str = "a") -> RecordedChunk:
+    outcome = None if index is None else Outcome(chunk_index=index, digest="d", num_frames=9)
+    arrays = {"poses": np.eye(4, dtype=np.float32)[None]}
+    return RecordedChunk(DiffusionParams(session_id="s", prompt=prompt, seed=7), arrays, outcome)
+
+
+def recording(tmp_path: Path, *chunks: RecordedChunk) -> Path:
+    buffer = io.BytesIO()
+    write_header(buffer, HEADER)
+    for one in chunks:
+        write_chunk(buffer, one)
+    path = tmp_path / "a.recording"
+    path.write_bytes(buffer.getvalue())
+    return path
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    """Header, parameters, arrays and outcomes."""
+    header, chunks, whole = read(recording(tmp_path, chunk(0), chunk(None), chunk(1)))
+    assert header == HEADER
+    assert whole
+    assert [one.outcome and one.outcome.chunk_index for one in chunks] == [0, None, 1]
+    assert chunks[0].params == chunk(0).params
+    assert np.array_equal(chunks[0].arrays["poses"], chunk(0).arrays["poses"])
+
+
+def test_a_recording_that_ends_within_a_record_is_good_up_to_there(tmp_path: Path) -> None:
+    """A killed server leaves half a record."""
+    path = recording(tmp_path, chunk(0), chunk(1))
+    path.write_bytes(path.read_bytes()[:-5])
+    _, chunks, whole = read(path)
+    assert (len(chunks), whole) == (1, False)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", MAGIC, MAGIC + b"\xff" * 7, MAGIC + bytes(16)])
+def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    """Nothing, a pickle, no header, noise."""
+    path = tmp_path / "a.recording"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="recording"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ([0, 1, 2], [(0, "0"), (1, "1"), (2, "2")]),
+        ([0, None, 1], [(0, "0"), (1, "2")]),  # cancelled before it was finished: chunk 1 was made anew
+        ([0, None, 2], [(0, "0"), (1, "1"), (2, "2")]),  # cancelled too late: it is part of the session
+        ([None, 1], [(0, "0"), (1, "1")]),
+        ([0, None], [(0, "0")]),
+        ([0, None, None, 2], [(0, "0"), (1, "2"), (2, "3")]),  # the later of two attempts at one chunk
+        ([], []),
+    ],
+)
+def test_which_requests_made_the_session(outcomes: list[int | None], expected: list[Any]) -> None:
+    """Numbers of finished chunks tell what became of cancelled ones."""
+    chunks = [chunk(index, str(number)) for number, index in enumerate(outcomes)]
+    assert [(index, one.params.prompt) for index, one in committed(chunks)] == expected
+
+
+@pytest.mark.parametrize("outcomes", [[0, 2], [1, 2], [0, 1, 5]])
+def test_a_gap_is_named(outcomes: list[int]) -> None:
+    """A session that was not recorded whole cannot be replayed."""
+    with pytest.raises(ValueError, match=r"missing|begins at"):
+        list(committed([chunk(index) for index in outcomes]))
+
+
+def test_a_digest_sees_every_byte_and_the_shape() -> None:
+    """Also of arrays that are not contiguous."""
+    frames = np.zeros((2, 4, 6, 3), np.uint8)
+    other = frames.copy()
+    other[1, 3, 5, 2] = 1
+    assert len({digest_of(frames), digest_of(other), digest_of(frames.reshape(2, 6, 4, 3))}) == 3
+    assert digest_of(np.repeat(frames, 2, axis=0)[::2]) == digest_of(frames)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni replay FILE`: run a recorded session again, offline, and compare every chunk with its recorded digest.
+
+Held by tests/entrypoints/cli/test_replay.py.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_omni.entrypoints.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from vllm_omni.recording import RecordedChunk, RecordingHeader
+
+_NOT_FOR_REPLAY = ("record_dir", "drain_snapshot_dir", "snapshot_dir")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("replay", help="run a recorded session again and compare its frames")
+    parser.add_argument("file", type=Path, help="a recording (omni.record_dir)")
+    parser.add_argument("--model", type=Path, help="checkpoint directory (default: the one that was recorded)")
+    parser.add_argument("--tensor-parallel-size", type=int, help="default: as recorded")
+    parser.add_argument("--pipeline-parallel-size", type=int, help="default: as recorded")
+    parser.add_argument("--out", type=Path, help="write the frames to this .mp4")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--dry-run", action="store_true", help="only read the file and say what is in it")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0 if all frames are identical, 1 if a chunk differs (the first one is named)."""
+    from vllm_omni.recording import committed, read
+
+    try:
+        header, requests, whole = read(args.file)
+        chunks = list(committed(requests))
+    except (OSError, ValueError) as error:
+        raise CommandError(str(error)) from error
+    if not chunks:
+        raise CommandError(f"{args.file} holds no finished chunk")
+    if not whole:
+        print("the recording ends within a chunk (the server was killed?); that one is left out")
+    print(f"{args.file.name}: {len(chunks)} chunks of {header.family}, made by vllm_omni {header.package_version}")
+    if args.dry_run:
+        return 0
+    model = _model(args.model, header)
+    frames: list[Any] | None = None if args.out is None else []
+    differs = _replay(model, header, chunks, args, frames)
+    if frames:
+        _write_video(args.out, frames)
+    if args.json:
+        print(json.dumps({"chunks": len(chunks), "identical": differs is None, "first_different_chunk": differs}))
+    elif differs is None:
+        print("identical: every frame is the recorded one")
+    else:
+        print(f"DIFFERENT from chunk {differs} on")
+    return 0 if differs is None else 1
+
+
+def _model(wanted: Path | None, header: "RecordingHeader") -> Path:
+    from vllm_omni.model_executor.models.registry import detect_family
+
+    model = wanted or Path(header.model)
+    if not model.is_dir():
+        raise CommandError(f"the model's directory {model} is not here: pass --model DIR")
+    try:
+        family = detect_family(model)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    if family.name != header.family:
+        raise CommandError(f"{model} is {family.name}, the session was recorded with {header.family}")
+    return model
+
+
+def _replay(
+    model: Path,
+    header: "RecordingHeader",
+    chunks: "list[tuple[int, RecordedChunk]]",
+    args: argparse.Namespace,
+    frames: list[Any] | None,
+) -> int | None:
+    """Run the chunks on an engine of our own; returns the number of the first that differs."""
+    from vllm_omni.entrypoints.cli.serve import is_cpu_build
+    from vllm_omni.outputs import RequestFailed
+
+    if is_cpu_build():
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm import LLM
+
+    omni = {k: v for k, v in header.additional_config.get("omni", {}).items() if k not in _NOT_FOR_REPLAY}
+    dtype: Any = header.dtype
+    llm = LLM(
+        model=str(model),
+        config_format="omni",
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        enforce_eager=header.enforce_eager,
+        tensor_parallel_size=args.tensor_parallel_size or header.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size or header.pipeline_parallel_size,
+        additional_config={**header.additional_config, "omni": omni},
+    )
+    try:
+        for index, chunk in chunks:
+            try:
+                made = _run_chunk(llm, index, chunk)
+            except RequestFailed as failure:
+                raise CommandError(f"chunk {index} was refused: {failure}") from failure
+            if frames is not None:
+                frames.append(made)
+            if not _report(index, chunk, made):
+                return index
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    return None
+
+
+def _run_chunk(llm: Any, index: int, chunk: "RecordedChunk") -> Any:
+    import msgspec
+    import torch
+
+    from vllm_omni.inputs import engine_prompt
+    from vllm_omni.outputs import unpack
+
+    params = msgspec.structs.replace(chunk.params, chunk_index=index)
+    tensors = {name: torch.from_numpy(array) for name, array in chunk.arrays.items()}
+    pooling_params = params.to_pooling_params(tensors)
+    (output,) = llm.encode(engine_prompt(), pooling_params, pooling_task="plugin", use_tqdm=False)
+    return unpack(output.outputs.data)[1]["frames"].numpy()
+
+
+def _report(index: int, chunk: "RecordedChunk", frames_THWC: Any) -> bool:
+    """Print one chunk's line; False if it differs."""
+    from vllm_omni.recording import digest_of
+
+    if chunk.outcome is None:
+        print(f"chunk {index}: {len(frames_THWC)} frames, finished after it was cancelled: nothing to compare with")
+        return True
+    same = digest_of(frames_THWC) == chunk.outcome.digest
+    print(f"chunk {index}: {len(frames_THWC)} frames, {'identical' if same else 'DIFFERENT'}", flush=True)
+    return same
+
+
+def _write_video(out: Path, frames: list[Any]) -> None:
+    import numpy as np
+
+    from vllm_omni.entrypoints.media import encode_mp4
+
+    out.write_bytes(encode_mp4(np.concatenate(frames), 16.0))
+    print(f"wrote {out}")

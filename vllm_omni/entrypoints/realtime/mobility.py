@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SessionMobility`: sessions of this API server process that are written to files and made of files.
+
+A session saved while a request runs is saved as its last finished chunk left it. A restored one belongs to whoever
+restored it and goes on at every door that continues sessions, at the same chunk. Files in transit lie in `spool`, files
+of a drained server in `kept`, named by a digest of their owner; neither is readable by others. Knows no HTTP. Held by
+tests/entrypoints/realtime/test_session_api.py and test_drain_served.py.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.session import Session, SessionKey
+from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+from vllm_omni.inputs import SessionId
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot import SnapshotHeader, read_header
+
+logger = logging.getLogger("vllm." + __name__)
+
+SUFFIX: Final = ".session.safetensors"
+_ATTEMPTS: Final = 20
+_PAUSE_S: Final = 0.05
+
+
+class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whose a drained server's session was. principal: a digest of its API key, or `anonymous`."""
+
+    principal: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]{1,32}$")]
+    session_id: SessionId
+    client: Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class WorldScalars(msgspec.Struct, frozen=True):
+    """What every world's session says of itself; the rest is its model's own."""
+
+    prompt: str
+    seed: int | None = None
+
+
+class SessionMobility:
+    """spool: a directory that the workers see as well. kept: where a drained server leaves its sessions, or None."""
+
+    def __init__(self, manager: SessionManager, spool: Path, kept: Path | None) -> None:
+        self.manager, self.spool, self.kept = manager, spool, kept
+        if kept is not None:
+            kept.mkdir(parents=True, exist_ok=True, mode=0o700)
+            manager.drain.save_to = self._keep
+
+    async def save(self, session: Session, path: Path, owner: dict[str, str] | None = None) -> SnapshotHeader:
+        """Write a session to the new file `path`. Raises `DoorError` `unknown_session`, `session_busy`, ..."""
+        with session.hold():
+            for attempt in range(_ATTEMPTS):
+                if not session.started:
+                    raise DoorError("unknown_session", "the session has no finished chunk yet")
+                try:
+                    return await self.manager.engine.save(session.engine_id, path, owner)
+                except DoorError as error:  # a chunk was finished between the two calls that a snapshot takes
+                    if error.code != "session_busy" or attempt == _ATTEMPTS - 1:
+                        raise
+                await asyncio.sleep(_PAUSE_S)
+        raise AssertionError("unreachable")
+
+    async def restore(self, key: SessionKey, client: str, path: Path, endpoint: str) -> Session:
+        """Make a session of a file. Raises `DoorError`, `session_exists` among others; then nothing is changed."""
+        if self.manager.find(key) is not None:
+            raise DoorError("session_exists", "a session with this id is live; choose another", param="session_id")
+        session = self.manager.open(key, client, endpoint)
+        with session.hold():
+            await self.manager.worlds_closed()
+            try:
+                header, scalars = await self.manager.engine.restore(session.engine_id, path)
+            except (RequestFailed, OSError) as error:
+                raise _as_door_error(error) from error
+            try:
+                said = msgspec.convert(scalars, WorldScalars)
+                height, width = int(header.opening["height"]), int(header.opening["width"])
+            except (KeyError, ValueError, msgspec.ValidationError) as error:
+                self.manager.close_world(session.engine_id)
+                raise DoorError("invalid_snapshot", "the snapshot is not of a world") from error
+            session.started, session.in_step = True, True
+            session.next_chunk = header.chunk_index
+            session.next_frame = frames_before(self.manager.facts, header.chunk_index)
+            session.height, session.width = height, width
+            session.prompt, session.seed = said.prompt, said.seed
+            session.last_used_s = time.monotonic()
+        return session
+
+    async def take_over(self) -> int:
+        """Restore what a drained server left in `kept`; returns how many. What does not fit stays, and is logged."""
+        if self.kept is None:
+            return 0
+        count = 0
+        for path in sorted(self.kept.glob(f"*{SUFFIX}")):
+            claimed = path.with_name(f"{path.name}.{os.getpid()}")  # another API server process may want it as well
+            try:
+                path.rename(claimed)
+            except FileNotFoundError:
+                continue
+            try:
+                header = await asyncio.to_thread(read_header, claimed)
+                owner = msgspec.convert(header.owner or {}, Owner)
+                key = (owner.principal, owner.session_id)
+                await self.restore(key, owner.client, claimed, "drain")
+            except (DoorError, RequestFailed, msgspec.ValidationError) as error:
+                logger.warning("%s is not taken over: %s", path, error)
+                claimed.rename(path)
+                continue
+            claimed.unlink()
+            count += 1
+        return count
+
+    async def _keep(self, session: Session) -> None:
+        """Save one session of a server that is stopping."""
+        assert self.kept is not None
+        principal, session_id = session.key
+        digest = hashlib.blake2b(f"{principal}/{session_id}".encode(), digest_size=16).hexdigest()
+        partial = self.kept / f"{digest}.{uuid.uuid4().hex}.partial"
+        owner = Owner(principal, session_id, session.client)
+        header = await self.save(session, partial, msgspec.to_builtins(owner))
+        partial.replace(self.kept / f"{digest}{SUFFIX}")
+        logger.info(
+            "session_saved chunks=%d bytes=%d", header.chunk_index, (self.kept / f"{digest}{SUFFIX}").stat().st_size
+        )
+
+
+def frames_before(facts: WorldFacts, chunk_index: int) -> int:
+    """Pixel frames of the chunks before `chunk_index`."""
+    return 0 if chunk_index == 0 else facts.first_chunk_frames + facts.chunk_frames * (chunk_index - 1)
+
+
+def _as_door_error(error: RequestFailed | OSError) -> DoorError:
+    if isinstance(error, RequestFailed):
+        return DoorError(error.code, error.message)
+    return DoorError("snapshot_storage", "the snapshot's file cannot be read")

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Recorder`: writes a recording (`vllm_omni/recording.py`) of every session that begins at this server's doors.
+
+Digests and files are made on one thread, in order, while the engine goes on; if it falls behind, chunks wait for it.
+A session that does not begin here (restored from a snapshot) is not recorded; a branch begins with a copy of its
+parent's recording. Knows neither sockets nor the engine. Held by tests/entrypoints/realtime/test_recorder.py.
+"""
+
+import asyncio
+import datetime
+import logging
+import os
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.recording import (
+    SUFFIX,
+    Outcome,
+    RecordedChunk,
+    RecordingHeader,
+    digest_of,
+    write_chunk,
+    write_header,
+)
+from vllm_omni.snapshot_exchange import package_version
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm." + __name__)
+
+_MOST_PENDING: Final = 8
+
+
+class Recorder:
+    """folder: made if it is not there; files in it are readable by their owner only."""
+
+    def __init__(self, folder: Path, header: RecordingHeader) -> None:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder, self._header = folder, header
+        self._paths: dict[str, Path] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="omni-recorder")
+        self._pending: set[Future[None]] = set()
+
+    def path_of(self, session_id: str) -> Path | None:
+        """Where a session's recording is; None if it has none."""
+        return self._paths.get(session_id)
+
+    async def finished(
+        self,
+        params: DiffusionParams,
+        arrays: dict[str, np.ndarray],
+        meta: dict[str, Any],
+        frames_THWC: np.ndarray,
+    ) -> None:
+        """A chunk is done. Waits only if too much is to be written."""
+
+        def outcome() -> Outcome:
+            return Outcome(
+                chunk_index=int(meta["chunk_index"]), digest=digest_of(frames_THWC), num_frames=len(frames_THWC)
+            )
+
+        writing = self._submit(params, arrays, outcome)
+        if writing is not None and len(self._pending) > _MOST_PENDING:
+            await asyncio.wrap_future(writing)
+
+    def cancelled(self, params: DiffusionParams, arrays: dict[str, np.ndarray]) -> None:
+        """A chunk was cancelled, or nobody knows what became of it."""
+        self._submit(params, arrays, lambda: None)
+
+    def forked(self, session_id: str, fork_to: str) -> None:
+        """`fork_to` goes on from where `session_id` is."""
+        source = self._paths.get(session_id)
+        if source is not None:
+            target = self._paths[fork_to] = self._new_path(fork_to)
+            self._track(self._writer.submit(self._copy, source, target))
+
+    def closed(self, session_id: str) -> None:
+        self._paths.pop(session_id, None)
+
+    def flush(self) -> None:
+        """Return when everything is written."""
+        self._writer.submit(lambda: None).result()
+
+    def _submit(self, params: DiffusionParams, arrays: dict[str, np.ndarray], outcome: Any) -> "Future[None] | None":
+        path = self._paths.get(params.session_id)
+        if path is None:
+            if params.chunk_index != 0:
+                return None  # a session that began elsewhere
+            path = self._paths[params.session_id] = self._new_path(params.session_id)
+            self._track(self._writer.submit(self._begin, path))
+        return self._track(self._writer.submit(self._append, path, params, arrays, outcome))
+
+    def _track(self, writing: "Future[None]") -> "Future[None]":
+        self._pending.add(writing)
+        writing.add_done_callback(self._done)
+        return writing
+
+    def _done(self, writing: "Future[None]") -> None:
+        self._pending.discard(writing)
+        if (error := writing.exception()) is not None:
+            logger.warning("a recording could not be written: %s", error)
+
+    def _new_path(self, session_id: str) -> Path:
+        now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+        return self._folder / f"{now}_{session_id.replace(':', '_')}{SUFFIX}"
+
+    # -- on the writer's thread ------------------------------------------------------------------------------------
+
+    def _begin(self, path: Path) -> None:
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            write_header(file, self._header)
+
+    def _append(self, path: Path, params: DiffusionParams, arrays: dict[str, np.ndarray], outcome: Any) -> None:
+        with path.open("ab") as file:
+            write_chunk(file, RecordedChunk(params, arrays, outcome()))
+
+    def _copy(self, source: Path, target: Path) -> None:
+        with open(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file, source.open("rb") as old:
+            shutil.copyfileobj(old, file)
+
+
+def recording_header(vllm_config: "VllmConfig") -> RecordingHeader:
+    """What a replay must know of the served model."""
+    config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    additional = vllm_config.additional_config
+    return RecordingHeader(
+        package_version=package_version(),
+        family=config.hf_config.omni_family,
+        model=str(Path(config.model).absolute()),
+        additional_config=dict(additional) if isinstance(additional, dict) else {},
+        dtype=str(config.dtype).removeprefix("torch."),
+        enforce_eager=bool(config.enforce_eager),
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+    )

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/sessions`: take a live world out of this server as a file, and put one in.
+
+    GET    /v1/sessions/{session_id}/snapshot   the session as its last finished chunk left it
+    PUT    /v1/sessions/{session_id}            a session of that id, made of the snapshot in the body
+    POST   /v1/sessions                         the same under an id that the server chooses
+    DELETE /v1/sessions/{session_id}            close it
+
+A session belongs to the API key it was made with, as at the WebSockets. Bodies are streamed to a file and never held in
+memory. Held by tests/entrypoints/realtime/test_session_api.py.
+"""
+
+import asyncio
+import contextlib
+import os
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Final
+
+import msgspec
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, from_failure, not_found
+from vllm_omni.entrypoints.realtime.connection import ANONYMOUS, principal_of
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.mobility import SessionMobility
+from vllm_omni.entrypoints.realtime.session import Session, SessionKey, new_session_id
+from vllm_omni.inputs import SessionId
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot import read_header
+
+PATH: Final = "/v1/sessions"
+MEDIA_TYPE: Final = "application/octet-stream"
+_ENDPOINT: Final = "sessions"
+_PIECE_BYTES: Final = 4 << 20
+_TRANSFERS: Final = 2
+"""Snapshots in transit at once; each may be as large as a session."""
+_STATUS: Final = {
+    "unknown_session": 404,
+    "session_exists": 409,
+    "session_busy": 409,
+    "foreign_snapshot": 409,
+    "snapshot_too_large": 413,
+    "session_limit": 429,
+    "snapshot_storage": 500,
+    "draining": 503,
+    "busy": 503,
+}
+_RETRY_AFTER_S: Final = {"session_busy": 1, "draining": 5, "busy": 2}
+_BINARY: Final = {MEDIA_TYPE: {"schema": {"type": "string", "contentMediaType": MEDIA_TYPE}}}
+
+
+class SessionReply(BaseModel):
+    """A restored session. next_chunk_index: the chunk with which it goes on."""
+
+    id: str
+    object: str = "session"
+    next_chunk_index: int
+    width: int
+    height: int
+    prompt: str | None
+    seed: int | None
+
+
+class SessionRoutes:
+    """Routes of one API server process: `attach` while the application is built, `start` if a world is served."""
+
+    def __init__(self) -> None:
+        self._mobility: SessionMobility | None = None
+        self._max_bytes: int | None = None
+        self._transfers = 0
+
+    def start(self, mobility: SessionMobility, max_bytes: int | None) -> None:
+        """max_bytes: of a snapshot; None = no bound is known."""
+        self._mobility, self._max_bytes = mobility, max_bytes
+
+    def attach(self, app: FastAPI) -> None:
+        body = {"requestBody": {"required": True, "content": _BINARY}}
+        created: dict[int | str, dict[str, Any]] = {201: {"model": SessionReply}}
+        for path, method, route, extra in (
+            (PATH, "POST", self._create, {"openapi_extra": body, "responses": created, "status_code": 201}),
+            (
+                f"{PATH}/{{session_id}}",
+                "PUT",
+                self._put,
+                {"openapi_extra": body, "responses": created, "status_code": 201},
+            ),
+            (f"{PATH}/{{session_id}}", "DELETE", self._delete, {"status_code": 204}),
+            (f"{PATH}/{{session_id}}/snapshot", "GET", self._snapshot, {"responses": {200: {"content": _BINARY}}}),
+        ):
+            settings: dict[str, Any] = {"response_class": Response, "response_model": None, "tags": ["omni"], **extra}
+            app.add_api_route(path, route, methods=[method], **settings)
+
+    @property
+    def mobility(self) -> SessionMobility:
+        if self._mobility is None:
+            raise not_found("the served model is no world: it has no sessions")
+        return self._mobility
+
+    @answer_errors
+    async def _snapshot(self, request: Request, session_id: str) -> Response:
+        """The session as a file: as its last finished chunk left it, whatever runs now."""
+        session = self._known(request, session_id)
+        with _statuses(), self._transfer():
+            path = self._new_path()
+            try:
+                header = await self.mobility.save(session, path)
+                file = await asyncio.to_thread(path.open, "rb")
+            finally:
+                path.unlink(missing_ok=True)  # the open file stays readable, and goes with the response
+        headers = {
+            "Content-Length": str(os.fstat(file.fileno()).st_size),
+            "Content-Disposition": f'attachment; filename="{session_id.replace(":", "_")}.session.safetensors"',
+            "X-Next-Chunk-Index": str(header.chunk_index),
+        }
+        return StreamingResponse(_pieces(file), media_type=MEDIA_TYPE, headers=headers)
+
+    @answer_errors
+    async def _create(self, request: Request) -> Response:
+        """Restore a session under an id that the server chooses."""
+        return await self._restore(request, new_session_id())
+
+    @answer_errors
+    async def _put(self, request: Request, session_id: str) -> Response:
+        """Restore a session under this id, which must be free."""
+        return await self._restore(request, _checked(session_id))
+
+    @answer_errors
+    async def _delete(self, request: Request, session_id: str) -> Response:
+        """Close a session, whatever it is doing."""
+        await self._known(request, session_id).reset()
+        return Response(status_code=204)
+
+    async def _restore(self, request: Request, session_id: str) -> Response:
+        mobility, key = self.mobility, _key(request, session_id)
+        with _statuses(), self._transfer():
+            if mobility.manager.find(key) is not None:  # before the body is read
+                raise DoorError("session_exists", "a session with this id is live; choose another", param="session_id")
+            mobility.manager.drain.check()
+            path = self._new_path()
+            try:
+                await self._receive(request, path)
+                await asyncio.to_thread(read_header, path, self._max_bytes)
+                session = await mobility.restore(key, _client(request, key[0]), path, _ENDPOINT)
+            finally:
+                path.unlink(missing_ok=True)
+        return JSONResponse(_reply(session).model_dump(), 201)
+
+    async def _receive(self, request: Request, path: Path) -> None:
+        """Stream the body to a file, within the bound. Raises `DoorError`."""
+        limit, timeout_s = self._max_bytes, self.mobility.manager.limits.idle_timeout_s
+        total, held = 0, bytearray()
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            stream = aiter(request.stream())
+            while True:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        piece = await anext(stream, None)
+                except TimeoutError:
+                    raise ApiError(408, f"no bytes for {timeout_s:g} s", code="timeout") from None
+                total += len(piece or b"")
+                if limit is not None and total > limit:
+                    raise DoorError("snapshot_too_large", f"sessions here may hold {limit} bytes")
+                held += piece or b""
+                if held and (piece is None or len(held) >= _PIECE_BYTES):
+                    await asyncio.to_thread(file.write, bytes(held))
+                    held.clear()
+                if piece is None:
+                    return
+
+    @contextlib.contextmanager
+    def _transfer(self) -> Iterator[None]:
+        if self._transfers >= _TRANSFERS:
+            raise DoorError("busy", f"{_TRANSFERS} snapshots are in transit; try again later")
+        self._transfers += 1
+        try:
+            yield
+        finally:
+            self._transfers -= 1
+
+    def _known(self, request: Request, session_id: str) -> Session:
+        session = self.mobility.manager.find(_key(request, _checked(session_id)))
+        if session is None:
+            raise not_found("no such session is kept here", param="session_id", code="unknown_session")
+        return session
+
+    def _new_path(self) -> Path:
+        return self.mobility.spool / f"vllm_omni-{uuid.uuid4().hex}.safetensors"
+
+
+@contextlib.contextmanager
+def _statuses() -> Iterator[None]:
+    """Give the failures of sessions their HTTP status."""
+    try:
+        yield
+    except (DoorError, RequestFailed) as failure:
+        error = from_failure(failure)
+        error.status = _STATUS.get(failure.code, error.status)
+        error.retry_after_s = _RETRY_AFTER_S.get(failure.code, error.retry_after_s)
+        raise error from failure
+
+
+def _checked(session_id: str) -> str:
+    try:
+        return msgspec.convert(session_id, Annotated[str, *SessionId.__metadata__])  # type: ignore[attr-defined]
+    except msgspec.ValidationError:
+        raise not_found("no session has such an id", param="session_id", code="unknown_session") from None
+
+
+def _key(request: Request, session_id: str) -> SessionKey:
+    return principal_of(request), session_id
+
+
+def _client(request: Request, principal: str) -> str:
+    """Who the session counts against, as at the WebSockets."""
+    address = request.client.host if request.client is not None else "local"
+    return principal if principal != ANONYMOUS else f"address {address}"
+
+
+def _reply(session: Session) -> SessionReply:
+    return SessionReply(
+        id=session.session_id,
+        next_chunk_index=session.next_chunk,
+        width=session.width,
+        height=session.height,
+        prompt=session.prompt,
+        seed=session.seed,
+    )
+
+
+async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
+    with file:
+        while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
+            yield piece
