@@ -71,7 +71,7 @@ def test_registering_touches_three_registries_and_only_adds() -> None:
     """register(), twice: architectures, one config hook each, one config parser; nothing is replaced."""
     result = run(
         """
-from vllm_omni.model_executor.models.registry import ARCHITECTURES
+from vllm_omni.model_executor.models.registry import AR_ARCHITECTURES, ARCHITECTURES
 import vllm_omni.registration
 before, entries = objects(), contents()
 vllm_omni.register()
@@ -82,12 +82,13 @@ print(json.dumps({
     "added": {kind: sorted(set(new[kind]) - set(entries[kind])) for kind in new},
     "replaced": [key for kind in new for key in entries[kind] if new[kind].get(key) is not entries[kind][key]],
     "architectures": sorted(ARCHITECTURES),
+    "autoregressive": sorted(AR_ARCHITECTURES),
 }))
 """
     )
     assert result["changed"] == [] and result["replaced"] == []
     assert result["added"] == {
-        "models": result["architectures"],
+        "models": sorted(result["architectures"] + result["autoregressive"]),
         "hooks": result["architectures"],
         "parsers": ["omni"],
     }

@@ -16,7 +16,13 @@ from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, regi
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.registry import AR_ARCHITECTURES, ARCHITECTURES, detect_family, get_family
+from vllm_omni.model_executor.models.registry import (
+    AR_ARCHITECTURES,
+    ARCHITECTURES,
+    detect_family,
+    family_names,
+    get_family,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -66,6 +72,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+        heed_executor(vllm_config.model_config, parallel.distributed_executor_backend)
         check_options(vllm_config.model_config.hf_config, vllm_config.additional_config)
         executor_cls = get_family(vllm_config.model_config.hf_config.omni_family).executor_cls
         if executor_cls is not None:
@@ -86,6 +93,18 @@ class OmniModelConfig(VerifyAndUpdateConfig):
                 f"pass --scheduler-cls {SCHEDULER_CLS} or drop --scheduler-cls"
             )
         vllm_config.cache_config.enable_prefix_caching = False
+
+
+def heed_executor(model_config: "ModelConfig", backend: Any) -> None:
+    """Give the checkpoint to the family whose executor the user names; the config parser could not know of it.
+
+    Raises ValueError when that family does not take the directory.
+    """
+    if all(get_family(name).executor_cls != backend for name in family_names()) or backend is None:
+        return
+    family = detect_family(Path(model_config.model), backend)
+    if model_config.hf_config.omni_family != family.name:
+        model_config.hf_config.update({"omni_family": family.name, **family.hf_config(Path(model_config.model))})
 
 
 def choose_executor(parallel: "ParallelConfig", executor_cls: str) -> None:

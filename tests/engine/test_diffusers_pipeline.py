@@ -31,7 +31,10 @@ from vllm_omni.outputs import unpack
 equal = {}
 for layout in sys.argv[2:]:
     path = f"{sys.argv[1]}/{layout}"
-    llm = LLM(model=path, config_format="omni", skip_tokenizer_init=True, enforce_eager=True)
+    llm = LLM(
+        model=path, config_format="omni", skip_tokenizer_init=True, enforce_eager=True,
+        distributed_executor_backend="vllm_omni.executor.DiffusersPipelineExecutor",  # Wan has a worker's model too
+    )
     fields = {"num_inference_steps": 3, "height": 32, "width": 48, **({"num_frames": 5} if layout == "wan" else {})}
     params = DiffusionParams(session_id="s", one_shot=True, prompt="a red fox", seed=5, **fields)
     answer = llm.encode(engine_prompt(), params.to_pooling_params(), pooling_task="plugin")[0]

@@ -173,7 +173,7 @@ def check(flags: "ServeFlags") -> "ModelFamily":
     try:
         omni = OmniConfig.from_additional_config(flags.additional_config())
         path = Path(flags.model)
-        family = detect_family(path)
+        family = detect_family(path, flags.values.get("distributed-executor-backend"))
         if flags.values.get("load-format") != "dummy":
             check_complete(family.name, path)
         hf_config = family.hf_config(path)

@@ -19,6 +19,7 @@ _FAMILY_MODULES = {
     "null_image": "vllm_omni.model_executor.models.null_image.family",
     "lingbot_world": "vllm_omni.model_executor.models.lingbot_world.family",
     "causal_wan": "vllm_omni.model_executor.models.causal_wan.family",
+    "wan2_2": "vllm_omni.model_executor.models.wan2_2.family",
     "lance": "vllm_omni.model_executor.models.lance.family",
     "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.family",
     # Last: it takes any directory in diffusers' layout, also of a model that is served by a worker here.
@@ -33,6 +34,7 @@ ARCHITECTURES = {
     "LingBotWorldPipeline": "vllm_omni.model_executor.models.lingbot_world.pipeline:LingBotWorldPipeline",
     "NullImagePipeline": "vllm_omni.model_executor.models.null_image.pipeline:NullImagePipeline",
     "NullWorldPipeline": "vllm_omni.model_executor.models.null_world.pipeline:NullWorldPipeline",
+    "Wan22Pipeline": "vllm_omni.model_executor.models.wan2_2.pipeline:Wan22Pipeline",
     "Qwen2_5OmniToken2WavPipeline": "vllm_omni.model_executor.models.qwen2_5_omni.token2wav:Token2WavPipeline",
 }
 """vLLM architecture name -> model class, registered lazily with vLLM's `ModelRegistry`."""
@@ -94,13 +96,20 @@ def get_family(name: str) -> ModelFamily:
     return family
 
 
-def detect_family(path: Path) -> ModelFamily:
-    """Return the family whose checkpoint layout `path` has. Raises ValueError that says what was looked for."""
+def detect_family(path: Path, executor: str | None = None) -> ModelFamily:
+    """Return the family whose checkpoint layout `path` has. Raises ValueError that says what was looked for.
+
+    executor: what the user gave as `--distributed-executor-backend`. Several families may take a directory; the first
+    in the table wins, unless the user names the executor of another one, which then is the only one asked.
+    """
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory; pass a local checkpoint directory")
-    for name in _FAMILY_MODULES:
-        family = get_family(name)
+    families = [get_family(name) for name in _FAMILY_MODULES]
+    owners = [family for family in families if executor is not None and family.executor_cls == executor]
+    for family in owners or families:
         if family.detect(path):
             return family
+    if owners:
+        raise ValueError(f"--distributed-executor-backend {executor} serves {owners[0].title}; {path} is none")
     found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
     raise ValueError(f"{path} is no checkpoint of {', '.join(_FAMILY_MODULES)}: found {found}")

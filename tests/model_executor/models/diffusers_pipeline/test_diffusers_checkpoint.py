@@ -67,6 +67,19 @@ def test_tiny_directories_are_detected_and_depend_on_the_seed(sd3: Path, tmp_pat
     assert any(not torch.equal(weights[1][name], tensor) for name, tensor in original.items())
 
 
+def test_naming_the_executor_wins_over_a_model_of_this_package(tmp_path: Path, null_world: Path) -> None:
+    """A Wan directory goes to `wan2_2` on a worker, or, when its executor is named, to diffusers' own pipeline."""
+    FAMILY.make_tiny(tmp_path, 0, "wan")
+    assert detect_family(tmp_path).name == "wan2_2"
+    assert detect_family(tmp_path, "mp").name == "wan2_2"
+    assert detect_family(tmp_path, EXECUTOR) is FAMILY
+    argv = [str(tmp_path), "--distributed-executor-backend", EXECUTOR]
+    assert plan([*argv, "--port", "0"], {}, []).title == FAMILY.title
+    assert plan([*argv[:1], "--port", "0"], {}, []).title.startswith("Wan 2.2")
+    with pytest.raises(ValueError, match=f"{EXECUTOR} serves a diffusers pipeline"):
+        detect_family(null_world, EXECUTOR)
+
+
 def test_other_directories_are_not_taken(tmp_path: Path, null_world: Path) -> None:
     """Neither a world nor rubbish."""
     assert detect_family(null_world).name == "null_world"

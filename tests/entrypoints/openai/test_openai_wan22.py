@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny Wan 2.2 TI2V behind `vllm serve DIR --omni`: videos over HTTP, batches, progress, cancel.
+
+The directory is what diffusers' `save_pretrained` writes; no flag says which family it is.
+"""
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import av
+import numpy as np
+import openai
+import pytest
+from openai_server import Served, serve, wait_until
+from PIL import Image
+
+from vllm_omni.model_executor.models.registry import get_family
+
+WIDTH, HEIGHT, STEPS = 96, 64, 3
+SMALL: dict[str, Any] = {"num_frames": 5, "num_inference_steps": STEPS, "seed": 5}
+MANY_STEPS = 150
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = tmp_path_factory.mktemp("wan2_2") / "ti2v"
+    model.mkdir()
+    get_family("wan2_2").make_tiny(model, 0, "ti2v")
+    omni = {"height": HEIGHT, "width": WIDTH, "max_sessions": 4, "model": {"max_num_frames": 9}}
+    log = tmp_path_factory.mktemp("wan2_2_server") / "server.log"
+    yield from serve(model, log, omni=omni, VLLM_OMNI_MAX_RUNNING_VIDEOS="3", VLLM_OMNI_STATS_INTERVAL_S="3")
+
+
+def frames_of(server: Served, video_id: str) -> bytes:
+    """The sheet of all frames (JPEG): unlike the video's encoder, its own gives equal bytes for equal frames."""
+    return server.client.videos.download_content(video_id, variant="spritesheet").content
+
+
+def make(server: Served, **fields: Any) -> bytes:
+    video = server.client.videos.create_and_poll(prompt="a lighthouse", poll_interval_ms=50, extra_body=fields)
+    assert video.status == "completed", video.error
+    return frames_of(server, video.id)
+
+
+def picture() -> str:
+    buffer = io.BytesIO()
+    gradient = np.linspace(0, 255, HEIGHT * WIDTH * 3).reshape(HEIGHT, WIDTH, 3).astype(np.uint8)
+    Image.fromarray(gradient).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_a_video_follows_prompt_seed_guidance_and_picture(server: Served) -> None:
+    """Text to video and image to video from one checkpoint; the same request gives the same file."""
+    plain = make(server, **SMALL)
+    assert make(server, **SMALL) == plain
+    for change in (
+        {"seed": 6},
+        {"guidance_scale": 1.0},
+        {"negative_prompt": "no cars"},
+        {"input_reference": {"image_url": picture()}},
+        {"extra_params": {"flow_shift": 1.0}},
+    ):
+        assert make(server, **{**SMALL, **change}) != plain, change
+
+
+def test_videos_made_together_equal_videos_made_alone(server: Served) -> None:
+    """Three jobs at different steps in one engine, of different lengths of schedule: each is what it is alone."""
+    wanted = [{**SMALL, "seed": seed, "num_inference_steps": 8 + seed} for seed in range(3)]
+    alone = [make(server, **fields) for fields in wanted]
+    jobs = [server.client.videos.create(prompt="a lighthouse", extra_body=fields) for fields in wanted]
+    for job, expected in zip(jobs, alone, strict=True):
+        wait_until(lambda job=job: server.client.videos.retrieve(job.id).status == "completed", 60)  # type: ignore[misc]
+        assert frames_of(server, job.id) == expected
+
+
+def test_progress_is_told_and_a_cancelled_job_stops_at_its_next_step(server: Served) -> None:
+    """Steps are counted while the job runs; after a cancel the engine has no session and no request left."""
+    client = server.client
+    video = client.videos.create(
+        prompt="a lighthouse", extra_body={**SMALL, "num_frames": 9, "num_inference_steps": MANY_STEPS}
+    )
+    wait_until(lambda: 0 < client.videos.retrieve(video.id).progress < 100)
+    before = client.videos.retrieve(video.id).progress
+    wait_until(lambda: client.videos.retrieve(video.id).progress > before)
+    client.post(f"/videos/{video.id}/cancel", cast_to=dict)
+    stopped_at = client.videos.retrieve(video.id).progress
+    assert stopped_at < 100
+    wait_until(lambda: server.metric("vllm:num_requests_running") == 0, 5)
+    assert json.loads(server.get(f"/v1/videos/{video.id}")[2])["status"] != "completed"
+    video = client.videos.create_and_poll(prompt="a lighthouse", poll_interval_ms=50, extra_body=SMALL)
+    with av.open(io.BytesIO(client.videos.download_content(video.id).content)) as file:
+        frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+    assert np.stack(frames).shape == (5, HEIGHT, WIDTH, 3) and frames[0].std() > 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_frames": 6}, "1 \\+ 4 k"),
+        ({"num_frames": 13}, "at most 9"),
+        ({"num_inference_steps": 201}, "allowed: 1 to 200"),
+        ({"size": "80x64"}, "multiple of 32"),
+    ],
+)
+def test_videos_that_cannot_be_made_are_refused_at_once(server: Served, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words):
+        server.client.videos.create(prompt="a", extra_body=fields)

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three tiny checkpoints, written once."""
+
+from pathlib import Path
+
+import pytest
+from wan22_driver import write_checkpoints
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_checkpoints(tmp_path_factory.mktemp("wan2_2"))

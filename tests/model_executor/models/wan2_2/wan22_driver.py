@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drive a `Wan22` in this process, as the runner does, without an engine around it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.model_executor.models.wan2_2.checkpoint import find_layout, hf_config
+from vllm_omni.model_executor.models.wan2_2.pipeline import Wan22, Wan22Setup
+
+HEIGHT, WIDTH = 64, 96
+"""A multiple of the 32 pixels that a token of the 5B model covers."""
+NUM_FRAMES = 9
+PROMPT, NEGATIVE = "A lighthouse stands on a cliff", "no cars"
+"""Words that are whole tokens: transformers 5 loses the byte fallback that others need (wan/text_encoder.py)."""
+LAYOUTS = ("t2v", "i2v", "ti2v")
+Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+
+def write_checkpoints(folder: Path) -> dict[str, Path]:
+    for layout in LAYOUTS:
+        (folder / layout).mkdir()
+        get_family("wan2_2").make_tiny(folder / layout, 0, layout)
+    return {layout: folder / layout for layout in LAYOUTS}
+
+
+def load_model(checkpoint: Path, parallel: ParallelContext | None = None, **options: Any) -> Wan22:
+    omni = OmniConfig(height=HEIGHT, width=WIDTH, model={"max_num_frames": NUM_FRAMES, **options})
+    layout, values = find_layout(checkpoint), hf_config(checkpoint)["wan2_2"]
+    setup = Wan22Setup.of(values, layout.tokenizer, omni, torch.float32, parallel or ParallelContext())
+    model = Wan22(setup)
+    model.load_checkpoint(layout)
+    return model
+
+
+def picture() -> torch.Tensor:
+    """A pattern, uint8 [H, W, 3]."""
+    y, x = torch.meshgrid(torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
+    waves = [torch.sin((x + scale * y) / 7.0) for scale in (0.3, 0.7, 1.1)]
+    return ((torch.stack(waves, dim=-1) * 0.5 + 0.5) * 255).round().to(torch.uint8)
+
+
+def start(model: Wan22, tensors: dict[str, torch.Tensor] | None = None, **params: Any) -> DiffusionRequest:
+    """A prepared request."""
+    fields = {"session_id": "a", "one_shot": True, "prompt": PROMPT, "num_inference_steps": 4, **params}
+    sent = DiffusionParams(**fields)
+    request = DiffusionRequest("request", sent, dict(tensors or {}), model.new_session(sent))
+    model.prepare_encode(request)
+    return request
+
+
+def step(model: Wan22, batch: Sequence[DiffusionRequest]) -> None:
+    """One denoise step of requests that may be at different steps."""
+    model.step_scheduler(batch, model.denoise_step(batch))
+    for request in batch:
+        request.step += 1
+
+
+def finish(model: Wan22, request: DiffusionRequest) -> Result:
+    while request.step < request.num_steps:
+        step(model, [request])
+    result = model.post_decode(request)
+    model.commit(request)
+    return result
+
+
+def make_video(model: Wan22, tensors: dict[str, torch.Tensor] | None = None, **params: Any) -> Result:
+    return finish(model, start(model, tensors, **params))

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the pieces of a Wan directory in diffusers' layout are, and which directories this family takes.
+
+It takes a directory whose `model_index.json` names `WanPipeline` or `WanImageToVideoPipeline` and whose transformer is
+one that `Wan22Config` implements: all of Wan 2.2, and Wan 2.1 text-to-video. Wan 2.1 image-to-video (a CLIP image
+encoder) is left to diffusers. Only looks; `weights.py` loads.
+Held by tests/model_executor/models/wan2_2/test_wan22_checkpoint.py.
+"""
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components
+from vllm_omni.model_executor.models.wan2_2.config import Kind, Wan22Checkpoint, Wan22Config
+from vllm_omni.model_executor.tensor_files import read_json
+
+PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
+SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
+_VAE_DEFAULTS = {"z_dim": 16, "scale_factor_spatial": 8, "scale_factor_temporal": 4}
+
+
+@dataclass(frozen=True)
+class Wan22Layout(WanComponents):
+    """`transformer_2`: the second expert's folder, None = one transformer."""
+
+    download_name: ClassVar[str] = "wan2_2"
+
+    transformer_2: Path | None
+    index: dict[str, Any]
+
+    def transformer_config(self) -> dict[str, Any]:
+        return read_json(self.transformer / "config.json")
+
+    def vae_values(self) -> dict[str, Any]:
+        """Constructor arguments of diffusers' `AutoencoderKLWan`, as stored. Raises ValueError."""
+        if self.vae is None or not self.vae.is_dir():
+            raise ValueError(f"{self.root} lacks the folder vae/ with a config.json")
+        stored = read_json(self.vae / "config.json")
+        if stored.get("_class_name") != "AutoencoderKLWan":
+            raise ValueError(f"{self.vae}/config.json has _class_name {stored.get('_class_name')!r}")
+        return {key: value for key, value in stored.items() if not key.startswith("_")}
+
+    def scheduler_values(self) -> dict[str, Any]:
+        """The scheduler's config, `_class_name` included. Raises ValueError for one that is not implemented."""
+        values = read_json(self.root / "scheduler" / "scheduler_config.json")
+        if values.get("_class_name") not in SCHEDULERS:
+            raise ValueError(
+                f"{self.root}/scheduler has _class_name {values.get('_class_name')!r}; allowed: {', '.join(SCHEDULERS)}"
+            )
+        return values
+
+    def facts(self) -> Wan22Checkpoint:
+        """Return what index, VAE and transformer say together. Raises ValueError if they contradict each other."""
+        vae = {**_VAE_DEFAULTS, **self.vae_values()}
+        kind: Kind = "t2v"
+        if self.index.get("expand_timesteps") is True:
+            kind = "ti2v"
+        elif self.index["_class_name"] == "WanImageToVideoPipeline":
+            kind = "i2v"
+        ratio = self.index.get("boundary_ratio")
+        if (ratio is None) != (self.transformer_2 is None):
+            raise ValueError(
+                f"{self.root}/model_index.json: boundary_ratio {ratio} and transformer_2 "
+                f"{'absent' if self.transformer_2 is None else 'present'}; two experts need both, one network neither"
+            )
+        facts = Wan22Checkpoint(
+            kind=kind,
+            boundary_ratio=None if ratio is None else float(ratio),
+            z_dim=int(vae["z_dim"]),
+            spatial_factor=int(vae["scale_factor_spatial"]),
+            temporal_factor=int(vae["scale_factor_temporal"]),
+        )
+        config = Wan22Config.from_checkpoint(self.transformer_config())
+        if (config.in_channels, config.out_channels) != (facts.in_channels, facts.z_dim):
+            raise ValueError(
+                f"{self.root}: a {kind} transformer over this VAE has {facts.in_channels} channels in and "
+                f"{facts.z_dim} out, this one {config.in_channels} and {config.out_channels}"
+            )
+        if self.transformer_2 is not None:
+            second = Wan22Config.from_checkpoint(read_json(self.transformer_2 / "config.json"))
+            if second != config:
+                raise ValueError(f"{self.root}: transformer and transformer_2 have different architectures")
+        return facts
+
+
+def find_layout(path: Path) -> Wan22Layout:
+    """Find the pieces below `path`. Raises ValueError of one line."""
+    index = read_json(path / "model_index.json")
+    if index.get("_class_name") not in PIPELINES:
+        raise ValueError(f"{path} is a {index.get('_class_name')!r}; this model serves {' and '.join(PIPELINES)}")
+    if _named(index, "image_encoder"):
+        raise ValueError(
+            f"{path} conditions on a CLIP image encoder (Wan 2.1 image-to-video), which is left to diffusers"
+        )
+    if not (path / "transformer" / "config.json").is_file():
+        raise ValueError(f"{path} lacks transformer/config.json")
+    places = find_components(path)
+    return Wan22Layout(
+        root=path,
+        transformer=path / "transformer",
+        transformer_2=path / "transformer_2" if _named(index, "transformer_2") else None,
+        vae=places["vae"],
+        text_encoder=places["text_encoder"],
+        tokenizer=places["tokenizer"],
+        index=index,
+    )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a directory this family serves. Cheap, never raises."""
+    try:
+        Wan22Config.from_checkpoint(find_layout(path).transformer_config())
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def hf_config(path: Path) -> dict[str, Any]:
+    """Return what vLLM's config object carries for this checkpoint, JSON types only; needs no weights.
+
+    Besides the keys vLLM reads: `wan2_2` with `transformer`, `vae`, `umt5` and `scheduler` (their configs) and `facts`
+    (the fields of `Wan22Checkpoint`). Raises ValueError.
+    """
+    layout = find_layout(path)
+    transformer, facts = layout.transformer_config(), layout.facts()
+    config = Wan22Config.from_checkpoint(transformer)
+    text = layout.text_config()
+    if text["d_model"] != config.text_dim:
+        raise ValueError(
+            f"{path}: the text encoder gives rows of {text['d_model']}, the transformer takes {config.text_dim}"
+        )
+    return {
+        "architectures": ["Wan22Pipeline"],
+        "dtype": stored_dtype(layout),
+        "hidden_size": config.dim,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "vocab_size": text["vocab_size"],
+        "max_position_embeddings": 16,
+        "wan2_2": {
+            "transformer": transformer,
+            "vae": layout.vae_values(),
+            "umt5": text,
+            "scheduler": layout.scheduler_values(),
+            "facts": vars(facts),
+        },
+    }
+
+
+def stored_dtype(layout: Wan22Layout) -> str:
+    """The type the text encoder's config states, else the transformer's, else bfloat16.
+
+    Published transformers are stored in fp32 and run in bf16; their configs say nothing, the text encoder's says bf16.
+    """
+    configs = [layout.transformer_config()]
+    if layout.text_encoder is not None and (layout.text_encoder / "config.json").exists():
+        configs.append(read_json(layout.text_encoder / "config.json"))
+    named = [values.get("dtype") or values.get("torch_dtype") for values in configs]
+    return next((str(name) for name in named if name), "bfloat16")
+
+
+def check_vae_keys(values: dict[str, Any]) -> None:
+    """Raise ValueError naming keys that diffusers' `AutoencoderKLWan` does not take."""
+    from diffusers import AutoencoderKLWan
+
+    known = set(inspect.signature(AutoencoderKLWan.__init__).parameters) - {"self"}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"VAE config has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+
+
+def _named(index: dict[str, Any], component: str) -> bool:
+    """Whether the index names a component that is not null."""
+    value = index.get(component)
+    return isinstance(value, list) and len(value) == 2 and value[0] is not None

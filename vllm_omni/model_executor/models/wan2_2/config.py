@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Wan 2.2 (or 2.1) checkpoint is: its network, how it is conditioned, and how it is served.
+
+`Wan22Config` is the network, `Wan22Checkpoint` what `model_index.json` adds to it, `Wan22Options` what a deployment
+sets under `additional_config["omni"]["model"]`, `Wan22RequestOptions` what a request sets under `options`.
+Held by tests/model_executor/models/wan2_2/test_wan22_checkpoint.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+import torch
+
+from vllm_omni.config import parse_options
+from vllm_omni.inputs import Count
+from vllm_omni.model_executor.models.wan.architecture import read_architecture
+
+TEXT_LEN = 512
+"""Text rows every prompt is padded to; the networks were trained with them."""
+
+NUM_TRAIN_TIMESTEPS = 1000
+
+Kind = Literal["t2v", "i2v", "ti2v"]
+"""`t2v`: text alone. `i2v`: the picture's latents and a mask are further input channels. `ti2v`: text alone, or the
+picture's latents stand in the first latent frame, whose tokens are fed timestep 0."""
+
+
+@dataclass(frozen=True)
+class Wan22Config:
+    """One transformer's architecture; the defaults are the experts of T2V A14B."""
+
+    dim: int = 5120
+    ffn_dim: int = 13824
+    freq_dim: int = 256
+    text_dim: int = 4096
+    in_channels: int = 16
+    out_channels: int = 16
+    num_heads: int = 40
+    num_layers: int = 40
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.dim % self.num_heads or self.head_dim % 2 or self.head_dim < 6:
+            raise ValueError(f"dim {self.dim} over {self.num_heads} heads must give an even head size >= 6")
+        if self.patch_size != (1, 2, 2):
+            raise ValueError(f"patch_size must be (1, 2, 2), got {self.patch_size}")
+        if self.freq_dim % 2:
+            raise ValueError(f"freq_dim must be even, got {self.freq_dim}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    @classmethod
+    def from_checkpoint(cls, values: Mapping[str, Any]) -> "Wan22Config":
+        """Read diffusers' `transformer/config.json`. Raises ValueError naming unknown keys and unknown values."""
+        return cls(**read_architecture(values, _RENAMED, _REQUIRED, _IGNORED, cls.num_heads, cls.dim))
+
+
+_RENAMED = {
+    "ffn_dim": "ffn_dim",
+    "freq_dim": "freq_dim",
+    "text_dim": "text_dim",
+    "in_channels": "in_channels",
+    "out_channels": "out_channels",
+    "num_attention_heads": "num_heads",
+    "attention_head_dim": "attention_head_dim",
+    "num_layers": "num_layers",
+    "patch_size": "patch_size",
+    "eps": "eps",
+}
+"""Checkpoint key -> field."""
+
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "_class_name": ("WanTransformer3DModel",),
+    "qk_norm": ("rms_norm_across_heads",),
+    "cross_attn_norm": (True,),
+    "image_dim": (None,),  # Wan 2.1 image-to-video: a CLIP image encoder
+    "added_kv_proj_dim": (None,),
+    "pos_embed_seq_len": (None,),
+}
+_IGNORED = ("_diffusers_version", "_name_or_path", "rope_max_seq_len", "torch_dtype", "dtype")
+"""Keys that change nothing here (rotations are computed, so there is no longest sequence)."""
+
+
+@dataclass(frozen=True)
+class Wan22Checkpoint:
+    """kind: see `Kind`. boundary_ratio: `transformer` serves timesteps at or above this share of 1000, `transformer_2`
+    those below; None = one transformer. z_dim, spatial_factor, temporal_factor: the VAE's.
+    """
+
+    kind: Kind
+    boundary_ratio: float | None
+    z_dim: int
+    spatial_factor: int
+    temporal_factor: int
+
+    @property
+    def two_experts(self) -> bool:
+        return self.boundary_ratio is not None
+
+    @property
+    def in_channels(self) -> int:
+        """What the network is fed: noise, and for `i2v` a mask channel per pixel frame and the picture's latents."""
+        return 2 * self.z_dim + self.temporal_factor if self.kind == "i2v" else self.z_dim
+
+    def latent_frames(self, num_frames: int) -> int:
+        """Raises ValueError unless `num_frames` is 1 + a multiple of the temporal factor."""
+        if (num_frames - 1) % self.temporal_factor:
+            near = 1 + (num_frames - 1) // self.temporal_factor * self.temporal_factor
+            raise ValueError(
+                f"num_frames must be 1 + a multiple of {self.temporal_factor}, got {num_frames}; try {near}"
+            )
+        return 1 + (num_frames - 1) // self.temporal_factor
+
+    def latent_size(self, height: int, width: int) -> tuple[int, int]:
+        """Pixel size -> latent size. Raises ValueError unless both are multiples of `size_multiple`."""
+        multiple = self.size_multiple
+        if height % multiple or width % multiple or min(height, width) < multiple:
+            raise ValueError(f"height and width must be multiples of {multiple} pixels, got {height}x{width}")
+        return height // self.spatial_factor, width // self.spatial_factor
+
+    @property
+    def size_multiple(self) -> int:
+        """One token is 2 x 2 latent cells."""
+        return 2 * self.spatial_factor
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """What the authors sample with (Wan-Video/Wan2.2 and Wan2.1, wan/configs). guidance_2: below the boundary."""
+
+    num_inference_steps: int
+    guidance: float
+    guidance_2: float | None
+    num_frames: int
+    fps: float
+
+
+def recommended(checkpoint: Wan22Checkpoint) -> Recommended:
+    if checkpoint.kind == "ti2v":
+        return Recommended(50, 5.0, None, 121, 24.0)
+    if not checkpoint.two_experts:
+        return Recommended(50, 5.0, None, 81, 16.0)
+    if checkpoint.kind == "i2v":
+        return Recommended(40, 3.5, 3.5, 81, 16.0)
+    return Recommended(40, 4.0, 3.0, 81, 16.0)
+
+
+Guidance = Annotated[float, msgspec.Meta(ge=0, le=100)]
+Shift = Annotated[float, msgspec.Meta(gt=0, le=100)]
+
+
+class Wan22Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Serving options. None = what the checkpoint says, or what its authors sample with.
+
+    num_inference_steps, guidance_scale, guidance_scale_2 (below the boundary), num_frames, fps, negative_prompt:
+    defaults of requests that name none. max_num_frames: the longest video; with `OmniConfig.height` x `width` it fixes
+    the largest request, which is run once at start. max_num_inference_steps: of one request.
+    flow_shift: of the noise schedule (authors: 3 at 480p, 5 at 720p and above).
+    boundary_ratio: where the experts change.
+    residual_dtype: type of the residual stream between blocks; `model` = the network's, as diffusers runs it.
+    text_encoder_device: None = beside the transformer; `cpu` saves 10.6 GiB of device memory.
+    vae_dtype: type of the VAE. vae_tiling: decode in overlapping tiles, for less memory (not exact).
+    sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead.
+    compile: fuse elementwise chains with torch.compile. None = on CUDA, unless the engine runs with --enforce-eager.
+    """
+
+    num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
+    max_num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 200
+    guidance_scale: Guidance | None = None
+    guidance_scale_2: Guidance | None = None
+    num_frames: Count | None = None
+    max_num_frames: Count = 121
+    fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
+    negative_prompt: str = ""
+    flow_shift: Shift | None = None
+    boundary_ratio: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None
+    residual_dtype: Literal["fp32", "model"] = "fp32"
+    text_encoder_device: Literal["cpu"] | None = None
+    vae_dtype: Literal["fp32", "bf16"] = "fp32"
+    vae_tiling: bool = False
+    sequence_parallel: bool = False
+    compile: bool | None = None
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> "Wan22Options":
+        """Raises ValueError saying what arrived and what is allowed."""
+        parsed = parse_options(cls, options, "omni.model")
+        if parsed.num_frames is not None and parsed.num_frames > parsed.max_num_frames:
+            raise ValueError(
+                f"omni.model: num_frames {parsed.num_frames} is more than max_num_frames {parsed.max_num_frames}"
+            )
+        return parsed
+
+    @property
+    def vae_torch_dtype(self) -> torch.dtype:
+        return torch.float32 if self.vae_dtype == "fp32" else torch.bfloat16
+
+
+class Wan22RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`DiffusionParams.options`.
+
+    guidance_scale_2: guidance below the boundary; None = the request's `guidance_scale` if it names one that is not the
+    default, else the deployment's. flow_shift: of the noise schedule.
+    """
+
+    guidance_scale_2: Guidance | None = None
+    flow_shift: Shift | None = None

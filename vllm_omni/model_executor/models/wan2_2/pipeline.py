@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan 2.2 (and 2.1 text-to-video) served one denoise step per engine step.
+
+    x = noise(seed)                                            prepare_encode
+    for t in UniPC timesteps:
+        net = transformer if t >= boundary else transformer_2
+        v   = net([x, x], t, [prompt, negative prompt])        denoise_step: both branches are rows of one forward
+        v   = v_neg + guidance (v - v_neg)
+        x   = UniPC step(v, t, x)                              step_scheduler
+    frames = vae.decode(x)                                     post_decode
+                                                               commit: a one-shot session keeps nothing
+
+A start picture enters in one of two ways. `i2v`: the VAE's latents of [picture, grey, grey, ...] and a mask stand
+beside x as further input channels. `ti2v`: the picture's latents replace x in the first latent frame, whose tokens are
+fed timestep 0.
+
+Requests at different steps share a forward if size and expert are the same (`batch_key`). Noise is diffusers' own draw
+on the CPU, so the same seed gives the same video there.
+
+`Wan22` is the algorithm and needs no engine; `Wan22Pipeline` is the same thing as vLLM loads it.
+Held by tests/model_executor/models/wan2_2/test_wan22_parity.py and test_wan22_pipeline.py.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.rope import rope_tables
+from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder, prompt_key
+from vllm_omni.model_executor.models.wan.vae import to_uint8
+from vllm_omni.model_executor.models.wan2_2.checkpoint import Wan22Layout, find_layout
+from vllm_omni.model_executor.models.wan2_2.config import (
+    NUM_TRAIN_TIMESTEPS,
+    TEXT_LEN,
+    Wan22Checkpoint,
+    Wan22Config,
+    Wan22Options,
+)
+from vllm_omni.model_executor.models.wan2_2.request import VideoRequest, default_num_frames, read_image, read_request
+from vllm_omni.model_executor.models.wan2_2.schedule import new_scheduler
+from vllm_omni.model_executor.models.wan2_2.transformer import VideoRow, Wan22Transformer
+from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
+from vllm_omni.model_executor.models.wan2_2.weights import load_pipeline_weights
+from vllm_omni.model_executor.one_shot import OneShotSession
+from vllm_omni.model_executor.vllm_model import StepPipeline, default_dtype
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+EXPERTS = ("transformer", "transformer_2")
+_WARM_UP_STEPS = 2
+"""Enough to run both experts: the second timestep is below every published boundary."""
+_SCHEDULER_COPIES = 4
+"""Latent-sized tensors UniPC of order 2 holds besides the latents: two outputs, the last sample, the current output."""
+
+
+@dataclass(frozen=True)
+class Wan22Setup:
+    """Everything a `Wan22` is built from, resolved and checked. dtype: the transformers'."""
+
+    config: Wan22Config
+    checkpoint: Wan22Checkpoint
+    vae: Mapping[str, Any]
+    text_config: Mapping[str, Any]
+    scheduler: Mapping[str, Any]
+    tokenizer: Path | None
+    options: Wan22Options
+    omni: OmniConfig
+    parallel: ParallelContext
+    dtype: torch.dtype
+    compiled: bool
+
+    @classmethod
+    def of(
+        cls,
+        values: Mapping[str, Any],
+        tokenizer: Path | None,
+        omni: OmniConfig,
+        dtype: torch.dtype,
+        parallel: ParallelContext | None = None,
+        eager: bool = True,
+    ) -> "Wan22Setup":
+        """Read a checkpoint's `hf_config(...)["wan2_2"]`; `parallel` None = vLLM's groups. Raises ValueError.
+
+        eager: the engine was told not to compile anything.
+        """
+        options = Wan22Options.parse(omni.model)
+        facts = dict(values["facts"])
+        if options.boundary_ratio is not None:
+            if facts["boundary_ratio"] is None:
+                raise ValueError("omni.model: boundary_ratio needs a checkpoint with two transformers")
+            facts["boundary_ratio"] = options.boundary_ratio
+        return cls(
+            config=Wan22Config.from_checkpoint(values["transformer"]),
+            checkpoint=Wan22Checkpoint(**facts),
+            vae=values["vae"],
+            text_config=values["umt5"],
+            scheduler=values["scheduler"],
+            tokenizer=tokenizer,
+            options=options,
+            omni=omni,
+            parallel=parallel or ParallelContext.from_vllm(options.sequence_parallel),
+            dtype=dtype,
+            compiled=(torch.cuda.is_available() and not eager) if options.compile is None else options.compile,
+        )
+
+
+@dataclass(eq=False)
+class Video:
+    """A request's working set on this rank.
+
+    latents: fp32 [z_dim, F, h, w]. condition: `i2v` [mask and latents, F, h, w], `ti2v` [z_dim, 1, h, w] or None.
+    texts: encoded prompt and, if guided, negative prompt. cross_kv: theirs, for the expert `expert`.
+    scheduler: this request's own; stepped on the last stage only. timesteps: what the network is fed, step by step.
+    """
+
+    request: VideoRequest
+    latents: torch.Tensor
+    condition: torch.Tensor | None
+    texts: tuple[tuple[str, torch.Tensor], ...]
+    scheduler: Any
+    timesteps: tuple[float, ...]
+    rope: tuple[torch.Tensor, torch.Tensor]
+    clean_frames: int
+    expert: str = ""
+    cross_kv: list[torch.Tensor] = field(default_factory=list)
+
+
+class Wan22(nn.Module):
+    """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
+
+    supports_step_execution: ClassVar[bool] = True
+
+    def __init__(self, setup: Wan22Setup) -> None:
+        super().__init__()
+        self.build(setup)
+
+    def build(self, setup: Wan22Setup) -> None:
+        """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
+        self.config, self.checkpoint = setup.config, setup.checkpoint
+        self.options, self.omni = setup.options, setup.omni
+        self.scheduler_values = setup.scheduler
+        self.parallel = parallel = setup.parallel
+        self.text_encoder = TextEncoder(
+            setup.text_config,
+            setup.tokenizer,
+            max_tokens=TEXT_LEN,
+            device=self.options.text_encoder_device or "model",
+            dtype=setup.dtype,
+        )
+        names = EXPERTS if self.checkpoint.two_experts else EXPERTS[:1]
+        with default_dtype(setup.dtype):
+            self.experts = nn.ModuleDict(
+                {
+                    name: Wan22Transformer(
+                        setup.config,
+                        parallel,
+                        residual_fp32=self.options.residual_dtype == "fp32",
+                        compiled=setup.compiled,
+                    )
+                    for name in names
+                }
+            )
+        self.decodes = parallel.last_stage and parallel.rank == 0
+        self.vae: VideoVAE | None = None
+        if self.decodes or self.checkpoint.kind != "t2v":  # a picture is encoded on every rank
+            self.vae = VideoVAE(setup.vae, dtype=self.options.vae_torch_dtype, tiling=self.options.vae_tiling)
+        self.prompts = {
+            (name, branch): SharedPrompts(self._expert(name).cross_attention_kv) for name in names for branch in (0, 1)
+        }
+
+    def load_checkpoint(self, layout: Wan22Layout) -> None:
+        """Fill every parameter this rank has, strictly. Raises ValueError."""
+        load_pipeline_weights(layout, self.config, dict(self.experts.items()), self.vae, self.text_encoder)
+        for prompts in self.prompts.values():
+            prompts.forget()
+
+    def _expert(self, name: str) -> Wan22Transformer:
+        expert = self.experts[name]
+        assert isinstance(expert, Wan22Transformer)
+        return expert
+
+    @property
+    def device(self) -> torch.device:
+        return self._expert("transformer").device
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    def session_nbytes(self, params: DiffusionParams) -> int:
+        """The working set: latents and the scheduler's past, the condition, two prompts' K/V of one expert."""
+        request = self._read(params)
+        latents = 4 * torch.Size(request.latent_shape).numel()
+        copies = 1 + _SCHEDULER_COPIES + self.checkpoint.in_channels / self.checkpoint.z_dim
+        return int(copies * latents) + 2 * self._expert("transformer").cross_kv_nbytes
+
+    def new_session(self, params: DiffusionParams) -> OneShotSession:
+        return OneShotSession(params.session_id, self.session_nbytes(params))
+
+    def _read(self, params: DiffusionParams) -> VideoRequest:
+        return read_request(params, self.checkpoint, self.options, self.omni)
+
+    # -- one video -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prepare_encode(self, request: DiffusionRequest) -> None:
+        wanted = self._read(request.params)
+        image = read_image(request.tensors, wanted, self.checkpoint)
+        generator = torch.Generator().manual_seed(wanted.seed)
+        noise = torch.randn((1, *wanted.latent_shape), generator=generator, dtype=torch.float32)[0]
+        with request.timer.stage("text"):
+            prompts = [wanted.prompt, wanted.negative_prompt] if wanted.guided else [wanted.prompt]
+            texts = tuple((prompt_key(prompt), self.text_encoder.encode(prompt, self.device)) for prompt in prompts)
+        condition = None
+        if image is not None:
+            with request.timer.stage("image"):
+                condition = self._condition(image, wanted)
+        scheduler = new_scheduler(self.scheduler_values, wanted.num_inference_steps, wanted.flow_shift, self.device)
+        _, frames, height, width = wanted.latent_shape
+        cos, sin = rope_tables(self.config.head_dim, range(frames), height // 2, width // 2)
+        own = self.parallel.token_slice(len(cos))
+        request.state = Video(
+            request=wanted,
+            latents=noise.to(self.device),
+            condition=condition,
+            texts=texts,
+            scheduler=scheduler,
+            timesteps=tuple(float(t) for t in scheduler.timesteps.tolist()),
+            rope=(cos[own].to(self.device), sin[own].to(self.device)),
+            clean_frames=int(self.checkpoint.kind == "ti2v" and condition is not None),
+        )
+        request.num_steps = len(request.state.timesteps)
+
+    def batch_key(self, request: DiffusionRequest) -> Hashable:
+        video = _video_of(request)
+        return (video.request.latent_shape, self._expert_at(video, request.step), video.clean_frames)
+
+    @torch.no_grad()
+    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        rows, name = [], self._expert_at(_video_of(batch[0]), batch[0].step)
+        for request in batch:
+            video = _video_of(request)
+            self._switch_expert(video, name)
+            inputs = self._inputs(video)
+            rows += [
+                VideoRow(inputs, video.timesteps[request.step], video.rope, cross_kv, video.clean_frames)
+                for cross_kv in video.cross_kv
+            ]
+        predictions: torch.Tensor = self._expert(name)(rows, hidden)
+        if not self.parallel.last_stage:
+            return predictions
+        flows, row = [], 0
+        for video in map(_video_of, batch):
+            branches = predictions[row : row + len(video.texts)]
+            row += len(video.texts)
+            guidance = video.request.guidance if name == EXPERTS[0] else video.request.guidance_2
+            flow = branches[0] if len(branches) == 1 else branches[1] + guidance * (branches[0] - branches[1])
+            flows.append(flow)
+        return torch.stack(flows)
+
+    @torch.no_grad()
+    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
+        for request, flow in zip(batch, prediction, strict=True):
+            video = _video_of(request)
+            timestep = video.scheduler.timesteps[request.step]
+            video.latents = video.scheduler.step(flow[None], timestep, video.latents[None], return_dict=False)[0][0]
+            if request.step + 1 == request.num_steps and video.clean_frames:
+                video.latents = self._with_picture(video)
+
+    def latents(self, request: DiffusionRequest) -> torch.Tensor:
+        return _video_of(request).latents
+
+    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
+        _video_of(request).latents = latents.clone()
+
+    @torch.no_grad()
+    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        video = _video_of(request)
+        wanted = video.request
+        meta = {
+            "num_frames": wanted.num_frames,
+            "height": wanted.height,
+            "width": wanted.width,
+            "seed": wanted.seed,
+            "num_inference_steps": wanted.num_inference_steps,
+            "fps": wanted.fps,
+        }
+        if request.params.output == "latents":
+            return meta, {"latents": video.latents}
+        assert self.vae is not None, "only the last stage's first rank decodes"
+        return meta, {"frames": to_uint8(self.vae.decode(video.latents))}
+
+    def commit(self, request: DiffusionRequest) -> None:
+        request.session.chunk_index += 1
+
+    def warmup_inputs(self) -> list[Inputs]:
+        """One video of the largest size; with two steps, so that both experts run."""
+        params = DiffusionParams(
+            session_id="warm-up",
+            one_shot=True,
+            prompt="warm-up",
+            num_frames=self._largest_num_frames(),
+            num_inference_steps=_WARM_UP_STEPS,
+        )
+        if self.checkpoint.kind == "t2v":
+            return [(params, {})]
+        return [(params, {"image": torch.zeros((self.omni.height, self.omni.width, 3), dtype=torch.uint8)})]
+
+    # -- parts of the above --------------------------------------------------------------------------------------------
+
+    def _largest_num_frames(self) -> int:
+        factor = self.checkpoint.temporal_factor
+        return max(
+            default_num_frames(self.checkpoint, self.options),
+            1 + (self.options.max_num_frames - 1) // factor * factor,
+        )
+
+    def _expert_at(self, video: Video, step: int) -> str:
+        """The expert of a step: the second one strictly below the boundary."""
+        ratio = self.checkpoint.boundary_ratio
+        below = ratio is not None and video.timesteps[step] < ratio * NUM_TRAIN_TIMESTEPS
+        return EXPERTS[below]
+
+    def _switch_expert(self, video: Video, name: str) -> None:
+        """Make the prompts' K/V of the expert that serves this step (collective under tensor parallelism)."""
+        if video.expert != name:
+            video.cross_kv = [
+                self.prompts[name, branch].get(key, text) for branch, (key, text) in enumerate(video.texts)
+            ]
+            video.expert = name
+
+    def _inputs(self, video: Video) -> torch.Tensor:
+        """What the network sees of the latents: alone, beside the condition, or with the picture in front."""
+        if video.condition is None:
+            return video.latents
+        if video.clean_frames:
+            return self._with_picture(video)
+        return torch.cat((video.latents, video.condition))
+
+    def _with_picture(self, video: Video) -> torch.Tensor:
+        assert video.condition is not None
+        return torch.cat((video.condition, video.latents[:, video.clean_frames :]), dim=1)
+
+    def _condition(self, image_HWC: torch.Tensor, wanted: VideoRequest) -> torch.Tensor:
+        """Return the picture's latents [z_dim, 1, h, w], or with their mask all frames' [factor + z_dim, F, h, w]."""
+        assert self.vae is not None
+        # diffusers scales to [0, 1] first, then to [-1, 1]; the same order gives the same bits
+        pixels = 2.0 * (image_HWC.to(self.device).float() / 255.0) - 1.0
+        pixels_1C1HW = pixels.permute(2, 0, 1)[None, :, None]
+        if self.checkpoint.kind == "ti2v":
+            return self.vae.encode(pixels_1C1HW)
+        grey = pixels_1C1HW.new_zeros((1, 3, wanted.num_frames - 1, wanted.height, wanted.width))
+        latents = self.vae.encode(torch.cat((pixels_1C1HW, grey), dim=2))
+        mask = latents.new_zeros((self.checkpoint.temporal_factor, *latents.shape[1:]))
+        mask[:, 0] = 1.0
+        return torch.cat((mask, latents))
+
+
+def _video_of(request: DiffusionRequest) -> Video:
+    assert isinstance(request.state, Video), "prepare_encode has not run"
+    return request.state
+
+
+class Wan22Pipeline(Wan22, StepPipeline):
+    """`Wan22` as vLLM's model loader builds and fills it."""
+
+    def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
+        StepPipeline.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        self.model_config = vllm_config.model_config
+        assert isinstance(self.model_config.dtype, torch.dtype)
+        omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        values = self.model_config.hf_config.wan2_2
+        eager = self.model_config.enforce_eager
+        self.build(Wan22Setup.of(values, self._layout().tokenizer, omni, self.model_config.dtype, eager=eager))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load every piece of the checkpoint strictly; `weights` (vLLM's flat file iterator) is not touched."""
+        self.load_checkpoint(self._layout())
+        return {name for name, _ in self.named_parameters()}
+
+    def _layout(self) -> Wan22Layout:
+        return find_layout(Path(self.model_config.model))

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything a client may send with one video request, checked: here and nowhere else.
+
+`read_request` returns a `VideoRequest` with every default resolved, or raises `RequestFailed` naming the field, what
+arrived and what is allowed. Allocates nothing on a device, gives the same answer on every rank.
+Held by tests/model_executor/models/wan2_2/test_wan22_request.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vllm_omni.config import OmniConfig, parse_options
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.models.wan2_2.config import (
+    Wan22Checkpoint,
+    Wan22Options,
+    Wan22RequestOptions,
+    recommended,
+)
+from vllm_omni.outputs import RequestFailed
+
+
+@dataclass(frozen=True)
+class VideoRequest:
+    """A checked request. guidance: of the first expert (or the only one), guidance_2: below the boundary; a branch for
+    the negative prompt is run only when guidance is above 1. latent_shape: [z_dim, F, h, w].
+    """
+
+    prompt: str
+    negative_prompt: str
+    height: int
+    width: int
+    num_frames: int
+    latent_shape: tuple[int, int, int, int]
+    num_inference_steps: int
+    guidance: float
+    guidance_2: float
+    flow_shift: float | None
+    seed: int
+    fps: float
+
+    @property
+    def guided(self) -> bool:
+        """Whether the negative prompt is run; the first expert's guidance decides for both, as in diffusers."""
+        return self.guidance > 1
+
+
+def read_request(
+    params: DiffusionParams, checkpoint: Wan22Checkpoint, options: Wan22Options, omni: OmniConfig
+) -> VideoRequest:
+    """Check one request's scalars and resolve its defaults. Raises `RequestFailed`."""
+    if not params.one_shot:
+        raise _invalid("this model makes whole videos: send one_shot")
+    if params.num_images != 1:
+        raise _invalid(f"this model makes one video per request, num_images is {params.num_images}")
+    if params.actions is not None:
+        raise _invalid("actions mean nothing to this model (it has no camera): leave them out")
+    if not params.prompt:
+        raise _invalid("prompt must not be empty")
+    try:
+        own = parse_options(Wan22RequestOptions, params.options, "options")
+    except ValueError as error:
+        raise _invalid(str(error)) from error
+    best = recommended(checkpoint)
+    height, width = params.height or omni.height, params.width or omni.width
+    num_frames = params.num_frames or default_num_frames(checkpoint, options)
+    if num_frames > options.max_num_frames:
+        raise _invalid(f"num_frames {num_frames} is more than {options.max_num_frames}, the most this server makes")
+    if height * width > omni.max_area:
+        raise RequestFailed(
+            "unsupported_size",
+            f"{height}x{width} has {height * width} pixels; this server makes at most {omni.max_area}",
+        )
+    try:
+        frames, size = checkpoint.latent_frames(num_frames), checkpoint.latent_size(height, width)
+    except ValueError as error:
+        raise RequestFailed("unsupported_size", str(error)) from error
+    steps = params.num_inference_steps or options.num_inference_steps or best.num_inference_steps
+    if steps > options.max_num_inference_steps:
+        raise _invalid(f"num_inference_steps {steps} is more than {options.max_num_inference_steps}")
+    guidance, guidance_2 = _guidance(params, own, checkpoint, options)
+    return VideoRequest(
+        prompt=params.prompt,
+        negative_prompt=options.negative_prompt if params.negative_prompt is None else params.negative_prompt,
+        height=height,
+        width=width,
+        num_frames=num_frames,
+        latent_shape=(checkpoint.z_dim, frames, *size),
+        num_inference_steps=steps,
+        guidance=guidance,
+        guidance_2=guidance_2,
+        flow_shift=options.flow_shift if own.flow_shift is None else own.flow_shift,
+        seed=params.seed or 0,
+        fps=params.fps or options.fps or best.fps,
+    )
+
+
+def read_image(
+    tensors: Mapping[str, torch.Tensor], request: VideoRequest, checkpoint: Wan22Checkpoint
+) -> torch.Tensor | None:
+    """Return the start picture, uint8 [H, W, 3], or None. Raises `RequestFailed`."""
+    allowed = set() if checkpoint.kind == "t2v" else {"image"}
+    unknown = sorted(set(tensors) - allowed)
+    if unknown:
+        takes = "no tensors (text to video)" if not allowed else "the tensor 'image'"
+        raise _invalid(f"unknown tensors {unknown[:3]}; this model takes {takes}")
+    image = tensors.get("image")
+    if image is None:
+        if checkpoint.kind == "i2v":
+            raise RequestFailed("missing_image", "this model starts a video from a picture: send the tensor 'image'")
+        return None
+    expected = [request.height, request.width, 3]
+    if image.dtype != torch.uint8 or list(image.shape) != expected:
+        raise RequestFailed(
+            "invalid_image", f"image must be uint8 {expected}, the video's size, got {image.dtype} {list(image.shape)}"
+        )
+    return image
+
+
+def default_num_frames(checkpoint: Wan22Checkpoint, options: Wan22Options) -> int:
+    """The deployment's default, else the authors', within what the server makes."""
+    wanted = options.num_frames or min(recommended(checkpoint).num_frames, options.max_num_frames)
+    return 1 + (wanted - 1) // checkpoint.temporal_factor * checkpoint.temporal_factor
+
+
+def default_guidance(checkpoint: Wan22Checkpoint, options: Wan22Options) -> tuple[float, float]:
+    """(above the boundary, below it) of a request that says nothing."""
+    best = recommended(checkpoint)
+    if options.guidance_scale is None:
+        first, second = best.guidance, best.guidance if best.guidance_2 is None else best.guidance_2
+    else:
+        first = second = options.guidance_scale
+    return first, second if options.guidance_scale_2 is None else options.guidance_scale_2
+
+
+def _guidance(
+    params: DiffusionParams, own: Wan22RequestOptions, checkpoint: Wan22Checkpoint, options: Wan22Options
+) -> tuple[float, float]:
+    """A request's one number holds for both experts, as in diffusers, unless it only repeats the default."""
+    first, second = default_guidance(checkpoint, options)
+    if params.guidance_scale is not None and params.guidance_scale != first:
+        first = second = params.guidance_scale
+    return first, second if own.guidance_scale_2 is None else own.guidance_scale_2
+
+
+def _invalid(message: str) -> RequestFailed:
+    return RequestFailed("invalid_request", message)

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request's noise schedule and solver: diffusers' own scheduler, made from the checkpoint's config."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def new_scheduler(
+    values: Mapping[str, Any], num_inference_steps: int, flow_shift: float | None, device: torch.device
+) -> Any:
+    """Return a scheduler with its timesteps set, at its first step.
+
+    values: `scheduler_config.json`, of a class listed in `checkpoint.SCHEDULERS`. flow_shift: None = the config's.
+    """
+    import diffusers
+
+    own = {key: value for key, value in values.items() if not key.startswith("_")}
+    shift_key = "flow_shift" if values["_class_name"] == "UniPCMultistepScheduler" else "shift"
+    if flow_shift is not None:
+        own[shift_key] = flow_shift
+    scheduler = getattr(diffusers, values["_class_name"]).from_config(own)
+    scheduler.set_timesteps(num_inference_steps, device=device)
+    scheduler.set_begin_index(0)
+    return scheduler

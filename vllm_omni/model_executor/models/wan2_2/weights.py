@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strict loading of a Wan directory in diffusers' layout: one or two transformers, VAE, text encoder.
+
+Names and shapes of every component are compared before any of its data is read (`model_executor/weights.py`).
+Held by tests/model_executor/models/wan2_2/test_wan22_checkpoint.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
+from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
+from vllm_omni.model_executor.models.wan.weights import load_components
+from vllm_omni.model_executor.models.wan2_2.checkpoint import Wan22Layout
+from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
+from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
+from vllm_omni.model_executor.tensor_files import open_tensors
+from vllm_omni.model_executor.weights import load_strict, shapes_of
+
+
+def load_transformer(transformer: nn.Module, folder: Path, config: Wan22Config) -> None:
+    """Load a network, or the stage and slice of it that `transformer` is."""
+    load_strict(transformer, open_tensors(folder), transformer_shapes(config), TRANSFORMER_RULES, what=folder.name)
+
+
+def load_vae(vae: VideoVAE, folder: Path, values: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        whole = VideoVAE(values).network
+    load_strict(vae.network, open_tensors(folder), shapes_of(whole), what="VAE")
+
+
+def load_pipeline_weights(
+    layout: Wan22Layout,
+    config: Wan22Config,
+    experts: dict[str, nn.Module],
+    vae: VideoVAE | None,
+    text_encoder: TextEncoder,
+) -> None:
+    """Fill every component this rank has; a missing piece is reported before anything is read. Raises ValueError."""
+    layout.require("text_encoder", "tokenizer", "transformer")
+    if vae is not None:
+        layout.require("vae")
+    folders = {"transformer": layout.transformer, "transformer_2": layout.transformer_2}
+    for name, transformer in experts.items():
+        folder = folders[name]
+        assert folder is not None
+        load_transformer(transformer, folder, config)
+    if vae is not None:
+        assert layout.vae is not None
+        load_vae(vae, layout.vae, layout.vae_values())
+    load_components(layout, text_encoder=text_encoder)
