@@ -111,9 +111,10 @@ def ends(requests: list[LiveRequest], batch: list[LiveRequest], costs: StepCosts
     together = costs.step_s + sum(costs.of_step(request) for request in batch)
     clock, result = together, []
     for request in sorted(requests, key=lambda r: (r.due_s, r.order)):
-        rest = costs.of_chunk(request.steps_left, request.size, request.started)
+        step = costs.step_s + costs.of_step(request)
+        rest = costs.of_chunk(request.steps_left, request.size, request.started) if request.has_deadline else step
         if request in batch:
-            rest -= costs.step_s + costs.of_step(request)
+            rest -= step
         clock += rest
         result.append(together if request in batch and request.steps_left == 1 else clock)
     return result
@@ -146,20 +147,23 @@ def test_the_order_of_arrival_in_the_list_does_not_matter(requests: list[LiveReq
 
 @given(st.integers(1, 12), st.integers(1, 4), st.floats(0.5, 5))
 def test_nobody_starves(num_streams: int, most: int, patience_s: float) -> None:
-    """Streams that are always late and one request without a deadline: it is served soon after its patience."""
+    """Streams that are always late and one request without a deadline: each of its steps comes soon after it is due."""
     costs, now_s, arrivals = StepCosts(size_s=0.1), 0.0, num_streams
     waiting = live("w", patience_s, 3, has_deadline=False, order=-1)
     others = [live("s", 0.2, 2, order=number) for number in range(num_streams)]
     while waiting.steps_left:
         batch = choose_batch(now_s, [waiting, *others], costs, most)
         now_s += costs.step_s + sum(costs.of_step(request) for request in batch)
+        if waiting in batch:
+            # Whoever was due before is done first: at most one chunk of each stream.
+            assert now_s <= waiting.due_s + 0.1 * (2 * num_streams + most) + 0.2
+            waiting.due_s, waiting.steps_left = now_s + patience_s, waiting.steps_left - 1
         for request in batch:
-            request.steps_left -= 1
-            if request.steps_left == 0 and request is not waiting:
-                arrivals += 1
-                request.due_s, request.steps_left, request.order = now_s + 0.2, 2, arrivals
-        # Whoever was due before is done first: at most one chunk of each stream, and the request's own steps.
-        assert now_s <= patience_s + 0.1 * (2 * num_streams + 3) + 0.1 * most + 0.2
+            if request is not waiting:
+                request.steps_left -= 1
+                if request.steps_left == 0:
+                    arrivals += 1
+                    request.due_s, request.steps_left, request.order = now_s + 0.2, 2, arrivals
 
 
 def test_predicted_end_counts_what_is_due_before() -> None:

@@ -2,8 +2,9 @@
 """The deadline policy: which requests take their next denoise step together, whom to refuse, when to give up quality.
 
 Pure functions of what they are handed: no clock, no vLLM, no state. `StreamBatchScheduler` calls them in an engine,
-`simulator.py` in virtual time. Every request has a due time: its own deadline, or, without one, its arrival plus a
-fixed patience, which is what keeps it from starving. Held by tests/core/test_scheduling_policy.py.
+`simulator.py` in virtual time. Every request has a due time: its own deadline; or, without one, a time by which its
+next step is due, which keeps it from starving, and from running through while others are late.
+Held by tests/core/test_scheduling_policy.py.
 """
 
 import math
@@ -18,7 +19,8 @@ MAX_UTILISATION = 0.95
 class LiveRequest:
     """One request that could take a step now.
 
-    due_s: absolute; what requests are ordered by. has_deadline: False = nobody counts on `due_s`.
+    due_s: absolute; what requests are ordered by. has_deadline: it is when the request must be done; else it only says
+    when the request's next step is due, and nobody counts on it.
     steps_left: forward passes it still needs, >= 1, a guess before its first one. started: it has had one.
     size: how large its forward is, in any unit that `StepCosts` uses too. order: unique; decides between equals.
     """
@@ -80,8 +82,11 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
     work_s = 0.0
     for request in queue:
         steps = request.steps_left
-        per_size = steps * size_s + last_s + (0.0 if request.started else first_s)
-        work_s += max(0.0, steps * step_s + per_size * request.size)
+        if request.has_deadline:
+            per_size = steps * size_s + last_s + (0.0 if request.started else first_s)
+            work_s += max(0.0, steps * step_s + per_size * request.size)
+        else:
+            work_s += max(0.0, step_s + costs.of_step(request))
         slack_s.append(request.due_s - now_s - work_s if request.has_deadline else math.inf)
     late_behind = 0
     slack_behind_s = math.inf
@@ -129,7 +134,12 @@ def predicted_end_s(now_s: float, request: LiveRequest, live: Iterable[LiveReque
     """When `request` is done if it and all that is due before it are served one by one."""
     own = _urgency(request)
     ahead = (other for other in live if _urgency(other) <= own)
-    return now_s + sum(costs.of_chunk(other.steps_left, other.size, other.started) for other in ahead)
+    return now_s + sum(
+        costs.of_chunk(other.steps_left, other.size, other.started)
+        if other.has_deadline
+        else costs.step_s + costs.of_step(other)
+        for other in ahead
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ class StreamBatchScheduler(Scheduler):
         omni = OmniConfig.from_additional_config(self.vllm_config.additional_config)
         self._max_requests_per_step = omni.max_requests_per_step
         self._num_stages = self.parallel_config.pipeline_parallel_size
-        self._streams = Streams(omni.default_deadline_s, 1 + len(omni.degradations))
+        self._streams = Streams(omni.patience_s, 1 + len(omni.degradations))
         self._delivering: set[str] = set()
         """Requests whose chunk is done and whose result is on its way."""
         self._by_deadline = omni.scheduling == "deadline"
@@ -130,7 +130,7 @@ class StreamBatchScheduler(Scheduler):
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
                 request.num_computed_tokens -= num_tokens
-                self._streams.advance(request_id, step.progress.get(request_id) if step else None)
+                self._streams.advance(request_id, step.progress.get(request_id) if step else None, now_s)
         if step is not None:
             for request_id in step.denoised:
                 request = self.requests.get(request_id)
@@ -145,7 +145,7 @@ class StreamBatchScheduler(Scheduler):
     def _measure(self, scheduler_output: SchedulerOutput, step: StepOutput | None, now_s: float) -> None:
         """Tell the cost model how long this batch took: batches follow one another on the device, so a step lasts from
         the end of the one before."""
-        formed_s, batch = self._launched.pop(id(scheduler_output))
+        formed_s, batch = self._launched.pop(id(scheduler_output), (now_s, []))
         going_on = step.progress if step is not None else self.requests
         total = sum(live.size for live, _ in batch)
         first = sum(live.size for live, begins in batch if begins)

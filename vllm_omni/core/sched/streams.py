@@ -74,10 +74,12 @@ class _Entry:
 
 
 class Streams:
-    """All requests with steps to take. default_deadline_s: see `OmniConfig`; num_levels: how many qualities."""
+    """All requests with steps to take. patience_s: see `OmniConfig`; num_levels: how many qualities."""
 
-    def __init__(self, default_deadline_s: float, num_levels: int = 1) -> None:
-        self._default_deadline_s = default_deadline_s
+    def __init__(self, patience_s: float, num_levels: int = 1) -> None:
+        self._patience_s = patience_s
+        self._num_patient = 0
+        """Requests without a deadline."""
         self._num_levels = num_levels
         self._entries: dict[str, _Entry] = {}
         self._streams: OrderedDict[str, Stream] = OrderedDict()
@@ -104,20 +106,23 @@ class Streams:
             stream.period_s = fields.period_s
         order = self._num_arrivals
         self._num_arrivals += 1
-        in_s = self._default_deadline_s if fields.deadline_s is None else fields.deadline_s
         steps, size = (self._steps(stream, stream.level), self._size(stream)) if fields.is_chunk else (1, 0.0)
+        self._num_patient += fields.deadline_s is None
+        in_s = self._patience_s * self._num_patient if fields.deadline_s is None else fields.deadline_s
         live = LiveRequest(request_id, now_s + in_s, fields.deadline_s is not None, steps, False, size, order)
         self._entries[request_id] = _Entry(fields, stream, live)
         stream.waiting[request_id] = (fields.chunk_index, order)
         self._choose_head(fields.session_id, stream)
 
-    def advance(self, request_id: str, progress: ChunkProgress | None) -> None:
+    def advance(self, request_id: str, progress: ChunkProgress | None, now_s: float) -> None:
         """The request has taken a step and is not done; `progress` None = its worker does not say where it stands."""
         entry = self._entries.get(request_id)
         if entry is None:
             return
         live = entry.live
         live.started = True
+        if not live.has_deadline:
+            live.due_s = now_s + self._patience_s * self._num_patient
         if progress is None:
             live.steps_left = max(1, live.steps_left - 1)
             return
@@ -133,6 +138,7 @@ class Streams:
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return
+        self._num_patient -= entry.fields.deadline_s is None
         session_id, stream = entry.fields.session_id, entry.stream
         stream.last_used_s = now_s
         del stream.waiting[request_id]

@@ -42,6 +42,10 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     width: int = 832
     max_sessions: int = 8
     session_idle_s: float = 300.0
+    by_deadline: bool = False
+    """Whether the engine wants to know when a chunk is due (`omni.scheduling`)."""
+    target_fps: float | None = None
+    """What a stream plays at if its client names no rate; None = the model's rate."""
     model: str = ""
 
     @classmethod
@@ -56,6 +60,8 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "width": omni.width,
             "max_sessions": omni.max_sessions * num_ranks(vllm_config),
             "session_idle_s": omni.session_idle_s,
+            "by_deadline": omni.scheduling == "deadline",
+            "target_fps": omni.target_fps,
             "model": model,
         }
         return parse_options(cls, facts, f"world facts of {family.name}")

@@ -196,6 +196,7 @@ class _Client(LiveClient):
             render_inline_bytes=RENDER_INLINE_BYTES if kind == "raw" else 0,
             keep_replies=False,
             unsent_chunks=UNSENT_CHUNKS,
+            fps=init.fps,
         )
 
     async def _take_event(self, event: protocol.Event) -> None:

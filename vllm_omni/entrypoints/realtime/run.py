@@ -85,7 +85,7 @@ class Job:
     render: turns a chunk into encoded replies, each with a length in bytes; called off the event loop, unless the
     chunk's frames have fewer than `render_inline_bytes` (a thread costs more than a small copy).
     keep_replies: whether delivered replies stay in the session's journal. unsent_chunks: finished chunks that may wait
-    for the reader; None = as the limits say.
+    for the reader; None = as the limits say. fps: the rate the client plays at; None = the server's target.
     """
 
     request_id: str
@@ -108,6 +108,7 @@ class Job:
     render_inline_bytes: int = 0
     keep_replies: bool = True
     unsent_chunks: int | None = None
+    fps: float | None = None
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from vllm_omni.entrypoints.realtime.camera import plan_frames
 from vllm_omni.entrypoints.realtime.engine import ChunkResult
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.journal import Journal
+from vllm_omni.entrypoints.realtime.play_clock import Due, PlayClock
 from vllm_omni.entrypoints.realtime.run import Controls, FinishedChunk, Job, Reply, Run
 from vllm_omni.inputs import DiffusionParams
 
@@ -68,6 +69,7 @@ class Session:
         """Open connections that have used this session; kept by the doors."""
         self.last_used_s = time.monotonic()
         self.journal = Journal()
+        self._clock = PlayClock()
         self._turn = asyncio.Lock()
         self._waiting = 0
 
@@ -311,6 +313,7 @@ class Session:
         # After an abort only the engine knows its position: a new request takes whatever comes next, one that was
         # cut off, or that names its chunk, insists.
         insists = self.in_step or run.attempt > 1 or job.chunk_index is not None
+        due = self._due(run, number)
         params = DiffusionParams(
             session_id=self.engine_id,
             chunk_index=run.first_chunk + number if insists else None,
@@ -319,6 +322,8 @@ class Session:
             height=self.height if is_start else None,
             width=self.width if is_start else None,
             actions=None if controls.actions is None else list(controls.actions),
+            deadline_s=None if due is None else due.in_s,
+            chunk_period_s=None if due is None else due.period_s,
             options=job.options,
         )
         try:
@@ -327,6 +332,15 @@ class Session:
             if error.code == "unknown_session" or (error.code == "out_of_order" and not self.in_step):
                 raise self._lost(error) from error
             raise
+
+    def _due(self, run: Run, number: int) -> Due | None:
+        """When chunk `number` of the run is wanted; None if the engine does not go by that."""
+        facts = self._manager.facts
+        if not facts.by_deadline:
+            return None
+        size = facts.first_chunk_frames if run.first_chunk + number == 0 else facts.chunk_frames
+        num_frames = size if run.job.source is not None else run.sizes[number]
+        return self._clock.ask(num_frames, run.job.fps or facts.target_fps or facts.fps, time.monotonic())
 
     def _lost(self, error: DoorError) -> DoorError:
         """The engine is not where this session thinks: say what the client can do about it."""

@@ -215,6 +215,7 @@ class _Client(LiveClient):
                 num_chunks=num_chunks,
                 keep_replies=False,
                 unsent_chunks=UNSENT_CHUNKS,
+                fps=start.fps,
             )
         )
 

@@ -271,6 +271,7 @@ class _Client:
                 dialect=dialect or Dialect.OPENPI,
                 with_mp4=extra.with_mp4,
             ),
+            fps=extra.fps,
         )
 
     async def _reset(self, message: protocol.Reset) -> None:

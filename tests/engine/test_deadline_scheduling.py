@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real EngineCore under the deadline scheduler: neighbours unharmed, refusal, fewer steps; a very long stream."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_client import SharedEngine, running_engine, shared_engine
+
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed
+
+CHUNKS = 4
+OMNI = {"scheduling": "deadline", "target_fps": 16, "degradations": ["fewer_steps"], "max_sessions": 16}
+
+
+@pytest.fixture(scope="module")
+def engine(null_world: Path) -> Iterator[SharedEngine]:
+    with shared_engine(null_world, omni=OMNI) as shared:
+        yield shared
+
+
+@pytest.fixture(autouse=True)
+def _clear(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "engine" in request.fixturenames:
+        request.getfixturevalue("engine").clear()
+
+
+def test_streams_are_what_they_are_alone_whatever_their_neighbours_do(engine: SharedEngine) -> None:
+    """Beside an aborted stream, a failing one and one that changes its prompt, others are bit for bit as alone."""
+    client = engine.client
+
+    async def scenario() -> None:
+        alone = [await client.chunks(f"alone-{seed}", CHUNKS, seed=seed) for seed in range(3)]
+
+        async def aborted() -> None:
+            await client.chunks("aborted", 1)
+            slow = asyncio.create_task(
+                client.send(
+                    session_id="aborted",
+                    chunk_index=1,
+                    request_id="slow",
+                    deadline_s=0.1,
+                    options={"step_ms": 20, "steps": 500},
+                )
+            )
+            await asyncio.sleep(0.3)
+            await client.engine.abort("slow")
+            slow.cancel()
+            await client.send(session_id="aborted", chunk_index=1)
+
+        async def failing() -> None:
+            await client.chunks("failing", 1)
+            for _ in range(3):
+                with pytest.raises(RequestFailed, match="engine_error"):
+                    await client.send(
+                        session_id="failing",
+                        chunk_index=1,
+                        deadline_s=0.05,
+                        options={"fail_in": "denoise", "fail_at": 2},
+                    )
+
+        async def switching() -> None:
+            for index in range(CHUNKS):
+                await client.send(session_id="switching", chunk_index=index, prompt=f"scene {index}", deadline_s=1.0)
+
+        together = await asyncio.gather(
+            *(
+                client.chunks(f"together-{seed}", CHUNKS, seed=seed, deadline_s=20.0 + seed, options={"step_ms": 5})
+                for seed in range(3)
+            ),
+            aborted(),
+            failing(),
+            switching(),
+        )
+        for solo, beside in zip(alone, together[:3], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(solo, beside, strict=True))
+        assert (await client.stats())["chunks"]["aborted"] == 2
+
+    engine.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_who_is_due_first_is_done_first(engine: SharedEngine) -> None:
+    """Of two long chunks the later, more urgent one overtakes; the other is not lost."""
+    client = engine.client
+    done: list[str] = []
+
+    async def chunk(name: str, deadline_s: float) -> None:
+        await client.send(
+            session_id=name, prompt="a field", deadline_s=deadline_s, options={"step_ms": 30, "steps": 15}
+        )
+        done.append(name)
+
+    async def scenario() -> None:
+        await client.chunks("known", 3, options={"step_ms": 30, "steps": 15})  # the scheduler learns what steps cost
+        patient = asyncio.create_task(chunk("patient", 30.0))
+        await asyncio.sleep(0.1)
+        await asyncio.gather(patient, chunk("urgent", 0.5))
+
+    engine.run(asyncio.wait_for(scenario(), 60))
+    assert done == ["urgent", "patient"]
+
+
+def test_a_stream_that_cannot_be_held_is_refused_and_says_why(engine: SharedEngine) -> None:
+    """Chunks of about 0.25 s every 0.4 s fit once; the refused client may come back when there is room."""
+    client = engine.client
+    slow = {"step_ms": 40, "steps": 6}
+
+    async def scenario() -> None:
+        for name in ("learn", "held"):
+            for index in range(3):
+                await client.send(
+                    session_id=name, chunk_index=index, prompt="a field", chunk_period_s=0.4, options=slow
+                )
+        with pytest.raises(RequestFailed, match="live streams") as refused:
+            await client.send(session_id="late", chunk_index=0, prompt="a field", chunk_period_s=0.4, options=slow)
+        assert refused.value.code == "capacity"
+        assert "late" not in (await client.stats())["chunks"]
+        # Without a rate nothing is promised, so nothing is refused; and a stream that is held goes on.
+        await client.send(session_id="whenever", prompt="a field", options=slow)
+        await client.send(session_id="held", chunk_index=3, chunk_period_s=0.4, options=slow)
+        await asyncio.sleep(1.5)
+        await client.send(session_id="late", chunk_index=0, prompt="a field", chunk_period_s=0.4, options=slow)
+
+    engine.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_chunk_that_would_be_late_goes_with_fewer_steps_and_says_so(engine: SharedEngine) -> None:
+    client = engine.client
+    slow = {"step_ms": 40, "steps": 10}
+
+    async def scenario() -> None:
+        for index in range(3):
+            meta, _ = await client.send(
+                session_id="s", chunk_index=index, prompt="a field", deadline_s=20, options=slow
+            )
+            assert "degradations" not in meta and len(meta["timings_ms"]["steps"]) == 10
+        meta, _ = await client.send(session_id="s", chunk_index=3, deadline_s=0.3, options=slow)
+        assert meta["degradations"] == ["fewer_steps"] and len(meta["timings_ms"]["steps"]) == 5
+        meta, _ = await client.send(session_id="s", chunk_index=4, deadline_s=20, options=slow)
+        assert "degradations" not in meta
+
+    engine.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.nightly
+def test_1100_latent_frames_in_one_stream(tmp_path: Path) -> None:
+    """Beyond the 1,024 frames of the original's rotary table: every chunk comes, finite, in the bytes of the first."""
+    get_family("causal_wan").make_tiny(tmp_path / "model", 0, "original")
+    omni = {"scheduling": "deadline", "model": {"window_frames": 9, "sink_frames": 3, "video_input": False}}
+    omni |= {"height": 32, "width": 32}
+
+    async def scenario() -> None:
+        async with running_engine(tmp_path / "model", omni=omni, dtype="float32") as client:
+            frames, held = 0, set()
+            for index in range(367):
+                _, tensors = await client.send(
+                    session_id="s",
+                    chunk_index=index,
+                    prompt="a coast road" if index == 0 else None,
+                    output="latents",
+                    deadline_s=5.0,
+                )
+                frames += tensors["latents"].shape[1]
+                assert bool(torch.isfinite(tensors["latents"]).all())
+                held.add((await client.stats())["bytes"])
+            assert frames == 1101 and len(held) == 1
+
+    asyncio.run(scenario())
