@@ -1,71 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """StreamBatchScheduler on its own: one micro-step in flight, session order, batch limit, spreading over stages."""
 
+from functools import partialmethod
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from scheduler_harness import Harness
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_omni.core.sched import StreamBatchScheduler
-from vllm_omni.core.step_output import StepOutput
 from vllm_omni.inputs import DiffusionParams
 
 
-class Harness:
-    """A scheduler and a pretended worker."""
-
-    def __init__(self, model: Path, stages: int = 1, max_requests_per_step: int = 4) -> None:
-        args = EngineArgs(
-            model=str(model),
-            config_format="omni",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            additional_config={"omni": {"max_requests_per_step": max_requests_per_step}},
-        )
-        config = args.create_engine_config()
-        config.parallel_config.pipeline_parallel_size = stages
-        config.scheduler_config.enable_chunked_prefill = False
-        config.cache_config.num_gpu_blocks = 1
-        self.scheduler = StreamBatchScheduler(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=16,
-        )
-
-    def add(self, name: str, session: str, chunk: int | None = None) -> None:
-        params = DiffusionParams(session_id=session, chunk_index=chunk).to_pooling_params()
-        self.scheduler.add_request(
-            Request(request_id=name, prompt_token_ids=[0], sampling_params=None, pooling_params=params)
-        )
-
-    def schedule(self) -> tuple[list[str], SchedulerOutput]:
-        output = self.scheduler.schedule()
-        return list(output.num_scheduled_tokens), output
-
-    def answer(self, output: SchedulerOutput, done: Any = (), denoised: Any = ()) -> None:
-        """The worker's output for one step: a result for `done`, nothing yet for the others."""
-        names = list(output.num_scheduled_tokens)
-        self.scheduler.update_from_output(
-            output,
-            StepOutput(
-                req_ids=names,
-                req_id_to_index={name: index for index, name in enumerate(names)},
-                pooler_output=[torch.zeros(1, dtype=torch.uint8) if name in done else None for name in names],
-                denoised=tuple(denoised),
-            ),
-        )
-
-    def step(self, done: Any = (), denoised: Any = ()) -> list[str]:
-        names, output = self.schedule()
-        self.answer(output, done, denoised)
-        return names
+@pytest.fixture(autouse=True, params=["fifo", "deadline"])
+def _scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything here holds under both policies: without deadlines they do the same."""
+    monkeypatch.setattr("scheduler_harness.Harness.__init__", partialmethod(Harness.__init__, scheduling=request.param))
 
 
 def test_a_request_is_scheduled_until_it_has_a_result(null_world: Path) -> None:

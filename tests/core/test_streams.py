@@ -42,17 +42,25 @@ def test_one_request_of_a_session_at_a_time_by_chunk_index() -> None:
 
 
 def test_due_times() -> None:
-    """A deadline counts from arrival; requests without one are due for a step in turn."""
+    """A deadline counts from arrival; of requests without one a step is due every `patience_s`, begun ones first."""
     streams = Streams(10.0)
-    streams.add("a", fields("a", deadline_s=0.5), 100.0)
-    streams.add("b", fields("b"), 100.0)
-    a, b = streams.runnable(())
-    assert (a.due_s, a.has_deadline, b.due_s, b.has_deadline) == (100.5, True, 110.0, False)
-    streams.add("c", fields("c"), 100.0)
-    assert streams.get("c").due_s == 120.0  # type: ignore[union-attr]
-    for name in "ab":
-        streams.advance(name, ChunkProgress(1, 20, 64), 101.0)
-    assert (a.due_s, a.steps_left, a.size, b.due_s) == (100.5, 19, 64.0, 121.0)
+    for number, name in enumerate("abc"):
+        streams.add(name, fields(name, deadline_s=0.5 if name == "a" else None), 100.0 + number)
+    a, b, c = streams.runnable(())
+    assert (a.due_s, b.due_s, c.due_s) == (100.5, 111.0, 121.0)
+    assert (a.has_deadline, b.has_deadline, c.has_deadline) == (True, False, False)
+    for name in "ac":
+        streams.advance(name, ChunkProgress(1, 20, 64), 103.0)
+    streams.runnable(())
+    assert (a.due_s, a.steps_left, a.size, b.due_s, c.due_s) == (100.5, 19, 64.0, 123.0, 113.0)
+
+
+def test_session_operations_are_due_at_once() -> None:
+    streams = Streams(10.0)
+    streams.add("chunk", fields("s", deadline_s=0.5), 100.0)
+    streams.add("close", RequestFields("t", math.inf, is_chunk=False), 100.0)
+    chunk, close = streams.runnable(())
+    assert close.due_s < chunk.due_s and close.size == 0.0
 
 
 def test_a_chunk_is_expected_to_be_like_the_one_before() -> None:

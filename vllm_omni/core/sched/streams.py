@@ -78,8 +78,10 @@ class Streams:
 
     def __init__(self, patience_s: float, num_levels: int = 1) -> None:
         self._patience_s = patience_s
-        self._num_patient = 0
-        """Requests without a deadline."""
+        self._patient: dict[str, LiveRequest] = {}
+        """Chunks without a deadline, in order of arrival."""
+        self._patient_step_s = 0.0
+        """When one of them last took a step, or the first of them came."""
         self._num_levels = num_levels
         self._entries: dict[str, _Entry] = {}
         self._streams: OrderedDict[str, Stream] = OrderedDict()
@@ -107,9 +109,13 @@ class Streams:
         order = self._num_arrivals
         self._num_arrivals += 1
         steps, size = (self._steps(stream, stream.level), self._size(stream)) if fields.is_chunk else (1, 0.0)
-        self._num_patient += fields.deadline_s is None
-        in_s = self._patience_s * self._num_patient if fields.deadline_s is None else fields.deadline_s
-        live = LiveRequest(request_id, now_s + in_s, fields.deadline_s is not None, steps, False, size, order)
+        # Session operations cost nothing and free something: they are due at once.
+        due_s = now_s if fields.deadline_s is None else now_s + fields.deadline_s
+        live = LiveRequest(request_id, due_s, fields.deadline_s is not None, steps, False, size, order)
+        if fields.is_chunk and fields.deadline_s is None:
+            if not self._patient:
+                self._patient_step_s = now_s
+            self._patient[request_id] = live
         self._entries[request_id] = _Entry(fields, stream, live)
         stream.waiting[request_id] = (fields.chunk_index, order)
         self._choose_head(fields.session_id, stream)
@@ -121,8 +127,8 @@ class Streams:
             return
         live = entry.live
         live.started = True
-        if not live.has_deadline:
-            live.due_s = now_s + self._patience_s * self._num_patient
+        if request_id in self._patient:
+            self._patient_step_s = now_s
         if progress is None:
             live.steps_left = max(1, live.steps_left - 1)
             return
@@ -138,7 +144,7 @@ class Streams:
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return
-        self._num_patient -= entry.fields.deadline_s is None
+        self._patient.pop(request_id, None)
         session_id, stream = entry.fields.session_id, entry.stream
         stream.last_used_s = now_s
         del stream.waiting[request_id]
@@ -168,9 +174,18 @@ class Streams:
         return entry is None or self._heads[entry.fields.session_id] == request_id
 
     def runnable(self, busy: Collection[str]) -> list[LiveRequest]:
-        """The first request of each session, without those in `busy`."""
+        """The first request of each session, without those in `busy`.
+
+        Of chunks without a deadline, those that have begun are due first, then by arrival, one step each `patience_s`.
+        """
         entries = self._entries
-        return [entries[head].live for head in self._heads.values() if head not in busy]
+        live = [entries[head].live for head in self._heads.values() if head not in busy]
+        if self._patient:
+            patient = [request for request in live if request.request_id in self._patient]
+            patient.sort(key=lambda request: (not request.started, request.order))
+            for rank, request in enumerate(patient, 1):
+                request.due_s = self._patient_step_s + rank * self._patience_s
+        return live
 
     def get(self, request_id: str) -> LiveRequest | None:
         entry = self._entries.get(request_id)
