@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni replay`: a recording run again is identical, a difference is named by its chunk, wrong input in a line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from scheduling import new_request, run_to_end
+
+from vllm_omni.entrypoints.cli.main import main
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.recording import Outcome, RecordedChunk, RecordingHeader, digest_of, read, write_chunk, write_header
+
+OMNI = {"height": 32, "width": 48}
+CHUNKS = 3
+
+
+def record(path: Path, runner: Any, family: str, model: Path) -> Path:
+    """Record a walk of three chunks on a runner in this process; the prompt changes at the last one."""
+    image = torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)
+    header = RecordingHeader(
+        package_version="0.1.0",
+        family=family,
+        model=str(model),
+        additional_config={"omni": {**OMNI, "record_dir": "recordings"}},
+        dtype="bfloat16" if family == "lingbot_world" else "float32",
+        enforce_eager=True,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+    )
+    header = msgspec.structs.replace(header, dtype=str(runner.model_config.dtype).removeprefix("torch."))
+    with path.open("wb") as file:
+        write_header(file, header)
+        for index in range(CHUNKS):
+            first: dict[str, Any] = {"prompt": "a harbour", "seed": 3} if index == 0 else {}
+            later: dict[str, Any] = {"prompt": "at night"} if index == 2 else {}
+            params = DiffusionParams(
+                session_id="s", chunk_index=index, actions=[["w"], ["w", "j"], []], **first, **later
+            )
+            tensors = {"image": image} if index == 0 else {}
+            fields = msgspec.structs.asdict(params)
+            frames = run_to_end(runner, new_request("r", tensors, **fields))["r"][1]["frames"].numpy()
+            outcome = Outcome(chunk_index=index, digest=digest_of(frames), num_frames=len(frames))
+            write_chunk(file, RecordedChunk(params, {name: t.numpy() for name, t in tensors.items()}, outcome))
+    return path
+
+
+def replay(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "replay", *map(str, arguments)]
+    environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environ)
+
+
+def lines(result: subprocess.CompletedProcess[str]) -> list[str]:
+    """What the command printed, without vLLM's own lines."""
+    return [line for line in result.stdout.splitlines() if line.startswith(("chunk", "identical", "DIFF", "wrote"))]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["lingbot_world", "null_world"])
+def test_a_recording_replays_identically_and_a_difference_is_named(
+    family: str, make_runner: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """With the recorded model; with a digest changed, and with other weights."""
+    model = request.getfixturevalue(family)
+    path = record(tmp_path / "walk.recording", make_runner(model), family, model)
+    result = replay(path, "--out", tmp_path / "walk.mp4")
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert lines(result)[:4] == [
+        "chunk 0: 9 frames, identical",
+        "chunk 1: 12 frames, identical",
+        "chunk 2: 12 frames, identical",
+        f"wrote {tmp_path / 'walk.mp4'}",
+    ]
+    assert (tmp_path / "walk.mp4").stat().st_size > 0
+    header, chunks, _ = read(path)
+    with path.open("wb") as file:
+        write_header(file, header)
+        for chunk in chunks:
+            assert chunk.outcome is not None
+            wrong = msgspec.structs.replace(chunk.outcome, digest="0" * 32)
+            write_chunk(
+                file, chunk if chunk.outcome.chunk_index != 1 else RecordedChunk(chunk.params, chunk.arrays, wrong)
+            )
+    result = replay(path)
+    assert (result.returncode, lines(result)[-1]) == (1, "DIFFERENT from chunk 1 on")
+    other = tmp_path / "other"
+    get_family(family).make_tiny(other, 1, "original")
+    result = replay(path, "--model", other)
+    assert (result.returncode, lines(result)[-1]) == (1, "DIFFERENT from chunk 0 on")
+
+
+def exit_code(*arguments: Any) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", *map(str, arguments)])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_the_file_and_the_model_are_checked_before_anything_heavy(
+    make_runner: Any, null_world: Path, lingbot_world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dry run says what is in the file; no file, no recording, no model, another family: one line each."""
+    path = record(tmp_path / "walk.recording", make_runner(null_world), "null_world", tmp_path / "gone")
+    capsys.readouterr()
+    assert exit_code(path, "--dry-run") == 0
+    assert "walk.recording: 3 chunks of null_world" in capsys.readouterr().out
+    (tmp_path / "text").write_text("hello")
+    for arguments, reason in (
+        ([tmp_path / "none"], "No such file"),
+        ([tmp_path / "text"], "no recording"),
+        ([path], "pass --model"),
+        ([path, "--model", tmp_path], "no checkpoint"),
+        ([path, "--model", lingbot_world], "recorded with null_world"),
+    ):
+        assert exit_code(*arguments) == 2
+        assert reason in capsys.readouterr().err

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draining without a server: what is finished, what is refused, which sessions are saved and when."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from fake_engine import FIRST, LATER, FakeEngine
+from test_session import ended, job, payloads, scenario, until
+
+from vllm_omni.entrypoints.realtime.errors import Close, DoorError
+from vllm_omni.entrypoints.realtime.run import Controls
+from vllm_omni.entrypoints.realtime.session import Session
+from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+
+
+class Keeper:
+    """Where sessions are saved: notes which, at which chunk."""
+
+    def __init__(self, manager: SessionManager, fails: bool = False) -> None:
+        self.saved: list[tuple[str, int]] = []
+        self._fails = fails
+        manager.drain.save_to = self.save
+
+    async def save(self, session: Session) -> None:
+        await asyncio.sleep(0.01)
+        if self._fails:
+            raise DoorError("engine_error", "no room on the disk")
+        self.saved.append((session.session_id, session.next_chunk))
+
+
+class Source:
+    """Steers a live run; paused = it waits for its client."""
+
+    def __init__(self, paused: bool = False) -> None:
+        self.ready = not paused
+
+    async def wait_until_ready(self) -> None:
+        if not self.ready:
+            await asyncio.Event().wait()
+
+    def sample(self, chunk_index: int, pixel_frames: int, latent_frames: int) -> Controls:
+        return Controls(actions=[[]] * latent_frames, prompt="a" if chunk_index == 0 else None)
+
+
+def live(request_id: str, source: Source) -> Any:
+    return job(FIRST, request_id, image=True, camera=None, source=source)
+
+
+def test_chunks_in_flight_are_finished_and_no_other_is_begun() -> None:
+    """Of ten chunks, those that the engine has are delivered; the request ends with `draining` and where to go on."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        keeper = Keeper(manager)
+        engine.delay_s = 0.05
+        run = session.submit(job(FIRST + 9 * LATER, "r", image=True))
+        await until(lambda: run.completed == 2)
+        begun = len(engine.chunks)
+        await manager.drain.run(manager)
+        error = await ended(run)
+        assert error is not None
+        assert (error.code, error.close, error.details["next_chunk_index"]) == ("draining", Close.CAPACITY, begun)
+        assert error.retryable
+        assert payloads(run) == [str(index).encode() for index in range(begun)]
+        assert (len(engine.chunks), engine.aborted) == (begun, [])
+        assert keeper.saved == [("s", begun)]
+        assert session.in_step
+
+    scenario(test)
+
+
+def test_a_request_that_is_complete_with_its_last_chunk_is_not_an_error() -> None:
+    """Only what is cut short is told so."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        engine.delay_s = 0.05
+        run = session.submit(job(FIRST, "r", image=True))
+        await until(lambda: engine.running == 1)
+        await manager.drain.run(manager)
+        assert await ended(run) is None
+        assert payloads(run) == [b"0"]
+
+    scenario(test)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_live_stream_ends_after_its_chunk_and_is_saved_before_its_client_hears(paused: bool) -> None:
+    """Its world is freed with its connection, so it must be saved where the run ends; a paused one does not hang."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        keeper = Keeper(manager)
+        engine.delay_s = 0.02
+        source = Source()
+        run = session.submit(live("r", source))
+        delivered: list[bytes] = []
+
+        async def deliver(payload: bytes) -> None:
+            delivered.append(payload)
+
+        following = asyncio.create_task(run.follow(deliver, object()))
+        await until(lambda: run.completed == 2)
+        source.ready = not paused
+        await until(lambda: not paused or engine.running == 0)
+        await manager.drain.run(manager)
+        with pytest.raises(DoorError, match="stopping"):
+            await following
+        assert delivered == payloads(run)
+        assert keeper.saved == [("s", run.completed)]
+
+    scenario(test)
+
+
+def test_an_idle_session_is_saved_once_and_an_empty_one_not() -> None:
+    """Two sessions, of which one has no world."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        keeper = Keeper(manager)
+        assert await ended(session.submit(job(FIRST, "r", image=True))) is None
+        manager.open(("me", "empty"))
+        await manager.drain.run(manager)
+        await manager.drain.run(manager)
+        assert keeper.saved == [("s", 1)]
+
+    scenario(test)
+
+
+def test_nothing_new_begins() -> None:
+    """Neither a session, nor a request, nor a waiting request; the world of a `restart` is not thrown away."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        keeper = Keeper(manager)
+        engine.delay_s = 0.05
+        running = session.submit(job(FIRST, "r", image=True))
+        waiting = session.submit(job(FIRST, "again", image=True, restart=True))
+        await until(lambda: engine.running == 1)
+        draining = asyncio.create_task(manager.drain.run(manager))
+        await asyncio.sleep(0)
+        for refused in (lambda: manager.open(("me", "new")), lambda: session.submit(job(LATER, "late"))):
+            with pytest.raises(DoorError) as failure:
+                refused()
+            assert failure.value.code == "draining"
+        await draining
+        assert await ended(running) is None
+        error = await ended(waiting)
+        assert error is not None
+        assert error.code == "draining"
+        assert keeper.saved == [("s", 1)]
+        assert manager.open(("me", "s")) is session  # what is there can still be asked for
+        assert len(engine.worlds) == 1
+
+    scenario(test)
+
+
+def test_a_session_that_cannot_be_saved_holds_nobody_up() -> None:
+    """It is logged."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        keeper = Keeper(manager, fails=True)
+        assert await ended(session.submit(job(FIRST, "r", image=True))) is None
+        await manager.drain.run(manager)
+        assert keeper.saved == []
+
+    scenario(test)

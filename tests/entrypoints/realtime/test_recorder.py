@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recorder at the doors: every chunk in order, cancelled ones as such, branches with their past."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FIRST, LATER, FakeEngine
+
+from vllm_omni.entrypoints.realtime.engine import WorldEngine
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.recorder import Recorder
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.recording import RecordingHeader, committed, digest_of, read
+
+HEADER = RecordingHeader(
+    package_version="0.1",
+    family="null_world",
+    model="my_world",
+    additional_config={},
+    dtype="float32",
+    enforce_eager=False,
+    tensor_parallel_size=1,
+    pipeline_parallel_size=1,
+)
+
+
+async def chunk(world: WorldEngine, index: int, session_id: str = "s", **fields: Any) -> np.ndarray:
+    first = {"prompt": "a", "seed": 1, "height": 32, "width": 48} if index == 0 else {}
+    params = DiffusionParams(session_id=session_id, chunk_index=index, **{**first, **fields})
+    return (await world.generate(params, {"poses": np.full((1, 4, 4), index, np.float32)})).frames_THWC
+
+
+def recorded(folder: Path, session_id: str) -> list[tuple[int, int, str | None]]:
+    """(chunk, first pose value, digest) of a session's recording."""
+    (path,) = folder.glob(f"*_{session_id}.recording")
+    header, chunks, whole = read(path)
+    assert (header, whole) == (HEADER, True)
+    assert path.stat().st_mode & 0o777 == 0o600
+    return [(i, int(c.arrays["poses"][0, 0, 0]), c.outcome and c.outcome.digest) for i, c in committed(chunks)]
+
+
+def test_a_session_is_recorded_chunk_by_chunk_and_a_branch_with_its_past(tmp_path: Path) -> None:
+    """Also a chunk that was cancelled and asked for again; a refused one is no part of it."""
+    engine, recorder = FakeEngine(), Recorder(tmp_path / "new", HEADER)
+    world = WorldEngine(engine, recorder=recorder)  # type: ignore[arg-type]
+
+    def refuse_prompt(params: DiffusionParams) -> None:
+        if params.prompt == "refused":
+            raise RequestFailed("invalid_request", "no")
+
+    engine.fail = refuse_prompt
+
+    async def scenario() -> list[np.ndarray]:
+        frames = [await chunk(world, 0), await chunk(world, 1)]
+        with pytest.raises(DoorError):
+            await chunk(world, 2, prompt="refused")
+        engine.delay_s = 10.0
+        cancelled = asyncio.create_task(chunk(world, 2))
+        await asyncio.sleep(0.05)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        engine.delay_s = 0.0
+        frames.append(await chunk(world, 2))
+        await world.fork("s", "branch")
+        frames.append(await chunk(world, 3, "branch"))
+        await world.close("s")
+        return frames
+
+    frames = asyncio.run(scenario())
+    recorder.flush()
+    digests = [digest_of(one) for one in frames]
+    assert [len(one) for one in frames] == [FIRST, LATER, LATER, LATER]
+    assert recorded(tmp_path / "new", "s") == [(i, i, digests[i]) for i in range(3)]
+    assert recorded(tmp_path / "new", "branch") == [(i, i, digests[i]) for i in range(4)]
+
+
+def test_a_session_that_began_elsewhere_is_not_recorded(tmp_path: Path) -> None:
+    """There would be no start to replay it from."""
+    engine, recorder = FakeEngine(), Recorder(tmp_path, HEADER)
+
+    async def scenario() -> None:
+        await chunk(WorldEngine(engine), 0)  # type: ignore[arg-type]
+        await chunk(WorldEngine(engine, recorder=recorder), 1)  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
+    recorder.flush()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_gone_stops_no_session(tmp_path: Path) -> None:
+    """The recording is lost and logged; the chunk is delivered."""
+    engine, recorder = FakeEngine(), Recorder(tmp_path / "gone", HEADER)
+    (tmp_path / "gone").rmdir()
+    frames = asyncio.run(chunk(WorldEngine(engine, recorder=recorder), 0))  # type: ignore[arg-type]
+    recorder.flush()
+    assert len(frames) == FIRST

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGTERM at a server with `GracefulStop`, without an engine: what is finished, refused, and how long it may take."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.error import HTTPError
+
+import pytest
+
+SERVER = """
+import asyncio, contextlib, sys
+import uvicorn
+from fastapi import FastAPI
+from vllm_omni.entrypoints.drain import GracefulStop
+
+class Server(uvicorn.Server):  # vLLM's server installs no signal handlers of its own either
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+app, stop = FastAPI(), GracefulStop()
+
+async def work():
+    await asyncio.sleep(float(sys.argv[2]))
+    return "done"
+
+async def finish():
+    await asyncio.sleep(float(sys.argv[3]))
+
+app.add_api_route("/health", lambda: "fine")
+app.add_api_route("/omni/ready", lambda: "ready")
+app.add_api_route("/work", work, methods=["POST"])
+stop.attach(app)
+stop.start(finish, float(sys.argv[4]))
+app.state.server = Server(uvicorn.Config(app, port=int(sys.argv[1]), log_level="warning"))
+app.state.server.run()
+"""
+
+
+class Stopping:
+    """A server whose requests take `work_s`, whose doors take `finish_s` to finish, within `timeout_s`."""
+
+    def __init__(self, work_s: float, finish_s: float, timeout_s: float) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        command = [sys.executable, "-c", SERVER, *map(str, (self.port, work_s, finish_s, timeout_s))]
+        self.process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+        while self.call("/health")[0] != 200:
+            assert self.process.poll() is None
+            time.sleep(0.05)
+
+    def call(self, path: str, method: str = "GET") -> tuple[int, str]:
+        """(status, body); (0, "") if nobody answers."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return answer.status, answer.read().decode()
+        except HTTPError as refused:
+            return refused.code, refused.read().decode()
+        except OSError:
+            return 0, ""
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Stopping]]:
+    servers: list[Stopping] = []
+
+    def make(work_s: float = 0.0, finish_s: float = 0.0, timeout_s: float = 20.0) -> Stopping:
+        servers.append(Stopping(work_s, finish_s, timeout_s))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_work_in_flight_is_finished_and_new_work_refused(start: Callable[..., Stopping]) -> None:
+    """A request that takes a second ends with its answer; probes tell; then the server is gone, with status 0."""
+    server = start(work_s=1.5)
+    answers: list[tuple[int, str]] = []
+    worker = threading.Thread(target=lambda: answers.append(server.call("/work", "POST")))
+    worker.start()
+    time.sleep(0.3)
+    server.stop()
+    time.sleep(0.2)
+    status, body = server.call("/work", "POST")
+    assert (status, json.loads(body)["error"]["code"]) == (503, "draining")
+    assert server.call("/omni/ready") == (503, '{"status":"draining"}')
+    assert server.call("/health")[0] == 200
+    worker.join()
+    assert answers == [(200, '"done"')]
+    assert server.process.wait(5) == 0
+
+
+def test_the_time_is_bounded_and_a_second_signal_ends_it_at_once(start: Callable[..., Stopping]) -> None:
+    """Doors that never finish hold the server for `timeout_s`, or until somebody insists."""
+    started_s = time.monotonic()
+    bounded = start(finish_s=60.0, timeout_s=1.0)
+    impatient = start(finish_s=60.0, timeout_s=60.0)
+    bounded.stop()
+    impatient.stop()
+    assert bounded.process.wait(10) == 0
+    assert impatient.process.poll() is None
+    impatient.stop()
+    assert impatient.process.wait(5) == 0
+    assert time.monotonic() - started_s < 30
