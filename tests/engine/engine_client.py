@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real engine (AsyncLLM: front end, EngineCore process, worker processes) driven chunk by chunk."""
 
+import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -16,6 +18,8 @@ from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import unpack
 
 STOCK_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+
+Result = TypeVar("Result")
 
 
 class EngineClient:
@@ -50,6 +54,35 @@ class EngineClient:
         return (await self.engine.collective_rpc("session_stats"))[0]
 
 
+@dataclass(frozen=True)
+class SharedEngine:
+    """An engine that several tests use one after the other, and the event loop it lives in."""
+
+    client: EngineClient
+    runner: asyncio.Runner
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return self.runner.run(work)
+
+    def clear(self) -> None:
+        """Close every session, so that the next test finds the engine as after its start."""
+
+        async def close() -> None:
+            for session_id in (await self.client.stats())["chunks"]:
+                await self.client.engine.collective_rpc("close_session", args=(session_id,))
+
+        self.run(close())
+
+
+@contextlib.contextmanager
+def shared_engine(*args: Any, **kwargs: Any) -> Iterator[SharedEngine]:
+    """`running_engine` for a fixture of module or package scope."""
+    with asyncio.Runner() as runner:
+        engine = running_engine(*args, **kwargs)
+        yield SharedEngine(runner.run(engine.__aenter__()), runner)
+        runner.run(engine.__aexit__(None, None, None))
+
+
 @contextlib.asynccontextmanager
 async def running_engine(
     model: Path, omni: Mapping[str, Any] | None = None, **engine_args: Any
@@ -61,6 +94,8 @@ async def running_engine(
     # Stock vLLM would bind the first rank of every engine to the same core.
     several_engines = "data_parallel_size" in engine_args or engine_args.get("distributed_executor_backend") == "ray"
     bind = "nobind" if several_engines else cores if size > 1 else "auto"
+    if torch.cuda.is_available():
+        engine_args.setdefault("gpu_memory_utilization", 0.4)  # another engine may be alive
     with _environment(VLLM_CPU_OMP_THREADS_BIND=bind):
         args = AsyncEngineArgs(
             model=str(model),

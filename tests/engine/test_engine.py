@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_client import STOCK_SCHEDULER, EngineClient, running_engine
+from engine_client import STOCK_SCHEDULER, EngineClient, SharedEngine, running_engine
 
 from vllm_omni.outputs import RequestFailed
 
@@ -20,78 +20,79 @@ async def failing(client: EngineClient, session_id: str, index: int, **options: 
     return failure.value.code
 
 
-def test_sessions_side_by_side_equal_sessions_alone(null_world: Path) -> None:
+def test_sessions_side_by_side_equal_sessions_alone(null_engine: SharedEngine) -> None:
     """Interleaved sessions, with failing and aborted neighbours, give bit for bit what each gives alone."""
 
+    client = null_engine.client
+
     async def scenario() -> None:
-        async with running_engine(null_world) as client:
-            alone = [await client.chunks(f"alone-{seed}", CHUNKS, seed=seed) for seed in range(3)]
+        alone = [await client.chunks(f"alone-{seed}", CHUNKS, seed=seed) for seed in range(3)]
 
-            async def bad_neighbour() -> None:
-                assert await failing(client, "bad", 0, fail_in="prepare") == "engine_error"
-                await client.chunks("bad", 1)
-                assert await failing(client, "bad", 1, fail_in="denoise", fail_at=2) == "engine_error"
-                assert await failing(client, "bad", 1, nan_at=3) == "non_finite"
-                assert await failing(client, "bad", 7) == "out_of_order"
+        async def bad_neighbour() -> None:
+            assert await failing(client, "bad", 0, fail_in="prepare") == "engine_error"
+            await client.chunks("bad", 1)
+            assert await failing(client, "bad", 1, fail_in="denoise", fail_at=2) == "engine_error"
+            assert await failing(client, "bad", 1, nan_at=3) == "non_finite"
+            assert await failing(client, "bad", 7) == "out_of_order"
 
-            together = await asyncio.gather(
-                *(client.chunks(f"together-{seed}", CHUNKS, seed=seed, options={"step_ms": 2}) for seed in range(3)),
-                bad_neighbour(),
-            )
-            for solo, interleaved in zip(alone, together[:3], strict=True):
-                assert all(torch.equal(a, b) for a, b in zip(solo, interleaved, strict=True))
-            assert (await client.stats())["chunks"]["bad"] == 1
+        together = await asyncio.gather(
+            *(client.chunks(f"together-{seed}", CHUNKS, seed=seed, options={"step_ms": 2}) for seed in range(3)),
+            bad_neighbour(),
+        )
+        for solo, interleaved in zip(alone, together[:3], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(solo, interleaved, strict=True))
+        assert (await client.stats())["chunks"]["bad"] == 1
 
-    asyncio.run(scenario())
+    null_engine.run(scenario())
 
 
-def test_abort_mid_chunk_takes_effect_and_leaves_the_session_as_it_was(null_world: Path) -> None:
+def test_abort_mid_chunk_takes_effect_and_leaves_the_session_as_it_was(null_engine: SharedEngine) -> None:
     """After an abort the same chunk gives the same result, and the aborted one stopped long before its end."""
 
+    client = null_engine.client
+
     async def scenario() -> None:
-        async with running_engine(null_world) as client:
-            reference = await client.chunks("reference", 2, seed=1)
-            await client.chunks("s", 1, seed=1)
-            slow = asyncio.create_task(
-                client.send(session_id="s", chunk_index=1, request_id="slow", options={"step_ms": 100, "steps": 100})
-            )
-            await asyncio.sleep(0.5)
-            await client.engine.abort("slow")
-            slow.cancel()
-            # 10 s of steps were left: an answer within 2 s shows that the abort reached the runner.
-            again = await asyncio.wait_for(client.send(session_id="s", chunk_index=1, output="latents"), 2)
-            assert torch.equal(again[1]["latents"], reference[1])
+        reference = await client.chunks("reference", 2, seed=1)
+        await client.chunks("s", 1, seed=1)
+        slow = asyncio.create_task(
+            client.send(session_id="s", chunk_index=1, request_id="slow", options={"step_ms": 100, "steps": 100})
+        )
+        await asyncio.sleep(0.5)
+        await client.engine.abort("slow")
+        slow.cancel()
+        # 10 s of steps were left: an answer within 2 s shows that the abort reached the runner.
+        again = await asyncio.wait_for(client.send(session_id="s", chunk_index=1, output="latents"), 2)
+        assert torch.equal(again[1]["latents"], reference[1])
 
-    asyncio.run(scenario())
+    null_engine.run(scenario())
 
 
-def test_chunks_sent_ahead_run_in_order(null_world: Path) -> None:
+def test_chunks_sent_ahead_run_in_order(null_engine: SharedEngine) -> None:
     """All chunks of a session submitted at once, in the wrong order, come out as if sent one by one."""
 
+    client = null_engine.client
+
     async def scenario() -> None:
-        async with running_engine(null_world) as client:
-            reference = await client.chunks("reference", CHUNKS, seed=5)
-            await client.chunks("s", 1, seed=5)
-            blocker = asyncio.create_task(client.send(session_id="s", chunk_index=1, options={"step_ms": 30}))
-            await asyncio.sleep(0.05)
-            later = [
-                asyncio.create_task(client.send(session_id="s", chunk_index=index, output="latents"))
-                for index in (3, 2)
-            ]
-            await blocker
-            third, second = [(await task)[1]["latents"] for task in later]
-            assert torch.equal(second, reference[2]) and torch.equal(third, reference[3])
+        reference = await client.chunks("reference", CHUNKS, seed=5)
+        await client.chunks("s", 1, seed=5)
+        blocker = asyncio.create_task(client.send(session_id="s", chunk_index=1, options={"step_ms": 30}))
+        await asyncio.sleep(0.05)
+        later = [
+            asyncio.create_task(client.send(session_id="s", chunk_index=index, output="latents")) for index in (3, 2)
+        ]
+        await blocker
+        third, second = [(await task)[1]["latents"] for task in later]
+        assert torch.equal(second, reference[2]) and torch.equal(third, reference[3])
 
-    asyncio.run(scenario())
+    null_engine.run(scenario())
 
 
-def test_both_schedulers_give_identical_chunks(null_world: Path) -> None:
+def test_both_schedulers_give_identical_chunks(null_engine: SharedEngine, null_world: Path) -> None:
     """Whole chunks per engine step (stock scheduler) equal one denoise step per engine step."""
 
-    async def run(**engine_args: str) -> list[torch.Tensor]:
-        async with running_engine(null_world, **engine_args) as client:
+    async def stock() -> list[torch.Tensor]:
+        async with running_engine(null_world, scheduler_cls=STOCK_SCHEDULER) as client:
             return await client.chunks("s", CHUNKS, seed=3)
 
-    stepped = asyncio.run(run())
-    stock = asyncio.run(run(scheduler_cls=STOCK_SCHEDULER))
-    assert all(torch.equal(a, b) for a, b in zip(stepped, stock, strict=True))
+    stepped = null_engine.run(null_engine.client.chunks("s", CHUNKS, seed=3))
+    assert all(torch.equal(a, b) for a, b in zip(stepped, asyncio.run(stock()), strict=True))

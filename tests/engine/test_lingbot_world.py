@@ -5,12 +5,13 @@ Runs on whatever vLLM's platform is: on CPU with gloo, on GPUs with NCCL (two of
 """
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_client import STOCK_SCHEDULER, EngineClient, running_engine
+from engine_client import STOCK_SCHEDULER, EngineClient, SharedEngine, running_engine, shared_engine
 
 from vllm_omni.outputs import RequestFailed
 
@@ -55,46 +56,51 @@ async def walks(client: EngineClient) -> list[list[torch.Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def alone(lingbot_world: Path) -> list[list[torch.Tensor]]:
+def one_rank(lingbot_world: Path) -> Iterator[SharedEngine]:
+    with shared_engine(lingbot_world, {"model": SMALL_WINDOW}, dtype="float32") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def alone(one_rank: SharedEngine) -> list[list[torch.Tensor]]:
     """Each session by itself, one rank, fp32."""
 
     async def run() -> list[list[torch.Tensor]]:
-        async with running_engine(lingbot_world, {"model": SMALL_WINDOW}, dtype="float32") as client:
-            return [await walk(client, f"alone{seed}", seed) for seed in range(SESSIONS)]
+        return [await walk(one_rank.client, f"alone{seed}", seed) for seed in range(SESSIONS)]
 
-    latents = asyncio.run(run())
+    latents = one_rank.run(run())
     assert all(torch.isfinite(x).all() and x.std() > 0.1 for session in latents for x in session)
     assert largest_difference([latents[0]], [latents[1]]) > 0.1
     return latents
 
 
 def test_worlds_side_by_side_equal_worlds_alone_bit_for_bit(
-    lingbot_world: Path, alone: list[list[torch.Tensor]]
+    one_rank: SharedEngine, alone: list[list[torch.Tensor]]
 ) -> None:
     """Two live worlds at different steps, a third that fails and one that is aborted; also after an abort."""
 
+    client = one_rank.client
+
     async def scenario() -> None:
-        async with running_engine(lingbot_world, {"model": SMALL_WINDOW}, dtype="float32") as client:
-
-            async def troublemaker() -> None:
-                await walk(client, "trouble", 5, chunks=1)
-                bad_poses = torch.full((12, 4, 4), float("nan"))
-                with pytest.raises(RequestFailed) as failure:
-                    await client.send(
-                        {"poses": bad_poses, "intrinsics": torch.ones(4)}, session_id="trouble", output="latents"
-                    )
-                assert failure.value.code == "non_finite_pose"
-                task = asyncio.create_task(
-                    client.send(session_id="trouble", request_id="gone", actions=[["w"]] * 3, output="latents")
+        async def troublemaker() -> None:
+            await walk(client, "trouble", 5, chunks=1)
+            bad_poses = torch.full((12, 4, 4), float("nan"))
+            with pytest.raises(RequestFailed) as failure:
+                await client.send(
+                    {"poses": bad_poses, "intrinsics": torch.ones(4)}, session_id="trouble", output="latents"
                 )
-                await asyncio.sleep(0.02)
-                await client.engine.abort("gone")
-                task.cancel()
+            assert failure.value.code == "non_finite_pose"
+            task = asyncio.create_task(
+                client.send(session_id="trouble", request_id="gone", actions=[["w"]] * 3, output="latents")
+            )
+            await asyncio.sleep(0.02)
+            await client.engine.abort("gone")
+            task.cancel()
 
-            together, _ = await asyncio.gather(walks(client), troublemaker())
-            assert largest_difference(together, alone) == 0.0
+        together, _ = await asyncio.gather(walks(client), troublemaker())
+        assert largest_difference(together, alone) == 0.0
 
-    asyncio.run(scenario())
+    one_rank.run(scenario())
 
 
 def test_one_forward_for_several_worlds_agrees_within_tolerance(

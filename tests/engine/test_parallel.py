@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_client import EngineClient, running_engine
+from engine_client import EngineClient, SharedEngine, running_engine
 
 from vllm_omni.outputs import RequestFailed
 
@@ -17,13 +17,9 @@ async def sessions(client: EngineClient) -> list[list[torch.Tensor]]:
     return await asyncio.gather(*(client.chunks(f"s{seed}", CHUNKS, seed=seed) for seed in range(SESSIONS)))
 
 
-@pytest.fixture(scope="module")
-def one_rank(null_world: Path) -> list[list[torch.Tensor]]:
-    async def run() -> list[list[torch.Tensor]]:
-        async with running_engine(null_world) as client:
-            return await sessions(client)
-
-    return asyncio.run(run())
+@pytest.fixture
+def one_rank(null_engine: SharedEngine) -> list[list[torch.Tensor]]:
+    return null_engine.run(sessions(null_engine.client))
 
 
 @pytest.mark.parametrize("parallel", ["pipeline_parallel_size", "tensor_parallel_size"])

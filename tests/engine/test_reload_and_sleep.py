@@ -6,31 +6,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_client import running_engine
+from engine_client import SharedEngine, running_engine
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 
-def test_reloading_weights_from_another_checkpoint_changes_the_world_and_back(null_world: Path, tmp_path: Path) -> None:
+def test_reloading_weights_from_another_checkpoint_changes_the_world_and_back(
+    null_engine: SharedEngine, null_world: Path, tmp_path: Path
+) -> None:
     """`collective_rpc("reload_weights")`, vLLM's name for it; a directory with wrong tensors is refused."""
     other, broken = tmp_path / "other", tmp_path / "broken"
     get_family("null_world").make_tiny(other, 1, "original")
     get_family("null_world").make_tiny(broken, 1, "original")
     (broken / "model.safetensors").write_bytes(b"not a checkpoint")
 
-    async def scenario() -> None:
-        async with running_engine(null_world) as client:
-            first = await client.chunks("a", 1, seed=1)
-            await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
-            changed = await client.chunks("b", 1, seed=1)
-            assert not torch.equal(first[0], changed[0])
-            with pytest.raises(Exception, match=r"."):
-                await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(broken)})
-            await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(null_world)})
-            assert torch.equal((await client.chunks("c", 1, seed=1))[0], first[0])
+    client = null_engine.client
 
-    asyncio.run(scenario())
+    async def scenario() -> None:
+        first = await client.chunks("a", 1, seed=1)
+        await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        changed = await client.chunks("b", 1, seed=1)
+        assert not torch.equal(first[0], changed[0])
+        with pytest.raises(Exception, match=r"."):
+            await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(broken)})
+        await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(null_world)})
+        assert torch.equal((await client.chunks("c", 1, seed=1))[0], first[0])
+
+    null_engine.run(scenario())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's sleep mode needs a CUDA device")

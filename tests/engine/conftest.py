@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine on the null world for all tests that need nothing special: starting one is most of a test's time."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_client import SharedEngine, shared_engine
+
+
+@pytest.fixture(scope="package")
+def _null_engine(null_world: Path) -> Iterator[SharedEngine]:
+    with shared_engine(null_world) as engine:
+        yield engine
+
+
+@pytest.fixture
+def null_engine(_null_engine: SharedEngine) -> Iterator[SharedEngine]:
+    """The shared engine, without sessions."""
+    yield _null_engine
+    _null_engine.clear()
