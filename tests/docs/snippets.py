@@ -165,7 +165,7 @@ def _check_vllm_omni(arguments: list[str], runs_in: Path, execute: bool) -> None
             cwd=runs_in,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
             check=False,
         )
         if result.returncode != 0:

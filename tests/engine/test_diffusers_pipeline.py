@@ -66,7 +66,7 @@ def test_every_layout_equals_diffusers_through_llm_encode(pipelines: Path) -> No
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]

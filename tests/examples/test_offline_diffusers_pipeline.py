@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "offline_inference" / "diffuse
 
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def tiny(tmp_path: Path, layout: str) -> Path:

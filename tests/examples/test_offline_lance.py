@@ -53,7 +53,7 @@ def test_a_picture_is_drawn_and_read(tmp_path: Path) -> None:
 
     def run(*arguments: str) -> str:
         command = [sys.executable, str(SCRIPT), str(tmp_path / "model"), *arguments, *common]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300).stdout
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=600).stdout
 
     run("text-to-image", "--prompt", "a cat", "--height", "64", "--width", "96", "--steps", "2", "--out", "cat.png")
     assert np.asarray(Image.open(tmp_path / "cat.png")).shape == (64, 96, 3)

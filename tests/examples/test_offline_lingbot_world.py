@@ -43,7 +43,7 @@ EXAMPLE = load_example()
 
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_image_and_camera_folder_become_a_video(lingbot_world: Path, camera: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
             start_new_session=True,
         )
     try:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while not demo.answers(f"http://127.0.0.1:{port}/health"):
             assert process.poll() is None, log.read_text()[-3000:]
             assert time.monotonic() < deadline, log.read_text()[-3000:]

@@ -18,7 +18,7 @@ import psutil
 from openai import OpenAI
 
 KEY = "a-key-for-tests"
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 HEIGHT, WIDTH = 96, 160
 
 

@@ -17,7 +17,7 @@ from websockets.sync.client import connect
 
 KEY = "a-key-for-tests"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 WIDTH, HEIGHT, MAX_SESSIONS = 160, 96, 3
 
 

@@ -27,7 +27,7 @@ def image(tmp_path: Path) -> Path:
 
 def run(door: DoorServer, *arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(SCRIPT), "--server", f"ws://127.0.0.1:{door.port}", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_a_camera_path_becomes_a_video(door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ LIVE_SCRIPT = SCRIPT.with_name("realtime_video.py")
 
 def run_live(door: DoorServer, *arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(LIVE_SCRIPT), "--server", f"ws://127.0.0.1:{door.port}", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.parametrize(
