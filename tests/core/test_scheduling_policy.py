@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from vllm_omni.core.sched.policy import (
@@ -131,13 +131,25 @@ def test_the_batch_is_the_most_urgent_few(requests: list[LiveRequest], costs: St
 
 @given(REQUESTS, COSTS, st.integers(1, 6))
 def test_no_deadline_is_given_up_for_a_larger_batch(requests: list[LiveRequest], costs: StepCosts, most: int) -> None:
-    """Whoever would be in time if the most urgent request went alone is in time with the chosen batch as well."""
+    """Whoever would be in time if the most urgent request went alone is in time with the chosen batch as well.
+
+    Unless most are late one by one: then only batches can help, and one deadline no longer decides.
+    """
     order = sorted(requests, key=lambda r: (r.due_s, r.order))
     alone = ends(requests, order[:1], costs)
+    with_deadline = [(end, request) for end, request in zip(alone, order, strict=True) if request.has_deadline]
+    # A hair's breadth more than the policy's own rule, against rounding.
+    assume(2 * sum(end > request.due_s - 1e-6 for end, request in with_deadline) <= len(with_deadline))
     chosen = ends(requests, choose_batch(0.0, requests, costs, most), costs)
     for request, one_by_one, batched in zip(order, alone, chosen, strict=True):
         if request.has_deadline and one_by_one <= request.due_s:
             assert batched <= request.due_s + 1e-6
+
+
+def test_where_most_are_late_one_by_one_they_share_steps() -> None:
+    """Eight streams that only a batch can serve in time: the one deadline that a batch of one keeps does not decide."""
+    requests = [live("abcdefgh"[number], 0.101 if number == 0 else 0.4, 3) for number in range(8)]
+    assert names(choose_batch(0.0, requests, SHARED, 8)) == "abcdefgh"
 
 
 @given(REQUESTS, COSTS)

@@ -67,7 +67,8 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
     Of the batches made of the first k requests by due time, k <= max_requests, the largest is taken that keeps every
     deadline which can still be kept: its members get their step when the whole batch is done, the others wait for that
     long, and from then on everybody is reckoned with as served one by one in order of due time. For requests that are
-    late in any case, the batch is taken that makes them wait least in sum; equal ones again give the larger.
+    late in any case, the batch is taken that makes them wait least in sum; equal ones again give the larger. If most
+    requests with a deadline are late by that reckoning, this alone decides.
 
     Never empty if `live` is not. O(n log n).
     """
@@ -88,11 +89,12 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
         else:
             work_s += max(0.0, step_s + costs.of_step(request))
         slack_s.append(request.due_s - now_s - work_s if request.has_deadline else math.inf)
-    late_behind = 0
+    late_behind = sum(slack < 0.0 for slack in slack_s)
+    if 2 * late_behind > sum(request.has_deadline for request in queue):
+        # Overloaded, or only batches can make it: what counts is that everybody waits less.
+        slack_s = [-1.0 if request.has_deadline else math.inf for request in queue]
+        late_behind = sum(slack < 0.0 for slack in slack_s)
     slack_behind_s = math.inf
-    for slack in slack_s:
-        if slack < 0.0:
-            late_behind += 1
     behind: list[float] = [math.inf] * (most + 1)
     for index in range(len(queue) - 1, -1, -1):
         slack = slack_s[index]
