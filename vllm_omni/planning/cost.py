@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLOPs, bytes and milliseconds of a streaming Wan-family model, from its shapes. Pure functions; nothing is loaded.
+
+Strict cache: a chunk of F latent frames is S denoise passes and one clean pass over a window of W frames. 2 FLOP per
+multiply-add. q = F n query tokens, k = W n key tokens, n = tokens of a latent frame, d width, f FFN width, L layers:
+
+    linear  2 q (6 d^2 + 2 d f) L        self-attention  4 q k d L        cross-attention  4 q 512 d L
+
+A prompt's K/V are kept, a camera's modulation is computed once a chunk (8 q d^2 L). Held by tests/planning/.
+"""
+
+from dataclasses import dataclass
+
+from vllm_omni.planning.cards import Card
+
+TEXT_ROWS = 512
+_LATENT_CELL = 8
+_VAE_PIXELS = 480 * 832
+_DECODE_TFLOP, _DECODE_FIRST_TFLOP, _ENCODE_TFLOP = 13.55, 4.35, 8.05
+"""Of one latent frame at 480x832: a later one (4 pixel frames), a stream's first (1), and to encode 4 pixel frames."""
+_DECODER_CACHE, _ENCODER_CACHE = 1801 * 2**20, 1070 * 2**20
+"""Bytes at 480x832, bf16: what the causal convolutions remember."""
+_VAE_WEIGHTS, _TEXT_WEIGHTS = 0.25e9, 11.4e9
+"""bf16."""
+_BF16 = 2
+
+
+@dataclass(frozen=True)
+class StreamModel:
+    """One model as it is served.
+
+    parameters: of the transformer. window, sinks, chunk: latent frames. passes: denoise steps and the clean pass.
+    camera: has camera layers, and an image condition with an encoder stream. moving_sinks: sinks are kept twice.
+    text_on_cpu: the text encoder is on the host.
+    """
+
+    name: str
+    dim: int
+    ffn_dim: int
+    heads: int
+    layers: int
+    parameters: int
+    window: int
+    sinks: int
+    height: int = 480
+    width: int = 832
+    chunk: int = 3
+    passes: int = 5
+    camera: bool = False
+    moving_sinks: bool = False
+    text_on_cpu: bool = False
+
+    @property
+    def tokens_per_frame(self) -> int:
+        return self.height // (2 * _LATENT_CELL) * (self.width // (2 * _LATENT_CELL))
+
+    @property
+    def frames_per_chunk(self) -> int:
+        return 4 * self.chunk
+
+    @property
+    def area(self) -> float:
+        """Relative to 480x832."""
+        return self.height * self.width / _VAE_PIXELS
+
+
+@dataclass(frozen=True)
+class Split:
+    """ulysses x pipeline ranks; `tensor` means tensor parallelism in the place of Ulysses."""
+
+    ranks: int = 1
+    stages: int = 1
+    tensor: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.ranks * self.stages
+
+    def __str__(self) -> str:
+        parts = [f"{'TP' if self.tensor else 'Ulysses'} {self.ranks}"] if self.ranks > 1 else []
+        parts += [f"PP {self.stages}"] if self.stages > 1 else []
+        return " x ".join(parts) or "1 GPU"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Milliseconds and bytes. chunk_ms: between two chunks of one session while `sessions` run; per_chunk_ms: of the
+    server. memory_bytes: of the fullest rank. max_sessions: that fit.
+    """
+
+    split: Split
+    sessions: int
+    steps_ms: float
+    decode_ms: float
+    chunk_ms: float
+    per_chunk_ms: float
+    first_frame_ms: float
+    session_bytes: float
+    memory_bytes: float
+    max_sessions: int
+    fps: float
+
+    @property
+    def fits(self) -> bool:
+        return self.max_sessions >= self.sessions
+
+
+def linear_tflop(model: StreamModel, query_frames: int) -> float:
+    q = query_frames * model.tokens_per_frame
+    return 2 * q * (6 * model.dim**2 + 2 * model.dim * model.ffn_dim) * model.layers / 1e12
+
+
+def attention_tflop(model: StreamModel, query_frames: int, window: int) -> float:
+    n = model.tokens_per_frame
+    return 4 * query_frames * n * window * n * model.dim * model.layers / 1e12
+
+
+def cross_tflop(model: StreamModel, query_frames: int) -> float:
+    return 4 * query_frames * model.tokens_per_frame * TEXT_ROWS * model.dim * model.layers / 1e12
+
+
+def pass_ms(model: StreamModel, card: Card, window: int) -> float:
+    """One pass over one chunk on one GPU."""
+    q = model.chunk * model.tokens_per_frame
+    elementwise_s = model.layers * card.elementwise_passes * q * model.dim * _BF16 / card.elementwise_bytes_per_s
+    compute_s = (
+        linear_tflop(model, model.chunk) / card.gemm(model.dim)
+        + attention_tflop(model, model.chunk, window) / card.attention_tflops
+        + cross_tflop(model, model.chunk) / card.cross_attention_tflops
+    )
+    return 1e3 * (compute_s + elementwise_s)
+
+
+def camera_ms(model: StreamModel, card: Card) -> float:
+    """A chunk's camera modulation on one GPU: four square layers a block."""
+    flop = 8 * model.chunk * model.tokens_per_frame * model.dim**2 * model.layers
+    return 1e3 * flop / 1e12 / card.gemm(model.dim) if model.camera else 0.0
+
+
+def exchange_ms(model: StreamModel, card: Card, split: Split) -> float:
+    """What `split.ranks` ranks add to one pass: all-to-alls (Ulysses) or all-reduces (TP), packing, waiting."""
+    u = split.ranks
+    if u == 1:
+        return 0.0
+    q = model.chunk * model.tokens_per_frame
+    activations = q * model.dim * _BF16
+    if split.tensor:  # three all-reduces a block, each twice over the link, and two of normalisation sums
+        transfer_s = 3 * 2 * activations * (u - 1) / u / card.link_bytes_per_s
+        pack_s, collectives = 0.0, 5
+    else:  # q, k, v to heads, the result back; each rank has 1/u of the tokens
+        collectives = 2
+        transfer_s = 4 * activations / u * (u - 1) / u / card.link_bytes_per_s
+        pack_s = card.pack_s * q * model.dim / (4680 * 5120) / u
+    return 1e3 * model.layers * (transfer_s + pack_s + collectives * card.sync_s)
+
+
+def hop_ms(model: StreamModel, card: Card, split: Split) -> float:
+    """Hidden states (fp32 residual) from one stage to the next."""
+    size = 2 * _BF16 * model.chunk * model.tokens_per_frame * model.dim / split.ranks
+    return 1e3 * (card.link_latency_s + size / card.link_bytes_per_s)
+
+
+def chunk_steps_ms(model: StreamModel, card: Card, split: Split, window: int) -> float:
+    """All passes of one chunk, as if one stage ran all blocks."""
+    one = pass_ms(model, card, window) / split.ranks + exchange_ms(model, card, split)
+    return model.passes * one + camera_ms(model, card) / split.ranks
+
+
+def decode_ms(model: StreamModel, card: Card, *, first: bool = False) -> float:
+    tflop = _DECODE_TFLOP * (model.chunk - first) + _DECODE_FIRST_TFLOP * first
+    return 1e3 * tflop * model.area / card.vae_tflops
+
+
+def cross_kv_bytes(model: StreamModel, split: Split) -> float:
+    return 2 * TEXT_ROWS * model.dim * _BF16 * model.layers / split.stages / (split.ranks if split.tensor else 1)
+
+
+def session_bytes(model: StreamModel, split: Split) -> float:
+    """On the last stage's first rank, which decodes."""
+    frames = model.window + (model.sinks if model.moving_sinks else 0)
+    window = 2 * _BF16 * frames * model.tokens_per_frame * model.dim * model.layers / split.gpus
+    caches = (_DECODER_CACHE + (_ENCODER_CACHE if model.camera else 0)) * model.area
+    return window + cross_kv_bytes(model, split) + caches
+
+
+def weight_bytes(model: StreamModel, split: Split) -> float:
+    shared = split.stages * (split.ranks if split.tensor else 1)
+    return model.parameters * _BF16 / shared + _VAE_WEIGHTS + (0 if model.text_on_cpu else _TEXT_WEIGHTS)
+
+
+def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> Prediction:
+    """What `sessions` live sessions get.
+
+    A strict session's passes follow one another, so stages only help when several sessions fill them: the server then
+    ends a chunk every max(busiest stage, one session's own latency / sessions).
+    """
+    steps, decode = chunk_steps_ms(model, card, split, model.window), decode_ms(model, card)
+    hops = model.passes * split.stages * hop_ms(model, card, split) if split.stages > 1 else 0.0
+    request = 1e3 * card.request_s
+    latency = steps + hops + decode + request
+    busiest = steps / split.stages + decode + request
+    per_chunk = max(busiest, latency / sessions)
+    first_steps = chunk_steps_ms(model, card, split, model.chunk)
+    setup = 1e3 * card.text_encoder_cpu_s if model.text_on_cpu else 0.0
+    if model.camera:  # the start picture through the VAE's encoder, with the chunk's grey frames behind it
+        setup += 1e3 * _ENCODE_TFLOP * (1 + model.chunk) * model.area / card.vae_tflops
+    # Sessions that begin together are set up one after the other, before the first of their steps.
+    first = sessions * setup + first_steps + hops + decode_ms(model, card, first=True) + request
+    first += 1e3 * card.first_frame_s
+    each = session_bytes(model, split)
+    fixed = weight_bytes(model, split) + card.workspace_bytes * model.area
+    return Prediction(
+        split=split,
+        sessions=sessions,
+        steps_ms=steps,
+        decode_ms=decode,
+        chunk_ms=per_chunk * sessions,
+        per_chunk_ms=per_chunk,
+        first_frame_ms=first,
+        session_bytes=each,
+        memory_bytes=fixed + sessions * each,
+        max_sessions=max(0, int((0.95 * card.memory_bytes - fixed) // each)),
+        fps=1e3 * model.frames_per_chunk / per_chunk,
+    )
+
+
+def splits(model: StreamModel, gpus: int) -> list[Split]:
+    """Every split over at most `gpus` GPUs that the model's heads and layers allow."""
+    found = [Split()]
+    for ranks in range(1, gpus + 1):
+        if model.heads % ranks:
+            continue
+        for stages in range(1, gpus // ranks + 1):
+            if ranks * stages == 1 or stages > model.layers:
+                continue
+            found += [Split(ranks, stages, tensor) for tensor in ((False, True) if ranks > 1 else (False,))]
+    return found

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models `plan` knows by name, and how a checkpoint directory becomes one. Reads configs, no weights."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
+from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes as lingbot_shapes
+from vllm_omni.model_executor.models.registry import detect_family
+from vllm_omni.model_executor.models.wan.transformer_weights import transformer_shapes
+from vllm_omni.planning.cost import StreamModel
+
+NAMES = ("lingbot_world", "causal_wan_1_3b", "causal_wan_14b")
+_WAN_14B: dict[str, Any] = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
+
+
+def model_of(name: str, **changes: Any) -> StreamModel:
+    """A model by name (`NAMES`) or checkpoint directory. changes: fields of `StreamModel`. Raises ValueError."""
+    if name == "lingbot_world":
+        return _lingbot(LingBotWorldConfig(), changes)
+    if name == "causal_wan_1_3b":
+        return _causal(name, CausalWanConfig(), changes)
+    if name == "causal_wan_14b":
+        return _causal(name, CausalWanConfig(**_WAN_14B), changes)
+    path = Path(name)
+    if not path.is_dir():
+        raise ValueError(f"{name} is neither a checkpoint directory nor one of {', '.join(NAMES)}")
+    family = detect_family(path)
+    values = family.hf_config(path).get(family.name, {}).get("transformer")
+    if family.name == "lingbot_world":
+        return _lingbot(LingBotWorldConfig.from_checkpoint(values), changes)
+    if family.name == "causal_wan":
+        return _causal(str(path), CausalWanConfig.from_checkpoint(values), changes)
+    raise ValueError(f"{name} is a {family.name}; `plan` knows lingbot_world and causal_wan")
+
+
+def _lingbot(config: LingBotWorldConfig, changes: dict[str, Any]) -> StreamModel:
+    fields = {
+        "window": config.window_frames or 18,
+        "sinks": config.sink_frames or 9,
+        "camera": True,
+        "text_on_cpu": True,
+        **changes,
+    }
+    return StreamModel("lingbot_world", **_sizes(config, lingbot_shapes(config)), **fields)
+
+
+def _causal(name: str, config: CausalWanConfig, changes: dict[str, Any]) -> StreamModel:
+    window, sinks = config.window_frames or 21, config.sink_frames or 3
+    fields = {"window": window, "sinks": sinks, "moving_sinks": True, **changes}
+    return StreamModel(name, **_sizes(config, transformer_shapes(config)), **fields)
+
+
+def _sizes(config: LingBotWorldConfig | CausalWanConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    return {
+        "dim": config.dim,
+        "ffn_dim": config.ffn_dim,
+        "heads": config.num_heads,
+        "layers": config.num_layers,
+        "parameters": sum(math.prod(shape) for shape in shapes.values()),
+    }
