@@ -5,6 +5,8 @@ One engine of two ranks for all tests of this module; the last one kills a rank.
 """
 
 import asyncio
+import contextlib
+import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -100,10 +102,49 @@ def test_sessions_under_load_equal_those_of_one_rank(
         assert all(np.array_equal(a, b) for a, b in zip(mine, alone(runner, seed), strict=True))
 
 
+def test_a_storm_of_clients_changes_nobodys_chunks(
+    two_ranks: Doors, null_world: Path, request: pytest.FixtureRequest
+) -> None:
+    """Twelve clients for six places begin, wait for room, cancel chunks and close, beside one-shot requests."""
+
+    async def client(number: int) -> list[list[np.ndarray]]:
+        rng = random.Random(number)
+        lives = []
+        for life in range(3):
+            name, latents = f"storm-{number}-{life}", []
+            for index in range(CHUNKS):
+                if index and rng.random() < 0.3:
+                    slow = DiffusionParams(session_id=name, chunk_index=index, options={"steps": 99, "step_ms": 20})
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(two_ranks.engine.run(slow, {}), rng.random() / 10)
+                first: dict[str, Any] = {"prompt": "a field", "seed": number} if index == 0 else {}
+                params = DiffusionParams(session_id=name, chunk_index=index, output="latents", **first)
+                answer = await two_ranks.engine.run_when_room(params, {}, timeout_s=60, wait_s=60)
+                latents.append(answer[1]["latents"].copy())
+            await two_ranks.close(name)
+            lives.append(latents)
+            shot = DiffusionParams(session_id=f"{name}-shot", prompt="x", one_shot=True)
+            await two_ranks.engine.run_when_room(shot, {}, timeout_s=60, wait_s=60)
+        return lives
+
+    async def storm() -> list[list[list[np.ndarray]]]:
+        await two_ranks.close(*(f"s{seed}" for seed in range(2 * PER_RANK)))
+        return await asyncio.gather(*(client(number) for number in range(4 * PER_RANK)))
+
+    results = two_ranks.loop.run_until_complete(storm())
+    assert two_ranks.ranks.held == [0, 0]
+    runner = request.getfixturevalue("make_runner")(null_world)
+    for number, lives in enumerate(results):
+        expected = alone(runner, number)
+        for latents in lives:
+            assert all(np.array_equal(a, b) for a, b in zip(latents, expected, strict=True))
+
+
 def test_two_ranks_hold_twice_as_many_sessions(two_ranks: Doors) -> None:
     """One more than both hold is refused; a closed one makes room for it on the rank that had it."""
 
     async def scenario() -> None:
+        await asyncio.gather(*(two_ranks.walk(f"s{seed}", seed, range(1)) for seed in range(2 * PER_RANK)))
         with pytest.raises(RequestFailed, match="capacity"):
             await two_ranks.walk("one-too-many", 9)
         home = two_ranks.ranks.rank_of("s0")
