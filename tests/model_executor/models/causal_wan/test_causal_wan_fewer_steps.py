@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chunk that goes with fewer steps (`omni.degradations`): what it is, and who can do it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from causal_wan_driver import finish, input_video, load_model, make_request, open_session, step
+
+from vllm_omni.model_executor.interfaces import SupportsDegradation, check_degradations
+from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
+from vllm_omni.model_executor.models.causal_wan.tiny import make_tiny
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("causal_wan")
+    make_tiny(out, 0, "original")
+    return out
+
+
+def chunks(model: CausalWan, degradations: tuple[str, ...], source: str) -> tuple[list[torch.Tensor], list[int]]:
+    """Latents of two chunks, and how many forwards each took."""
+    options = {"source": source}
+    session = open_session(model, output="latents", options=options)
+    latents, forwards = [], []
+    for frames in (range(9), range(9, 21)):
+        tensors = {"video": input_video(frames)} if source == "video" else None
+        request = make_request(session, tensors, prompt="a beach", output="latents", options=options)
+        request.degradations = degradations
+        model.prepare_encode(request)
+        while request.step < request.num_steps:
+            step(model, [request])
+        latents.append(finish(model, request)[1]["latents"])
+        forwards.append(request.num_steps)
+    return latents, forwards
+
+
+@pytest.mark.parametrize("source", ["text", "video"])
+def test_fewer_steps_is_a_model_of_every_second_step(checkpoint: Path, source: str) -> None:
+    """Bit for bit: two of four steps, and the clean pass."""
+    full = load_model(checkpoint)
+    half = load_model(checkpoint, denoising_steps=[1000.0, 500.0], video_denoising_steps=[700.0, 400.0])
+    found, forwards = chunks(full, ("fewer_steps",), source)
+    expected, same = chunks(half, (), source)
+    assert forwards == same == [3, 3] and chunks(full, (), source)[1] == [5, 5]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("fewer_steps", {"cache": "noise_matched"}, "a window for every step"),
+        ("fewer_steps", {"denoising_steps": [1000.0]}, "one entry"),
+        ("smaller_window", {}, "window_frames"),
+        ("tiny_vae", {}, "decoder"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_reason(
+    checkpoint: Path, name: str, options: dict[str, Any], reason: str
+) -> None:
+    model = load_model(checkpoint, **options)
+    assert isinstance(model, SupportsDegradation)
+    with pytest.raises(ValueError, match=rf"CausalWan cannot do '{name}'.*{reason}"):
+        check_degradations(model, ["fewer_steps", name] if name != "fewer_steps" else [name])

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the runner does with the scheduler's notes, and what it tells the scheduler of progress."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scheduling import execute, new_request, run_to_end, step
+
+from vllm_omni.core.scheduler_note import SchedulerNote
+from vllm_omni.core.step_output import ChunkProgress
+from vllm_omni.outputs import RequestFailed
+
+
+def noted(request_id: str, note: SchedulerNote) -> Any:
+    data = new_request(request_id, session_id=request_id, chunk_index=0, prompt="a field", output="latents")
+    assert data.pooling_params is not None
+    data.pooling_params = note.attach(data.pooling_params)
+    return data
+
+
+@pytest.fixture(scope="module")
+def model(null_world: Path) -> Path:
+    return null_world
+
+
+def test_a_refused_stream_ends_at_once_without_a_session(make_runner: Any, model: Path) -> None:
+    runner = make_runner(model)
+    result = execute(runner, step(new=[noted("r", SchedulerNote(refused="no room for it"))]))["r"]
+    assert isinstance(result, RequestFailed) and (result.code, result.message) == ("capacity", "no room for it")
+    assert len(runner.sessions) == 0
+
+
+def test_a_degraded_chunk_takes_fewer_steps_and_says_so(make_runner: Any, model: Path) -> None:
+    runner = make_runner(model, {"scheduling": "deadline", "degradations": ["fewer_steps"]})
+    meta, _ = run_to_end(runner, noted("r", SchedulerNote(degradations=["fewer_steps"])))["r"]
+    assert meta["degradations"] == ["fewer_steps"] and len(meta["timings_ms"]["steps"]) == 3
+    meta, _ = run_to_end(runner, noted("q", SchedulerNote()))["q"]
+    assert "degradations" not in meta and len(meta["timings_ms"]["steps"]) == 5
+
+
+@pytest.mark.parametrize("name", ["smaller_window", "tiny_vae"])
+def test_a_server_that_cannot_degrade_that_way_does_not_start(make_runner: Any, model: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"NullWorldPipeline cannot do '{name}'"):
+        make_runner(model, {"scheduling": "deadline", "degradations": [name]})
+
+
+def test_progress_of_chunks_that_go_on(make_runner: Any, model: Path) -> None:
+    """Steps done, steps in all, elements of the latents; nothing of one that is done."""
+    runner = make_runner(model)
+    output = runner.execute_model(step(new=[noted("r", SchedulerNote())]))
+    assert output.progress == {"r": ChunkProgress(1, 5, 4 * 4 * 6)}
+    for _ in range(3):
+        runner.execute_model(step(running=["r"]))
+    assert runner.execute_model(step(running=["r"])).progress == {}
