@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan 2.2 on the real engine: one rank, two tensor-parallel ranks, two Ulysses ranks, two pipeline stages.
+
+Nightly: an engine for each. The default suite serves the same model over HTTP (test_openai_wan22.py).
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_client import running_engine
+
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "model_executor" / "models" / "wan2_2"))
+from wan22_driver import HEIGHT, WIDTH, load_model, make_video, picture
+
+pytestmark = pytest.mark.nightly
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "TP 2": {"tensor_parallel_size": 2},
+    "Ulysses 2": {"tensor_parallel_size": 2, "sequence_parallel": True},
+    "PP 2": {"pipeline_parallel_size": 2},
+}
+TOLERANCE = {"one rank": 0.0, "TP 2": 1e-4, "Ulysses 2": 1e-4, "PP 2": 0.0}
+"""Tensor and sequence parallel ranks sum in another order; pipeline stages run the same products."""
+
+
+@pytest.fixture(scope="module")
+def i2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wan2_2_i2v")
+    get_family("wan2_2").make_tiny(out, 0, "i2v")
+    return out
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_videos_of_one_batch_equal_the_model_alone(i2v: Path, setting: str) -> None:
+    """Three image-to-video requests at once over both experts; one more is aborted, one refused."""
+    wanted: list[dict[str, Any]] = [
+        {"seed": seed, "num_inference_steps": 6 + seed, "prompt": "a river", "num_frames": 9} for seed in range(3)
+    ]
+    model = load_model(i2v)
+    expected = [make_video(model, {"image": picture()}, output="latents", **fields)[1]["latents"] for fields in wanted]
+    flags = dict(SETTINGS[setting])
+    options = {"max_num_frames": 9, "sequence_parallel": flags.pop("sequence_parallel", False)}
+
+    async def scenario() -> list[torch.Tensor]:
+        async with running_engine(i2v, {"height": HEIGHT, "width": WIDTH, "model": options}, **flags) as client:
+            image = {"image": picture()}
+            long = asyncio.create_task(
+                client.send(image, session_id="long", one_shot=True, **{**wanted[0], "num_inference_steps": 200})
+            )
+            results = await asyncio.gather(
+                *(
+                    client.send(image, session_id=f"s{number}", one_shot=True, output="latents", **fields)
+                    for number, fields in enumerate(wanted)
+                )
+            )
+            with pytest.raises(RequestFailed, match="send the tensor 'image'"):
+                await client.send(session_id="bare", one_shot=True, **wanted[0])
+            assert not long.done()
+            long.cancel()
+            await asyncio.gather(long, return_exceptions=True)
+            after = await client.send(image, session_id="after", one_shot=True, output="latents", **wanted[0])
+            return [tensors["latents"].clone() for _, tensors in (*results, after)]
+
+    got = asyncio.run(scenario())
+    for number, latents in enumerate(got):
+        difference = (latents - expected[number % 3]).abs().max().item()
+        assert difference <= TOLERANCE[setting], (setting, number, difference)
