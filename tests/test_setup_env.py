@@ -161,3 +161,30 @@ def test_missing_python_is_explained_by_make(tmp_path: Path) -> None:
     assert result.returncode != 0
     assert "there is no 'no-such-python' on PATH" in result.stderr
     assert "make PYTHON=python3.12 setup" in result.stderr
+
+
+def test_an_extra_is_added_once_to_a_finished_environment(
+    setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make nightly` after `make test` installs what is missing and nothing else; `make test` then has nothing to do."""
+    done: list[object] = []
+    monkeypatch.setenv("DEVICE", "cpu")
+    monkeypatch.setattr(setup_env, "make_venv", lambda venv: (venv / "bin").mkdir(parents=True, exist_ok=True))
+    monkeypatch.setattr(setup_env, "install", lambda venv, device: done.append(device))
+    monkeypatch.setattr(setup_env, "install_extra", lambda venv, extra: done.append(f"[{extra}]"))
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.touch(mode=0o755)
+    for extras, expected in (((), ["cpu"]), (("ray",), ["[ray]"]), (("ray",), []), ((), [])):
+        done.clear()
+        assert setup_env.main(tmp_path, extras) == 0
+        assert done == expected
+
+
+def test_extras_leave_torch_as_it_is(setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(setup_env, "run_logged", lambda command, log: commands.append([*map(str, command)]) or True)
+    (tmp_path / "constraints.txt").write_text("torch==2.13.0+cpu\n")
+    setup_env.install_extra(tmp_path, "ray")
+    assert commands[0][-4:-2] == ["--constraint", str(tmp_path / "constraints.txt")]
+    assert commands[0][-1].endswith("[ray]")
