@@ -2,11 +2,12 @@
 """What it costs to save a session to a file and to restore it, against copying its bytes.
 
     python benchmarks/session_snapshot.py                       # the tiny LingBot World on this machine
+    python benchmarks/session_snapshot.py --height 480 --width 832   # the same with more bytes
     python benchmarks/session_snapshot.py --full-size           # the released architecture, random weights (one GPU)
     python benchmarks/session_snapshot.py --full-size --layers 2 --height 64 --width 96   # try it without a GPU
 
 Saving and restoring go through the real engine (`collective_rpc`). Copying is done in the worker as well: the same
-tensors from their device into fresh host memory (for saving), and from there back into the session's buffers (for
+tensors from their device into fresh host memory (for saving), and from there back into fresh buffers on the device (for
 restoring), with plain `copy_`. `ratio` is the worker's own time for the snapshot over the time for the copy; both are
 medians of pairs taken in turn. The file lies in a RAM disk if there is one, because the cost of a disk is not ours.
 """
@@ -36,7 +37,7 @@ RAM_DISK = Path("/dev/shm")
 
 
 def copy_session(worker: Any, session_id: str) -> dict[str, float]:
-    """In the worker: ms to copy a session's tensors into fresh host memory and back into buffers like its own."""
+    """In the worker: ms to copy a session's tensors into fresh host memory and back into fresh buffers."""
     import torch
 
     tensors = list(worker.model_runner.sessions.get(session_id).tensors().values())
@@ -53,7 +54,7 @@ def copy_session(worker: Any, session_id: str) -> dict[str, float]:
 
     with torch.inference_mode():
         out_ms, host = timed(lambda: [torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in tensors])
-        back_ms, _ = timed(lambda: [t.copy_(h) for t, h in zip(tensors, host, strict=True)])
+        back_ms, _ = timed(lambda: [torch.empty_like(t).copy_(h) for t, h in zip(tensors, host, strict=True)])
     return {"out_ms": out_ms, "back_ms": back_ms}
 
 

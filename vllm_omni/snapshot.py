@@ -29,7 +29,8 @@ FORMAT_VERSION: Final = 1
 _KIND: Final = "vllm_omni.session"
 _KEY: Final = "omni_session"
 _ALIGN: Final = 64
-_MAX_HEADER_BYTES: Final = 16 << 20
+_MAX_VECTORS: Final = 1024  # the kernel's limit of one pwritev
+_STAGING_BYTES: Final = 64 << 20
 _DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -190,41 +191,80 @@ def plan(described: Sequence[RankDescription], package_version: str, owner: Mapp
 
 
 def create_file(path: Path, planned: SnapshotPlan) -> None:
-    """Make the file at its full size with its header. It must not exist; only its owner may read it."""
+    """Make the file at its full size with its header. It must not exist; only its owner may read it.
+
+    Its blocks are allocated now, so that a full disk is an error before anybody has copied anything. Raises
+    `RequestFailed("snapshot_storage")`.
+    """
     with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-        file.write(planned.head)
-        file.truncate(planned.nbytes)
+        try:
+            os.posix_fallocate(file.fileno(), 0, planned.nbytes)
+            file.write(planned.head)
+        except OSError as error:
+            path.unlink()
+            raise RequestFailed(
+                "snapshot_storage", f"there is no room for a snapshot of {planned.nbytes} bytes ({error.strerror})"
+            ) from error
 
 
 def write_tensors(path: Path, nbytes: int, offsets: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors from their device to their places in an existing file of `nbytes`. Raises `RequestFailed`."""
+    """Copy tensors from their device to their places in an existing file of `nbytes`. Raises `RequestFailed`.
+
+    Host tensors go from where they are to the file in one copy, strided ones piece by piece; device tensors through a
+    small page-locked buffer.
+    """
     try:
-        found = path.stat().st_size
+        file = path.open("r+b", buffering=0)
     except OSError:
-        found = -1
-    if found != nbytes:
+        file = None
+    if file is None or os.fstat(file.fileno()).st_size != nbytes:
         raise RequestFailed(
             "snapshot_storage", "a worker does not see the snapshot's file: all ranks need the directory it is in"
         )
-    content = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
-    for name, tensor in tensors.items():
-        if tensor.numel():
+    with file:
+        descriptor = file.fileno()
+        waiting: list[torch.Tensor] = []  # host bytes that go to `start`, one behind the other
+        start = end = 0
+        staging: torch.Tensor | None = None
+        for name, tensor in tensors.items():
+            if waiting and (tensor.is_cuda or offsets[name] != end or len(waiting) >= _MAX_VECTORS):
+                _write(descriptor, waiting, start)
+                waiting = []
+            if not waiting:
+                start = offsets[name]
             end = offsets[name] + tensor.nbytes
-            place = content[offsets[name] : end]
-            # Tensors whose places are not multiples of their item size cannot be viewed; their bytes can be copied.
-            if place.data_ptr() % tensor.element_size() == 0 and offsets[name] % tensor.element_size() == 0:
-                _copy(place.view(tensor.dtype).view(tensor.shape), tensor)
-            else:
-                place.copy_(tensor.contiguous().flatten().view(torch.uint8))
+            pieces = _pieces(tensor)
+            if not tensor.is_cuda:
+                waiting += pieces
+                continue
+            if staging is None:
+                staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+            position = offsets[name]
+            for part in (part for piece in pieces for part in piece.split(_STAGING_BYTES)):
+                position = _write(descriptor, [staging[: part.numel()].copy_(part)], position)
+        _write(descriptor, waiting, start)
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy in pieces that are contiguous on both sides, if they are large: a device then needs no second copy."""
-    if not source.is_contiguous() and source.dim() > 2 and source[0, 0].is_contiguous():
-        for row, values in zip(target.flatten(0, 1), source.flatten(0, 1), strict=True):
-            row.copy_(values)
-    else:
-        target.copy_(source)
+def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The bytes of a tensor as flat uint8 tensors without a copy, if what is contiguous in it is large enough."""
+    if tensor.numel() == 0:
+        return []
+    if not tensor.is_contiguous() and tensor.dim() > 2 and tensor[0, 0].is_contiguous():
+        return [row.flatten().view(torch.uint8) for row in tensor.flatten(0, 1)]
+    return [tensor.contiguous().flatten().view(torch.uint8)]
+
+
+def _write(descriptor: int, pieces: Sequence[torch.Tensor], position: int) -> int:
+    """Write host bytes at `position`; returns the position after them."""
+    left = [piece.numpy().data for piece in pieces]
+    while left:
+        written = os.pwritev(descriptor, left[:_MAX_VECTORS], position)
+        position += written
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if left:
+            left[0] = left[0][written:]
+    return position
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -282,6 +322,15 @@ def check_fits(header: SnapshotHeader, model: ModelIdentity, rank: int, weights:
     if part.weights != weights:
         raise RequestFailed("foreign_snapshot", "the weights differ from those the session was made with")
     return part
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy in pieces that are contiguous on both sides, if they are large: a device then needs no second copy."""
+    if target.is_cuda and not target.is_contiguous() and target.dim() > 2 and target[0, 0].is_contiguous():
+        for row, values in zip(target.flatten(0, 1), source.flatten(0, 1), strict=True):
+            row.copy_(values)
+    else:
+        target.copy_(source)
 
 
 class SavedTensors:

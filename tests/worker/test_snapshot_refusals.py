@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The format of a snapshot, and every file that must be refused: each with a reason, each without a trace."""
 
+import errno
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +192,22 @@ def test_a_session_that_moved_between_the_two_calls_is_not_torn(
         worker.save("b", tmp_path / "torn")
     assert failure.value.code == "session_busy"
     assert not (tmp_path / "torn").exists()
+
+
+def test_a_full_disk_is_an_error_and_no_file_is_left(
+    worker: Worker, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known before anything is copied."""
+    worker.restore("b", snapshot)
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(RequestFailed, match="no room for a snapshot") as failure:
+        worker.save("b", tmp_path / "large")
+    assert failure.value.code == "snapshot_storage"
+    assert not (tmp_path / "large").exists()
 
 
 def test_other_weights_have_another_digest() -> None:

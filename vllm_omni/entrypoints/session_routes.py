@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, from_failure, not_found
+from vllm_omni.entrypoints.openai.protocol import ErrorReply
 from vllm_omni.entrypoints.realtime.connection import ANONYMOUS, principal_of
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.mobility import SessionMobility
@@ -79,7 +80,12 @@ class SessionRoutes:
 
     def attach(self, app: FastAPI) -> None:
         body = {"requestBody": {"required": True, "content": _BINARY}}
-        created: dict[int | str, dict[str, Any]] = {201: {"model": SessionReply}}
+        errors: dict[int | str, dict[str, Any]] = {
+            "4XX": {"model": ErrorReply, "description": "The request is refused."},
+            "5XX": {"model": ErrorReply, "description": "The server could not answer it."},
+        }
+        created = {**errors, 201: {"model": SessionReply, "description": "The restored session."}}
+        snapshot = {**errors, 200: {"content": _BINARY, "description": "The snapshot."}}
         for path, method, route, extra in (
             (PATH, "POST", self._create, {"openapi_extra": body, "responses": created, "status_code": 201}),
             (
@@ -88,8 +94,8 @@ class SessionRoutes:
                 self._put,
                 {"openapi_extra": body, "responses": created, "status_code": 201},
             ),
-            (f"{PATH}/{{session_id}}", "DELETE", self._delete, {"status_code": 204}),
-            (f"{PATH}/{{session_id}}/snapshot", "GET", self._snapshot, {"responses": {200: {"content": _BINARY}}}),
+            (f"{PATH}/{{session_id}}", "DELETE", self._delete, {"responses": errors, "status_code": 204}),
+            (f"{PATH}/{{session_id}}/snapshot", "GET", self._snapshot, {"responses": snapshot}),
         ):
             settings: dict[str, Any] = {"response_class": Response, "response_model": None, "tags": ["omni"], **extra}
             app.add_api_route(path, route, methods=[method], **settings)
