@@ -166,7 +166,7 @@ def test_missing_python_is_explained_by_make(tmp_path: Path) -> None:
 def test_an_extra_is_added_once_to_a_finished_environment(
     setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`make nightly` after `make test` installs what is missing and nothing else; `make test` then has nothing to do."""
+    """`make nightly` after `make test` installs what is missing and nothing else; then both have nothing to do."""
     done: list[object] = []
     monkeypatch.setenv("DEVICE", "cpu")
     monkeypatch.setattr(setup_env, "make_venv", lambda venv: (venv / "bin").mkdir(parents=True, exist_ok=True))
