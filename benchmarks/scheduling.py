@@ -203,14 +203,18 @@ def decisions(model: Path, omni: dict[str, Any], streams: int, num_steps: int) -
     }
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="FIFO against deadline-first, and the cost of a decision.")
     parser.add_argument("--seeds", type=int, default=10, help="traces per point of a curve")
     parser.add_argument("--most-streams", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5000, help="scheduler steps that are timed")
     parser.add_argument("--live", type=int, default=64, help="live streams of the timed scheduler")
     add_output_arguments(parser)
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
 
     from vllm_omni.model_executor.models.registry import get_family
 
