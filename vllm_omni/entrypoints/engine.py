@@ -153,6 +153,8 @@ class OmniEngine:
 
     async def restore_session(self, session_id: str, path: Path) -> tuple[SnapshotHeader, dict[str, Any]]:
         """Make a session of a file under a new id: `(header, scalars)`. Raises `RequestFailed`."""
+        if self._ranks is not None and self._ranks.rank_of(session_id) is not None:
+            raise RequestFailed("session_exists", "a session of this id is live here")
         rank = self._ranks.adopt(session_id) if self._ranks is not None else None
         try:
             exchange = restore_exchange(session_id, path, rank)
