@@ -4,7 +4,7 @@
     python benchmarks/plan_errors.py            # print the table
     python benchmarks/plan_errors.py --write    # put it into the docs page
 
-Needs no GPU: the runs are benchmarks/results/*.json. tests/planning/test_plan.py holds the page and the errors.
+Needs no GPU: the runs are benchmarks/results/*.json. tests/planning/test_split_plan.py holds the page and the errors.
 """
 
 import argparse
