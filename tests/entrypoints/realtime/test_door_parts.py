@@ -39,15 +39,20 @@ def test_a_bad_limit_names_its_variable(value: str) -> None:
         DoorLimits.from_env({"VLLM_OMNI_MAX_CONNECTIONS": value})
 
 
-def config(family: str = "null_world", model: dict[str, Any] | None = None, **values: Any) -> Any:
+def config(family: str = "null_world", model: dict[str, Any] | None = None, ranks: int = 1, **values: Any) -> Any:
     hf_config = SimpleNamespace(to_dict=lambda: {"omni_family": family, **values})
     omni = {"height": 64, "width": 128, "max_sessions": 3, "model": model or {}}
-    return SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config), additional_config={"omni": omni})
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=hf_config),
+        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+        additional_config={"omni": omni},
+    )
 
 
 def test_a_family_states_only_what_differs(lingbot_world: Path) -> None:
     """Defaults are a causal Wan-like world; sizes and session limits come from the deployment."""
     assert WorldFacts.from_vllm_config(config(), "m") == WorldFacts(height=64, width=128, max_sessions=3, model="m")
+    assert WorldFacts.from_vllm_config(config(ranks=2), "m").max_sessions == 6
     checkpoint = get_family("lingbot_world").hf_config(lingbot_world)
     chunks = {"latent_frames_per_chunk": 2, "first_chunk_latent_frames": 4}
     facts = WorldFacts.from_vllm_config(config("lingbot_world", chunks, **checkpoint), "m")
