@@ -44,7 +44,7 @@ def config(family: str = "null_world", model: dict[str, Any] | None = None, rank
     omni = {"height": 64, "width": 128, "max_sessions": 3, "model": model or {}}
     return SimpleNamespace(
         model_config=SimpleNamespace(hf_config=hf_config),
-        parallel_config=SimpleNamespace(data_parallel_size=ranks),
+        parallel_config=SimpleNamespace(data_parallel_size=ranks, data_parallel_size_local=1, local_engines_only=False),
         additional_config={"omni": omni},
     )
 
