@@ -5,6 +5,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from engine_client import running_engine
 
@@ -22,6 +23,7 @@ async def first_frames(model: Path, **engine_args: Any) -> torch.Tensor:
     return frames
 
 
+@pytest.mark.nightly
 def test_both_released_layouts_hold_the_same_world(tmp_path: Path) -> None:
     """One seed written in the original and in the diffusers layout gives the same pixels."""
     frames = []

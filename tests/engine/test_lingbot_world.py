@@ -103,6 +103,7 @@ def test_worlds_side_by_side_equal_worlds_alone_bit_for_bit(
     one_rank.run(scenario())
 
 
+@pytest.mark.nightly
 def test_one_forward_for_several_worlds_agrees_within_tolerance(
     lingbot_world: Path, alone: list[list[torch.Tensor]]
 ) -> None:
@@ -116,6 +117,7 @@ def test_one_forward_for_several_worlds_agrees_within_tolerance(
     asyncio.run(scenario())
 
 
+@pytest.mark.nightly
 def test_the_stock_scheduler_gives_identical_chunks(lingbot_world: Path, alone: list[list[torch.Tensor]]) -> None:
     """A whole chunk per engine step is the same chunk."""
 
@@ -133,7 +135,7 @@ def test_the_stock_scheduler_gives_identical_chunks(lingbot_world: Path, alone: 
     "parallel",
     [
         pytest.param({"pipeline_parallel_size": 2}, id="pipeline"),
-        pytest.param({"tensor_parallel_size": 2}, id="tensor"),
+        pytest.param({"tensor_parallel_size": 2}, id="tensor", marks=pytest.mark.nightly),
         pytest.param({"tensor_parallel_size": 2, "sequence_parallel": True}, id="sequence"),
     ],
 )

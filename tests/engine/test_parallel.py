@@ -22,6 +22,7 @@ def one_rank(null_engine: SharedEngine) -> list[list[torch.Tensor]]:
     return null_engine.run(sessions(null_engine.client))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("parallel", ["pipeline_parallel_size", "tensor_parallel_size"])
 def test_two_ranks_equal_one(null_world: Path, one_rank: list[list[torch.Tensor]], parallel: str) -> None:
     """Three sessions at once (two micro-batches in flight with stages) and every way to fail, then still identical."""

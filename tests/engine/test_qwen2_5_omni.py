@@ -25,6 +25,8 @@ from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.pipeline.stage import StageDied
 
+pytestmark = pytest.mark.nightly
+
 SEED = 5
 CODES = 40
 GREEDY = SpeechDefaults(chunk_codes=0, temperature=0.0, top_k=0, top_p=1.0, max_codes=CODES)

@@ -202,6 +202,6 @@ def test_the_online_example_prints_text_and_rows(server: Server, tmp_path: Path)
     command = [sys.executable, str(script), PROMPT, "--url", server.url, "--layers", "1", "-1", "--max-tokens", "5"]
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=600, check=True)
     states = from_safetensors(out.read_bytes())
-    assert f"layer -1: {tuple(states[-1].shape)}" in done.stdout and tuple(states) == (-1, 1)
+    assert f"layer -1: {tuple(states[-1].shape)}" in done.stdout and set(states) == {-1, 1}
     wrong = subprocess.run([*command, "--layers", "3"], capture_output=True, text=True, timeout=600, check=False)
     assert wrong.returncode == 1 and "hidden_state_layers" in wrong.stderr

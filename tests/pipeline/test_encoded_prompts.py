@@ -19,6 +19,7 @@ from vllm_omni.pipeline.stage import Stage
 IDS = [5, 9, 14, 3, 7, 11]
 
 
+@pytest.mark.nightly
 def test_states_cross_from_one_engine_to_the_other(tiny_language_model: Path, null_world: Path) -> None:
     """The rows are transformers' hidden states, and arrive bit for bit among the diffusion request's tensors."""
     from transformers import AutoModel

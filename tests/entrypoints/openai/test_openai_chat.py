@@ -15,6 +15,8 @@ from PIL import Image
 from vllm_omni.entrypoints.media import encode_mp4
 from vllm_omni.model_executor.models.registry import get_family
 
+pytestmark = pytest.mark.nightly
+
 SMALL = {"max_image_pixels": 128 * 128, "max_video_pixels": 64 * 96, "max_video_frames": 9}
 
 

@@ -16,6 +16,8 @@ from PIL import Image
 
 from vllm_omni.model_executor.models.registry import get_family
 
+pytestmark = pytest.mark.nightly
+
 STEPS = 3
 
 

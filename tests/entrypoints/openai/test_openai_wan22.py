@@ -19,6 +19,8 @@ from PIL import Image
 
 from vllm_omni.model_executor.models.registry import get_family
 
+pytestmark = pytest.mark.nightly
+
 WIDTH, HEIGHT, STEPS = 96, 64, 3
 SMALL: dict[str, Any] = {"num_frames": 5, "num_inference_steps": STEPS, "seed": 5}
 MANY_STEPS = 600
