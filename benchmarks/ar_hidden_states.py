@@ -22,6 +22,8 @@ import common
 
 WORKER = "vllm_omni.worker.ARGPUWorker"
 SCHEDULER = "vllm_omni.core.sched.ARHiddenStatesScheduler"
+IDLE_S = 1.5
+"""Pause before each timed run: a worker polls its queue for a second after a message, on a core the other needs."""
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {},
     "large": {
@@ -156,6 +158,7 @@ def unasked(stock: Any, ours: Any, args: argparse.Namespace) -> dict[str, Any]:
     for pair in range(args.pairs):
         order = [("stock", stock), ("ours", ours)]
         for name, llm in order if pair % 2 == 0 else reversed(order):
+            time.sleep(IDLE_S)
             elapsed, outputs = run(llm, None, args)
             seconds[name].append(elapsed)
             tokens[name] = [list(output.outputs[0].token_ids) for output in outputs]
