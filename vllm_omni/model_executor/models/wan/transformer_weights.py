@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors of a text-conditioned Wan transformer, as tables: Wan's own names, and diffusers' mapped to them.
 
-Causal and bidirectional networks have the same ones. Knows no folders; a family's `weights.py` loads. Held by
+Causal and bidirectional networks have the same ones; a network with a camera has more. Knows no folders; a family's
+`weights.py` loads. Held by
 tests/model_executor/models/causal_wan/test_causal_wan_weights.py and
 tests/model_executor/models/wan2_2/test_wan22_checkpoint.py.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from vllm_omni.model_executor.tensor_files import Shape
 from vllm_omni.model_executor.weights import Rules
+
+Sizes = tuple[int | str, ...]
+"""A tensor's shape in letters and numbers."""
 
 
 class WanNetwork(Protocol):
@@ -54,7 +59,7 @@ TRANSFORMER_RULES: Rules = (
 )
 """Training wrappers' prefixes and diffusers names -> Wan's own, which pass unchanged."""
 
-TRANSFORMER_TENSORS = {
+TRANSFORMER_TENSORS: dict[str, Sizes] = {
     "patch_embedding.weight": ("D", "I", 1, 2, 2),
     "patch_embedding.bias": ("D",),
     "text_embedding.0.weight": ("D", "X"),
@@ -74,7 +79,7 @@ TRANSFORMER_TENSORS = {
 """The tensors outside the blocks. D width, I input channels, X text width, Q time frequencies, O output channels of one
 2x2 patch."""
 
-BLOCK_TENSORS = {
+BLOCK_TENSORS: dict[str, Sizes] = {
     "modulation": (1, 6, "D"),
     **{
         f"{attention}.{layer}.{kind}": ("D", "D") if kind == "weight" else ("D",)
@@ -95,8 +100,15 @@ BLOCK_TENSORS = {
 
 def transformer_shapes(config: WanNetwork) -> dict[str, Shape]:
     """Return name -> shape of every tensor of this architecture (825 at 1.3B, 1095 at 14B)."""
+    return network_shapes(config, TRANSFORMER_TENSORS, BLOCK_TENSORS)
+
+
+def network_shapes(
+    config: WanNetwork, outside: Mapping[str, Sizes], block: Mapping[str, Sizes], **more_sizes: int
+) -> dict[str, Shape]:
+    """Shapes of a network of these tables. more_sizes: what letters mean beside those of the tables here."""
     patch = config.patch_size[1] * config.patch_size[2]
-    sizes: dict[int | str, int] = {
+    sizes: dict[str, int] = {
         "D": config.dim,
         "6D": 6 * config.dim,
         "F": config.ffn_dim,
@@ -104,10 +116,11 @@ def transformer_shapes(config: WanNetwork) -> dict[str, Shape]:
         "X": config.text_dim,
         "Q": config.freq_dim,
         "O": config.out_channels * patch,
+        **more_sizes,
     }
-    tensors = dict(TRANSFORMER_TENSORS)
-    for block in range(config.num_layers):
-        tensors |= {f"blocks.{block}.{name}": shape for name, shape in BLOCK_TENSORS.items()}
+    tensors = dict(outside)
+    for index in range(config.num_layers):
+        tensors |= {f"blocks.{index}.{name}": shape for name, shape in block.items()}
     return {
         name: tuple(sizes[size] if isinstance(size, str) else size for size in shape) for name, shape in tensors.items()
     }
