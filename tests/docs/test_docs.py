@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every command, code block and link in the documentation is real."""
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -124,3 +125,12 @@ def test_code_that_is_not_real_is_found(code: str) -> None:
     """Missing modules, missing names, syntax errors."""
     with pytest.raises(docs.DocsError):
         docs.check_python_code(code)
+
+
+@pytest.mark.parametrize("folder", ["vllm_omni", "benchmarks", "scripts", "examples", "docs"])
+def test_tests_that_are_named_exist(folder: str) -> None:
+    """Docstrings say which test holds what they promise."""
+    texts = [path for suffix in ("*.py", "*.md") for path in (docs.REPO / folder).rglob(suffix)]
+    assert texts
+    named = {name: path for path in texts for name in re.findall(r"\btests/[\w/]+\.py\b", path.read_text())}
+    assert {name: str(path) for name, path in named.items() if not (docs.REPO / name).is_file()} == {}

@@ -3,7 +3,7 @@
 
 The text encoder of many image models is a language model (Qwen-Image: Qwen2.5-VL). Served on the AR worker it shares
 its weights and batches with chat traffic; its states reach the diffusion engine as the bytes of an envelope, never as
-JSON. Held by tests/pipeline/test_prompt_embeds.py.
+JSON. Held by tests/pipeline/test_encoded_prompts.py.
 """
 
 from typing import Any

@@ -4,7 +4,7 @@
 vLLM's own chat handler renders the prompt (templates, pictures, sound, limits) and serves every request that wants text
 only. OpenAI's rules hold: with sound, the text is `message.audio.transcript` and `content` is null; a streamed reply
 carries pcm16 in base64. Nothing is sent before the first result is there, so failures before that have a status; later
-ones end the stream with an error. Held by tests/entrypoints/speech/test_served.py.
+ones end the stream with an error. Held by tests/entrypoints/speech/test_speech_served.py.
 """
 
 import base64

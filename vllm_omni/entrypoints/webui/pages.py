@@ -2,7 +2,7 @@
 """The page at `/omni/`: files of this package, read once, sent with headers that let them reach this server only.
 
 Nothing is made on the server: the page learns everything else from the WebSocket's greeting. It loads without a key,
-because it holds nothing and can do nothing without one. Held by tests/entrypoints/webui/test_pages.py.
+because it holds nothing and can do nothing without one. Held by tests/entrypoints/webui/test_page_files.py.
 """
 
 import hashlib

@@ -3,7 +3,7 @@
 
 Doors consult only this (and `WorldFacts` for worlds); what it does not allow is refused before the engine is touched.
 Geometry of worlds (chunk sizes, camera) is `entrypoints/realtime/facts.py`'s. Held by
-tests/entrypoints/openai/test_capabilities.py.
+tests/entrypoints/openai/test_plan.py.
 """
 
 from typing import Annotated, Literal

@@ -3,7 +3,7 @@
 
 In the original layouts a training checkpoint lies in a Wan 2.1 T2V directory, whose `config.json`, VAE, text encoder
 and tokenizer it uses. Only looks; `weights.py` loads.
-Held by tests/model_executor/models/causal_wan/test_causal_wan_checkpoint.py.
+Held by tests/model_executor/models/causal_wan/test_causal_wan_weights.py.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@
 
 s scales the noise put into a chunk, t is the timestep its first denoise step is fed. A stream's first chunk has s_0.
 Source of the formulas: StreamDiffusionV2, streamv2v noise controller.
-Held by tests/model_executor/models/causal_wan/test_motion.py.
+Held by tests/model_executor/models/causal_wan/test_causal_wan_video.py.
 """
 
 # T frames of a chunk

@@ -3,7 +3,7 @@
 
 Reads a request beside its session and returns `ChunkInputs`, or raises `RequestFailed` naming the field, what arrived
 and what is allowed. Changes nothing, allocates nothing on the device, gives the same answer on every rank.
-Held by tests/model_executor/models/causal_wan/test_causal_wan_request.py.
+Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ in the window's content, and a window that holds just the row's own frames makes
 
 No step of the forward waits for the device: slots and lengths are host integers, what depends on the timestep is kept
 on the device by timestep. Maths: guandeh17/Self-Forcing @ 33593df, wan/modules/causal_model.py.
-Held by tests/model_executor/models/causal_wan/test_causal_wan_transformer.py.
+Held by tests/model_executor/models/causal_wan/test_causal_wan_parallel.py.
 """
 
 # B rows (one chunk of one session each), L tokens of a chunk, T of them on this rank, D width, N heads (of this rank

@@ -3,7 +3,7 @@
 
 The network is diffusers' `AutoencoderKLWan`; this file owns its architecture, the names of Wan's own file, and
 normalisation. Latents are normalised, fp32 and in the order [B, C, T, h, w] at both doors; T latent frames stand for
-4 T - 3 video frames. Held by the golden files and tests/model_executor/models/lance/test_lance_vae.py.
+4 T - 3 video frames. Held by the golden files and tests/model_executor/models/lance/test_lance_parity.py.
 """
 
 # B clips, C channels, T frames, H height, W width

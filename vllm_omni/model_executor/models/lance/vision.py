@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Qwen2.5-VL vision tower: pixels -> patches -> decoder rows. The network is transformers'.
 
-Held by the golden files and tests/model_executor/models/lance/test_lance_vision.py.
+Held by the golden files and tests/model_executor/models/lance/test_lance_parity.py.
 """
 
 from typing import Any

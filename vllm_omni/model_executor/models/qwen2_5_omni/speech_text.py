@@ -9,7 +9,7 @@ The recipe is that of transformers' `Qwen2_5OmniForConditionalGeneration.generat
 
 where the row of a token is its final hidden state + its embedding. The last reply token (as a rule the end of the turn)
 was never fed back and has no row. Embeddings are read from the checkpoint, row by row; no model lives here. Held by
-tests/model_executor/models/qwen2_5_omni/test_speech_text.py.
+tests/engine/test_qwen2_5_omni.py.
 """
 
 import functools

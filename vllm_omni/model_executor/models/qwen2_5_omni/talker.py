@@ -11,7 +11,7 @@ looks up embeddings, reply rows and the real rotary positions in buffers of fixe
 generations, with chunked prefill, preemption, async scheduling and CUDA graphs, without a hook in any runner.
 
 Requires prefix caching off (prompt ids of all requests look alike). Codec BOS is never sampled, as in the reference.
-Held by tests/model_executor/models/qwen2_5_omni/test_talker.py and tests/engine/test_qwen2_5_omni.py.
+Held by tests/engine/test_qwen2_5_omni.py.
 
 T tokens of a batch, S slots, L prompt tokens, R reply rows, D embedding size, H hidden size.
 """

@@ -4,7 +4,7 @@
 At full size each of these moves about 100 MB per operation when run eagerly; fused, each reads its inputs once. All
 compute in fp32 and round once at the end.
 Held by tests/model_executor/models/lingbot_world/test_lingbot_transformer.py and
-tests/model_executor/models/causal_wan/test_causal_wan_transformer.py.
+tests/model_executor/models/causal_wan/test_causal_wan_parallel.py.
 """
 
 # x: the residual stream [..., T, D]; N heads, H head dim, C = H/2 rotary lanes

@@ -4,7 +4,7 @@
 Causal and bidirectional networks have the same ones; a network with a camera has more. Knows no folders; a family's
 `weights.py` loads. Held by
 tests/model_executor/models/causal_wan/test_causal_wan_weights.py and
-tests/model_executor/models/wan2_2/test_wan22_checkpoint.py.
+tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
 """
 
 from collections.abc import Mapping

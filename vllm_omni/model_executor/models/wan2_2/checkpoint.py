@@ -4,7 +4,7 @@
 It takes a directory whose `model_index.json` names `WanPipeline` or `WanImageToVideoPipeline` and whose transformer is
 one that `Wan22Config` implements: all of Wan 2.2, and Wan 2.1 text-to-video. Wan 2.1 image-to-video (a CLIP image
 encoder) is left to diffusers. Only looks; `weights.py` loads.
-Held by tests/model_executor/models/wan2_2/test_wan22_checkpoint.py.
+Held by tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
 """
 
 import inspect

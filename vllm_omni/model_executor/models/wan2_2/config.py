@@ -3,7 +3,7 @@
 
 `Wan22Config` is the network, `Wan22Checkpoint` what `model_index.json` adds to it, `Wan22Options` what a deployment
 sets under `additional_config["omni"]["model"]`, `Wan22RequestOptions` what a request sets under `options`.
-Held by tests/model_executor/models/wan2_2/test_wan22_checkpoint.py.
+Held by tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
 """
 
 from collections.abc import Mapping

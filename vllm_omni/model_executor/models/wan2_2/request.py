@@ -3,7 +3,7 @@
 
 `read_request` returns a `VideoRequest` with every default resolved, or raises `RequestFailed` naming the field, what
 arrived and what is allowed. Allocates nothing on a device, gives the same answer on every rank.
-Held by tests/model_executor/models/wan2_2/test_wan22_request.py.
+Held by tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
 """
 
 from collections.abc import Mapping

@@ -6,7 +6,7 @@ nothing of requests, guidance or schedules. A row sees all of its own tokens and
 latent frames of a row may be clean: their tokens are fed timestep 0 (Wan 2.2's `expand_timesteps`).
 
 Maths: diffusers `WanTransformer3DModel` 0.42 (Wan-Video/Wan2.2, wan/modules/model.py).
-Held by tests/model_executor/models/wan2_2/test_wan22_transformer.py.
+Held by tests/model_executor/models/wan2_2/test_wan22_parity.py.
 """
 
 # B rows (one branch of one request each), L tokens of a video, T of them on this rank, D width, S text tokens, N heads

@@ -2,7 +2,7 @@
 """Strict loading of a Wan directory in diffusers' layout: one or two transformers, VAE, text encoder.
 
 Names and shapes of every component are compared before any of its data is read (`model_executor/weights.py`).
-Held by tests/model_executor/models/wan2_2/test_wan22_checkpoint.py.
+Held by tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
 """
 
 from pathlib import Path

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speech over HTTP: `vllm serve --omni` of a tiny Qwen2.5-Omni (three engines, one address) and the `openai` client."""
+
+import base64
+import io
+import json
+import math
+import signal
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import httpx
+import openai
+import psutil
+import pytest
+from openai_server import KEY, Served, serve, wait_until
+
+pytestmark = pytest.mark.nightly
+
+CODES = 40
+"""Most codes of a reply; the tiny talker ends on its own earlier or later."""
+PIECE = 2
+SAMPLES_PER_CODE = 480
+MESSAGES: list[Any] = [{"role": "user", "content": "Good morning!"}]
+SPEECH: dict[str, Any] = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
+
+
+@pytest.fixture(scope="module")
+def speech_server(qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    engine = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 2}
+    speech = {"chunk_codes": 2, "left_codes": 4, "right_codes": 1, "max_codes": CODES, "temperature": 0, "top_k": 0}
+    yield from serve(
+        qwen2_5_omni,
+        tmp_path_factory.mktemp("speech_server") / "server.log",
+        ["--max-model-len", "256", "--max-num-seqs", "4", "--skip-mm-profiling"],
+        {"model": {"talker": engine, "speech": speech}},
+        VLLM_CPU_KVCACHE_SPACE="1",
+    )
+
+
+def wav_samples(data: bytes) -> bytes:
+    with wave.open(io.BytesIO(data)) as file:
+        assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (24_000, 1, 2)
+        return file.readframes(file.getnframes())
+
+
+def num_codes(samples: bytes) -> int:
+    codes, rest = divmod(len(samples), 2 * SAMPLES_PER_CODE)
+    assert rest == 0
+    return codes
+
+
+def spoken(served: Served, **asked: Any) -> Any:
+    return served.client.chat.completions.create(
+        model="null", messages=MESSAGES, temperature=0, max_tokens=12, seed=5, **{**SPEECH, **asked}
+    )
+
+
+def test_a_reply_is_text_and_sound(speech_server: Served) -> None:
+    """The transcript is what the thinker alone says; the sound is all of the talker's codes; a seed repeats it."""
+    silent = speech_server.client.chat.completions.create(
+        model="null", messages=MESSAGES, temperature=0, max_tokens=12, seed=5
+    )
+    choice = spoken(speech_server).choices[0]
+    assert choice.message.content is None
+    assert choice.message.audio.transcript == silent.choices[0].message.content != ""
+    sound = wav_samples(base64.b64decode(choice.message.audio.data))
+    assert 0 < num_codes(sound) <= CODES and len(set(sound)) > 50
+    again = spoken(speech_server).choices[0]
+    assert again.message.audio.data == choice.message.audio.data
+    other = spoken(speech_server, audio={"voice": "Chelsie", "format": "wav"}).choices[0]
+    assert other.message.audio.data != choice.message.audio.data
+
+
+def test_a_streamed_reply_is_the_whole_one_in_pieces(speech_server: Served) -> None:
+    whole = spoken(speech_server).choices[0].message.audio
+    pcm16 = {"voice": "Ethan", "format": "pcm16"}
+    text, sound, last = "", [], None
+    for chunk in spoken(speech_server, audio=pcm16, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            if choice.delta.audio is not None:
+                text += choice.delta.audio.transcript or ""
+                sound += [base64.b64decode(choice.delta.audio.data)] if choice.delta.audio.data else []
+            last = choice.finish_reason or last
+        usage = chunk.usage
+    expected = wav_samples(base64.b64decode(whole.data))
+    assert text == whole.transcript and len(sound) == math.ceil(num_codes(expected) / PIECE) > 1
+    assert b"".join(sound) == expected
+    assert last == "length" and usage is not None and usage.completion_tokens == 12
+
+
+@pytest.mark.parametrize("audio_format", ["wav", "mp3"])
+def test_a_text_is_read_aloud(speech_server: Served, audio_format: Any) -> None:
+    """A file in the wanted format that lasts as long as the codes do (mp3 pads its ends)."""
+    with speech_server.client.audio.speech.with_streaming_response.create(
+        model="null", voice="Ethan", input="The harbour is quiet today.", response_format=audio_format
+    ) as speech:
+        data = speech.read()
+    with av.open(io.BytesIO(data), "r") as container:
+        seconds = sum(frame.samples / frame.sample_rate for frame in container.decode(audio=0))
+    assert SAMPLES_PER_CODE / 24_000 <= seconds <= CODES * SAMPLES_PER_CODE / 24_000 + 0.1
+
+
+def test_speech_as_events(speech_server: Served) -> None:
+    body = {"model": "null", "voice": "Ethan", "input": "Rain.", "stream_format": "sse"}
+    answer = httpx.post(
+        f"{speech_server.url}/v1/audio/speech", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+    )
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
+    assert [event["type"] for event in events] == ["speech.audio.delta"] * (len(events) - 1) + ["speech.audio.done"]
+    assert len(events) > 2
+
+
+def test_wrong_requests_say_what_is_allowed(speech_server: Served) -> None:
+    for asked, says in (
+        ({"audio": {"voice": "Nobody"}}, "Chelsie, Ethan"),
+        ({"audio": {"format": "midi"}}, "format"),
+        ({"stream": True, "audio": {"format": "mp3"}}, "pcm16"),
+        ({"n": 2}, "n=2"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=says):
+            spoken(speech_server, **asked)
+    with pytest.raises(openai.AuthenticationError):
+        speech_server.connect("wrong").audio.speech.create(model="null", voice="Ethan", input="x")
+    assert spoken(speech_server).choices[0].message.audio.data
+
+
+def test_a_client_that_leaves_holds_no_slot(speech_server: Served) -> None:
+    """More clients than the talker has slots leave after the first event; later ones are served at once."""
+    pcm16 = {"voice": "Ethan", "format": "pcm16"}
+    for _ in range(4):
+        stream = spoken(speech_server, audio=pcm16, stream=True)
+        next(iter(stream))
+        stream.close()
+    assert spoken(speech_server).choices[0].message.audio.data
+
+
+def test_a_dead_engine_is_told(speech_server: Served) -> None:
+    """The process of one engine is killed: requests that need it get 503, `/health` says which it was. Runs last."""
+    workers = [
+        child
+        for child in psutil.Process(speech_server.process.pid).children(recursive=True)
+        if any("EngineCore" in part for part in child.cmdline())
+    ]
+    assert len(workers) == 3
+    max(workers, key=lambda process: process.create_time()).send_signal(signal.SIGKILL)
+    wait_until(lambda: speech_server.get("/health")[0] == 503)
+    assert len(json.loads(speech_server.get("/health")[2])["stages"]) == 1
+    with pytest.raises(openai.InternalServerError) as told:
+        spoken(speech_server)
+    assert told.value.status_code == 503
