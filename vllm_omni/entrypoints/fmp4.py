@@ -20,7 +20,12 @@ from vllm_omni.entrypoints.media import check_frames
 # T frames, H height, W width, C = 3 channels (RGB)
 
 _MOVFLAGS: Final = "empty_moov+default_base_moof+frag_discont+cmaf"
-_ENCODER: Final = {"crf": "18", "preset": "veryfast", "tune": "zerolatency"}  # no B-frames: nothing is held back
+_ENCODER: Final = {
+    "crf": "18",
+    "preset": "veryfast",
+    "tune": "zerolatency",  # no B-frames: nothing is held back
+    "threads": "4",  # one slice each; not as many as there are cores, so that every machine makes the same bytes
+}
 
 
 class FragmentEncoder:
