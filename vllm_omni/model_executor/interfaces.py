@@ -36,6 +36,8 @@ class SessionState(ABC):
         self.session_id = session_id
         self.chunk_index = 0
         """Chunks committed so far = index of the next chunk."""
+        self.failure: RequestFailed | None = None
+        """Why no chunk can follow: one was committed on other ranks and could not be decoded on this one."""
 
     @property
     @abstractmethod
@@ -89,6 +91,8 @@ class DiffusionRequest:
     session: SessionState
     num_steps: int = 0
     """Forward passes this chunk needs; set by `prepare_encode` (0 = not prepared)."""
+    clean_passes: int = 0
+    """How many of them come last and leave the latents as they are; set by `prepare_encode`."""
     step: int = 0
     state: Any = None
     """The model's working set for this chunk: latents, noise, conditions. Dropped with the request."""
@@ -150,6 +154,21 @@ class SupportsStepExecution(Protocol):
 
     def warmup_inputs(self) -> list[Inputs]:
         """Requests of the largest shape, in session order; the runner runs them once in a throw-away session."""
+
+
+@runtime_checkable
+class SupportsVAEStage(Protocol):
+    """A model whose decoder can live on a pipeline stage of its own (`omni.vae_stage`).
+
+    On that stage it is built without layers; `prepare_encode` only checks the request there, and of the rest
+    only `post_decode` and `commit` are called. `latents` is of the chunk's size, on any device, before `take_over`.
+    """
+
+    def hand_over(self, request: DiffusionRequest) -> dict[str, Any]:
+        """Last stage with layers: what the result needs beside the clean latents, JSON types, without waiting."""
+
+    def take_over(self, request: DiffusionRequest, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
+        """VAE stage: the chunk's clean latents and what `hand_over` said; `post_decode` follows."""
 
 
 @runtime_checkable

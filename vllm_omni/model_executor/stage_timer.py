@@ -6,7 +6,7 @@ when the device has been waited for anyway. Elsewhere it is host time.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -38,7 +38,18 @@ class StageTimer:
         """Milliseconds of every stage so far, in order. On CUDA, waits for the last recorded stage."""
         if self._events:
             self._events[-1][2].synchronize()
-        spans = self._host_ms + [(name, start.elapsed_time(end)) for name, start, end in self._events]
+        return self.milliseconds_so_far()
+
+    def milliseconds_so_far(self) -> dict[str, list[float]]:
+        """The same of the stages that have ended on the device too; waits for nothing."""
+        ended = [(name, start.elapsed_time(end)) for name, start, end in self._events if end.query()]
+        return self._sorted(self._host_ms + ended)
+
+    def add(self, stages: Mapping[str, Sequence[float]]) -> None:
+        """Take over what another rank has measured."""
+        self._host_ms = [(name, value) for name, values in stages.items() for value in values] + self._host_ms
+
+    def _sorted(self, spans: Sequence[tuple[str, float]]) -> dict[str, list[float]]:
         stages: dict[str, list[float]] = {}
         for name, milliseconds in spans:
             stages.setdefault(name, []).append(round(milliseconds, 3))

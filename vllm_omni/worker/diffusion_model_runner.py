@@ -29,18 +29,20 @@ from vllm_omni.core.step_output import ChunkProgress, StepOutput
 from vllm_omni.model_executor.interfaces import (
     DiffusionRequest,
     SupportsStepExecution,
+    SupportsVAEStage,
     check_degradations,
-    require_finite,
 )
 from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed, pack, pack_error
 from vllm_omni.registration import steps_one_at_a_time
 from vllm_omni.worker.memory import MemoryBudget
-from vllm_omni.worker.overlap import ResultStream, StepPacer
+from vllm_omni.worker.overlap import FiniteCheck, PendingResult, ResultStream, StepPacer
 from vllm_omni.worker.pipeline_parallel import ReturnChannel
-from vllm_omni.worker.requests import RequestState, RequestStates
+from vllm_omni.worker.requests import RequestState, RequestStates, as_failure
 from vllm_omni.worker.sessions import SessionStore
+from vllm_omni.worker.stage_messages import unpack_whole, whole
 from vllm_omni.worker.step_batch import group_requests
+from vllm_omni.worker.vae_stage import VAEStage, hand_over
 from vllm_omni.worker.whole_request import WholeRequestModel
 
 if TYPE_CHECKING:
@@ -74,12 +76,16 @@ class DiffusionGPUModelRunner:
         self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=self._agreed_time)
         self.kv_caches: list[torch.Tensor] = []
         self.model_memory_usage = 0
+        self._num_stages = self.pp.world_size - self.omni.vae_stage
+        self._ends_steps = self.pp.rank_in_group == self._num_stages - 1
+        """Whether this rank has the last layers: it runs the schedule, checks and commits first."""
+        self._vae_stage: VAEStage | None = None
         self._channel: ReturnChannel | None = None
         several_gpus = device.type == "cuda" and get_world_group().world_size > 1
         overlap = several_gpus if self.omni.overlap_decode is None else self.omni.overlap_decode
         self.overlap_decode = overlap and self.step_at_a_time
         self._results = ResultStream(device, self.overlap_decode)
-        self._pacer = StepPacer(device)
+        self._pacer = StepPacer(device, stages=self.pp.world_size > 1)
         self._denoised: list[str] = []
         """Requests of the current step that are done but for their result."""
 
@@ -94,6 +100,8 @@ class DiffusionGPUModelRunner:
         in_steps = isinstance(model, SupportsStepExecution) and model.supports_step_execution
         self.model: Any = model if in_steps else WholeRequestModel(model)
         check_degradations(model, self.omni.degradations)
+        if self.omni.vae_stage:
+            self._vae_stage = self._make_vae_stage(model)
 
     def reload_weights(
         self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
@@ -105,14 +113,20 @@ class DiffusionGPUModelRunner:
             self.model_config.model = weights_path
         get_model_loader(self.load_config).load_weights(self.model, self.model_config)
 
+    def _make_vae_stage(self, model: Any) -> VAEStage | None:
+        if not isinstance(model, SupportsVAEStage):
+            raise ValueError(f"omni.vae_stage: the decoder of {type(model).__name__} cannot be a stage of its own")
+        results = self._results if self.tp.is_first_rank else None
+        return VAEStage(self.model, self.sessions, results) if self.pp.is_last_rank else None
+
     def get_model(self) -> Any:
         return self.model
 
     def warm_up(self) -> float:
         """Run the largest shape once in a throw-away session, fix the session budget; returns seconds."""
         start = time.perf_counter()
-        if self.pp.world_size > 1:
-            self._channel = ReturnChannel(self.pp.ranks, self.device)
+        if self._num_stages > 1:
+            self._channel = ReturnChannel(self.pp.ranks[: self._num_stages], self.device)
         budget = MemoryBudget(self.vllm_config, self.device)
         session_bytes = 0
         with budget.measure():
@@ -146,7 +160,7 @@ class DiffusionGPUModelRunner:
             tensors = self.pp.recv_tensor_dict(all_gather_group=self.tp)
             assert tensors is not None
             received = IntermediateTensors(tensors)
-        if self._channel is not None and not self.pp.is_last_rank:
+        if self._channel is not None and not self._ends_steps:
             self._channel.drain([state.request_id], self._take_answer)
         hidden = self._micro_step([state], received, {})
         if state.failure is not None:
@@ -161,7 +175,7 @@ class DiffusionGPUModelRunner:
     ) -> ModelRunnerOutput | IntermediateTensors:
         """One engine step: one micro-step for each scheduled request (a whole chunk under the stock scheduler)."""
         scheduled = list(scheduler_output.num_scheduled_tokens)
-        if self._channel is not None and not self.pp.is_last_rank:
+        if self._channel is not None and not self._ends_steps:
             self._channel.drain([*scheduler_output.finished_req_ids, *scheduled], self._take_answer)
         for request_id in scheduler_output.finished_req_ids:
             self._close(self.requests.remove(request_id))
@@ -174,11 +188,14 @@ class DiffusionGPUModelRunner:
         outputs: dict[str, torch.Tensor] = {}
         self._denoised = []
         if self.step_at_a_time:
-            due = [state for state in states if state.pending is not None]
+            due = [state for state in states if state.done and state.pending is not None]
             hidden = self._micro_step(states, intermediate_tensors, outputs)
+            if self._vae_stage is not None:
+                due = self._vae_stage.ready(due, alone=len(due) == len(states))
             # This step's work is queued: the device is busy while the host takes in earlier results.
             outputs.update({state.request_id: state.pending.envelope() for state in due if state.pending is not None})
-            self._pacer.wait(hurry=bool(due))
+            if self._vae_stage is None:
+                self._pacer.wait(hurry=bool(due))
             if hidden is not None:
                 return hidden
             outputs = self._deliverable(states, outputs)
@@ -228,6 +245,12 @@ class DiffusionGPUModelRunner:
         for state in states:
             if state.failure is None and state.chunk is None:
                 self._admit(state, outputs)
+        if self._vae_stage is not None:
+            assert received is not None
+            for state in self._vae_stage.advance(states, received):
+                self._commit_result(state, state.pending, outputs)
+            self._pack_failures(states, outputs)
+            return None
         # The same list on every rank; a finished chunk may be here once more to deliver a result held back.
         chunks = [state for state in states if not state.is_session_operation and not state.done]
         alive = self._agree(chunks, received)
@@ -236,22 +259,28 @@ class DiffusionGPUModelRunner:
         by_id = {state.request_id: state for state in alive}
         handed_on: dict[str, torch.Tensor] = {}
         for number, group in enumerate(groups):
-            hidden = received[f"hidden.{number}"] if received is not None else None
+            hidden = unpack_whole(f"hidden.{number}", received.tensors) if received is not None else None
             result = self._forward([by_id[request.request_id] for request in group], hidden)
-            if not self.pp.is_last_rank:
+            if not self._ends_steps:
                 assert result is not None
-                handed_on[f"hidden.{number}"] = result
+                handed_on |= whole(f"hidden.{number}", result, self.tp.world_size)
                 assert self._channel is not None
                 self._channel.expect(group, self.model)
             else:
                 self._after_step([by_id[request.request_id] for request in group], outputs)
-        if not self.pp.is_last_rank:
+        if not self._ends_steps:
             handed_on[_MASK] = self._mask(chunks, alive)
             return IntermediateTensors(handed_on)
+        if self.omni.vae_stage:
+            failed = [state for state in states if state.failure is not None and state not in alive]
+            return hand_over(self.model, [*alive, *failed], self.tp.world_size)
+        self._pack_failures(states, outputs)
+        return None
+
+    def _pack_failures(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> None:
         for state in states:
             if state.failure is not None and state.request_id not in outputs:
                 outputs[state.request_id] = pack_error(state.failure.code, state.failure.message)
-        return None
 
     def _forward(self, states: Sequence[RequestState], hidden: torch.Tensor | None) -> torch.Tensor | None:
         """One forward for one batch; on one rank, an exception costs only the request that causes it."""
@@ -261,7 +290,7 @@ class DiffusionGPUModelRunner:
                 for request in batch:
                     timed.enter_context(request.timer.stage("steps"))
                 result = self.model.denoise_step(batch, hidden)
-                if self.pp.is_last_rank:
+                if self._ends_steps:
                     self.model.step_scheduler(batch, result)
         except Exception as error:
             if get_world_group().world_size > 1:
@@ -270,10 +299,12 @@ class DiffusionGPUModelRunner:
                 for state in states:
                     self._forward([state], hidden)
             else:
-                states[0].failure = _as_failure(error)
+                states[0].failure = as_failure(error)
             return None
-        for request in batch:
+        for state, request in zip(states, batch, strict=True):
             request.step += 1
+            if self._ends_steps and request.step == request.num_steps - request.clean_passes:
+                state.finite = FiniteCheck(self.model.latents(request))
         return result
 
     def _after_step(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> None:
@@ -295,24 +326,33 @@ class DiffusionGPUModelRunner:
         assert request is not None
         result = None
         try:
-            require_finite(self.model.latents(request), "the chunk's latents")
-            if self.tp.is_first_rank:
+            assert state.finite is not None
+            state.finite.require("the chunk's latents")
+            if self.tp.is_first_rank and not self.omni.vae_stage:
                 result = self._results.decode(self.model, request, state.started_s)
                 if not self.overlap_decode:
                     outputs[state.request_id] = result.envelope()
         except Exception as error:
-            state.failure = _as_failure(error)
+            state.failure = as_failure(error)
         if not self._all_tp_ranks(state.failure is None) and state.failure is None:
             state.failure = RequestFailed("engine_error", "another tensor-parallel rank failed on this chunk")
         if state.failure is not None:
             outputs.pop(state.request_id, None)
             return
         self.model.commit(request)
+        self._commit_result(state, result, outputs)
+
+    def _commit_result(
+        self, state: RequestState, result: PendingResult | None, outputs: dict[str, torch.Tensor]
+    ) -> None:
+        """A chunk is part of its session: deliver its result now, or later if it is still on its way."""
         if result is None:
             outputs[state.request_id] = pack({})
         elif self.overlap_decode:
             state.pending = result
             self._denoised.append(state.request_id)
+        elif state.request_id not in outputs:
+            outputs[state.request_id] = result.envelope()
 
     # -- admission ---------------------------------------------------------------------------------------------
 
@@ -334,6 +374,8 @@ class DiffusionGPUModelRunner:
                 self.sessions.add(self.model.new_session(params))
                 state.opened_session = True
             session = self.sessions.get(params.session_id)
+            if session.failure is not None:
+                raise session.failure
             if params.chunk_index is not None and params.chunk_index != session.chunk_index:
                 raise RequestFailed(
                     "out_of_order",
@@ -354,7 +396,7 @@ class DiffusionGPUModelRunner:
             self.sessions.pin(params.session_id)
             state.chunk = request
         except Exception as error:
-            state.failure = _as_failure(error)
+            state.failure = as_failure(error)
             self._drop_unborn_session(state)
 
     def _session_operation(self, state: RequestState) -> dict[str, Any]:
@@ -365,7 +407,9 @@ class DiffusionGPUModelRunner:
                 raise RequestFailed("invalid_request", f"fork_to must name a new session, got {params.fork_to!r}")
             source = self.sessions.get(params.session_id)
             self.sessions.make_room(source.nbytes)
-            self.sessions.add(source.fork(params.fork_to))
+            copy = source.fork(params.fork_to)
+            copy.failure = source.failure
+            self.sessions.add(copy)
             return {"op": "fork", "session_id": params.fork_to, "chunk_index": source.chunk_index}
         existed = self.sessions.close(params.session_id)  # `reset`: the next chunk starts afresh under the same id
         return {"op": params.op, "session_id": params.session_id, "existed": existed}
@@ -391,7 +435,7 @@ class DiffusionGPUModelRunner:
 
     def settle(self, session_id: str) -> None:
         """Earlier stage: take in the last stage's answers to this session's finished chunks, and so commit them."""
-        if self._channel is not None and not self.pp.is_last_rank:
+        if self._channel is not None and not self._ends_steps:
             done = [
                 state.request_id
                 for state in self.requests
@@ -464,9 +508,10 @@ class DiffusionGPUModelRunner:
         world = get_world_group()
         if world.world_size == 1:
             return budget_bytes
-        sessions = torch.tensor([budget_bytes / session_bytes], dtype=torch.float64)
+        own = budget_bytes / session_bytes if session_bytes else float("inf")  # a rank beside the one that decodes
+        sessions = torch.tensor([own], dtype=torch.float64)
         dist.all_reduce(sessions, op=dist.ReduceOp.MIN, group=world.cpu_group)
-        return int(sessions.item() * session_bytes)
+        return int(sessions.item() * session_bytes) if session_bytes else 0
 
     def _agreed_time(self) -> float:
         """Seconds; on several ranks eviction may not differ, so nothing there is ever idle by the clock alone."""
@@ -547,13 +592,3 @@ def _chunk_order(state: RequestState) -> tuple[str, float]:
     if params is None:
         return ("", 0.0)
     return (params.session_id, float("inf") if params.chunk_index is None else params.chunk_index)
-
-
-def _as_failure(error: Exception) -> RequestFailed:
-    """Map an exception to what the client may read: our own texts as they are, anything else without its text."""
-    if isinstance(error, RequestFailed):
-        return error
-    if isinstance(error, torch.OutOfMemoryError):
-        return RequestFailed("oom", "the device ran out of memory on this chunk; the session is unchanged")
-    logger.exception("a request failed")
-    return RequestFailed("engine_error", "the model failed on this chunk; the server's log has the details")

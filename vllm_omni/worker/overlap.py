@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What overlaps with what on the device: decoding a finished chunk with the next steps, the host with the device.
 
-`ResultStream` decodes on a CUDA stream of its own, `PendingResult` is a result on its way to the host, `StepPacer`
-keeps the host from running ahead of the device, so that an abort still finds something to stop. Elsewhere than on
-CUDA everything has happened when a call returns.
+`ResultStream` decodes on a CUDA stream of its own, `PendingResult` is a result on its way to the host, `FiniteCheck`
+the verdict on a chunk, `StepPacer` keeps the host from running ahead of the device, so that an abort still finds
+something to stop. Elsewhere than on CUDA everything has happened when a call returns.
 Held by tests/worker/test_overlap.py.
 """
 
@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
-from vllm_omni.outputs import empty_result, pack
+from vllm_omni.outputs import RequestFailed, empty_result, pack
 
 _SLOW_STEP_MS = 50.0
 """From here on the next step is launched only after the last has ended: about 1 % of the device's time for an abort
 that takes effect within one step."""
+_SLOW_STAGE_MS = 150.0
+"""The same with pipeline stages, where a step's way through all processes takes three times as long."""
 
 
 class PendingResult:
@@ -45,6 +47,10 @@ class PendingResult:
         self._done = done
         self._started_s = started_s
 
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._done is None or bool(self._done.query())
+
     def wait(self) -> None:
         """Return when the device no longer reads anything of the request."""
         if self._done is not None:
@@ -56,6 +62,30 @@ class PendingResult:
         stages = self._request.timer.milliseconds()
         elapsed_ms = (time.perf_counter() - self._started_s) * 1e3
         return pack({**self._meta, "timings_ms": {**stages, "total": [round(elapsed_ms, 3)]}}, self._tensors)
+
+
+class FiniteCheck:
+    """Whether a tensor is finite, found out on the device while the host and the device go on."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._done: torch.cuda.Event | None = None
+        finite = torch.isfinite(tensor).all()
+        if tensor.is_cuda:
+            self._finite = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+        else:
+            self._finite = finite
+
+    def require(self, what: str) -> None:
+        """Wait for the answer; raises `RequestFailed("non_finite", ...)` if the tensor holds NaN or Inf."""
+        if self._done is not None:
+            self._done.synchronize()
+        if not bool(self._finite):
+            raise RequestFailed(
+                "non_finite", f"{what} contains NaN or Inf; the session is unchanged, send the chunk again"
+            )
 
 
 class ResultStream:
@@ -93,8 +123,9 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 class StepPacer:
     """Keeps the host at most one step ahead of the device, and not ahead at all where steps are long."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, stages: bool = False) -> None:
         self._cuda = device.type == "cuda"
+        self._slow_ms = _SLOW_STAGE_MS if stages else _SLOW_STEP_MS
         self._ends: deque[torch.cuda.Event] = deque(maxlen=3)
 
     def wait(self, *, hurry: bool) -> None:
@@ -107,5 +138,5 @@ class StepPacer:
         if len(self._ends) == 3:
             earlier, before, _ = self._ends
             before.synchronize()
-            if not hurry and earlier.elapsed_time(before) >= _SLOW_STEP_MS:
+            if not hurry and earlier.elapsed_time(before) >= self._slow_ms:
                 end.synchronize()

@@ -37,13 +37,14 @@ class _Receive:
 class ReturnChannel:
     """One rank's end of the way back. Collective: every rank of the world constructs it at the same point.
 
-    pp_ranks: the global ranks of this rank's pipeline, first stage first.
+    pp_ranks: the global ranks of this rank's pipeline that hold layers, first stage first; a rank outside them (a VAE
+    stage) takes part in the construction only.
     """
 
     def __init__(self, pp_ranks: Sequence[int], device: torch.device) -> None:
         self._ranks = list(pp_ranks)
         self._device = device
-        self._stage = self._ranks.index(dist.get_rank())
+        self._stage = self._ranks.index(dist.get_rank()) if dist.get_rank() in self._ranks else -1
         columns: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(columns, self._ranks)
         backend = "nccl" if device.type == "cuda" else "gloo"

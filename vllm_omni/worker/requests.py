@@ -18,7 +18,7 @@ from vllm_omni.inputs import DiffusionParams, request_tensors
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.multimodal import feature_tensors
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.overlap import PendingResult
+from vllm_omni.worker.overlap import FiniteCheck, PendingResult
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -36,8 +36,10 @@ class RequestState:
     chunk: DiffusionRequest | None = None
     opened_session: bool = False
     failure: RequestFailed | None = None
+    finite: FiniteCheck | None = None
+    """Whether the latents are finite, while the chunk nears its end."""
     pending: PendingResult | None = None
-    """The result of a chunk that is done, on its way to the host."""
+    """The chunk's result, on its way to the host; delivered when the chunk is done."""
     held_back: torch.Tensor | None = None
     """A finished envelope that waits for room in the next step's message."""
     degradations: tuple[str, ...] = ()
@@ -92,3 +94,13 @@ class RequestStates:
     def remove(self, request_id: str) -> RequestState | None:
         """Forget a request (finished or aborted); idempotent."""
         return self._states.pop(request_id, None)
+
+
+def as_failure(error: Exception) -> RequestFailed:
+    """Map an exception to what the client may read: our own texts as they are, anything else without its text."""
+    if isinstance(error, RequestFailed):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return RequestFailed("oom", "the device ran out of memory on this chunk; the session is unchanged")
+    logger.exception("a request failed")
+    return RequestFailed("engine_error", "the model failed on this chunk; the server's log has the details")

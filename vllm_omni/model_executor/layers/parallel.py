@@ -7,8 +7,9 @@
 - sequence parallel (Ulysses): every rank has all weights and a part of the tokens; around attention an all-to-all
   trades tokens for heads, so each rank attends with `heads / size` heads over the whole sequence.
 
-Pipeline stages cut the layers; the runner, not this file, carries hidden states between stages.
-Held by tests/model_executor/models/lingbot_world/test_lingbot_parallel.py.
+Pipeline stages cut the layers; the runner, not this file, carries hidden states between stages. With a VAE stage
+(`omni.vae_stage`) the pipeline's last rank holds no layer and decodes for the others.
+Held by tests/model_executor/models/lingbot_world/test_lingbot_parallel.py and tests/model_executor/test_parallel.py.
 """
 
 # B requests, T tokens (T_r: tokens of rank r), N heads (N_r = N / size), H head dim, D channels
@@ -24,7 +25,11 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """One rank's place. `group` is None exactly when `size` is 1."""
+    """One rank's place. `group` is None exactly when `size` is 1.
+
+    stage, num_stages: of the stages that hold layers; the VAE stage, if there is one, comes after them.
+    partition: layers of each stage, () = as even as possible.
+    """
 
     rank: int = 0
     size: int = 1
@@ -32,9 +37,13 @@ class ParallelContext:
     stage: int = 0
     num_stages: int = 1
     sequence_parallel: bool = False
+    vae_stage: bool = False
+    partition: tuple[int, ...] = ()
 
     @classmethod
-    def from_vllm(cls, sequence_parallel: bool = False) -> "ParallelContext":
+    def from_vllm(
+        cls, sequence_parallel: bool = False, vae_stage: bool = False, partition: Sequence[int] = ()
+    ) -> "ParallelContext":
         """Use vLLM's tensor-parallel and pipeline-parallel groups, which the worker has initialised."""
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -44,8 +53,10 @@ class ParallelContext:
             size=tensor.world_size,
             group=tensor.device_group if tensor.world_size > 1 else None,
             stage=pipeline.rank_in_group,
-            num_stages=pipeline.world_size,
+            num_stages=pipeline.world_size - vae_stage,
             sequence_parallel=sequence_parallel and tensor.world_size > 1,
+            vae_stage=vae_stage,
+            partition=tuple(partition),
         )
 
     @property
@@ -55,6 +66,16 @@ class ParallelContext:
     @property
     def last_stage(self) -> bool:
         return self.stage == self.num_stages - 1
+
+    @property
+    def is_vae_stage(self) -> bool:
+        """Whether this rank holds no layer and only decodes."""
+        return self.stage == self.num_stages
+
+    @property
+    def decodes(self) -> bool:
+        """Whether this rank turns latents into frames."""
+        return self.rank == 0 and (self.is_vae_stage if self.vae_stage else self.last_stage)
 
     @property
     def tensor_size(self) -> int:
@@ -74,10 +95,18 @@ class ParallelContext:
             )
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers of this stage: consecutive, as even as possible, longer stages first."""
-        lengths = split_evenly(num_layers, self.num_stages)
+        """Return the layers of this stage: consecutive, as `partition` says or as even as possible, longer first.
+
+        None on the VAE stage. Raises ValueError if `partition` does not fit.
+        """
+        lengths = list(self.partition) or split_evenly(num_layers, self.num_stages)
+        if len(lengths) != self.num_stages or sum(lengths) != num_layers or min(lengths) < 1:
+            raise ValueError(
+                f"omni.pipeline_partition {lengths} does not fit: {num_layers} layers over {self.num_stages} stages "
+                "that hold layers, at least one each"
+            )
         start = sum(lengths[: self.stage])
-        return range(start, start + lengths[self.stage])
+        return range(start, num_layers if self.is_vae_stage else start + lengths[self.stage])
 
     def token_slice(self, num_tokens: int) -> slice:
         """Return the tokens this rank works on outside attention (all of them unless sequence parallel)."""

@@ -93,7 +93,8 @@ class StreamSetup:
             tokenizer=layout.tokenizer,
             options=options,
             omni=omni,
-            parallel=parallel or ParallelContext.from_vllm(options.sequence_parallel),
+            parallel=parallel
+            or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.pipeline_partition or ()),
             dtype=dtype,
             tiny_vae_channels=tiny_vae_channels(layout.tiny_vae) if options.decoder == "tiny" else None,
             compiled=compiled,
@@ -117,13 +118,15 @@ class CausalWan(nn.Module):
         self.parallel = parallel = setup.parallel
         self.plan = ChunkPlan.resolve(setup.config, options)
         self.schedule = options.text_schedule()
-        self.text_encoder = TextEncoder(
-            setup.text_config,
-            setup.tokenizer,
-            max_tokens=setup.config.text_len,
-            device=options.text_encoder_device or "model",
-            dtype=setup.dtype,
-        )
+        self.text_encoder: TextEncoder | None = None
+        if not parallel.is_vae_stage:
+            self.text_encoder = TextEncoder(
+                setup.text_config,
+                setup.tokenizer,
+                max_tokens=setup.config.text_len,
+                device=options.text_encoder_device or "model",
+                dtype=setup.dtype,
+            )
         with default_dtype(setup.dtype):
             self.transformer = CausalWanTransformer(
                 setup.config,
@@ -131,11 +134,12 @@ class CausalWan(nn.Module):
                 residual_fp32=options.residual_dtype == "fp32",
                 compiled=setup.compiled,
             )
-        decodes = parallel.last_stage and parallel.rank == 0
+        decodes = parallel.decodes
         vae_dtype = options.vae_torch_dtype(setup.dtype)
         self.vae = StreamingWanVAE(
             setup.vae_config,
-            encoder=options.video_input,  # on every rank: each needs the noisy latents or their timestep
+            # on every rank with layers: each needs the noisy latents or their timestep
+            encoder=options.video_input and not parallel.is_vae_stage,
             decoder=decodes and setup.tiny_vae_channels is None,
             dtype=vae_dtype,
             compiled=setup.compiled,
@@ -185,7 +189,7 @@ class CausalWan(nn.Module):
             total += self.decoder.decoder_cache_nbytes(shape.height, shape.width)
         if self.video is not None and shape.source == "video":
             total += self.video.state_nbytes(shape.height, shape.width)
-        if self.options.recache_on_prompt_switch:
+        if self.options.recache_on_prompt_switch and not self.parallel.is_vae_stage:
             total += self.sizes.past_nbytes(shape)
         return total
 
@@ -197,6 +201,10 @@ class CausalWan(nn.Module):
         inputs = read_chunk(request, session)
         frames = session.next_frames()
         size = self.sizes.latent_shape(session.shape, len(frames))
+        if self.text_encoder is None:
+            request.state = Chunk.to_decode(frames, self.schedule, size, session.cache, inputs.prompt, inputs.seed)
+            request.num_steps = 1  # the ranks with layers know
+            return
         draws = [
             standard_normal(size, inputs.seed, session.chunk_index, step) for step in range(self.schedule.num_steps)
         ]
@@ -221,8 +229,10 @@ class CausalWan(nn.Module):
             prompt=inputs.prompt,
             seed=inputs.seed,
             video=video,
+            noise_scale=None if video is None else video.noise_scale,
         )
-        request.num_steps = len(replay) + request.state.schedule.num_steps + (self.options.cache != "noise_matched")
+        request.clean_passes = int(self.options.cache != "noise_matched")
+        request.num_steps = len(replay) + request.state.schedule.num_steps + request.clean_passes
 
     def refuse_degradation(self, name: str) -> str | None:
         if name == "fewer_steps":
@@ -279,14 +289,21 @@ class CausalWan(nn.Module):
             "width": session.shape.width,
             "seed": chunk.seed,
         }
-        if chunk.video is not None:
-            meta["noise_scale"] = chunk.video.noise_scale
+        if chunk.noise_scale is not None:
+            meta["noise_scale"] = chunk.noise_scale
         if session.shape.output == "latents":
             return meta, {"latents": chunk.latents}
-        assert self.decoder is not None, "only the last stage's first rank decodes"
+        assert self.decoder is not None, "only one rank of the last stage decodes"
         chunk.decoded_from = session.decoder_cache
         pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
         return meta, {"frames": to_uint8(pixels)}
+
+    def hand_over(self, request: DiffusionRequest) -> dict[str, Any]:
+        return {"noise_scale": _chunk_of(request).noise_scale}
+
+    def take_over(self, request: DiffusionRequest, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
+        chunk = _chunk_of(request)
+        chunk.latents, chunk.noise_scale = latents, facts["noise_scale"]
 
     def commit(self, request: DiffusionRequest) -> None:
         session, chunk = _session_of(request), _chunk_of(request)
@@ -296,7 +313,7 @@ class CausalWan(nn.Module):
         session.cross_kv, session.video = chunk.cross_kv, chunk.video
         session.decoder_cache = chunk.decoder_cache
         session.chunk_index += 1
-        if self.options.recache_on_prompt_switch:
+        if self.options.recache_on_prompt_switch and not self.parallel.is_vae_stage:
             past = PastChunk(chunk.frames, chunk.latents)
             session.past = still_visible((*session.past, past), self.plan, session.next_frames())
 

@@ -7,7 +7,7 @@ references, so an abandoned chunk leaves no trace.
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -209,7 +209,23 @@ class Chunk:
     seed: int
     video: VideoInput | None
 
+    noise_scale: float | None = None
+    """The video input's, also where that is not."""
     cross_kv: torch.Tensor | None = None
     decoder_cache: VAECache | None = None
     decoded_from: VAECache | None = None
     """Kept while the decode may still be reading it on the device."""
+
+    @classmethod
+    def to_decode(
+        cls,
+        frames: range,
+        schedule: FewStepSchedule,
+        size: Sequence[int],
+        cache: ChunkCache,
+        prompt: str,
+        seed: int,
+    ) -> "Chunk":
+        """A chunk on the VAE stage: its latents, of `size`, come when other ranks have made them."""
+        nothing = torch.empty(size, device="meta")
+        return cls(frames, schedule, nothing, nothing, (nothing, nothing), None, cache, (), prompt, seed, None)

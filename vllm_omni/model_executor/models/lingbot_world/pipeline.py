@@ -91,7 +91,8 @@ class WorldSetup:
             tokenizer=layout.tokenizer,
             options=options,
             omni=omni,
-            parallel=parallel or ParallelContext.from_vllm(options.sequence_parallel),
+            parallel=parallel
+            or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.pipeline_partition or ()),
             dtype=dtype,
             compiled=compiled,
         )
@@ -114,13 +115,15 @@ class LingBotWorld(nn.Module):
         self.parallel = setup.parallel
         self.plan = ChunkPlan.resolve(setup.config, setup.options)
         self.schedule = setup.options.denoise_schedule()
-        self.text_encoder = TextEncoder(
-            setup.text_config,
-            setup.tokenizer,
-            max_tokens=setup.config.text_len,
-            device=setup.options.text_encoder_device or "model",
-            dtype=setup.dtype,
-        )
+        self.text_encoder: TextEncoder | None = None
+        if not setup.parallel.is_vae_stage:
+            self.text_encoder = TextEncoder(
+                setup.text_config,
+                setup.tokenizer,
+                max_tokens=setup.config.text_len,
+                device=setup.options.text_encoder_device or "model",
+                dtype=setup.dtype,
+            )
         with default_dtype(setup.dtype):
             self.transformer = LingBotTransformer(
                 setup.config,
@@ -128,7 +131,7 @@ class LingBotWorld(nn.Module):
                 residual_fp32=setup.options.residual_dtype == "fp32",
                 compiled=setup.compiled,
             )
-        decodes = setup.parallel.last_stage and setup.parallel.rank == 0
+        decodes = setup.parallel.decodes
         self.vae = StreamingWanVAE(
             setup.vae_config,
             encoder=setup.parallel.first_stage,
@@ -189,7 +192,7 @@ class LingBotWorld(nn.Module):
             total += self.condition.state_nbytes(shape.height, shape.width)
         if self.vae.has_decoder and shape.output == "rgb":
             total += self.vae.decoder_cache_nbytes(shape.height, shape.width)
-        if self.options.reprime_on_prompt_switch:
+        if self.options.reprime_on_prompt_switch and not self.parallel.is_vae_stage:
             latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
             channels = self.config.out_channels + (self.config.condition_channels if self.condition is not None else 0)
             total += past_nbytes(self.plan, 4 * channels * latent_height * latent_width)
@@ -205,6 +208,10 @@ class LingBotWorld(nn.Module):
         shape, device = session.shape, self.transformer.device
         latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
         size = (self.config.out_channels, len(frames), latent_height, latent_width)
+        if self.text_encoder is None:
+            request.state = Chunk.to_decode(frames, size, session.window, inputs)
+            request.num_steps = 1  # the ranks with layers know
+            return
         draws = [
             standard_normal(size, inputs.seed, session.chunk_index, step) for step in range(self.schedule.num_steps)
         ]
@@ -235,6 +242,7 @@ class LingBotWorld(nn.Module):
             condition=condition,
         )
         request.num_steps = len(replay) + self.schedule.num_steps + 1
+        request.clean_passes = 1
 
     def batch_key(self, request: DiffusionRequest) -> Hashable:
         chunk = _chunk_of(request)
@@ -286,15 +294,22 @@ class LingBotWorld(nn.Module):
         pixels, chunk.decoder_cache = self.vae.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
         return meta, {"frames": to_uint8(pixels)}
 
+    def hand_over(self, request: DiffusionRequest) -> dict[str, Any]:
+        return {}
+
+    def take_over(self, request: DiffusionRequest, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
+        _chunk_of(request).latents = latents
+
     def commit(self, request: DiffusionRequest) -> None:
         session, chunk = _session_of(request), _chunk_of(request)
         session.window = chunk.window
         session.window.commit(chunk.frames.stop)
         session.prompt, session.seed, session.tail = chunk.prompt, chunk.seed, chunk.tail
         session.cross_kv, session.condition = chunk.cross_kv, chunk.condition
+        chunk.camera = None  # a rank that does not decode lets go of it here
         session.decoder_cache = chunk.decoder_cache
         session.chunk_index += 1
-        if self.options.reprime_on_prompt_switch:
+        if self.options.reprime_on_prompt_switch and not self.parallel.is_vae_stage:
             past = PastChunk(chunk.frames, chunk.latents, chunk.y, chunk.relative_F44, chunk.intrinsics_F4)
             session.past = still_visible((*session.past, past), self.plan, session.next_frames())
 

@@ -8,9 +8,9 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -27,6 +27,9 @@ from vllm_omni.model_executor.models.wan.replay import saved_chunks
 from vllm_omni.model_executor.models.wan.vae import VAECache
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
+
+if TYPE_CHECKING:
+    from vllm_omni.model_executor.models.lingbot_world.request import ChunkInputs
 
 
 @dataclass(frozen=True)
@@ -199,3 +202,25 @@ class Chunk:
     decoder_cache: VAECache | None = None
     decoded_from: VAECache | None = None
     """Kept while the decode may still be reading it on the device."""
+
+    @classmethod
+    def to_decode(cls, frames: range, size: Sequence[int], window: KVWindow, inputs: "ChunkInputs") -> "Chunk":
+        """A chunk on the VAE stage: its latents, of `size`, come when other ranks have made them."""
+        nothing = torch.empty(size, device="meta")
+        return cls(
+            frames=frames,
+            latents=nothing,
+            renoise=nothing,
+            y=None,
+            rope=(nothing, nothing),
+            camera_map=None,
+            text=None,
+            window=window,
+            replay=(),
+            relative_F44=inputs.relative_F44,
+            intrinsics_F4=inputs.intrinsics_F4,
+            prompt=inputs.prompt,
+            seed=inputs.seed,
+            tail=inputs.tail,
+            condition=None,
+        )

@@ -4,7 +4,8 @@
 It costs nearly nothing, yet behaves like a real causal world: a chunk's latents depend on prompt, seed, camera and all
 earlier chunks of the session, layers can be split over pipeline stages, and frames tell which chunk they belong to.
 `DiffusionParams.options` can slow it down or make it fail: `steps`, `step_ms`, `prepare_ms`, `decode_ms`,
-`fail_in` ("prepare" | "denoise" | "decode"), `fail_at` / `nan_at` (a step).
+`fail_in` ("prepare" | "denoise" | "decode"), `fail_at` / `nan_at` (a step). With `clean_pass` the last step leaves the
+latents as they are.
 
 Frames: every pixel of session frame n is n % 256, except pixel (0, 0) = (chunk % 256, signature % 256, 0), where the
 signature sums the chunk's latents.
@@ -20,11 +21,11 @@ import msgspec
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_pp_group
 
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
+from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed, empty_result
 from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
@@ -43,6 +44,7 @@ class NullFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fail_in: str | None = None
     fail_at: int = 0
     nan_at: int | None = None
+    clean_pass: bool = False
 
 
 class NullOptions(NullFaults, frozen=True, forbid_unknown_fields=True):
@@ -108,10 +110,10 @@ class NullWorldPipeline(StepPipeline):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         self.gain_N = nn.Parameter(torch.ones(NUM_LAYERS), requires_grad=False)
-        pp = get_pp_group()
-        self.is_first, self.is_last = pp.is_first_rank, pp.is_last_rank
-        per_stage = NUM_LAYERS / pp.world_size
-        self.layers = range(round(pp.rank_in_group * per_stage), round((pp.rank_in_group + 1) * per_stage))
+        partition = self.omni.pipeline_partition or ()
+        parallel = ParallelContext.from_vllm(vae_stage=self.omni.vae_stage, partition=partition)
+        self.is_first = parallel.first_stage
+        self.layers = parallel.layers(NUM_LAYERS)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded = dict(weights)
@@ -158,6 +160,7 @@ class NullWorldPipeline(StepPipeline):
         noise = torch.randn(session.memory_CHW.shape, generator=generator)
         request.state = _Chunk(noise.to(session.memory_CHW.device), options, prompt)
         request.num_steps = -(-options.steps // 2) if "fewer_steps" in request.degradations else options.steps
+        request.clean_passes = int(options.clean_pass)
 
     def refuse_degradation(self, name: str) -> str | None:
         return None if name == "fewer_steps" else "it has neither a window nor a decoder"
@@ -181,6 +184,8 @@ class NullWorldPipeline(StepPipeline):
     def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
         for request, x0_CHW in zip(batch, prediction, strict=True):
             chunk = request.state
+            if request.step >= request.num_steps - request.clean_passes:
+                continue
             chunk.latents_CHW = chunk.latents_CHW + (x0_CHW - chunk.latents_CHW) / (request.num_steps - request.step)
             if chunk.options.nan_at == request.step:
                 chunk.latents_CHW = chunk.latents_CHW * float("nan")
@@ -209,6 +214,12 @@ class NullWorldPipeline(StepPipeline):
             frames_THWC[number].fill_((first + number) % 256)
         frames_THWC[:, 0, 0] = torch.tensor([index % 256, signature % 256, 0], dtype=torch.uint8)
         return meta, {"frames": frames_THWC}
+
+    def hand_over(self, request: DiffusionRequest) -> dict[str, Any]:
+        return {}
+
+    def take_over(self, request: DiffusionRequest, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
+        request.state.latents_CHW = latents
 
     def commit(self, request: DiffusionRequest) -> None:
         session = request.session
