@@ -18,23 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.nn import functional
 
-from vllm_omni.model_executor.layers.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
+from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
-from vllm_omni.model_executor.models.wan.layers import (
-    CrossAttention,
-    Head,
-    KVView,
-    PatchEmbedding,
-    SelfAttention,
-    embed_time,
-    patchify,
-    stack,
-    unpatchify,
-)
+from vllm_omni.model_executor.models.wan.layers import Head, KVView, embed_time, stack, unpatchify
+from vllm_omni.model_executor.models.wan.transformer import WanTransformer
 
 _KEPT_TIMESTEPS = 128
 """Timesteps whose embedding is kept: 43 KiB each at 1.3B; the motion controller alone has 101 values."""
@@ -57,48 +46,7 @@ class ChunkRow:
     window: KVView
 
 
-class Block(nn.Module):
-    """One transformer block; `index` is its place among this stage's blocks."""
-
-    def __init__(self, config: CausalWanConfig, parallel: ParallelContext, chains: Chains, index: int) -> None:
-        super().__init__()
-        dim = config.dim
-        self.index = index
-        self.eps = config.eps
-        self.chains = chains
-        self.modulation = nn.Parameter(torch.empty(1, 6, dim), requires_grad=False)
-        self.self_attn = SelfAttention(config, parallel, chains)
-        self.norm3 = nn.LayerNorm(dim, eps=config.eps)
-        self.cross_attn = CrossAttention(config, parallel, chains)
-        self.ffn = nn.Sequential(
-            ColumnParallelLinear(dim, config.ffn_dim, parallel),
-            nn.GELU(approximate="tanh"),
-            RowParallelLinear(config.ffn_dim, dim, parallel),
-        )
-
-    def forward(
-        self,
-        x_BTD: torch.Tensor,
-        rows: Sequence[ChunkRow],
-        time_B6D: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        num_tokens: int,
-        write_only: bool,
-    ) -> torch.Tensor:
-        """One block; if `write_only`, stop once K/V are written and return `x_BTD` as it came."""
-        chains, dtype, norm3 = self.chains, self.norm3.weight.dtype, self.norm3
-        modulation = (self.modulation.float() + time_B6D).unsqueeze(2)
-        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unbind(1)
-        hidden = chains.modulated_norm(x_BTD, shift1, scale1, self.eps, dtype)
-        attended = self.self_attn(hidden, rows, rope, self.index, num_tokens, write_only)
-        if attended is None:
-            return x_BTD
-        x, hidden = chains.after_self_attention(x_BTD, attended, gate1, norm3.weight, norm3.bias, self.eps)
-        x, hidden = chains.after_cross_attention(x, self.cross_attn(hidden, rows, self.index), shift2, scale2, self.eps)
-        return chains.gated_add(x, self.ffn(hidden), gate2)
-
-
-class CausalWanTransformer(nn.Module):
+class CausalWanTransformer(WanTransformer[CausalWanConfig]):
     """This rank's part of the network. Parameters are created empty, in torch's default type and device."""
 
     def __init__(
@@ -109,87 +57,19 @@ class CausalWanTransformer(nn.Module):
         residual_fp32: bool = True,
         compiled: bool = False,
     ) -> None:
-        super().__init__()
-        parallel = parallel or ParallelContext()
-        parallel.check_divisible(config.num_heads, "num_heads")
-        if not parallel.sequence_parallel:
-            parallel.check_divisible(config.ffn_dim, "ffn_dim")
-        if parallel.num_stages > config.num_layers:
-            raise ValueError(f"{config.num_layers} layers can not be cut into {parallel.num_stages} pipeline stages")
-        self.config = config
-        self.parallel = parallel
-        self.residual_fp32 = residual_fp32
-        dim = config.dim
         chains = Chains.build(compiled)
-        if parallel.first_stage:
-            self.patch_embedding = PatchEmbedding(config)
-        self.text_embedding = nn.Sequential(
-            nn.Linear(config.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
-        )
-        self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
-        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
-        layers = parallel.layers(config.num_layers)
-        self.blocks = nn.ModuleDict(
-            {str(layer): Block(config, parallel, chains, index) for index, layer in enumerate(layers)}
-        )
-        if parallel.last_stage:
+        super().__init__(config, parallel, chains, residual_fp32=residual_fp32)
+        if self.parallel.last_stage:
             self.head = Head(config, chains)
         self.requires_grad_(False)
         self._times: OrderedDict[float, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
 
-    @property
-    def _text_weight(self) -> torch.Tensor:
-        layer = self.text_embedding[0]
-        assert isinstance(layer, nn.Linear)
-        return layer.weight
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._text_weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._text_weight.device
-
-    @property
-    def num_local_layers(self) -> int:
-        return len(self.blocks)
-
-    @property
-    def num_cache_heads(self) -> int:
-        """Heads whose self-attention K/V this rank keeps."""
-        return self.config.num_heads // self.parallel.size
-
-    @property
-    def cross_kv_nbytes(self) -> int:
-        """Bytes of one prompt's `cross_attention_kv` (all heads under sequence parallelism)."""
-        heads = self.config.num_heads // self.parallel.tensor_size
-        elements = heads * self.config.head_dim * self.config.text_len
-        return 2 * self.num_local_layers * elements * self.dtype.itemsize
-
-    def _blocks(self) -> list[Block]:
-        return [block for block in self.blocks.values() if isinstance(block, Block)]
-
-    def num_tokens(self, latents: torch.Tensor) -> int:
-        """Return L of a [channels, F, h, w] chunk."""
-        return latents[0].numel() // (self.config.patch_size[1] * self.config.patch_size[2])
+    def channels(self, row: ChunkRow) -> torch.Tensor:
+        return row.latents
 
     def forget(self) -> None:
         """Drop everything derived from weights (they were loaded anew or moved)."""
         self._times.clear()
-
-    def cross_attention_kv(self, text_SE: torch.Tensor) -> torch.Tensor:
-        """Encoded prompt (at most text_len rows) -> K/V [layers, 2, text_len, N, H] of this stage's blocks.
-
-        Missing rows are zero and take part in attention, as in the original. Collective under tensor parallelism.
-        Raises ValueError if the prompt has more rows than text_len or another width.
-        """
-        rows, width = text_SE.shape
-        if rows > self.config.text_len or width != self.config.text_dim:
-            raise ValueError(f"text must be [<= {self.config.text_len}, {self.config.text_dim}], got {rows}x{width}")
-        padded = functional.pad(text_SE.to(self.device, self.dtype), (0, 0, 0, self.config.text_len - rows))
-        text_SD = self.text_embedding(padded)
-        return torch.stack([block.cross_attn.keys_values(text_SD) for block in self._blocks()])
 
     def forward(
         self, rows: Sequence[ChunkRow], hidden_BTD: torch.Tensor | None = None, *, kv_only: bool = False
@@ -202,19 +82,9 @@ class CausalWanTransformer(nn.Module):
         """
         latents = rows[0].latents
         num_tokens = self.num_tokens(latents)
-        own = self.parallel.token_slice(num_tokens)
-        if hidden_BTD is None:
-            x = self.patch_embedding(stack([patchify(row.latents)[own] for row in rows]))
-            x = x.float() if self.residual_fp32 else x
-        else:
-            x = hidden_BTD
         times = [self._time(row.timestep) for row in rows]
         time_B6D = stack([modulation for _, modulation in times])
-        rope = (stack([row.rope[0] for row in rows]), stack([row.rope[1] for row in rows]))
-        last = self.num_local_layers - 1
-        for block in self._blocks():
-            stop = kv_only and self.parallel.last_stage and block.index == last
-            x = block(x, rows, time_B6D, rope, num_tokens, stop)
+        x = self.through_blocks(rows, hidden_BTD, time_B6D, num_tokens, kv_only=kv_only)
         if not self.parallel.last_stage:
             return x
         if kv_only:

@@ -54,6 +54,10 @@ class Wan22Config:
     def head_dim(self) -> int:
         return self.dim // self.num_heads
 
+    @property
+    def text_len(self) -> int:
+        return TEXT_LEN
+
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "Wan22Config":
         """Read diffusers' `transformer/config.json`. Raises ValueError naming unknown keys and unknown values."""

@@ -16,22 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
-from torch.nn import functional
 
-from vllm_omni.model_executor.layers.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
+from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.chains import Chains
-from vllm_omni.model_executor.models.wan.layers import (
-    CrossAttention,
-    PatchEmbedding,
-    SelfAttention,
-    embed_time,
-    linear_fp32,
-    patchify,
-    stack,
-    unpatchify,
-)
-from vllm_omni.model_executor.models.wan2_2.config import TEXT_LEN, Wan22Config
+from vllm_omni.model_executor.models.wan.layers import Head, embed_time, linear_fp32, unpatchify
+from vllm_omni.model_executor.models.wan.transformer import Block, WanTransformer
+from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 
 
 class OwnTokens:
@@ -90,60 +80,25 @@ class Times:
         return [torch.where(self.clean_BT1, one, row) for one, row in zip(clean, rows, strict=True)]
 
 
-class Block(nn.Module):
-    """One transformer block; `index` is its place among this stage's blocks."""
+class TimedBlock(Block):
+    """A block whose tokens may be at two timesteps: their row's, and 0."""
 
-    def __init__(self, config: Wan22Config, parallel: ParallelContext, chains: Chains, index: int) -> None:
-        super().__init__()
-        dim = config.dim
-        self.index = index
-        self.eps = config.eps
-        self.chains = chains
-        self.modulation = nn.Parameter(torch.empty(1, 6, dim), requires_grad=False)
-        self.self_attn = SelfAttention(config, parallel, chains)
-        self.norm3 = nn.LayerNorm(dim, eps=config.eps)
-        self.cross_attn = CrossAttention(config, parallel, chains)
-        self.ffn = nn.Sequential(
-            ColumnParallelLinear(dim, config.ffn_dim, parallel),
-            nn.GELU(approximate="tanh"),
-            RowParallelLinear(config.ffn_dim, dim, parallel),
-        )
-
-    def forward(
-        self,
-        x_BTD: torch.Tensor,
-        rows: Sequence[VideoRow],
-        times: Times,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        num_tokens: int,
-    ) -> torch.Tensor:
-        chains, norm3 = self.chains, self.norm3
-        shift1, scale1, gate1, shift2, scale2, gate2 = times.plus(self.modulation)
-        hidden = chains.modulated_norm(x_BTD, shift1, scale1, self.eps, norm3.weight.dtype)
-        attended = self.self_attn(hidden, rows, rope, self.index, num_tokens, False)
-        x, hidden = chains.after_self_attention(x_BTD, attended, gate1, norm3.weight, norm3.bias, self.eps)
-        x, hidden = chains.after_cross_attention(x, self.cross_attn(hidden, rows, self.index), shift2, scale2, self.eps)
-        return chains.gated_add(x, self.ffn(hidden), gate2)
+    def modulate(self, time: Times) -> list[torch.Tensor]:
+        return time.plus(self.modulation)
 
 
-class Head(nn.Module):
-    """Final modulation and projection to the (ph, pw, channel) values of each token's patch; fp32."""
+class TimedHead(Head):
+    """A head whose tokens may be at two timesteps: their row's, and 0."""
 
-    def __init__(self, config: Wan22Config, chains: Chains) -> None:
-        super().__init__()
-        self.eps = config.eps
-        self.chains = chains
-        self.modulation = nn.Parameter(torch.empty(1, 2, config.dim), requires_grad=False)
-        patch = config.patch_size[1] * config.patch_size[2]
-        self.head = nn.Linear(config.dim, config.out_channels * patch)
-
-    def forward(self, x_BTD: torch.Tensor, times: Times) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, times: Times) -> torch.Tensor:  # type: ignore[override]
         shift, scale = times.plus(self.modulation)
         return linear_fp32(self.head, self.chains.modulated_norm(x_BTD, shift, scale, self.eps, torch.float32))
 
 
-class Wan22Transformer(nn.Module):
+class Wan22Transformer(WanTransformer[Wan22Config]):
     """This rank's part of one network. Parameters are created empty, in torch's default type and device."""
+
+    block_type = TimedBlock
 
     def __init__(
         self,
@@ -153,66 +108,14 @@ class Wan22Transformer(nn.Module):
         residual_fp32: bool = True,
         compiled: bool = False,
     ) -> None:
-        super().__init__()
-        parallel = parallel or ParallelContext()
-        parallel.check_divisible(config.num_heads, "num_heads")
-        if not parallel.sequence_parallel:
-            parallel.check_divisible(config.ffn_dim, "ffn_dim")
-        if parallel.num_stages > config.num_layers:
-            raise ValueError(f"{config.num_layers} layers can not be cut into {parallel.num_stages} pipeline stages")
-        self.config = config
-        self.parallel = parallel
-        self.residual_fp32 = residual_fp32
-        dim = config.dim
         chains = Chains.build(compiled)
-        if parallel.first_stage:
-            self.patch_embedding = PatchEmbedding(config)
-        self.text_embedding = nn.Sequential(
-            nn.Linear(config.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
-        )
-        self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
-        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
-        self.blocks = nn.ModuleDict(
-            {
-                str(layer): Block(config, parallel, chains, index)
-                for index, layer in enumerate(parallel.layers(config.num_layers))
-            }
-        )
-        if parallel.last_stage:
-            self.head = Head(config, chains)
+        super().__init__(config, parallel, chains, residual_fp32=residual_fp32)
+        if self.parallel.last_stage:
+            self.head = TimedHead(config, chains)
         self.requires_grad_(False)
 
-    @property
-    def _text_weight(self) -> torch.Tensor:
-        layer = self.text_embedding[0]
-        assert isinstance(layer, nn.Linear)
-        return layer.weight
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._text_weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._text_weight.device
-
-    @property
-    def cross_kv_nbytes(self) -> int:
-        """Bytes of one prompt's `cross_attention_kv` (all heads under sequence parallelism)."""
-        heads = self.config.num_heads // self.parallel.tensor_size
-        return 2 * len(self.blocks) * heads * self.config.head_dim * TEXT_LEN * self.dtype.itemsize
-
-    def _blocks(self) -> list[Block]:
-        return [block for block in self.blocks.values() if isinstance(block, Block)]
-
-    def cross_attention_kv(self, text_SE: torch.Tensor) -> torch.Tensor:
-        """Encoded prompt (at most `TEXT_LEN` rows) -> K/V [layers, 2, TEXT_LEN, N, H] of this stage's blocks.
-
-        Missing rows are zero and take part in attention, as in the original. Collective under tensor parallelism.
-        """
-        padded = functional.pad(text_SE.to(self.device, self.dtype), (0, 0, 0, TEXT_LEN - text_SE.shape[0]))
-        text_SD = self.text_embedding(padded)
-        return torch.stack([block.cross_attn.keys_values(text_SD) for block in self._blocks()])
+    def channels(self, row: VideoRow) -> torch.Tensor:
+        return row.inputs.contiguous()
 
     def forward(self, rows: Sequence[VideoRow], hidden_BTD: torch.Tensor | None = None) -> torch.Tensor:
         """Predict the flow eps - x0 of every row, [B, out_channels, F, h, w] fp32.
@@ -221,17 +124,9 @@ class Wan22Transformer(nn.Module):
         Collective under tensor and sequence parallelism.
         """
         size = rows[0].inputs.shape[1:]
-        num_tokens = size.numel() // (self.config.patch_size[1] * self.config.patch_size[2])
-        own = self.parallel.token_slice(num_tokens)
-        if hidden_BTD is None:
-            x = self.patch_embedding(stack([patchify(row.inputs.contiguous())[own] for row in rows]))
-            x = x.float() if self.residual_fp32 else x
-        else:
-            x = hidden_BTD
-        head_times, block_times = self._times(rows, num_tokens // size[0], own)
-        rope = (stack([row.rope[0] for row in rows]), stack([row.rope[1] for row in rows]))
-        for block in self._blocks():
-            x = block(x, rows, block_times, rope, num_tokens)
+        num_tokens = self.num_tokens(rows[0].inputs)
+        head_times, block_times = self._times(rows, num_tokens // size[0], self.parallel.token_slice(num_tokens))
+        x = self.through_blocks(rows, hidden_BTD, block_times, num_tokens)
         if not self.parallel.last_stage:
             return x
         return unpatchify(self.parallel.gather_tokens(self.head(x, head_times), num_tokens), size)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The skeleton of the Wan family's diffusion transformers: what a rank holds of one, and one forward of several rows.
+
+Owns parameters and their order of use for this rank (a tensor-parallel part, a pipeline stage, or a token part) and
+nothing of sessions, requests or schedules. A family says what its rows bring (`WanTransformer.channels`), how time
+modulates (`Block.modulate`) and what its blocks add (`Block.after_self_attention`).
+
+Precision: linear layers run in the model's type; the residual stream (unless told otherwise), modulation, gates,
+normalisation, rotation, the time MLPs and the head run in fp32. In an fp32 model everything is fp32.
+Held by the tests of the families: tests/model_executor/models/lingbot_world/test_lingbot_transformer.py,
+tests/model_executor/models/causal_wan/test_causal_wan_parallel.py,
+tests/model_executor/models/wan2_2/test_wan22_parity.py.
+"""
+
+# B rows, L tokens of a row, T of them on this rank, D width, N heads (of this rank where sharded), H head dim,
+# C = H/2 rotary lanes, S text tokens
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from vllm_omni.model_executor.layers.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
+from vllm_omni.model_executor.models.wan.chains import Chains
+from vllm_omni.model_executor.models.wan.layers import (
+    AttentionRow,
+    CrossAttention,
+    PatchEmbedding,
+    SelfAttention,
+    WanArchitecture,
+    patchify,
+    stack,
+)
+
+
+class WanNetwork(WanArchitecture, Protocol):
+    """The sizes of a whole network; a family's config has them."""
+
+    @property
+    def ffn_dim(self) -> int: ...
+    @property
+    def freq_dim(self) -> int: ...
+    @property
+    def text_dim(self) -> int: ...
+    @property
+    def text_len(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+
+
+Config = TypeVar("Config", bound=WanNetwork)
+
+
+class WanRow(AttentionRow, Protocol):
+    """A row of a forward. rope: (cos_TC, sin_TC) fp32, of this rank's tokens."""
+
+    @property
+    def rope(self) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Block(nn.Module):
+    """One transformer block; `index` is its place among this stage's blocks."""
+
+    def __init__(self, config: WanNetwork, parallel: ParallelContext, chains: Chains, index: int) -> None:
+        super().__init__()
+        dim = config.dim
+        self.index = index
+        self.eps = config.eps
+        self.chains = chains
+        self.modulation = nn.Parameter(torch.empty(1, 6, dim), requires_grad=False)
+        self.self_attn = SelfAttention(config, parallel, chains)
+        self.norm3 = nn.LayerNorm(dim, eps=config.eps)
+        self.cross_attn = CrossAttention(config, parallel, chains)
+        self.ffn = nn.Sequential(
+            ColumnParallelLinear(dim, config.ffn_dim, parallel),
+            nn.GELU(approximate="tanh"),
+            RowParallelLinear(config.ffn_dim, dim, parallel),
+        )
+
+    def modulate(self, time: Any) -> Sequence[torch.Tensor]:
+        """Return shift, scale, gate of attention and of the FFN, each broadcastable to [B, T, D].
+
+        time: here the six modulation rows of each row's timestep, fp32 [B, 6, D].
+        """
+        return (self.modulation.float() + time).unsqueeze(2).unbind(1)
+
+    def after_self_attention(
+        self, x_BTD: torch.Tensor, attended_BTD: torch.Tensor, gate: torch.Tensor, rows: Sequence[Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the gated attention to the residual stream; return that and the input of cross-attention."""
+        norm3 = self.norm3
+        return self.chains.after_self_attention(x_BTD, attended_BTD, gate, norm3.weight, norm3.bias, self.eps)
+
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        rows: Sequence[WanRow],
+        time: Any,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        num_tokens: int,
+        write_only: bool,
+    ) -> torch.Tensor:
+        """One block; if `write_only`, stop once K/V are written and return `x_BTD` as it came."""
+        chains = self.chains
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulate(time)
+        hidden = chains.modulated_norm(x_BTD, shift1, scale1, self.eps, self.norm3.weight.dtype)
+        attended = self.self_attn(hidden, rows, rope, self.index, num_tokens, write_only)
+        if attended is None:
+            return x_BTD
+        x, hidden = self.after_self_attention(x_BTD, attended, gate1, rows)
+        x, hidden = chains.after_cross_attention(x, self.cross_attn(hidden, rows, self.index), shift2, scale2, self.eps)
+        return chains.gated_add(x, self.ffn(hidden), gate2)
+
+
+class WanTransformer(nn.Module, Generic[Config]):
+    """This rank's part of a network but for the head. Parameters are made empty, in torch's default type and device.
+
+    residual_fp32: keep the residual stream in fp32, else in the model's type.
+    """
+
+    block_type: ClassVar[type[Block]] = Block
+
+    def __init__(
+        self, config: Config, parallel: ParallelContext | None, chains: Chains, *, residual_fp32: bool
+    ) -> None:
+        super().__init__()
+        parallel = parallel or ParallelContext()
+        parallel.check_divisible(config.num_heads, "num_heads")
+        if not parallel.sequence_parallel:
+            parallel.check_divisible(config.ffn_dim, "ffn_dim")
+        if parallel.num_stages > config.num_layers:
+            raise ValueError(f"{config.num_layers} layers can not be cut into {parallel.num_stages} pipeline stages")
+        self.config = config
+        self.parallel = parallel
+        self.residual_fp32 = residual_fp32
+        dim = config.dim
+        if parallel.first_stage:
+            self.patch_embedding = PatchEmbedding(config)
+        self.text_embedding = nn.Sequential(
+            nn.Linear(config.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
+        )
+        self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        layers = parallel.layers(config.num_layers)
+        self.blocks = nn.ModuleDict(
+            {str(layer): self.block_type(config, parallel, chains, index) for index, layer in enumerate(layers)}
+        )
+
+    @property
+    def _text_weight(self) -> torch.Tensor:
+        layer = self.text_embedding[0]
+        assert isinstance(layer, nn.Linear)
+        return layer.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._text_weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._text_weight.device
+
+    @property
+    def num_local_layers(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def num_cache_heads(self) -> int:
+        """Heads whose self-attention K/V this rank keeps."""
+        return self.config.num_heads // self.parallel.size
+
+    @property
+    def num_cross_heads(self) -> int:
+        """Heads whose cross-attention K/V this rank keeps (all of them under sequence parallelism)."""
+        return self.config.num_heads // self.parallel.tensor_size
+
+    @property
+    def cross_kv_nbytes(self) -> int:
+        """Bytes of one prompt's `cross_attention_kv`."""
+        elements = self.num_cross_heads * self.config.head_dim * self.config.text_len
+        return 2 * self.num_local_layers * elements * self.dtype.itemsize
+
+    def num_tokens(self, latents: torch.Tensor) -> int:
+        """Return L of a [channels, F, h, w] chunk."""
+        return latents[0].numel() // (self.config.patch_size[1] * self.config.patch_size[2])
+
+    def channels(self, row: Any) -> torch.Tensor:
+        """Return what the first stage embeds of a row, contiguous [in_channels, F, h, w]."""
+        raise NotImplementedError
+
+    def cross_attention_kv(self, text_SE: torch.Tensor) -> torch.Tensor:
+        """Encoded prompt (at most text_len rows) -> K/V [layers, 2, text_len, N, H] of this stage's blocks.
+
+        Missing rows are zero and take part in attention, as in the original. Collective under tensor parallelism.
+        Raises ValueError if the prompt has more rows than text_len or another width.
+        """
+        rows, width = text_SE.shape
+        text_len, text_dim = self.config.text_len, self.config.text_dim
+        if rows > text_len or width != text_dim:
+            raise ValueError(f"text must be [<= {text_len}, {text_dim}], got {rows}x{width}")
+        padded = functional.pad(text_SE.to(self.device, self.dtype), (0, 0, 0, text_len - rows))
+        text_SD = self.text_embedding(padded)
+        return torch.stack([block.cross_attn.keys_values(text_SD) for block in self._blocks()])
+
+    def through_blocks(
+        self,
+        rows: Sequence[Any],
+        hidden_BTD: torch.Tensor | None,
+        time: Any,
+        num_tokens: int,
+        *,
+        kv_only: bool = False,
+    ) -> torch.Tensor:
+        """Embed the rows on the first stage (`hidden_BTD` is None) and run this stage's blocks, [B, T, D].
+
+        Rows share F, h, w. time: for `Block.modulate`. kv_only: the last stage stops after its last K/V write.
+        Collective under tensor and sequence parallelism.
+        """
+        if hidden_BTD is None:
+            own = self.parallel.token_slice(num_tokens)
+            x = self.patch_embedding(stack([patchify(self.channels(row))[own] for row in rows]))
+            x = x.float() if self.residual_fp32 else x
+        else:
+            x = hidden_BTD
+        rope = (stack([row.rope[0] for row in rows]), stack([row.rope[1] for row in rows]))
+        last = self.num_local_layers - 1
+        for block in self._blocks():
+            stop = kv_only and self.parallel.last_stage and block.index == last
+            x = block(x, rows, time, rope, num_tokens, stop)
+        return x
+
+    def _blocks(self) -> list[Any]:
+        return list(self.blocks.values())
