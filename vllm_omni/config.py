@@ -31,6 +31,9 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     step. None = on CUDA with several ranks: on one GPU, which denoising fills, it gains 0.4 % and costs 3 GiB.
     vae_stage: the last of `--pipeline-parallel-size` stages holds no layer and decodes, beside the next chunk's steps
     on the others. pipeline_partition: layers of each stage that holds some; None = as even as possible.
+    chunks_in_flight: chunks of one session that may be at work at once, each a step behind the one before it; for
+    models whose chunks see earlier ones as noisy as themselves (docs/user_guide/parallelism.md). pipeline: what a stage
+    of `--pipeline-parallel-size` owns: `blocks` of the network's layers, or (`temporal`) one denoise step.
     scheduling: whose turn it is. `fifo`: in order of arrival, chunk after chunk. `deadline`: whose result is due first
     takes the next denoise step, in batches no larger than deadlines allow (docs/user_guide/scheduling.md).
     target_fps: frames a second that realtime doors hold for a client who names no rate; a stream that cannot be held
@@ -59,6 +62,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     target_fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
     patience_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 0.5
     degradations: tuple[Degradation, ...] = ()
+    chunks_in_flight: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    pipeline: Literal["blocks", "temporal"] = "blocks"
     snapshot_dir: str | None = None
     record_dir: str | None = None
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 25.0

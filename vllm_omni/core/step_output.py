@@ -24,8 +24,11 @@ class StepOutput(ModelRunnerOutput):
 
     Such a request is scheduled once more to deliver its result; its session's next chunk may start at once.
 
-    progress: of this step's chunks that are not done.
+    progress: of this step's chunks that are not done. committed: requests whose chunk became part of its session now.
+    steps_behind: how many steps a chunk stays behind the one before it (`omni.chunks_in_flight`).
     """
 
     denoised: tuple[str, ...] = ()
+    committed: tuple[str, ...] = ()
+    steps_behind: int = 1
     progress: dict[str, ChunkProgress] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
+from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed
@@ -96,6 +97,9 @@ class DiffusionRequest:
     step: int = 0
     state: Any = None
     """The model's working set for this chunk: latents, noise, conditions. Dropped with the request."""
+    predecessor: "DiffusionRequest | None" = None
+    """The chunk of this session that is in flight just before this one (`SupportsChunksInFlight`), prepared and begun;
+    None = this one follows the committed session. For `prepare_encode` only; None afterwards."""
     degradations: tuple[str, ...] = ()
     """What the scheduler wants this chunk to go without (`SupportsDegradation`); set before `prepare_encode`."""
     timer: StageTimer = field(default_factory=lambda: StageTimer(torch.device("cpu")))
@@ -189,6 +193,49 @@ def check_degradations(model: object, names: Sequence[str]) -> None:
                 continue
             reason = refusal
         raise ValueError(f"omni.degradations: {type(model).__name__} cannot do {name!r}: {reason}")
+
+
+@runtime_checkable
+class SupportsChunksInFlight(Protocol):
+    """A model whose next chunk can begin before the one ahead of it in its session is done (`omni.chunks_in_flight`).
+
+    Its `prepare_encode` starts from `request.predecessor` if there is one, else from the session. A chunk's step is run
+    only when the chunk before it has done `steps_behind` more, or is done. Chunks are decoded and committed in order.
+    If one is not, none behind it is, and the session must go on from its committed state as if they had never begun. A
+    session's first chunk has no follower until it is committed.
+    """
+
+    @property
+    def steps_behind(self) -> int:
+        """At least 1."""
+
+    def refuse_chunks_in_flight(self) -> str | None:
+        """Why this model, as it is configured, cannot have several; None if it can."""
+
+    def refuse_temporal_pipeline(self, num_stages: int) -> str | None:
+        """Why its steps cannot be spread over `num_stages` stages (`omni.pipeline` "temporal"); None if they can.
+
+        If they can: each stage calls `denoise_step` and `step_scheduler` for the step of its own number only. On every
+        stage but the last, `commit` finds the latents that entered the last step as the request's latents.
+        """
+
+
+def check_chunks_in_flight(model: object, omni: OmniConfig, num_stages: int) -> int:
+    """Return the model's `steps_behind`. Raises ValueError, with the reason, unless it can do what `omni` asks for."""
+    temporal = omni.pipeline == "temporal"
+    if omni.chunks_in_flight == 1 and not temporal:
+        return 1
+    reason: str | None = "its next chunk needs the one before it complete"
+    if isinstance(model, SupportsChunksInFlight):
+        reason = model.refuse_chunks_in_flight()
+        if reason is None and temporal:
+            reason = model.refuse_temporal_pipeline(num_stages)
+        if reason is None and not omni.vae_stage:
+            return model.steps_behind
+    if omni.vae_stage and reason is None:
+        reason = "that is not built together with omni.vae_stage"
+    option = 'pipeline "temporal"' if temporal else f"chunks_in_flight {omni.chunks_in_flight}"
+    raise ValueError(f"omni.{option}: {type(model).__name__} cannot do that: {reason}")
 
 
 def require_finite(tensor: torch.Tensor, what: str) -> None:

@@ -30,11 +30,13 @@ from vllm_omni.model_executor.interfaces import (
     DiffusionRequest,
     SupportsStepExecution,
     SupportsVAEStage,
+    check_chunks_in_flight,
     check_degradations,
 )
 from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed, pack, pack_error
 from vllm_omni.registration import steps_one_at_a_time
+from vllm_omni.worker.in_flight import ChunksInFlight
 from vllm_omni.worker.memory import MemoryBudget
 from vllm_omni.worker.overlap import FiniteCheck, PendingResult, ResultStream, StepPacer
 from vllm_omni.worker.pipeline_parallel import ReturnChannel
@@ -42,6 +44,7 @@ from vllm_omni.worker.requests import RequestState, RequestStates, as_failure
 from vllm_omni.worker.sessions import SessionStore
 from vllm_omni.worker.stage_messages import unpack_whole, whole
 from vllm_omni.worker.step_batch import group_requests
+from vllm_omni.worker.temporal import TemporalStage
 from vllm_omni.worker.vae_stage import VAEStage, hand_over
 from vllm_omni.worker.whole_request import WholeRequestModel
 
@@ -53,6 +56,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 _WARM_UP = "warm-up"
 _MASK = "alive"
+_REFUSED, _ALIVE, _WAITING = range(3)
 _MAX_STEP_BYTES = 20 << 20
 """vLLM's worker-to-engine ring takes 24 MiB per message; beyond it a message takes a path about ten times slower."""
 
@@ -88,6 +92,9 @@ class DiffusionGPUModelRunner:
         self._pacer = StepPacer(device, stages=self.pp.world_size > 1)
         self._denoised: list[str] = []
         """Requests of the current step that are done but for their result."""
+        self._committed: list[str] = []
+        self._in_flight = ChunksInFlight(self.omni.chunks_in_flight)
+        self._temporal = TemporalStage(self.pp.rank_in_group) if self.omni.pipeline == "temporal" else None
 
     # -- what the worker asks at start --------------------------------------------------------------------------
 
@@ -100,6 +107,7 @@ class DiffusionGPUModelRunner:
         in_steps = isinstance(model, SupportsStepExecution) and model.supports_step_execution
         self.model: Any = model if in_steps else WholeRequestModel(model)
         check_degradations(model, self.omni.degradations)
+        self._in_flight.steps_behind = check_chunks_in_flight(model, self.omni, self.pp.world_size)
         if self.omni.vae_stage:
             self._vae_stage = self._make_vae_stage(model)
 
@@ -186,7 +194,7 @@ class DiffusionGPUModelRunner:
 
         states = [self.requests[request_id] for request_id in scheduled]
         outputs: dict[str, torch.Tensor] = {}
-        self._denoised = []
+        self._denoised, self._committed = [], []
         if self.step_at_a_time:
             due = [state for state in states if state.done and state.pending is not None]
             hidden = self._micro_step(states, intermediate_tensors, outputs)
@@ -208,6 +216,8 @@ class DiffusionGPUModelRunner:
             req_id_to_index={request_id: index for index, request_id in enumerate(scheduled)},
             pooler_output=[outputs.get(request_id) for request_id in scheduled],
             denoised=tuple(self._denoised),
+            committed=tuple(self._committed),
+            steps_behind=self._in_flight.steps_behind,
             progress={
                 state.request_id: self._progress(state.chunk) for state in states if state.chunk and not state.done
             },
@@ -242,18 +252,17 @@ class DiffusionGPUModelRunner:
 
         Returns what the next pipeline stage needs, or None on the last stage.
         """
-        for state in states:
-            if state.failure is None and state.chunk is None:
-                self._admit(state, outputs)
         if self._vae_stage is not None:
-            assert received is not None
-            for state in self._vae_stage.advance(states, received):
-                self._commit_result(state, state.pending, outputs)
-            self._pack_failures(states, outputs)
+            self._follow(self._vae_stage, states, received, outputs)
             return None
         # The same list on every rank; a finished chunk may be here once more to deliver a result held back.
         chunks = [state for state in states if not state.is_session_operation and not state.done]
-        alive = self._agree(chunks, received)
+        mask = None if received is None else received[_MASK].tolist()[: len(chunks)]
+        waiting = self._in_flight.waiting(chunks) if mask is None else _waiting(chunks, mask)
+        for state in states:
+            if state.failure is None and state.chunk is None and state not in waiting:
+                self._admit(state, outputs)
+        alive = self._agree(chunks, waiting, mask)
         limit = 1 if self.omni.batch_invariant else self.omni.max_requests_per_step
         groups = group_requests(self.model, [state.chunk for state in alive if state.chunk], limit)
         by_id = {state.request_id: state for state in alive}
@@ -269,7 +278,7 @@ class DiffusionGPUModelRunner:
             else:
                 self._after_step([by_id[request.request_id] for request in group], outputs)
         if not self._ends_steps:
-            handed_on[_MASK] = self._mask(chunks, alive)
+            handed_on[_MASK] = self._mask(chunks, alive, waiting)
             return IntermediateTensors(handed_on)
         if self.omni.vae_stage:
             failed = [state for state in states if state.failure is not None and state not in alive]
@@ -277,7 +286,28 @@ class DiffusionGPUModelRunner:
         self._pack_failures(states, outputs)
         return None
 
+    def _follow(
+        self,
+        vae_stage: VAEStage,
+        states: Sequence[RequestState],
+        received: IntermediateTensors | None,
+        outputs: dict[str, torch.Tensor],
+    ) -> None:
+        """The VAE stage's micro-step."""
+        assert received is not None
+        for state in states:
+            if state.failure is None and state.chunk is None:
+                self._admit(state, outputs)
+        for state in vae_stage.advance(states, received):
+            assert state.chunk is not None
+            self._in_flight.end(state.chunk)
+            self._commit_result(state, state.pending, outputs)
+        self._pack_failures(states, outputs)
+
     def _pack_failures(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> None:
+        for state in states:
+            if state.failure is not None and state.chunk is not None:
+                self._in_flight.fail(state.chunk)
         for state in states:
             if state.failure is not None and state.request_id not in outputs:
                 outputs[state.request_id] = pack_error(state.failure.code, state.failure.message)
@@ -289,9 +319,12 @@ class DiffusionGPUModelRunner:
             with contextlib.ExitStack() as timed:
                 for request in batch:
                     timed.enter_context(request.timer.stage("steps"))
-                result = self.model.denoise_step(batch, hidden)
-                if self._ends_steps:
-                    self.model.step_scheduler(batch, result)
+                if self._temporal is not None:
+                    result = self._temporal.step(self.model, batch, hidden)
+                else:
+                    result = self.model.denoise_step(batch, hidden)
+                    if self._ends_steps:
+                        self.model.step_scheduler(batch, result)
         except Exception as error:
             if get_world_group().world_size > 1:
                 raise  # other ranks are inside this batch's collectives: only a clean death is left
@@ -314,10 +347,9 @@ class DiffusionGPUModelRunner:
                 self._finish(state, outputs)
         if self._channel is not None:
             requests = [state.chunk for state in states if state.chunk is not None]
+            answer = self.model.latents if self._temporal is None else self._temporal.answer
             self._channel.send(
-                requests,
-                [state.failure is None for state in states],
-                [self.model.latents(request) for request in requests],
+                requests, [state.failure is None for state in states], [answer(request) for request in requests]
             )
 
     def _finish(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
@@ -339,8 +371,13 @@ class DiffusionGPUModelRunner:
         if state.failure is not None:
             outputs.pop(state.request_id, None)
             return
-        self.model.commit(request)
+        self._commit(request)
         self._commit_result(state, result, outputs)
+
+    def _commit(self, request: DiffusionRequest) -> None:
+        self.model.commit(request)
+        self._in_flight.end(request)
+        self._committed.append(request.request_id)
 
     def _commit_result(
         self, state: RequestState, result: PendingResult | None, outputs: dict[str, torch.Tensor]
@@ -376,11 +413,11 @@ class DiffusionGPUModelRunner:
             session = self.sessions.get(params.session_id)
             if session.failure is not None:
                 raise session.failure
-            if params.chunk_index is not None and params.chunk_index != session.chunk_index:
+            expected = session.chunk_index + self._in_flight.count(params.session_id)
+            if params.chunk_index is not None and params.chunk_index != expected:
                 raise RequestFailed(
                     "out_of_order",
-                    f"chunk_index {params.chunk_index} arrived, session {params.session_id!r} expects "
-                    f"{session.chunk_index}",
+                    f"chunk_index {params.chunk_index} arrived, session {params.session_id!r} expects {expected}",
                 )
             request = DiffusionRequest(
                 state.request_id,
@@ -388,13 +425,16 @@ class DiffusionGPUModelRunner:
                 state.tensors,
                 session,
                 degradations=state.degradations,
+                predecessor=self._in_flight.last(params.session_id),
                 timer=StageTimer(self.device),
             )
             with request.timer.stage("encode"):
                 self.model.prepare_encode(request)
             assert request.num_steps > 0, "prepare_encode must set num_steps"
+            request.predecessor = None
             self.sessions.pin(params.session_id)
             state.chunk = request
+            self._in_flight.add(state)
         except Exception as error:
             state.failure = as_failure(error)
             self._drop_unborn_session(state)
@@ -421,17 +461,21 @@ class DiffusionGPUModelRunner:
         if state.pending is not None:
             state.pending.wait()
         if state.chunk is not None:
+            self._in_flight.fail(state.chunk)
             self.sessions.unpin(state.chunk.session.session_id)
             state.chunk.state = None
         self._drop_unborn_session(state)
 
     def request_progress(self) -> dict[str, list[int]]:
         """`{session id: [steps done, steps in all]}` of the chunks in flight (vLLM renames request ids)."""
-        return {
-            state.chunk.session.session_id: [state.chunk.step, state.chunk.num_steps]
-            for state in self.requests
-            if state.chunk is not None
-        }
+        found: dict[str, list[int]] = {}
+        for state in self.requests:  # oldest first: of several chunks of a session, the one that is done next
+            if state.chunk is not None:
+                session_id = state.chunk.session.session_id
+                step, num_steps = found.get(session_id, (0, 0))
+                if step >= num_steps:
+                    found[session_id] = [state.chunk.step, state.chunk.num_steps]
+        return found
 
     def settle(self, session_id: str) -> None:
         """Earlier stage: take in the last stage's answers to this session's finished chunks, and so commit them."""
@@ -441,7 +485,8 @@ class DiffusionGPUModelRunner:
                 for state in self.requests
                 if state.done and state.chunk is not None and state.chunk.session.session_id == session_id
             ]
-            self._channel.drain(done, self._take_answer)
+            with torch.inference_mode():  # as every commit
+                self._channel.drain(done, self._take_answer)
 
     def _drop_unborn_session(self, state: RequestState) -> None:
         """A session whose first chunk never succeeded does not exist, and a one-shot request's session ends with it."""
@@ -455,46 +500,58 @@ class DiffusionGPUModelRunner:
 
     # -- several ranks -----------------------------------------------------------------------------------------
 
-    def _agree(self, states: Sequence[RequestState], received: IntermediateTensors | None) -> list[RequestState]:
-        """The requests that take part in this step's collectives: those that no rank has refused."""
+    def _agree(
+        self, states: Sequence[RequestState], waiting: Sequence[RequestState], mask: Sequence[int] | None
+    ) -> list[RequestState]:
+        """The requests that take part in this step's collectives: those that no rank has refused and none holds back.
+
+        mask: what the stage before said of `states`; None on the first one.
+        """
         fine = [state.failure is None for state in states]
         if self.tp.world_size > 1 and any(state.chunk is None or state.chunk.step == 0 for state in states):
             flags = torch.tensor(fine, dtype=torch.int32)
             dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self.tp.cpu_group)
             fine = [bool(flag) for flag in flags.tolist()]
-        if received is not None:
-            mask = received[_MASK].tolist()
-            wanted = [bool(flag) for flag in mask[: len(states)]]
-            if any(want and not mine for want, mine in zip(wanted, fine, strict=True)):
+        if mask is not None:
+            wanted = [flag == _ALIVE for flag in mask]
+            # One that has failed since (a chunk before it did) still takes part, for nothing.
+            able = [good or state.chunk is not None for state, good in zip(states, fine, strict=True)]
+            if any(want and not mine for want, mine in zip(wanted, able, strict=True)):
                 # Hidden states of that request have arrived inside its group: this rank cannot leave it out.
                 raise RuntimeError("an earlier pipeline stage accepted a request that this stage had to refuse")
             fine = wanted
         alive = []
         for state, good in zip(states, fine, strict=True):
+            if state in waiting:
+                continue
             if good:
                 alive.append(state)
             elif state.failure is None:
                 state.failure = RequestFailed("engine_error", "another rank could not take this request")
         return alive
 
-    def _mask(self, states: Sequence[RequestState], alive: Sequence[RequestState]) -> torch.Tensor:
-        """Which of `states` are in the hidden states that follow, as a small CPU tensor.
+    def _mask(
+        self, states: Sequence[RequestState], alive: Sequence[RequestState], waiting: Sequence[RequestState]
+    ) -> torch.Tensor:
+        """Which of `states` are in the hidden states that follow, and which wait, as a small CPU tensor.
 
         Its length is one more than a multiple of the tensor-parallel size: vLLM sends tensors of a divisible length
         in shards, which needs a device tensor.
         """
-        live = {state.request_id for state in alive}
-        flags = [state.request_id in live for state in states]
+        flags = [_ALIVE if state in alive else _WAITING if state in waiting else _REFUSED for state in states]
         padding = -len(flags) % self.tp.world_size + 1
-        return torch.tensor([*flags, *([False] * padding)], dtype=torch.uint8)
+        return torch.tensor([*flags, *([_REFUSED] * padding)], dtype=torch.uint8)
 
     def _take_answer(self, request: DiffusionRequest, ok: bool, latents: torch.Tensor) -> None:
         """Earlier stage: the last stage has finished a step of `request`."""
         if request.state is None:
             return  # aborted or finished meanwhile
         self.model.set_latents(request, latents.view(self.model.latents(request).shape))
-        if ok and request.step >= request.num_steps:
-            self.model.commit(request)
+        if request.step >= request.num_steps:
+            if ok:
+                self._commit(request)
+            else:
+                self._in_flight.fail(request)
 
     def _all_tp_ranks(self, fine: bool) -> bool:
         if self.tp.world_size == 1:
@@ -585,6 +642,10 @@ class DiffusionGPUModelRunner:
 
     def shutdown(self) -> None:
         self.sessions.close_all()
+
+
+def _waiting(states: Sequence[RequestState], mask: Sequence[int]) -> list[RequestState]:
+    return [state for state, flag in zip(states, mask, strict=True) if flag == _WAITING]
 
 
 def _chunk_order(state: RequestState) -> tuple[str, float]:

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ChunksInFlight`: which chunks of each session are at work on this rank and not yet committed, oldest first.
+
+A chunk may begin, and take each further step, while the one before it in its session is at least `steps_behind` steps
+ahead. A session's first chunk is alone: until it has succeeded there is no session to continue. A chunk that fails or
+is aborted takes those behind it with it: they were computed from it, and the session stays as it was committed.
+Decides alike on every rank that has seen the same batches; later pipeline stages are told (`waiting` is asked on the
+first one only). Knows no model and no scheduler. Held by tests/worker/test_in_flight.py.
+"""
+
+from collections.abc import Sequence
+
+from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.requests import RequestState
+
+
+class ChunksInFlight:
+    """limit: chunks of one session at work at once; with 1 nothing here ever waits or has a predecessor."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.steps_behind = 1
+        self._chunks: dict[str, list[RequestState]] = {}
+
+    def last(self, session_id: str) -> DiffusionRequest | None:
+        """The chunk that the session's next one follows; None if that is the committed state."""
+        chunks = self._chunks.get(session_id)
+        return chunks[-1].chunk if chunks else None
+
+    def count(self, session_id: str) -> int:
+        return len(self._chunks.get(session_id, ()))
+
+    def waiting(self, states: Sequence[RequestState]) -> list[RequestState]:
+        """Those of a batch that may not begin or go on yet; asked before any of the batch moves."""
+        return [state for state in states if self._waits(state)] if self._limit > 1 else []
+
+    def _waits(self, state: RequestState) -> bool:
+        if state.failure is not None or state.params is None:
+            return False
+        chunks = self._chunks.get(state.params.session_id, [])
+        position, step = len(chunks), 0
+        if state.chunk is not None:
+            position, step = chunks.index(state), state.chunk.step
+        elif len(chunks) >= self._limit:
+            return True
+        if position == 0:
+            return False
+        before = chunks[position - 1].chunk
+        assert before is not None
+        if before.session.chunk_index == 0:
+            return True
+        return before.step < before.num_steps and step + self.steps_behind > before.step
+
+    def add(self, state: RequestState) -> None:
+        """The chunk has been admitted."""
+        assert state.params is not None and state.chunk is not None
+        self._chunks.setdefault(state.params.session_id, []).append(state)
+
+    def end(self, request: DiffusionRequest) -> None:
+        """The chunk is part of its session; those behind it go on from there. Idempotent."""
+        self._cut(request, keep_followers=True)
+
+    def fail(self, request: DiffusionRequest) -> None:
+        """The chunk will not become part of its session: neither will those behind it. Idempotent, also after `end`."""
+        followers = self._cut(request, keep_followers=False)
+        for state in followers:
+            if state.failure is None:
+                state.failure = RequestFailed(
+                    "predecessor_failed",
+                    "a chunk before this one failed or was aborted while both were in flight; the session is as it "
+                    "was before that chunk: send both again",
+                )
+
+    def _cut(self, request: DiffusionRequest, *, keep_followers: bool) -> list[RequestState]:
+        """Take the chunk out, and return those behind it."""
+        session_id = request.session.session_id
+        chunks = self._chunks.get(session_id, [])
+        position = next((index for index, state in enumerate(chunks) if state.chunk is request), None)
+        if position is None:
+            return []
+        before, followers = chunks[:position], chunks[position + 1 :]
+        left = before + followers if keep_followers else before
+        if left:
+            self._chunks[session_id] = left
+        else:
+            del self._chunks[session_id]
+        return followers
