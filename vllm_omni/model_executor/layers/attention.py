@@ -8,7 +8,7 @@ the usual triangle, aligned to the last key.
 
 # T query tokens, S key tokens, N heads, H head dim
 
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def _flash_attention_3() -> Any | None:
     return flash_attn_varlen_func if is_fa_version_supported(3) else None
 
 
-@lru_cache(maxsize=4096)
+@cache  # without end: a captured CUDA graph keeps reading them
 def _cu_seqlens(length: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([0, length], dtype=torch.int32, device=device)
 

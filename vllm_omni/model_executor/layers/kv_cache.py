@@ -17,6 +17,7 @@ that outgrows its buffer is told so. Held by tests/model_executor/layers/test_kv
 
 # T tokens of a chunk, S visible tokens, N heads, H head dim
 
+from collections.abc import Hashable
 from typing import Self
 
 import torch
@@ -102,16 +103,32 @@ class KVWindow:
     def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `(k_SNH, v_SNH)` that chunk `frames`, already written, attends to: views, in slot order."""
         k, v = self.buffer[layer].unbind(0)
-        valid = min(frames.stop, self.window_frames) * self.tokens_per_frame
-        limit = self.max_attention_tokens
-        has_gap = self.sink_frames < self.written_from > self._oldest_ring_frame(frames.stop)
-        if not has_gap:
-            if limit is None or limit >= valid:
-                return k[:valid], v[:valid]
-            if frames.stop <= self.window_frames:  # slot order is still chronological
-                return k[valid - limit : valid], v[valid - limit : valid]
+        span = self._span(frames)
+        if span is not None:
+            return k[span], v[span]
         index = self._seen_tokens(frames.stop)
         return k.index_select(0, index), v.index_select(0, index)
+
+    def _span(self, frames: range) -> slice | None:
+        """Return where the tokens that chunk `frames` sees lie, or None if that is no slice."""
+        valid = min(frames.stop, self.window_frames) * self.tokens_per_frame
+        limit = self.max_attention_tokens
+        if self.sink_frames < self.written_from > self._oldest_ring_frame(frames.stop):
+            return None  # a gap behind the sinks
+        if limit is None or limit >= valid:
+            return slice(0, valid)
+        # In slot order, which is chronological as long as the ring has not turned.
+        return slice(valid - limit, valid) if frames.stop <= self.window_frames else None
+
+    def graph_key(self, frames: range) -> Hashable | None:
+        """Return all that `write` and `visible` of chunk `frames` do but for numbers on the device (`ForwardGraphs`).
+
+        None: this does not come again, since the window is not full yet, or reads what is made for this chunk alone.
+        """
+        span = self._span(frames)
+        if span is None or self.ring_frames == 0 or frames.stop < self.window_frames:
+            return None
+        return self.buffer.data_ptr(), self.buffer.shape, tuple(self._runs(frames)), span.start, span.stop
 
     def commit(self, end_frame: int) -> None:
         """Make frames up to `end_frame` part of the session; their last written keys and values are the clean ones."""

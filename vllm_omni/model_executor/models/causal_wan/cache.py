@@ -179,6 +179,9 @@ class CascadeView:
         k, v = torch.cat(pieces, dim=1).unbind(0)
         return k, v
 
+    def graph_key(self, frames: range) -> None:
+        """Places of the pieces are computed for each chunk."""
+
     def _pieces(self, frames: range) -> list[tuple[KVWindow, torch.Tensor]]:
         left = set(self._windows[-1].visible_frames(frames.stop))
         pieces = []

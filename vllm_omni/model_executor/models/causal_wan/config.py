@@ -157,6 +157,8 @@ class CausalWanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     recache_on_prompt_switch: recompute the window's keys and values under a new prompt (`strict` only).
     compile: fuse elementwise chains and the VAE's decoder with torch.compile. None = on CUDA, unless the engine runs
         with --enforce-eager.
+    cuda_graphs: launch the forwards of a stream whose window is full as CUDA graphs, one per place in the ring and kind
+        of pass. For where the host cannot keep up: several GPUs, small models.
     """
 
     cache: CacheKind = "strict"
@@ -184,6 +186,7 @@ class CausalWanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     sequence_parallel: bool = False
     recache_on_prompt_switch: bool = False
     compile: bool | None = None
+    cuda_graphs: bool = False
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "CausalWanOptions":

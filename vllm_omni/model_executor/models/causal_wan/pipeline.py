@@ -133,6 +133,7 @@ class CausalWan(nn.Module):
                 parallel,
                 residual_fp32=options.residual_dtype == "fp32",
                 compiled=setup.compiled,
+                cuda_graphs=options.cuda_graphs and torch.cuda.is_available(),
             )
         decodes = parallel.decodes
         vae_dtype = options.vae_torch_dtype(setup.dtype)

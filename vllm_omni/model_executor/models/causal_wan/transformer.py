@@ -6,7 +6,8 @@ nothing of sessions, requests or schedules. A row attends to whatever its window
 in the window's content, and a window that holds just the row's own frames makes this the bidirectional Wan.
 
 No step of the forward waits for the device: slots and lengths are host integers, what depends on the timestep is kept
-on the device by timestep. Maths: guandeh17/Self-Forcing @ 33593df, wan/modules/causal_model.py.
+on the device by timestep. Where the window is full a forward may come by a CUDA graph.
+Maths: guandeh17/Self-Forcing @ 33593df, wan/modules/causal_model.py.
 Held by tests/model_executor/models/causal_wan/test_causal_wan_parallel.py.
 """
 
@@ -14,11 +15,12 @@ Held by tests/model_executor/models/causal_wan/test_causal_wan_parallel.py.
 # where sharded), H head dim, C = H/2 rotary lanes, S text tokens
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
@@ -56,6 +58,7 @@ class CausalWanTransformer(WanTransformer[CausalWanConfig]):
         *,
         residual_fp32: bool = True,
         compiled: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         chains = Chains.build(compiled)
         super().__init__(config, parallel, chains, residual_fp32=residual_fp32)
@@ -63,6 +66,7 @@ class CausalWanTransformer(WanTransformer[CausalWanConfig]):
             self.head = Head(config, chains)
         self.requires_grad_(False)
         self._times: OrderedDict[float, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+        self.graphs = ForwardGraphs() if cuda_graphs else None
 
     def channels(self, row: ChunkRow) -> torch.Tensor:
         return row.latents
@@ -70,6 +74,8 @@ class CausalWanTransformer(WanTransformer[CausalWanConfig]):
     def forget(self) -> None:
         """Drop everything derived from weights (they were loaded anew or moved)."""
         self._times.clear()
+        if self.graphs is not None:
+            self.graphs.forget()
 
     def forward(
         self, rows: Sequence[ChunkRow], hidden_BTD: torch.Tensor | None = None, *, kv_only: bool = False
@@ -80,16 +86,31 @@ class CausalWanTransformer(WanTransformer[CausalWanConfig]):
         `kv_only` (no row's prediction is needed): the last stage stops after its last K/V write and returns zeros.
         Collective under tensor and sequence parallelism.
         """
+        times = [self._time(row.timestep) for row in rows]
+        inputs = {
+            "latents": stack([row.latents for row in rows]),
+            "cos": stack([row.rope[0] for row in rows]),
+            "sin": stack([row.rope[1] for row in rows]),
+            "time": stack([time for time, _ in times]),
+            "modulation": stack([modulation for _, modulation in times]),
+            **({} if hidden_BTD is None else {"hidden": hidden_BTD}),
+        }
+        if self.graphs is None:
+            return self._forward(rows, inputs, kv_only)
+        return self.graphs(_graph_key(rows, kv_only), inputs, lambda own: self._forward(rows, own, kv_only))
+
+    def _forward(self, rows: Sequence[ChunkRow], inputs: Mapping[str, torch.Tensor], kv_only: bool) -> torch.Tensor:
+        """`forward`, with what changes from call to call in `inputs`."""
+        moving = zip(rows, inputs["latents"], inputs["cos"], inputs["sin"], strict=True)
+        rows = [replace(row, latents=latents, rope=(cos, sin)) for row, latents, cos, sin in moving]
         latents = rows[0].latents
         num_tokens = self.num_tokens(latents)
-        times = [self._time(row.timestep) for row in rows]
-        time_B6D = stack([modulation for _, modulation in times])
-        x = self.through_blocks(rows, hidden_BTD, time_B6D, num_tokens, kv_only=kv_only)
+        x = self.through_blocks(rows, inputs.get("hidden"), inputs["modulation"], num_tokens, kv_only=kv_only)
         if not self.parallel.last_stage:
             return x
         if kv_only:
             return latents.new_zeros(len(rows), *latents.shape)
-        patches = self.parallel.gather_tokens(self.head(x, stack([time for time, _ in times])), num_tokens)
+        patches = self.parallel.gather_tokens(self.head(x, inputs["time"]), num_tokens)
         return unpatchify(patches, latents.shape[1:])
 
     def _time(self, timestep: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,3 +125,12 @@ class CausalWanTransformer(WanTransformer[CausalWanConfig]):
             known = self._times[timestep] = (time_BD[0], time_B6D[0])
         self._times.move_to_end(timestep)
         return known
+
+
+def _graph_key(rows: Sequence[ChunkRow], kv_only: bool) -> Hashable | None:
+    """What a forward of `rows` does but for numbers on the device; None = it does not come again."""
+    keys = [row.window.graph_key(row.frames) for row in rows]
+    if any(key is None for key in keys):
+        return None
+    prompts = [(row.cross_kv.data_ptr(), row.cross_kv.shape) for row in rows]
+    return kv_only, tuple(keys), tuple(prompts)

@@ -11,7 +11,7 @@ fp32. In an fp32 model everything is fp32.
 # B rows (one chunk of one session each), L tokens of a chunk, T of them on this rank, D width, N heads (of this rank
 # where sharded), H head dim, C = H/2 rotary lanes, S text tokens, P values of one patch
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import torch
@@ -46,11 +46,16 @@ class WanArchitecture(Protocol):
 
 
 class KVView(Protocol):
-    """What attention does with a window (`layers/kv_cache.py`): write a chunk's K/V, then read what it may see."""
+    """What attention does with a window (`layers/kv_cache.py`): write a chunk's K/V, then read what it may see.
+
+    graph_key: what both do but for numbers on the device; None = it does not come again.
+    """
 
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None: ...
 
     def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def graph_key(self, frames: range) -> Hashable | None: ...
 
 
 class AttentionRow(Protocol):

@@ -38,6 +38,9 @@ class OwnTokens:
         kv, self._kv = self._kv, None
         return kv
 
+    def graph_key(self, frames: range) -> None:
+        return None
+
 
 @dataclass(frozen=True)
 class VideoRow:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards by graph equal forwards as they are; on a host a "graph" is the forward as it was at its capture."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs, Replay
+
+
+def hold(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+    """What a capture does, without CUDA: later runs repeat this call's host side on the same input tensors."""
+    output = torch.empty_like(run())
+
+    def replay() -> None:
+        output.copy_(run())
+
+    return output, replay
+
+
+class Adder:
+    """forward = x + offset, with the offset a decision of the host; counts how often the host decides."""
+
+    def __init__(self) -> None:
+        self.calls: list[float] = []
+
+    def at(self, offset: float) -> Callable[[Inputs], torch.Tensor]:
+        def forward(inputs: Inputs) -> torch.Tensor:
+            self.calls.append(offset)
+            return inputs["x"] + offset
+
+        return forward
+
+
+def test_the_first_runs_the_second_is_captured_later_ones_are_replayed() -> None:
+    graphs = ForwardGraphs(capture=hold)
+    results = [graphs("key", {"x": torch.tensor([float(n)])}, Adder().at(10)) for n in range(5)]
+    assert [float(result) for result in results] == [10, 11, 12, 13, 14] and len(graphs) == 1
+
+
+def test_a_key_that_leaves_something_out_is_wrong() -> None:
+    """The host's decision is the captured one: the tests of models would notice it."""
+    graphs, adder = ForwardGraphs(capture=hold), Adder()
+    results = [graphs("key", {"x": torch.zeros(1)}, adder.at(offset)) for offset in (1, 2, 3)]
+    assert [float(result) for result in results] == [1, 2, 2]
+
+
+def test_another_shape_is_another_graph_and_none_is_no_graph() -> None:
+    graphs, adder = ForwardGraphs(capture=hold), Adder()
+    for _ in range(3):
+        for size in (1, 2):
+            assert graphs("key", {"x": torch.zeros(size)}, adder.at(1)).shape == (size,)
+        assert float(graphs(None, {"x": torch.zeros(1)}, adder.at(float(len(adder.calls))))) > 0
+    assert len(graphs) == 2
+
+
+def test_the_one_unused_for_longest_makes_room() -> None:
+    graphs, adder = ForwardGraphs(capacity=2, capture=hold), Adder()
+    for key in ("a", "a", "b", "b", "a", "c", "c"):
+        graphs(key, {"x": torch.zeros(1)}, adder.at(ord(key)))
+    assert len(graphs) == 2
+    assert float(graphs("a", {"x": torch.zeros(1)}, adder.at(0))) == ord("a")
+    assert float(graphs("b", {"x": torch.zeros(1)}, adder.at(0))) == 0, "b made room for c"
+
+
+def test_what_cannot_be_captured_runs_as_it_is() -> None:
+    def refuse(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    graphs, adder = ForwardGraphs(capture=refuse), Adder()
+    results = [graphs("key", {"x": torch.zeros(1)}, adder.at(offset)) for offset in (1, 2, 3)]
+    assert [float(result) for result in results] == [1, 2, 3] and len(graphs) == 0
+
+
+def test_a_failing_forward_is_the_callers_error() -> None:
+    def broken(inputs: Inputs) -> torch.Tensor:
+        raise ValueError("broken")
+
+    for calls in (1, 2):
+        graphs = ForwardGraphs(capture=hold)
+        for _ in range(calls):
+            with pytest.raises(ValueError, match="broken"):
+                graphs("key", {"x": torch.zeros(1)}, broken)
+
+
+def test_forgotten_graphs_are_captured_again() -> None:
+    graphs, adder = ForwardGraphs(capture=hold), Adder()
+    for offset in (1, 1):
+        graphs("key", {"x": torch.zeros(1)}, adder.at(offset))
+    graphs.forget()
+    assert float(graphs("key", {"x": torch.zeros(1)}, adder.at(2))) == 2 and len(graphs) == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_device() -> None:
+    """Real graphs: in-place writes and results equal those of plain launches, in one memory pool."""
+    weight, ring = torch.randn(64, 64, device="cuda"), torch.zeros(4, 8, 64, device="cuda")
+    expected = ring.clone()
+
+    def forward(target: torch.Tensor, slot: int, x: torch.Tensor) -> torch.Tensor:
+        target[slot].copy_(x @ weight)
+        return torch.relu(target.sum(0))
+
+    graphs = ForwardGraphs()
+    for n in range(12):
+        x, slot = torch.randn(8, 64, device="cuda"), n % 4
+        want = forward(expected, slot, x)
+        got = graphs(slot, {"x": x}, lambda own, slot=slot: forward(ring, slot, own["x"]))  # type: ignore[misc]
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert len(graphs) == 4
+    torch.testing.assert_close(ring, expected, rtol=0, atol=0)
