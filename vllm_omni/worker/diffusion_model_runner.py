@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DiffusionGPUModelRunner`: runs denoise steps for the requests the scheduler picked; owns device memory.
 
-It has no vLLM base class: it offers the surface that `gpu_worker.Worker` uses (tests/worker/test_runner_surface.py
-reads the worker's source for it) and only sequences its parts: `RequestStates`, `SessionStore`, `group_requests`,
-`ReturnChannel` and the model. It knows no model by name and no sockets.
+It has no vLLM base class (what a worker asks of any runner and this one has no use for is in `runner_surface.py`) and
+only sequences its parts: `RequestStates`, `SessionStore`, `group_requests`, `ReturnChannel` and the model. It knows no
+model by name and no sockets.
 
 Invariants (tests/worker/test_diffusion_model_runner.py, tests/engine/):
 - a session is opened by its first chunk and freed by the store, nowhere else;
@@ -41,6 +41,7 @@ from vllm_omni.worker.memory import MemoryBudget
 from vllm_omni.worker.overlap import FiniteCheck, PendingResult, ResultStream, StepPacer
 from vllm_omni.worker.pipeline_parallel import ReturnChannel
 from vllm_omni.worker.requests import RequestState, RequestStates, as_failure
+from vllm_omni.worker.runner_surface import RunnerSurface
 from vllm_omni.worker.sessions import SessionStore
 from vllm_omni.worker.stage_messages import unpack_whole, whole
 from vllm_omni.worker.step_batch import group_requests
@@ -61,11 +62,8 @@ _MAX_STEP_BYTES = 20 << 20
 """vLLM's worker-to-engine ring takes 24 MiB per message; beyond it a message takes a path about ten times slower."""
 
 
-class DiffusionGPUModelRunner:
+class DiffusionGPUModelRunner(RunnerSurface):
     """One rank's runner. All methods are called by the worker from one thread."""
-
-    is_pooling_model = True
-    lora_config = None
 
     def __init__(self, vllm_config: "VllmConfig", device: torch.device) -> None:
         self.vllm_config = vllm_config
@@ -573,72 +571,6 @@ class DiffusionGPUModelRunner:
     def _agreed_time(self) -> float:
         """Seconds; on several ranks eviction may not differ, so nothing there is ever idle by the clock alone."""
         return time.monotonic() if get_world_group().world_size == 1 else 0.0
-
-    # -- the rest of the surface the worker expects ------------------------------------------------------------
-
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("plugin",)
-
-    def get_kv_cache_spec(self) -> dict[str, Any]:
-        return {}  # sessions live in the runner, not in vLLM's block pool
-
-    def initialize_kv_cache(self, kv_cache_config: Any, kv_cache_allocation_context: Any = None) -> None: ...
-
-    def update_max_model_len(self, max_model_len: int) -> None: ...
-
-    def profile_run(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def profile_cudagraph_memory(self) -> int:
-        return 0
-
-    def capture_model(self) -> int:
-        return 0
-
-    def needs_cudagraph_capture(self) -> bool:
-        return False
-
-    def _dummy_run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called for data-parallel dummy batches: diffusion ranks do not run in lockstep, so there is nothing to do."""
-        empty = torch.empty(0, device=self.device)
-        return empty, empty
-
-    def _dummy_pooler_run(self, hidden_states: torch.Tensor) -> None: ...
-
-    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None: ...
-
-    def warming_up_model(self) -> None: ...
-
-    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
-        return EMPTY_MODEL_RUNNER_OUTPUT
-
-    def pool(self) -> None: ...
-
-    def take_draft_token_ids(self) -> None: ...
-
-    def get_draft_model(self) -> None: ...
-
-    def get_encoder_timing_stats(self) -> dict[str, Any]:
-        return {}
-
-    def reset_mm_cache(self) -> None: ...
-
-    def reset_encoder_cache(self) -> None: ...
-
-    def reset_lora_state(self) -> None: ...
-
-    def maybe_remove_all_loras(self, lora_config: Any) -> None: ...
-
-    def list_loras(self) -> set[int]:
-        return set()
-
-    def add_lora(self, lora_request: Any) -> bool:
-        raise NotImplementedError("the diffusion worker serves no LoRA adapters")
-
-    def remove_lora(self, lora_id: int) -> bool:
-        return False
-
-    def pin_lora(self, lora_id: int) -> bool:
-        return False
 
     def shutdown(self) -> None:
         self.sessions.close_all()
