@@ -2,15 +2,21 @@
 """What every benchmark shares: where results go and what they must say about the machine."""
 
 import argparse
+import asyncio
 import contextlib
+import dataclasses
 import datetime
 import gc
+import hashlib
+import itertools
 import json
 import os
 import platform
 import shlex
+import statistics
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +69,65 @@ async def run_request(engine: Any, params: Any, tensors: Any, request_id: str) -
     async for output in engine.encode(engine_prompt(), params.to_pooling_params(tensors), request_id):
         last = output
     return unpack(last.outputs.data)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkRun:
+    """One session's chunks. records: of each, `done` (seconds), `timings_ms`, `frames` (how many) and `digest`."""
+
+    start: float
+    records: list[dict[str, Any]]
+
+    @property
+    def time_to_first_frame_ms(self) -> float:
+        return round((self.records[0]["done"] - self.start) * 1e3, 1)
+
+
+async def run_chunks(
+    engine: Any, name: str, count: int, request: Callable[[str, int], tuple[dict[str, Any], Any]]
+) -> ChunkRun:
+    """Run a session's chunks, each asked for while the one before is running.
+
+    request: (session, chunk index) -> (fields of `DiffusionParams`, tensors).
+    """
+    from vllm_omni.inputs import DiffusionParams
+
+    async def chunk(index: int) -> dict[str, Any]:
+        fields, tensors = request(name, index)
+        params = DiffusionParams(session_id=name, chunk_index=index, **fields)
+        meta, results = await run_request(engine, params, tensors, f"{name}-{index}")
+        done = time.perf_counter()
+        (result,) = results.values()
+        digest = hashlib.sha256(result.numpy().tobytes()).hexdigest()[:16] if index < 2 else None
+        return {"done": done, "timings_ms": meta["timings_ms"], "frames": len(result), "digest": digest}
+
+    start = time.perf_counter()
+    pending = [asyncio.create_task(chunk(0))]
+    records = []
+    for index in range(count):
+        if index + 1 < count:
+            pending.append(asyncio.create_task(chunk(index + 1)))
+        records.append(await pending.pop(0))
+    return ChunkRun(start, records)
+
+
+def chunk_rate(run: ChunkRun, warm_chunks: int) -> dict[str, Any]:
+    """A session's steady state: medians over the chunks after the first `warm_chunks`."""
+    records, steady = run.records, run.records[warm_chunks:]
+    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][warm_chunks - 1 :]
+    interval_ms = statistics.median(gaps_ms)
+    names = sorted({name for record in steady for name in record["timings_ms"]})
+    stages = {name: statistics.median(sum(r["timings_ms"].get(name, [0.0])) for r in steady) for name in names}
+    steps = [record["timings_ms"].get("steps", []) for record in steady]
+    return {
+        "fps": round(steady[0]["frames"] / (interval_ms / 1e3), 2),
+        "frames_per_chunk": steady[0]["frames"],
+        "time_to_first_frame_ms": run.time_to_first_frame_ms,
+        "chunk_interval_ms": round(interval_ms, 1),
+        "chunk_interval_ms_all": [round(gap, 1) for gap in gaps_ms],
+        "stages_ms": {name: round(value, 2) for name, value in stages.items()},
+        "steps_ms": [round(statistics.median(values), 2) for values in zip(*steps, strict=False)],
+    }
 
 
 def hardware() -> dict[str, Any]:

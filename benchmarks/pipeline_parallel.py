@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stream, or several, over GPUs in every way that is built: a table of frames a second, end to end.
+
+    python benchmarks/pipeline_parallel.py --model causal_wan_1_3b --rows one_gpu vae_stage ulysses pp2
+    python benchmarks/pipeline_parallel.py --model lingbot_world --rows ulysses4 ulysses2_vae_stage
+    python benchmarks/pipeline_parallel.py --model causal_wan_14b      # every row that the machine has GPUs for
+    python benchmarks/pipeline_parallel.py --tiny                      # try it without a GPU
+
+Random weights at real shapes take the time of real ones: 480x832, four denoise steps and a clean pass per chunk, exact
+VAE decode, request in to uint8 frames out. Each row is an engine of its own and is saved when it is done; rows of an
+earlier run of the same day and model stay in the file. A session asks for its next chunk while one is running. Steady
+state is the median over the chunks after the window is full. `frames_digests` are of the first two chunks: rows that
+compute the same sums (one GPU, stages, a VAE stage) agree in them bit for bit.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+sys.path.insert(0, str(Path(__file__).parent))
+import lingbot_world
+import streaming_wan
+from common import HUGE_PAGES, add_output_arguments, chunk_rate, restart_with, run_chunks, running_engine, save
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """How the GPUs are used. ranks: of each stage, sharing every layer by `tensor` or by `sequence` (Ulysses)."""
+
+    ranks: int = 1
+    stages: int = 1
+    vae_stage: bool = False
+    sequence: bool = True
+    sessions: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        return self.ranks * self.stages
+
+
+ROWS = {
+    "one_gpu": Row(),
+    "vae_stage": Row(stages=2, vae_stage=True),
+    "ulysses": Row(ranks=2),
+    "tensor": Row(ranks=2, sequence=False),
+    "pp2": Row(stages=2),
+    "pp2_2_sessions": Row(stages=2, sessions=2),
+    "vae_stage_2_sessions": Row(stages=2, vae_stage=True, sessions=2),
+    "pp2_vae_stage_2_sessions": Row(stages=3, vae_stage=True, sessions=2),
+    "ulysses2_vae_stage": Row(ranks=2, stages=2, vae_stage=True),
+    "pp2_ulysses2_2_sessions": Row(ranks=2, stages=2, sessions=2),
+    "pp2_tensor2_2_sessions": Row(ranks=2, stages=2, sequence=False, sessions=2),
+    "ulysses4": Row(ranks=4),
+    "pp4_4_sessions": Row(stages=4, sessions=4),
+    "ulysses4_vae_stage": Row(ranks=4, stages=2, vae_stage=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """write: makes the checkpoint directory without weights. options: under `omni.model`. fields: of every request."""
+
+    write: Callable[[Path], None]
+    options: dict[str, Any]
+    fields: dict[str, Any]
+    image: bool = False
+    dtype: str = "bfloat16"
+
+
+def _wan(size: str, dtype: str = "bfloat16") -> Model:
+    options = {"window_frames": 9, "sink_frames": 3, "video_input": False}
+    return Model(lambda root: streaming_wan.write_checkpoint(root, size), options, {}, dtype=dtype)
+
+
+MODELS = {
+    "causal_wan_1_3b": _wan("1.3B"),
+    "causal_wan_14b": _wan("14B"),
+    "lingbot_world": Model(
+        lambda root: lingbot_world.write_checkpoint(root, 40),
+        {"text_encoder_device": "cpu"},
+        {"actions": [["w"], ["w", "j"], ["w"]]},
+        image=True,
+    ),
+    "tiny": _wan("tiny", "float32"),
+}
+
+
+async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace) -> dict[str, Any]:
+    """One engine: a throw-away stream, then `row.sessions` streams at once."""
+    import torch
+
+    options = {**model.options, **json.loads(args.model_options)}
+    if row.ranks > 1 and row.sequence:
+        options["sequence_parallel"] = True
+    if not torch.cuda.is_available():
+        cores = os.cpu_count() or 1
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = (
+            "|".join(str(rank % cores) for rank in range(row.num_gpus)) if row.num_gpus > 1 else "auto"
+        )
+    image = torch.randint(0, 256, (args.height, args.width, 3), dtype=torch.uint8, generator=torch.Generator())
+
+    def request(name: str, index: int) -> tuple[dict[str, Any], Any]:
+        first = {"prompt": "a coast road in the evening", "seed": 1} if index == 0 else {}
+        size = {"height": args.height, "width": args.width}
+        return {**model.fields, **size, **first}, {"image": image} if model.image and index == 0 else None
+
+    omni = {
+        "height": args.height,
+        "width": args.width,
+        "model": options,
+        "max_sessions": row.sessions + 1,
+        "vae_stage": row.vae_stage,
+        **json.loads(args.omni_options),
+    }
+    loading = time.perf_counter()
+    async with running_engine(
+        folder,
+        omni,
+        dtype=model.dtype,
+        enforce_eager=args.eager,
+        load_format="dummy",
+        tensor_parallel_size=row.ranks,
+        pipeline_parallel_size=row.stages,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+    ) as engine:
+        load_s = time.perf_counter() - loading
+        first = await run_chunks(engine, "first", 2, request)
+        await engine.collective_rpc("close_session", args=("first",))
+        names = [f"stream{number}" for number in range(row.sessions)]
+        streams = await asyncio.gather(*(run_chunks(engine, name, args.chunks, request) for name in names))
+        memory = await engine.collective_rpc("device_memory")
+        sessions = await engine.collective_rpc("session_stats")
+    rates = [chunk_rate(stream, args.warm_chunks) for stream in streams]
+    return {
+        **dataclasses.asdict(row),
+        "num_gpus": row.num_gpus,
+        "fps_all_sessions": round(sum(rate["fps"] for rate in rates), 2),
+        **rates[0],
+        "time_to_first_frame_ms_first_stream": first.time_to_first_frame_ms,
+        "frames_digests": [record["digest"] for record in first.records],
+        "load_and_warm_up_s": round(load_s, 1),
+        "model_options": options,
+        "omni_options": {key: value for key, value in omni.items() if key != "model"},
+        "device_memory": memory,
+        "session_bytes": [rank["bytes"] for rank in sessions],
+    }
+
+
+def earlier_rows(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Rows that today's file of this name holds already."""
+    path = args.out / f"{datetime.datetime.now(datetime.UTC).date().isoformat()}_{name}.json"
+    return json.loads(path.read_text())["result"]["rows"] if path.exists() and not args.no_save else {}
+
+
+def fits(row: Row) -> bool:
+    """Whether the machine has GPUs for a row; without any, two ranks are as many as the processors here can take."""
+    import torch
+
+    return row.num_gpus <= (torch.cuda.device_count() if torch.cuda.is_available() else 2)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="One stream, or several, over GPUs in every way that is built.")
+    parser.add_argument("--model", choices=list(MODELS), default="causal_wan_1_3b")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="default: all that the machine has GPUs for")
+    parser.add_argument("--tiny", action="store_true", help="a tiny network at 64x96, few chunks")
+    parser.add_argument("--chunks", type=int, default=20)
+    parser.add_argument("--warm-chunks", type=int, default=6, help="chunks before the window is full")
+    parser.add_argument("--height", type=int, default=480)
+    parser.add_argument("--width", type=int, default=832)
+    parser.add_argument("--eager", action="store_true", help="no torch.compile")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
+    parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside sizes and model")
+    add_output_arguments(parser)
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    if args.tiny:
+        args.model, args.height, args.width, args.chunks, args.warm_chunks = "tiny", 64, 96, 5, 3
+        args.rows, args.eager = args.rows or ["one_gpu", "vae_stage"], True
+    if args.chunks <= args.warm_chunks:
+        raise SystemExit(f"--chunks {args.chunks} leaves nothing after --warm-chunks {args.warm_chunks}")
+    restart_with(HUGE_PAGES)
+    model, name = MODELS[args.model], f"pipeline_parallel_{args.model}"
+    rows = earlier_rows(name, args)
+    with tempfile.TemporaryDirectory() as folder:
+        model.write(Path(folder) / "model")
+        for row_name in args.rows or [name for name, row in ROWS.items() if fits(row)]:
+            try:
+                rows[row_name] = asyncio.run(measure(model, Path(folder) / "model", ROWS[row_name], args))
+            except Exception as error:  # a row that cannot run (memory, a refusal) must not cost the others
+                rows[row_name] = {**dataclasses.asdict(ROWS[row_name]), "error": f"{type(error).__name__}: {error}"}
+            save(name, {"result": {"model": args.model, "size": [args.height, args.width], "rows": rows}}, args)
+    for row_name, row in rows.items():
+        print(row_name, row.get("error") or f"{row['fps_all_sessions']} FPS, chunk {row['chunk_interval_ms']} ms")
+
+
+if __name__ == "__main__":
+    main()
