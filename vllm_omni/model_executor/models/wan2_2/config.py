@@ -169,7 +169,8 @@ class Wan22Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     residual_dtype: type of the residual stream between blocks; `model` = the network's, as diffusers runs it.
     text_encoder_device: None = beside the transformer; `cpu` saves 10.6 GiB of device memory.
     vae_dtype: type of the VAE. vae_tiling: decode in overlapping tiles, for less memory (not exact).
-    sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead.
+    sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead. cfg_parallel: use two of
+    them for the two branches of classifier-free guidance instead: each runs one, with all weights.
     compile: fuse elementwise chains with torch.compile. None = on CUDA, unless the engine runs with --enforce-eager.
     """
 
@@ -188,12 +189,15 @@ class Wan22Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     vae_dtype: Literal["fp32", "bf16"] = "fp32"
     vae_tiling: bool = False
     sequence_parallel: bool = False
+    cfg_parallel: bool = False
     compile: bool | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "Wan22Options":
         """Raises ValueError saying what arrived and what is allowed."""
         parsed = parse_options(cls, options, "omni.model")
+        if parsed.cfg_parallel and parsed.sequence_parallel:
+            raise ValueError("omni.model: cfg_parallel and sequence_parallel both take the tensor-parallel ranks")
         if parsed.num_frames is not None and parsed.num_frames > parsed.max_num_frames:
             raise ValueError(
                 f"omni.model: num_frames {parsed.num_frames} is more than max_num_frames {parsed.max_num_frames}"

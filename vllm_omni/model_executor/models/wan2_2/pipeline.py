@@ -22,7 +22,7 @@ Held by tests/model_executor/models/wan2_2/test_wan22_parity.py and test_wan22_p
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -45,6 +45,7 @@ from vllm_omni.model_executor.models.wan2_2.config import (
     Wan22Config,
     Wan22Options,
 )
+from vllm_omni.model_executor.models.wan2_2.guidance import GuidanceRanks
 from vllm_omni.model_executor.models.wan2_2.request import VideoRequest, default_num_frames, read_image, read_request
 from vllm_omni.model_executor.models.wan2_2.schedule import new_scheduler
 from vllm_omni.model_executor.models.wan2_2.transformer import VideoRow, Wan22Transformer
@@ -78,6 +79,7 @@ class Wan22Setup:
     parallel: ParallelContext
     dtype: torch.dtype
     compiled: bool
+    guidance: "GuidanceRanks | None" = None
 
     @classmethod
     def of(
@@ -99,6 +101,12 @@ class Wan22Setup:
             if facts["boundary_ratio"] is None:
                 raise ValueError("omni.model: boundary_ratio needs a checkpoint with two transformers")
             facts["boundary_ratio"] = options.boundary_ratio
+        parallel = parallel or ParallelContext.from_vllm(
+            options.sequence_parallel, omni.vae_stage, omni.pipeline_partition or ()
+        )
+        guidance = None
+        if options.cfg_parallel:
+            guidance, parallel = GuidanceRanks.of(parallel), replace(parallel, rank=0, size=1, group=None)
         return cls(
             config=Wan22Config.from_checkpoint(values["transformer"]),
             checkpoint=Wan22Checkpoint(**facts),
@@ -108,9 +116,10 @@ class Wan22Setup:
             tokenizer=tokenizer,
             options=options,
             omni=omni,
-            parallel=parallel or ParallelContext.from_vllm(options.sequence_parallel),
+            parallel=parallel,
             dtype=dtype,
             compiled=(torch.cuda.is_available() and not eager) if options.compile is None else options.compile,
+            guidance=guidance,
         )
 
 
@@ -134,6 +143,12 @@ class Video:
     expert: str = ""
     cross_kv: list[torch.Tensor] = field(default_factory=list)
 
+    @classmethod
+    def to_decode(cls, request: VideoRequest) -> "Video":
+        """A video on the VAE stage: its latents come when other ranks have made them."""
+        nothing = torch.empty(request.latent_shape, device="meta")
+        return cls(request, nothing, None, (), None, (), (nothing, nothing), 0)
+
 
 class Wan22(nn.Module):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
@@ -150,13 +165,15 @@ class Wan22(nn.Module):
         self.options, self.omni = setup.options, setup.omni
         self.scheduler_values = setup.scheduler
         self.parallel = parallel = setup.parallel
-        self.text_encoder = TextEncoder(
-            setup.text_config,
-            setup.tokenizer,
-            max_tokens=TEXT_LEN,
-            device=self.options.text_encoder_device or "model",
-            dtype=setup.dtype,
-        )
+        self.text_encoder: TextEncoder | None = None
+        if not parallel.is_vae_stage:
+            self.text_encoder = TextEncoder(
+                setup.text_config,
+                setup.tokenizer,
+                max_tokens=TEXT_LEN,
+                device=self.options.text_encoder_device or "model",
+                dtype=setup.dtype,
+            )
         names = EXPERTS if self.checkpoint.two_experts else EXPERTS[:1]
         with default_dtype(setup.dtype):
             self.experts = nn.ModuleDict(
@@ -170,9 +187,11 @@ class Wan22(nn.Module):
                     for name in names
                 }
             )
-        self.decodes = parallel.last_stage and parallel.rank == 0
+        self.guidance = setup.guidance
+        self.decodes = parallel.decodes and (self.guidance is None or self.guidance.branch == 0)
         self.vae: VideoVAE | None = None
-        if self.decodes or self.checkpoint.kind != "t2v":  # a picture is encoded on every rank
+        encodes = self.checkpoint.kind != "t2v" and not parallel.is_vae_stage  # a picture, on every rank with layers
+        if self.decodes or encodes:
             self.vae = VideoVAE(setup.vae, dtype=self.options.vae_torch_dtype, tiling=self.options.vae_tiling)
         self.prompts = {
             (name, branch): SharedPrompts(self._expert(name).cross_attention_kv) for name in names for branch in (0, 1)
@@ -214,6 +233,10 @@ class Wan22(nn.Module):
     def prepare_encode(self, request: DiffusionRequest) -> None:
         wanted = self._read(request.params)
         image = read_image(request.tensors, wanted, self.checkpoint)
+        if self.text_encoder is None:
+            request.state = Video.to_decode(wanted)
+            request.num_steps = 1  # the ranks with layers know
+            return
         generator = torch.Generator().manual_seed(wanted.seed)
         noise = torch.randn((1, *wanted.latent_shape), generator=generator, dtype=torch.float32)[0]
         with request.timer.stage("text"):
@@ -257,8 +280,11 @@ class Wan22(nn.Module):
         predictions: torch.Tensor = self._expert(name)(rows, hidden)
         if not self.parallel.last_stage:
             return predictions
+        videos = [_video_of(request) for request in batch]
+        if self.guidance is not None:
+            predictions = self.guidance.join(predictions, [len(video.texts) for video in videos])
         flows, row = [], 0
-        for video in map(_video_of, batch):
+        for video in videos:
             branches = predictions[row : row + len(video.texts)]
             row += len(video.texts)
             guidance = video.request.guidance if name == EXPERTS[0] else video.request.guidance_2
@@ -295,8 +321,14 @@ class Wan22(nn.Module):
         }
         if request.params.output == "latents":
             return meta, {"latents": video.latents}
-        assert self.vae is not None, "only the last stage's first rank decodes"
+        assert self.vae is not None, "only one rank of the last stage decodes"
         return meta, {"frames": to_uint8(self.vae.decode(video.latents))}
+
+    def hand_over(self, request: DiffusionRequest) -> dict[str, Any]:
+        return {}
+
+    def take_over(self, request: DiffusionRequest, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
+        _video_of(request).latents = latents
 
     def commit(self, request: DiffusionRequest) -> None:
         request.session.chunk_index += 1
@@ -332,9 +364,8 @@ class Wan22(nn.Module):
     def _switch_expert(self, video: Video, name: str) -> None:
         """Make the prompts' K/V of the expert that serves this step (collective under tensor parallelism)."""
         if video.expert != name:
-            video.cross_kv = [
-                self.prompts[name, branch].get(key, text) for branch, (key, text) in enumerate(video.texts)
-            ]
+            own = range(len(video.texts)) if self.guidance is None else self.guidance.own(len(video.texts))
+            video.cross_kv = [self.prompts[name, branch].get(*video.texts[branch]) for branch in own]
             video.expert = name
 
     def _inputs(self, video: Video) -> torch.Tensor:

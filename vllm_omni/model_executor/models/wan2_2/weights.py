@@ -37,10 +37,12 @@ def load_pipeline_weights(
     config: Wan22Config,
     experts: dict[str, nn.Module],
     vae: VideoVAE | None,
-    text_encoder: TextEncoder,
+    text_encoder: TextEncoder | None,
 ) -> None:
     """Fill every component this rank has; a missing piece is reported before anything is read. Raises ValueError."""
-    layout.require("text_encoder", "tokenizer", "transformer")
+    if text_encoder is not None:
+        layout.require("text_encoder", "tokenizer")
+    layout.require("transformer")
     if vae is not None:
         layout.require("vae")
     folders = {"transformer": layout.transformer, "transformer_2": layout.transformer_2}
