@@ -78,6 +78,11 @@ class FiniteCheck:
         else:
             self._finite = finite
 
+    @property
+    def known(self) -> bool:
+        """Whether `require` would answer at once."""
+        return self._done is None or bool(self._done.query())
+
     def require(self, what: str) -> None:
         """Wait for the answer; raises `RequestFailed("non_finite", ...)` if the tensor holds NaN or Inf."""
         if self._done is not None:

@@ -48,6 +48,11 @@ def hand_over(model: "StageModel", states: Sequence[RequestState], ranks: int) -
     latents: dict[int, torch.Tensor] = {}
     for state in states:
         request = state.chunk
+        if state.failure is None and state.finite is not None and state.finite.known:
+            try:
+                state.finite.require("the chunk's latents")
+            except RequestFailed as failure:
+                state.failure = failure  # before the VAE stage has to do with it
         if state.failure is not None:
             failures[state.request_id] = (state.failure.code, str(state.failure.message))
         elif request is not None:
