@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as real processes: one is stopped, one is killed, all are stopped together, all end in order."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_omni.worker.watchdog import EXIT_CODE
+
+RANKS, TIMEOUT_S = 3, 2.5
+_RANK = """
+import socket, sys, time
+from vllm_omni.worker.watchdog import Peer, Watchdog, machine_id
+
+rank, timeout_s = int(sys.argv[1]), float(sys.argv[2])
+listen = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+listen.bind(("127.0.0.1", 0))
+import os
+print(os.getpid(), listen.getsockname()[1], flush=True)
+others = [line.split() for line in sys.stdin.readline().split(";")]
+peers = [Peer(int(r), int(pid), machine_id(), ("127.0.0.1", int(port))) for r, pid, port in others if int(r) != rank]
+dog = Watchdog(rank, listen, peers, machine_id(), b"token", timeout_s)
+dog.start()
+print("watching", flush=True)
+sys.stdin.readline()
+dog.stop()
+time.sleep(0.2 * rank)
+"""
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[subprocess.Popen[str]]]:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(rank), str(TIMEOUT_S)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    addresses = [f"{rank} {process.stdout.readline().strip()}" for rank, process in enumerate(processes)]  # type: ignore[union-attr]
+    for process in processes:
+        process.stdin.write(";".join(addresses) + "\n")  # type: ignore[union-attr]
+        process.stdin.flush()  # type: ignore[union-attr]
+        assert process.stdout.readline() == "watching\n"  # type: ignore[union-attr]
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_all_end_when_one_is_gone(ranks: list[subprocess.Popen[str]], how: signal.Signals) -> None:
+    """The stopped one too."""
+    time.sleep(1)
+    start = time.monotonic()
+    ranks[1].send_signal(how)
+    codes = [process.wait(timeout=TIMEOUT_S + 5) for process in ranks]
+    assert codes == [EXIT_CODE, -signal.SIGKILL, EXIT_CODE]
+    assert time.monotonic() - start < TIMEOUT_S + 3
+
+
+def test_nobody_ends_when_all_were_stopped(ranks: list[subprocess.Popen[str]]) -> None:
+    """Longer than the timeout, as by Ctrl-Z; and a shutdown one after the other is no reason either."""
+    time.sleep(1)
+    for process in ranks:
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(TIMEOUT_S + 1)
+    for process in ranks:
+        process.send_signal(signal.SIGCONT)
+    time.sleep(TIMEOUT_S + 1)
+    assert [process.poll() for process in ranks] == [None] * RANKS
+    for process in ranks:
+        os.write(process.stdin.fileno(), b"\n")  # type: ignore[union-attr]
+    assert [process.wait(timeout=5) for process in ranks] == [0] * RANKS

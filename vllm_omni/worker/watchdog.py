@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Watchdog`: ranks that compute together notice within seconds that one of them is gone or stands still.
+
+A rank that waits in a collective for a dead one waits for minutes, and so does everybody who waits for a result; vLLM
+notices a worker's end, but gives the others 9 s to answer, and a stopped worker not at all. Here a thread of each rank
+sends a datagram to every other each second. When one has ended, or has been silent for `timeout_s`, the rank logs why,
+kills the silent one if it is on this machine, and ends itself at once: vLLM's executor then reports a dead engine.
+
+What the thread proves is that its process runs, not that the main thread makes progress: a step that hangs in the
+device is left to vLLM (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was itself stopped (a debugger, Ctrl-Z, a
+paused machine) starts counting afresh. Knows no model, no scheduler and no torch. Held by
+tests/worker/test_watchdog.py and tests/engine/test_dead_stage.py.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+logger = logging.getLogger("vllm." + __name__)
+
+EXIT_CODE = 70
+_BEAT_S = 0.5
+_OWN_GAP_S = 2.0
+"""A thread that was held up for so long cannot tell whether the others were."""
+_GRACE_S = 2.0
+"""How long a rank may outlive another: on an orderly shutdown all end, one after the other."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another rank. machine: equal exactly for ranks on one machine. address: where its socket listens."""
+
+    rank: int
+    pid: int
+    machine: str
+    address: tuple[str, int]
+
+
+@dataclass
+class Watchdog:
+    """This rank's end. listen: a bound UDP socket, which it takes over. token: the same for all ranks, sent along."""
+
+    rank: int
+    listen: socket.socket
+    peers: Sequence[Peer]
+    machine: str
+    token: bytes
+    timeout_s: float
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, daemon=True, name="RankWatchdog").start()
+
+    def stop(self) -> None:
+        """An orderly shutdown has begun: from now on others may end. Idempotent."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        self.listen.setblocking(False)
+        ends: dict[int, Peer] = {}
+        for peer in self.peers:
+            if peer.machine == self.machine:
+                with contextlib.suppress(OSError):  # gone already: its silence will tell
+                    ends[os.pidfd_open(peer.pid)] = peer
+        try:
+            self._watch(ends)
+        finally:
+            self.listen.close()
+            for descriptor in ends:
+                os.close(descriptor)
+
+    def _watch(self, ends: dict[int, Peer]) -> None:
+        poll = select.poll()
+        for descriptor in (self.listen.fileno(), *ends):
+            poll.register(descriptor, select.POLLIN)
+        beat = self.token + self.rank.to_bytes(4, "little")
+        looked = time.monotonic()
+        heard = {peer.rank: looked for peer in self.peers}
+        ended: tuple[float, Peer] | None = None
+        while not self._stop.is_set():
+            for peer in self.peers:
+                with contextlib.suppress(OSError):  # a full buffer or a dead address: the next beat, or its silence
+                    self.listen.sendto(beat, peer.address)
+            ready = {descriptor for descriptor, _ in poll.poll(_BEAT_S * 1e3)}
+            now = time.monotonic()
+            if now - looked > _OWN_GAP_S:
+                heard = dict.fromkeys(heard, now)
+            looked = now
+            for descriptor in ready & ends.keys():
+                poll.unregister(descriptor)
+                ended = ended or (now, ends[descriptor])
+            for rank in self._take_in():
+                heard[rank] = now
+            if ended is not None and now - ended[0] > _GRACE_S:
+                self._give_up(f"rank {ended[1].rank} (process {ended[1].pid}) has ended", ())
+            silent = [peer for peer in self.peers if now - heard[peer.rank] > self.timeout_s]
+            if silent:
+                ranks = ", ".join(f"{peer.rank} (process {peer.pid})" for peer in silent)
+                self._give_up(f"nothing was heard of rank {ranks} for {self.timeout_s:g} s", silent)
+            time.sleep(max(0.0, looked + _BEAT_S - time.monotonic()))
+
+    def _take_in(self) -> list[int]:
+        ranks = []
+        while True:
+            try:
+                data = self.listen.recv(64)
+            except OSError:
+                return ranks
+            rank = int.from_bytes(data[len(self.token) :], "little")
+            if data.startswith(self.token) and any(peer.rank == rank for peer in self.peers):
+                ranks.append(rank)
+
+    def _give_up(self, reason: str, silent: Sequence[Peer]) -> None:
+        if self._stop.is_set():
+            return
+        logger.critical("rank %d ends itself, so that the engine is reported dead: %s", self.rank, reason)
+        for peer in silent:
+            if peer.machine == self.machine:
+                with contextlib.suppress(OSError):
+                    os.kill(peer.pid, signal.SIGKILL)
+        os._exit(EXIT_CODE)
+
+
+def machine_id() -> str:
+    """Equal for two processes exactly if they see each other's process ids."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
