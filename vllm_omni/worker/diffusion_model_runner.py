@@ -2,8 +2,8 @@
 """`DiffusionGPUModelRunner`: runs denoise steps for the requests the scheduler picked; owns device memory.
 
 It has no vLLM base class (what a worker asks of any runner and this one has no use for is in `runner_surface.py`) and
-only sequences its parts: `RequestStates`, `SessionStore`, `group_requests`, `ReturnChannel` and the model. It knows no
-model by name and no sockets.
+only sequences its parts: `RequestStates`, `SessionStore`, `group_requests`, `RankAgreement`, `ReturnChannel` and the
+model. It knows no model by name and no sockets.
 
 Invariants (tests/worker/test_diffusion_model_runner.py, tests/engine/):
 - a session is opened by its first chunk and freed by the store, nowhere else;
@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.sequence import IntermediateTensors
@@ -36,6 +35,7 @@ from vllm_omni.model_executor.interfaces import (
 from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed, pack, pack_error
 from vllm_omni.registration import steps_one_at_a_time
+from vllm_omni.worker.agreement import RankAgreement
 from vllm_omni.worker.in_flight import ChunksInFlight
 from vllm_omni.worker.memory import MemoryBudget
 from vllm_omni.worker.overlap import FiniteCheck, PendingResult, ResultStream, StepPacer
@@ -56,8 +56,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)
 
 _WARM_UP = "warm-up"
-_MASK = "alive"
-_REFUSED, _ALIVE, _WAITING = range(3)
 _MAX_STEP_BYTES = 20 << 20
 """vLLM's worker-to-engine ring takes 24 MiB per message; beyond it a message takes a path about ten times slower."""
 
@@ -74,8 +72,9 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.pp, self.tp = get_pp_group(), get_tp_group()
         # With the stock scheduler one engine step is a whole chunk.
         self.step_at_a_time = steps_one_at_a_time(vllm_config)
+        self._agreement = RankAgreement(self.tp, get_world_group())
         self.requests = RequestStates()
-        self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=self._agreed_time)
+        self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=self._agreement.clock)
         self.kv_caches: list[torch.Tensor] = []
         self.model_memory_usage = 0
         self._num_stages = self.pp.world_size - self.omni.vae_stage
@@ -148,7 +147,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
                     self._channel.drain([state.request_id], self._take_answer)
                 self._close(state)
             self.sessions.close_all()
-        self.sessions.max_bytes = self._agreed_budget(
+        self.sessions.max_bytes = self._agreement.budget(
             budget.session_bytes(session_bytes, self.omni.max_session_bytes), session_bytes
         )
         logger.info(
@@ -255,12 +254,12 @@ class DiffusionGPUModelRunner(RunnerSurface):
             return None
         # The same list on every rank; a finished chunk may be here once more to deliver a result held back.
         chunks = [state for state in states if not state.is_session_operation and not state.done]
-        mask = None if received is None else received[_MASK].tolist()[: len(chunks)]
-        waiting = self._in_flight.waiting(chunks) if mask is None else _waiting(chunks, mask)
+        mask = None if received is None else self._agreement.read_mask(received.tensors, chunks)
+        waiting = self._in_flight.waiting(chunks) if mask is None else self._agreement.waiting(chunks, mask)
         for state in states:
             if state.failure is None and state.chunk is None and state not in waiting:
                 self._admit(state, outputs)
-        alive = self._agree(chunks, waiting, mask)
+        alive = self._agreement.alive(chunks, waiting, mask)
         limit = 1 if self.omni.batch_invariant else self.omni.max_requests_per_step
         groups = group_requests(self.model, [state.chunk for state in alive if state.chunk], limit)
         by_id = {state.request_id: state for state in alive}
@@ -276,8 +275,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
             else:
                 self._after_step([by_id[request.request_id] for request in group], outputs)
         if not self._ends_steps:
-            handed_on[_MASK] = self._mask(chunks, alive, waiting)
-            return IntermediateTensors(handed_on)
+            return IntermediateTensors(handed_on | self._agreement.mask(chunks, alive, waiting))
         if self.omni.vae_stage:
             failed = [state for state in states if state.failure is not None and state not in alive]
             return hand_over(self.model, [*alive, *failed], self.tp.world_size)
@@ -364,7 +362,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
                     outputs[state.request_id] = result.envelope()
         except Exception as error:
             state.failure = as_failure(error)
-        if not self._all_tp_ranks(state.failure is None) and state.failure is None:
+        if not self._agreement.all_fine(state.failure is None) and state.failure is None:
             state.failure = RequestFailed("engine_error", "another tensor-parallel rank failed on this chunk")
         if state.failure is not None:
             outputs.pop(state.request_id, None)
@@ -496,50 +494,6 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 self.sessions.close(session_id)
             state.opened_session = False
 
-    # -- several ranks -----------------------------------------------------------------------------------------
-
-    def _agree(
-        self, states: Sequence[RequestState], waiting: Sequence[RequestState], mask: Sequence[int] | None
-    ) -> list[RequestState]:
-        """The requests that take part in this step's collectives: those that no rank has refused and none holds back.
-
-        mask: what the stage before said of `states`; None on the first one.
-        """
-        fine = [state.failure is None for state in states]
-        if self.tp.world_size > 1 and any(state.chunk is None or state.chunk.step == 0 for state in states):
-            flags = torch.tensor(fine, dtype=torch.int32)
-            dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self.tp.cpu_group)
-            fine = [bool(flag) for flag in flags.tolist()]
-        if mask is not None:
-            wanted = [flag == _ALIVE for flag in mask]
-            # One that has failed since (a chunk before it did) still takes part, for nothing.
-            able = [good or state.chunk is not None for state, good in zip(states, fine, strict=True)]
-            if any(want and not mine for want, mine in zip(wanted, able, strict=True)):
-                # Hidden states of that request have arrived inside its group: this rank cannot leave it out.
-                raise RuntimeError("an earlier pipeline stage accepted a request that this stage had to refuse")
-            fine = wanted
-        alive = []
-        for state, good in zip(states, fine, strict=True):
-            if state in waiting:
-                continue
-            if good:
-                alive.append(state)
-            elif state.failure is None:
-                state.failure = RequestFailed("engine_error", "another rank could not take this request")
-        return alive
-
-    def _mask(
-        self, states: Sequence[RequestState], alive: Sequence[RequestState], waiting: Sequence[RequestState]
-    ) -> torch.Tensor:
-        """Which of `states` are in the hidden states that follow, and which wait, as a small CPU tensor.
-
-        Its length is one more than a multiple of the tensor-parallel size: vLLM sends tensors of a divisible length
-        in shards, which needs a device tensor.
-        """
-        flags = [_ALIVE if state in alive else _WAITING if state in waiting else _REFUSED for state in states]
-        padding = -len(flags) % self.tp.world_size + 1
-        return torch.tensor([*flags, *([_REFUSED] * padding)], dtype=torch.uint8)
-
     def _take_answer(self, request: DiffusionRequest, ok: bool, latents: torch.Tensor) -> None:
         """Earlier stage: the last stage has finished a step of `request`."""
         if request.state is None:
@@ -551,33 +505,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
             else:
                 self._in_flight.fail(request)
 
-    def _all_tp_ranks(self, fine: bool) -> bool:
-        if self.tp.world_size == 1:
-            return fine
-        flag = torch.tensor([int(fine)], dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.tp.cpu_group)
-        return bool(flag.item())
-
-    def _agreed_budget(self, budget_bytes: int, session_bytes: int) -> int:
-        """Every rank admits as many sessions of the largest shape as the tightest rank can hold."""
-        world = get_world_group()
-        if world.world_size == 1:
-            return budget_bytes
-        own = budget_bytes / session_bytes if session_bytes else float("inf")  # a rank beside the one that decodes
-        sessions = torch.tensor([own], dtype=torch.float64)
-        dist.all_reduce(sessions, op=dist.ReduceOp.MIN, group=world.cpu_group)
-        return int(sessions.item() * session_bytes) if session_bytes else 0
-
-    def _agreed_time(self) -> float:
-        """Seconds; on several ranks eviction may not differ, so nothing there is ever idle by the clock alone."""
-        return time.monotonic() if get_world_group().world_size == 1 else 0.0
-
     def shutdown(self) -> None:
         self.sessions.close_all()
-
-
-def _waiting(states: Sequence[RequestState], mask: Sequence[int]) -> list[RequestState]:
-    return [state for state, flag in zip(states, mask, strict=True) if flag == _WAITING]
 
 
 def _chunk_order(state: RequestState) -> tuple[str, float]:
