@@ -153,6 +153,8 @@ class CausalWanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     text_encoder_device: None = beside the transformer; `cpu` saves 10.6 GiB of device memory.
     vae_dtype: type of the VAE; None = the transformer's. decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth`; 25 times
         cheaper, not exact).
+    vae_frames_per_call: how many of a latent frame's 4 video frames decoder `wan` takes through its largest levels at a
+        time; None = all, which is fastest, 1 needs half the memory beside its cache.
     sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead.
     recache_on_prompt_switch: recompute the window's keys and values under a new prompt (`strict` only).
     compile: fuse elementwise chains and the VAE's decoder with torch.compile. None = on CUDA, unless the engine runs
@@ -182,6 +184,7 @@ class CausalWanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     residual_dtype: Literal["fp32", "model"] = "fp32"
     text_encoder_device: Literal["cpu"] | None = None
     vae_dtype: Literal["fp32", "bf16"] | None = None
+    vae_frames_per_call: Annotated[int, msgspec.Meta(ge=1, le=4)] | None = None
     decoder: Literal["wan", "tiny"] = "wan"
     sequence_parallel: bool = False
     recache_on_prompt_switch: bool = False

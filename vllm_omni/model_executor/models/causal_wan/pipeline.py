@@ -144,6 +144,7 @@ class CausalWan(nn.Module):
             decoder=decodes and setup.tiny_vae_channels is None,
             dtype=vae_dtype,
             compiled=setup.compiled,
+            frames_per_call=options.vae_frames_per_call,
         )
         self.tiny_vae: TinyVAEDecoder | None = None
         if decodes and setup.tiny_vae_channels is not None:

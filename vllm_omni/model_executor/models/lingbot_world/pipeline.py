@@ -138,6 +138,7 @@ class LingBotWorld(nn.Module):
             decoder=decodes,
             dtype=setup.options.vae_torch_dtype(setup.dtype),
             compiled=setup.compiled,
+            frames_per_call=setup.options.vae_frames_per_call,
         )
         self.condition = GreyCondition(self.vae) if setup.parallel.first_stage else None
         self.prompts = SharedPrompts(self.transformer.cross_attention_kv)

@@ -6,12 +6,14 @@ convolutions, which diffusers keeps inside its model and clears on every call. H
 and returns another, so an aborted chunk leaves the session's cache as it was.
 
 One latent frame stands for 4 pixel frames, the first of a stream for 1. Latents are processed one at a time, so a
-stream cut anywhere equals one call over the whole clip bit for bit.
+stream cut anywhere equals one call over the whole clip bit for bit. A call holds one cache beside the one it was given:
+what a latent frame leaves behind replaces what the one before left, convolution by convolution.
 
 Shape letters: C channels, T frames, H height, W width (pixels of `VAEConfig.spatial_factor` x latent cells).
 Held by tests/model_executor/models/wan/test_vae.py.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,6 +29,8 @@ from vllm_omni.snapshot import SavedTensors
 
 Part = Literal["encoder", "decoder"]
 Shape = tuple[int, ...]
+Network = Callable[..., torch.Tensor]
+"""(x, feat_cache, feat_idx) -> x, as diffusers' encoder and decoder; replaces the features of `feat_cache` in place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +77,8 @@ class StreamingWanVAE(nn.Module):
 
     dtype: of weights, activations and caches (float32 or bfloat16). Latents are normalised and float32 at both doors.
     compiled: fuse the decoder with torch.compile (all but a stream's first latent, which has its own control flow).
+    frames_per_call: how many of a latent frame's 4 video frames go through the decoder's two largest levels at a time;
+    None = all. Fewer need less memory beside the cache and a little more time; the frames are the same.
     On CUDA, convolutions run channels-last, the layout their kernels are fastest in.
     """
 
@@ -87,6 +93,7 @@ class StreamingWanVAE(nn.Module):
         decoder: bool = True,
         dtype: torch.dtype = torch.float32,
         compiled: bool = False,
+        frames_per_call: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -114,9 +121,10 @@ class StreamingWanVAE(nn.Module):
         self.requires_grad_(False)
         self.eval()
         _channels_last_on_cuda(self)
-        self._compiled_decoder: Callable[..., torch.Tensor] | None = None
-        if decoder and compiled:
-            self._compiled_decoder = torch.compile(self.decoder.forward, dynamic=False)
+        self._decode_latent: Network | None = None
+        """How a stream's later latents are decoded; its first has its own control flow."""
+        if decoder:
+            self._decode_latent = _later_latents(self.decoder, compiled, frames_per_call)
 
     @property
     def has_encoder(self) -> bool:
@@ -146,13 +154,14 @@ class StreamingWanVAE(nn.Module):
                 f"height and width must be multiples of {self.config.spatial_factor}, got {height} x {width}"
             )
         shapes = _cache_shapes(self.config, "encoder", height, width)
+        features = None if cache is None else list(cache.features)
         pixels_1CTHW = pixels_1CTHW.to(self.dtype)
         latents = []
         for piece in pixels_1CTHW.split([first] * first + [group] * ((frames - first) // group), dim=2):
-            moments, cache = _step(self.encoder, piece, cache, shapes)
+            moments, features = _step(self.encoder, piece, features, shapes)
             latents.append(self.quant_conv(moments)[:, : self.config.z_dim].float())
-        assert cache is not None
-        return (torch.cat(latents, dim=2) - self.latents_mean) / self.latents_std, cache
+        assert features is not None
+        return (torch.cat(latents, dim=2) - self.latents_mean) / self.latents_std, VAECache(tuple(features))
 
     @torch.no_grad()
     def decode(self, latents_1CTHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
@@ -163,14 +172,16 @@ class StreamingWanVAE(nn.Module):
         """
         factor = self.config.spatial_factor
         shapes = _cache_shapes(self.config, "decoder", latents_1CTHW.shape[3] * factor, latents_1CTHW.shape[4] * factor)
+        assert self._decode_latent is not None, "this VAE was built without a decoder"
+        features = None if cache is None else list(cache.features)
         latents_1CTHW = (latents_1CTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
         pixels = []
         for piece in latents_1CTHW.split(1, dim=2):
-            network = self.decoder if cache is None else self._compiled_decoder or self.decoder
-            frames, cache = _step(network, self.post_quant_conv(piece), cache, shapes)
+            network = self.decoder if features is None else self._decode_latent
+            frames, features = _step(network, self.post_quant_conv(piece), features, shapes)
             pixels.append(frames)
-        assert cache is not None, "decode needs at least one latent frame"
-        return torch.cat(pixels, dim=2).clamp_(-1.0, 1.0), cache
+        assert features is not None, "decode needs at least one latent frame"
+        return torch.cat(pixels, dim=2).clamp_(-1.0, 1.0), VAECache(tuple(features))
 
     def encoder_cache_nbytes(self, height: int, width: int) -> int:
         """Bytes of an encoder cache for a stream of `height` x `width` pixels; runs nothing."""
@@ -200,14 +211,81 @@ def to_uint8(pixels_1CTHW: torch.Tensor) -> torch.Tensor:
 
 
 def _step(
-    network: Callable[..., torch.Tensor], x_1CTHW: torch.Tensor, cache: VAECache | None, shapes: tuple[Shape, ...]
-) -> tuple[torch.Tensor, VAECache]:
-    """Run one latent frame's worth through `network`; returns its output and the cache after it."""
-    features: list[Any] = [None] * len(shapes) if cache is None else list(cache.features)
-    out_1CTHW = network(x_1CTHW, feat_cache=features, feat_idx=[0])
-    if cache is None:
-        features = [_pad_first(feature, shape, x_1CTHW) for feature, shape in zip(features, shapes, strict=True)]
-    return out_1CTHW, VAECache(tuple(features))
+    network: Network, x_1CTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[Shape, ...]
+) -> tuple[torch.Tensor, list[Any]]:
+    """Run one latent frame's worth through `network`, which replaces `features` in place; return output and features.
+
+    features: owned by the caller alone, so that what is replaced is freed at once; None starts a stream.
+    """
+    if features is not None:
+        return network(x_1CTHW, feat_cache=features, feat_idx=[0]), features
+    first: list[Any] = [None] * len(shapes)
+    out_1CTHW = network(x_1CTHW, feat_cache=first, feat_idx=[0])
+    return out_1CTHW, [_pad_first(feature, shape, x_1CTHW) for feature, shape in zip(first, shapes, strict=True)]
+
+
+def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) -> Network:
+    """How to decode a latent frame that is not a stream's first; with a bound on frames, in two parts.
+
+    decoder: a `WanDecoder3d`. Its last two levels see a latent frame's 4 video frames; time may be cut anywhere there,
+    since each cut takes up the features that the one before has left.
+    """
+    if frames_per_call is None:
+        forward: Network = decoder.forward
+        return _compiled(forward) if compiled else forward
+    if frames_per_call < 1:
+        raise ValueError(f"frames_per_call must be at least 1, got {frames_per_call}")
+
+    def small_levels(x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]) -> torch.Tensor:
+        x_1CTHW = _cached_convolution(decoder.conv_in, x_1CTHW, feat_cache, feat_idx)
+        for level in (decoder.mid_block, *decoder.up_blocks[:-2]):
+            x_1CTHW = level(x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
+        return x_1CTHW
+
+    def second_largest_level(x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]) -> torch.Tensor:
+        level: Network = decoder.up_blocks[-2]
+        return level(x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
+
+    def largest_level(x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]) -> torch.Tensor:
+        x_1CTHW = decoder.up_blocks[-1](x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
+        x_1CTHW = decoder.nonlinearity(decoder.norm_out(x_1CTHW))
+        return _cached_convolution(decoder.conv_out, x_1CTHW, feat_cache, feat_idx)
+
+    parts: list[Network] = [small_levels, second_largest_level, largest_level]
+    if compiled:
+        parts = [_compiled(part) for part in parts]
+    small, middle, large = parts
+    of_middle, of_large = (sum(map(_keeps_frames, level.modules())) for level in decoder.up_blocks[-2:])
+
+    def decode_latent(x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]) -> torch.Tensor:
+        cut = len(feat_cache) - 1 - of_large
+        features = feat_cache[: cut - of_middle], feat_cache[cut - of_middle : cut], feat_cache[cut:]
+        feat_cache.clear()  # now the parts' lists alone hold what they replace
+        x_1CTHW = small(x_1CTHW, feat_cache=features[0], feat_idx=[0])
+        frames = []
+        for piece in x_1CTHW.split(frames_per_call, dim=2):
+            piece = middle(piece, feat_cache=features[1], feat_idx=[0])
+            frames.append(large(piece, feat_cache=features[2], feat_idx=[0]))
+        feat_cache.extend(itertools.chain(*features))
+        return torch.cat(frames, dim=2)
+
+    return decode_latent
+
+
+def _keeps_frames(module: nn.Module) -> bool:
+    """Whether a module is a convolution over several frames, which remembers the last ones."""
+    return isinstance(module, WanCausalConv3d) and module.kernel_size[0] > 1
+
+
+def _cached_convolution(
+    convolution: WanCausalConv3d, x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
+) -> torch.Tensor:
+    """Convolve frames behind those of the cache, and keep the newest of both (as many as there were) for the next."""
+    index = feat_idx[0]
+    past = feat_cache[index]
+    feat_cache[index] = torch.cat((past, x_1CTHW), dim=2)[:, :, -past.shape[2] :].clone()
+    feat_idx[0] += 1
+    return convolution(x_1CTHW, past)
 
 
 def _channels_last_on_cuda(module: nn.Module) -> None:
@@ -216,6 +294,23 @@ def _channels_last_on_cuda(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.is_cuda and parameter.dim() in formats:
             parameter.data = parameter.data.contiguous(memory_format=formats[parameter.dim()])
+
+
+def _compiled(network: Network) -> Network:
+    """Compile for one shape after another; features end in memory of their own.
+
+    Compiled code hands out some features as parts of the buffer that a convolution was given, which they would keep.
+    """
+    compiled: Network = torch.compile(network, dynamic=False)
+
+    def call(x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]) -> torch.Tensor:
+        out_1CTHW = compiled(x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
+        for index, feature in enumerate(feat_cache):
+            if feature.untyped_storage().nbytes() > feature.nbytes:
+                feat_cache[index] = feature.clone()
+        return out_1CTHW
+
+    return call
 
 
 def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
