@@ -162,8 +162,8 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         `chunk_max` by the chunk's largest one. A request's option `camera_scale` overrides both.
     text_encoder_device: None = beside the transformer; `cpu` saves 10.6 GiB of device memory.
     vae_dtype: type of the VAE's decoder and encoder; None = the transformer's (the original uses fp32).
-    vae_frames_per_call: how many of a latent frame's 4 video frames the decoder's largest levels take at a time (1 halves
-        what a decode needs beside its cache; 4 is a little faster).
+    vae_frames_per_call: how many of a latent frame's 4 video frames the decoder's largest levels take at a time (1
+        halves what a decode needs beside its cache; 4 is a little faster).
     sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead.
     reprime_on_prompt_switch: recompute the window's keys and values under a new prompt (one extra pass for every
         chunk in the window, and a second window buffer while that chunk runs).
