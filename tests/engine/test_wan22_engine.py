@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.2 on the real engine: one rank, two tensor-parallel ranks, two Ulysses ranks, two pipeline stages.
+"""Wan 2.2 on the real engine: one rank, tensor-parallel, Ulysses and guidance ranks, pipeline stages, a VAE stage.
 
 Nightly: an engine for each. The default suite serves the same model over HTTP (test_openai_wan22.py).
 """
@@ -26,9 +26,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "TP 2": {"tensor_parallel_size": 2},
     "Ulysses 2": {"tensor_parallel_size": 2, "sequence_parallel": True},
     "PP 2": {"pipeline_parallel_size": 2},
+    "CFG 2": {"tensor_parallel_size": 2, "cfg_parallel": True},
+    "VAE stage": {"pipeline_parallel_size": 2, "vae_stage": True},
+    "PP 2 x CFG 2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "cfg_parallel": True},
 }
-TOLERANCE = {"one rank": 0.0, "TP 2": 1e-4, "Ulysses 2": 1e-4, "PP 2": 0.0}
-"""Tensor and sequence parallel ranks sum in another order; pipeline stages run the same products."""
+TOLERANCE = {name: 1e-4 if "tensor_parallel_size" in flags else 0.0 for name, flags in SETTINGS.items()}
+"""Ranks that share layers, or a request's branches, sum in another order; pipeline stages run the same products."""
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +50,12 @@ def test_videos_of_one_batch_equal_the_model_alone(i2v: Path, setting: str) -> N
     model = load_model(i2v)
     expected = [make_video(model, {"image": picture()}, output="latents", **fields)[1]["latents"] for fields in wanted]
     flags = dict(SETTINGS[setting])
-    options = {"max_num_frames": 9, "sequence_parallel": flags.pop("sequence_parallel", False)}
+    options = {"max_num_frames": 9}
+    options |= {name: flags.pop(name, False) for name in ("sequence_parallel", "cfg_parallel")}
+    omni = {"height": HEIGHT, "width": WIDTH, "model": options, "vae_stage": flags.pop("vae_stage", False)}
 
     async def scenario() -> list[torch.Tensor]:
-        async with running_engine(i2v, {"height": HEIGHT, "width": WIDTH, "model": options}, **flags) as client:
+        async with running_engine(i2v, omni, **flags) as client:
             image = {"image": picture()}
             long = asyncio.create_task(
                 client.send(image, session_id="long", one_shot=True, **{**wanted[0], "num_inference_steps": 200})

@@ -8,10 +8,13 @@ Only the runner, warm-up and what sleep does to sessions are ours.
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
+from vllm_omni.worker.rank_watch import watch_other_ranks
 from vllm_omni.worker.snapshots import SessionSnapshots
+from vllm_omni.worker.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
@@ -30,6 +33,7 @@ class DiffusionWorkerMixin(_Worker):
         # Our runner implements neither generation; with False the worker takes no V2-only path (warm-up, pooling).
         self.use_v2_model_runner = False
         self._snapshots: SessionSnapshots | None = None
+        self._watchdog: Watchdog | None = None
 
     def _make_model_runner(self) -> DiffusionGPUModelRunner:  # type: ignore[override]
         return DiffusionGPUModelRunner(self.vllm_config, self.device)
@@ -38,7 +42,15 @@ class DiffusionWorkerMixin(_Worker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Run the largest shape once and fix the bytes that sessions may hold."""
         seconds = self.model_runner.warm_up()
+        timeout_s = self.model_runner.omni.rank_timeout_s
+        if timeout_s is not None and get_world_group().world_size > 1:
+            self._watchdog = watch_other_ranks(timeout_s)
         return CompilationTimes(language_model=seconds, encoder=0.0)
+
+    def shutdown(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        super().shutdown()
 
     def session_stats(self) -> dict[str, Any]:
         """`collective_rpc("session_stats")`: sessions and bytes held on this rank, JSON types only."""

@@ -127,6 +127,8 @@ class SessionSnapshots:
         """The session, with every chunk whose result is known committed on this rank, and all its tensors written."""
         self._runner.settle(session_id)
         session = self._runner.sessions.get(session_id)
+        if session.failure is not None:
+            raise session.failure
         if session.chunk_index == 0:
             raise RequestFailed("unknown_session", f"session {session_id!r} has no finished chunk yet")
         if self._runner.device.type == "cuda":
@@ -156,6 +158,9 @@ def model_identity(vllm_config: "VllmConfig") -> ModelIdentity:
         "options": options,
         "dtype": str(vllm_config.model_config.dtype),
     }
+    stages = {name: omni[name] for name in ("vae_stage", "pipeline_partition") if omni.get(name)}
+    if stages:  # what each rank holds of a session
+        described["stages"] = stages
     text = json.dumps(described, sort_keys=True, default=str)
     parallel = vllm_config.parallel_config
     return ModelIdentity(

@@ -62,7 +62,7 @@ class StageNote(msgspec.Struct, frozen=True):
 def whole(name: str, tensor: torch.Tensor, ranks: int) -> dict[str, torch.Tensor]:
     """`tensor` under `name`, such that each of `ranks` parallel ranks sends its own to its own counterpart."""
     if ranks == 1:
-        return {name: tensor}
+        return {name: tensor.contiguous()}
     shape = torch.tensor([*tensor.shape, *[-1] * (-tensor.dim() % ranks + 1)], dtype=torch.int64)
     flat = tensor.reshape(-1)
     if flat.numel() % ranks == 0:

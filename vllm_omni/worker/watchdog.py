@@ -107,7 +107,7 @@ class Watchdog:
             time.sleep(max(0.0, looked + _BEAT_S - time.monotonic()))
 
     def _take_in(self) -> list[int]:
-        ranks = []
+        ranks: list[int] = []
         while True:
             try:
                 data = self.listen.recv(64)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages, a VAE stage, tensor parallel and Ulysses together: real engines of up to four ranks against one rank.
+
+Three sessions at once, one of which decodes. Stages compute the same sums, so their results are equal bit for bit;
+ranks that share a layer sum in another order.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_client import EngineClient, running_engine
+
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.snapshot_exchange import package_version, restore_exchange, run_exchange_async, save_exchange
+
+pytestmark = pytest.mark.nightly
+
+CHUNKS = 4
+WINDOW = {"window_frames": 7, "sink_frames": 2}
+TOLERANCE = 2e-4
+"""fp32 latents of order 1 after four chunks of five passes."""
+LEVELS = 2
+"""Of 255, in frames decoded from such latents."""
+TP2, U2, PP2, PP3 = (
+    {"tensor_parallel_size": 2},
+    {"tensor_parallel_size": 2, "sequence_parallel": True},
+    {"pipeline_parallel_size": 2},
+    {"pipeline_parallel_size": 3},
+)
+VAE: dict[str, Any] = {"vae_stage": True}
+SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
+    # flags, bit for bit
+    "vae_stage": (PP2 | VAE, True),
+    "PP2 + vae_stage": (PP3 | VAE, True),
+    "vae_stage, late results": (PP2 | VAE | {"overlap_decode": True}, True),
+    "PP3, partition": (PP3 | {"pipeline_partition": [1, 1, 2]}, True),
+    "PP2 x TP2": (PP2 | TP2, False),
+    "PP2 x U2": (PP2 | U2, False),
+    "vae_stage x U2": (PP2 | U2 | VAE, False),
+    "vae_stage x TP2": (PP2 | TP2 | VAE, False),
+}
+Results = dict[str, list[torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def causal_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("causal_wan")
+    get_family("causal_wan").make_tiny(out, 0, "original")
+    return out
+
+
+def stream_chunk(index: int, seed: int) -> tuple[dict[str, Any], Any]:
+    """Text to video; the prompt changes at the third chunk."""
+    prompts = {0: f"a field in season {seed}", 2: "a town at night"}
+    return {"prompt": prompts.get(index), "seed": seed if index == 0 else None}, None
+
+
+def video_chunk(index: int, seed: int) -> tuple[dict[str, Any], Any]:
+    generator = torch.Generator().manual_seed(100 * seed + index)
+    video = torch.randint(0, 256, (12 if index else 9, 32, 48, 3), dtype=torch.uint8, generator=generator)
+    first = {"prompt": "a sketch", "seed": seed} if index == 0 else {}
+    return {**first, "options": {"source": "video"}}, {"video": video}
+
+
+def world_chunk(index: int, seed: int) -> tuple[dict[str, Any], Any]:
+    image = {"image": (torch.arange(32 * 48 * 3) * (seed + 1) % 256).to(torch.uint8).view(32, 48, 3)}
+    first = {"prompt": "a harbour", "seed": seed} if index == 0 else {}
+    return {**first, "actions": [["w"], ["w", "j"], ["i"]]}, image if index == 0 else None
+
+
+Chunks = Callable[[int, int], tuple[dict[str, Any], Any]]
+
+
+async def session(
+    client: EngineClient, name: str, seed: int, chunks: Chunks, output: str, indices: range = range(CHUNKS)
+) -> list[torch.Tensor]:
+    results = []
+    for index in indices:
+        fields, tensors = chunks(index, seed)
+        _, result = await client.send(tensors, session_id=name, chunk_index=index, output=output, **fields)
+        results.append(next(iter(result.values())).clone())
+    return results
+
+
+async def side_by_side(client: EngineClient, kinds: dict[str, tuple[Chunks, str]]) -> Results:
+    found = await asyncio.gather(
+        *(session(client, name, seed, chunks, output) for seed, (name, (chunks, output)) in enumerate(kinds.items()))
+    )
+    return dict(zip(kinds, found, strict=True))
+
+
+STREAMS = {"latents": (stream_chunk, "latents"), "frames": (stream_chunk, "rgb"), "video": (video_chunk, "rgb")}
+WORLDS = {"latents": (world_chunk, "latents"), "frames": (world_chunk, "rgb"), "more frames": (world_chunk, "rgb")}
+
+
+def engine(model: Path, flags: dict[str, Any]) -> Any:
+    omni: dict[str, Any] = {"model": dict(WINDOW)}
+    arguments: dict[str, Any] = {}
+    for key, value in flags.items():
+        if key == "sequence_parallel":
+            omni["model"][key] = value
+        elif key.endswith("_size"):
+            arguments[key] = value
+        else:
+            omni[key] = value
+    return running_engine(model, omni, dtype="float32", **arguments)
+
+
+async def one_rank(model: Path, kinds: dict[str, tuple[Chunks, str]]) -> Results:
+    async with engine(model, {}) as client:
+        return await side_by_side(client, kinds)
+
+
+@pytest.fixture(scope="module")
+def streams(causal_wan: Path) -> Results:
+    return asyncio.run(one_rank(causal_wan, STREAMS))
+
+
+@pytest.fixture(scope="module")
+def worlds(lingbot_world: Path) -> Results:
+    return asyncio.run(one_rank(lingbot_world, WORLDS))
+
+
+def check(got: Results, expected: Results, exact: bool) -> None:
+    for name, theirs in expected.items():
+        for ours, one in zip(got[name], theirs, strict=True):
+            allowed = 0.0 if exact else TOLERANCE if ours.is_floating_point() else LEVELS
+            assert (ours.double() - one.double()).abs().max().item() <= allowed, name
+
+
+async def goes_on(client: EngineClient, name: str, chunks: Chunks, path: Path) -> None:
+    """A fork, and what is restored from a snapshot, go on like their source."""
+    await client.send(session_id=name, op="fork", fork_to="forked")
+    calls = (
+        save_exchange(name, path, package_version()),
+        restore_exchange("restored", path),
+    )
+    for exchange in calls:
+        await run_exchange_async(exchange, lambda call: client.engine.collective_rpc(call.method, args=call.args))
+    after = [
+        await session(client, each, 1, chunks, "rgb", range(CHUNKS, CHUNKS + 1))
+        for each in (name, "forked", "restored")
+    ]
+    assert torch.equal(after[0][0], after[1][0]) and torch.equal(after[0][0], after[2][0])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_causal_wan(causal_wan: Path, streams: Results, setting: str, tmp_path: Path) -> None:
+    flags, exact = SETTINGS[setting]
+
+    async def scenario() -> None:
+        async with engine(causal_wan, flags) as client:
+            check(await side_by_side(client, STREAMS), streams, exact)
+            await goes_on(client, "frames", stream_chunk, tmp_path / "stream.safetensors")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("setting", ["vae_stage", "PP2 + vae_stage", "vae_stage x U2", "PP2 x U2"])
+def test_lingbot_world(lingbot_world: Path, worlds: Results, setting: str, tmp_path: Path) -> None:
+    flags, exact = SETTINGS[setting]
+
+    async def scenario() -> None:
+        async with engine(lingbot_world, flags) as client:
+            check(await side_by_side(client, WORLDS), worlds, exact)
+            await goes_on(client, "frames", world_chunk, tmp_path / "world.safetensors")
+
+    asyncio.run(scenario())

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two branches of classifier-free guidance on two ranks (gloo, two processes) equal one rank."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from wan22_driver import NEGATIVE, Wan22, load_model, start, step
+
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+
+TOLERANCE = 5e-5
+"""fp32 latents of order 1 after four steps: a product over one branch's rows is cut differently from one over both's."""
+
+
+def _latents(model: Wan22) -> list[torch.Tensor]:
+    """Two guided requests and one without guidance, in one batch over both experts."""
+    batch = [
+        start(model, seed=1, negative_prompt=NEGATIVE, guidance_scale=3.0),
+        start(model, seed=2, guidance_scale=1.0),
+        start(model, seed=3, guidance_scale=5.0),
+    ]
+    for _ in range(batch[0].num_steps):
+        step(model, batch)
+    return [model.latents(request) for request in batch]
+
+
+def _compare(rank: int, rendezvous: str, checkpoint: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    try:
+        expected = _latents(load_model(checkpoint))
+        model = load_model(checkpoint, ParallelContext(rank, 2, dist.group.WORLD), cfg_parallel=True)
+        assert model.decodes == (rank == 0)
+        got = _latents(model)
+        for ours, one_rank in zip(got, expected, strict=True):
+            difference = (ours - one_rank).abs().max().item()
+            assert difference <= TOLERANCE, difference
+        both = [torch.empty_like(got[0]) for _ in range(2)]
+        dist.all_gather(both, got[0])
+        assert torch.equal(*both), "both ranks go on from the same latents"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_ranks_equal_one(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(_compare, (str(tmp_path / "rendezvous"), checkpoints["t2v"]), nprocs=2)
+
+
+def test_what_cannot_work_is_refused(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="two ranks: pass --tensor-parallel-size 2, got 1"):
+        load_model(checkpoints["t2v"], cfg_parallel=True)
+    with pytest.raises(ValueError, match="both take the tensor-parallel ranks"):
+        load_model(checkpoints["t2v"], cfg_parallel=True, sequence_parallel=True)
