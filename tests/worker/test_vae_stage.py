@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both sides of a VAE stage in one process: steps on one runner, messages, decodes on another."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scheduling import new_request
+
+from vllm_omni.outputs import unpack
+from vllm_omni.worker import vae_stage
+from vllm_omni.worker.overlap import PendingResult, ResultStream
+from vllm_omni.worker.vae_stage import VAEStage, hand_over
+
+STEPS = 5
+
+
+class Pair:
+    """A rank with layers, and the VAE stage that follows it."""
+
+    def __init__(self, make_runner: Any, checkpoint: Path) -> None:
+        self.layers, self.vae = make_runner(checkpoint), make_runner(checkpoint)
+        self.results = ResultStream(torch.device("cpu"), True)
+        self.stage = VAEStage(self.vae.model, self.vae.sessions, self.results)
+
+    def admit(self, name: str, index: int, **fields: Any) -> tuple[Any, Any]:
+        prompt = {"prompt": "a field", "seed": 3} if index == 0 else {}
+        request = new_request(name, session_id="s", chunk_index=index, **prompt, **fields)
+        states = tuple(runner.requests.add(request) for runner in (self.layers, self.vae))
+        for runner, state in zip((self.layers, self.vae), states, strict=True):
+            runner._admit(state, {})
+        return states
+
+    def step(self, ours: Any, theirs: Any) -> list[Any]:
+        with torch.inference_mode():
+            self.layers._forward([ours], None)
+            if ours.done:
+                ours.finite.require("latents")
+                self.layers._commit(ours.chunk)
+            message = hand_over(self.layers.model, [ours], 2)
+            done = self.stage.advance([theirs], message)
+            for state in done:
+                self.vae._in_flight.end(state.chunk)
+            return done
+
+    def close(self, *states: Any) -> None:
+        for runner, state in zip((self.layers, self.vae), states, strict=True):
+            runner._close(runner.requests.remove(state.request_id))
+
+    def chunk(self, index: int, **fields: Any) -> tuple[Any, Any]:
+        ours, theirs = self.admit(f"r{index}", index, **fields)
+        for _ in range(STEPS):
+            self.step(ours, theirs)
+        return ours, theirs
+
+
+@pytest.fixture
+def pair(make_runner: Any, null_world: Path) -> Pair:
+    return Pair(make_runner, null_world)
+
+
+def test_a_decode_starts_with_the_clean_pass_and_is_committed_after_it(pair: Pair) -> None:
+    ours, theirs = pair.admit("r", 0, options={"clean_pass": True})
+    for step in range(1, STEPS):
+        assert pair.step(ours, theirs) == []
+        assert (theirs.chunk.step, theirs.chunk.num_steps) == (step, STEPS)
+        assert (theirs.pending is not None) == (step == STEPS - 1)
+    assert theirs.chunk.session.chunk_index == 0
+    assert pair.step(ours, theirs) == [theirs]
+    assert ours.chunk.session.chunk_index == theirs.chunk.session.chunk_index == 1
+    meta, tensors = unpack(theirs.pending.envelope())
+    assert tensors["frames"].shape == (9, 32, 48, 3)
+    assert len(meta["timings_ms"]["steps"]) == STEPS, "what the other rank has measured"
+
+
+def test_a_decode_that_fails_before_the_clean_pass_leaves_the_session(pair: Pair) -> None:
+    ours, theirs = pair.chunk(0)
+    pair.close(ours, theirs)
+    ours, theirs = pair.admit("bad", 1, options={"clean_pass": True, "fail_in": "decode"})
+    for _ in range(STEPS - 1):
+        pair.step(ours, theirs)
+    assert theirs.failure.code == "engine_error"
+    pair.close(ours, theirs)
+    assert theirs.chunk.session.failure is None
+    assert ours.chunk.session.chunk_index == theirs.chunk.session.chunk_index == 1
+
+
+def test_a_decode_that_fails_too_late_ends_the_session(pair: Pair) -> None:
+    """The rank with layers has committed: forks and later chunks are refused, until a reset."""
+    pair.close(*pair.chunk(0))
+    ours, theirs = pair.chunk(1, options={"fail_in": "decode"})
+    assert theirs.failure.code == "engine_error" and ours.chunk.session.chunk_index == 2
+    pair.close(ours, theirs)
+    assert pair.vae.sessions.get("s").failure.code == "session_lost"
+    _, refused = pair.admit("later", 2)
+    assert refused.failure.code == "session_lost"
+
+
+def test_ranks_that_disagree_on_the_chunk_refuse(pair: Pair) -> None:
+    """As after a first chunk that this rank had no room for."""
+    pair.close(*pair.chunk(0))
+    pair.vae.sessions.get("s").chunk_index = 0
+    ours = pair.layers.requests.add(new_request("r", session_id="s"))
+    pair.layers._admit(ours, {})
+    theirs = pair.vae.requests.add(new_request("r", session_id="s"))
+    pair.vae._admit(theirs, {})
+    pair.step(ours, theirs)
+    assert theirs.failure.code == "session_lost"
+
+
+def test_a_failure_of_the_other_rank_arrives_with_its_reason(pair: Pair) -> None:
+    ours, theirs = pair.admit("r", 0, options={"nan_at": 3, "clean_pass": True})
+    for _ in range(STEPS - 1):
+        pair.step(ours, theirs)
+    assert theirs.failure.code == "non_finite" and theirs.pending is None
+
+
+class Slow(PendingResult):
+    """A result whose decode takes a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self.ends, self.waited = time.perf_counter() + seconds, False
+
+    def ready(self) -> bool:
+        return time.perf_counter() >= self.ends
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def test_only_results_that_are_ready_hold_up_a_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vae_stage, "_WAIT_S", 0.2)
+    _, theirs = pair.chunk(0)
+    for seconds, alone, found, at_least in ((9, False, 0, 0.0), (9, True, 0, 0.2), (0.05, True, 1, 0.04)):
+        theirs.pending = Slow(seconds)
+        start = time.perf_counter()
+        assert len(pair.stage.ready([theirs], alone=alone)) == found
+        assert at_least <= time.perf_counter() - start < at_least + 0.15
+
+
+def test_decodes_in_flight_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fourth waits for the first: a stage slower than the others holds them up."""
+    made: list[Slow] = []
+
+    def decode(*_: Any) -> Slow:
+        made.append(Slow(9))
+        return made[-1]
+
+    monkeypatch.setattr(pair.results, "decode", decode)
+    for index in range(4):
+        pair.chunk(index)
+    assert [slow.waited for slow in made] == [True, False, False, False]
+
+
+def test_a_rank_beside_the_one_that_decodes_only_follows(make_runner: Any, null_world: Path) -> None:
+    pair = Pair(make_runner, null_world)
+    pair.stage = VAEStage(pair.vae.model, pair.vae.sessions, None)
+    _, theirs = pair.chunk(0)
+    assert theirs.pending is None and theirs.chunk.session.chunk_index == 1
+
+
+def test_a_model_whose_decoder_cannot_move_is_refused(make_runner: Any, null_world: Path) -> None:
+    runner = make_runner(null_world)
+    with pytest.raises(ValueError, match="the decoder of object cannot be a stage"):
+        runner._make_vae_stage(object())
