@@ -56,7 +56,12 @@ class Harness:
         return list(output.num_scheduled_tokens), output
 
     def answer(
-        self, output: SchedulerOutput, done: Any = (), denoised: Any = (), progress: dict[str, Any] | None = None
+        self,
+        output: SchedulerOutput,
+        done: Any = (),
+        denoised: Any = (),
+        progress: dict[str, Any] | None = None,
+        committed: Any = (),
     ) -> None:
         """The worker's output for one step: a result for `done`, nothing yet for the others."""
         names = list(output.num_scheduled_tokens)
@@ -67,6 +72,7 @@ class Harness:
                 req_id_to_index={name: index for index, name in enumerate(names)},
                 pooler_output=[torch.zeros(1, dtype=torch.uint8) if name in done else None for name in names],
                 denoised=tuple(denoised),
+                committed=tuple(committed),
                 progress={name: ChunkProgress(*values) for name, values in (progress or {}).items()},
             ),
         )

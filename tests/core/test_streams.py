@@ -21,7 +21,7 @@ def heads(streams: Streams) -> list[str]:
 
 
 def finish(streams: Streams, name: str, num_steps: int = 2, size: int = 1, now_s: float = 0.0) -> None:
-    streams.mark_started(name)
+    streams.mark_stepped(name)
     for step in range(1, num_steps):
         streams.advance(name, ChunkProgress(step, num_steps, size), now_s)
     streams.end_turn(name, now_s)
@@ -33,7 +33,7 @@ def test_one_request_of_a_session_at_a_time_by_chunk_index() -> None:
         streams.add(f"s{chunk}", fields("s", chunk), 0.0)
     streams.add("t0", fields("t"), 0.0)
     assert heads(streams) == ["s1", "t0"] and len(streams) == 2
-    streams.mark_started("s1")
+    streams.mark_stepped("s1")
     streams.add("s0", fields("s", 0), 0.0)
     assert heads(streams) == ["s1", "t0"], "what has begun is not overtaken"
     streams.end_turn("s1", 0.0)

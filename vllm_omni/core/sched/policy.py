@@ -23,6 +23,7 @@ class LiveRequest:
     when the request's next step is due, and nobody counts on it.
     steps_left: forward passes it still needs, >= 1, a guess before its first one. started: it has had one.
     size: how large its forward is, in any unit that `StepCosts` uses too. order: unique; decides between equals.
+    step: steps it has been given so far, those in flight included.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class LiveRequest:
     started: bool
     size: float
     order: int
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ scheduler gives a request that returned no output its one token back, so that it
 one micro-step. What it adds to the stock policy, and nothing else:
 
 - a request never has two micro-steps in flight (the token comes back only with the output);
-- within a session, chunks run one after the other in the order of their chunk index (arrival decides between equals);
+- within a session, chunks run in the order of their chunk index (arrival decides between equals): one after the other,
+  or up to `omni.chunks_in_flight` of them, each `StepOutput.steps_behind` steps behind the one before it;
 - the next chunk may start while the last one's result is still on its way (`StepOutput.denoised`);
 - at most `omni.max_requests_per_step` requests share a batch (those that only deliver do not count);
 - with pipeline parallelism, the live requests are spread over as many batches as there are stages;
@@ -14,7 +15,8 @@ one micro-step. What it adds to the stock policy, and nothing else:
   is made; the costs it goes by are measured while serving (`cost_model.py`).
 
 What it remembers of streams is in `streams.py`. It knows requests and sessions by name only. Held by
-tests/core/test_stream_batch_scheduler.py, tests/core/test_deadline_scheduler.py.
+tests/core/test_stream_batch_scheduler.py, tests/core/test_deadline_scheduler.py,
+tests/core/test_chunks_in_flight_scheduler.py.
 """
 
 import math
@@ -45,7 +47,8 @@ class StreamBatchScheduler(Scheduler):
         omni = OmniConfig.from_additional_config(self.vllm_config.additional_config)
         self._max_requests_per_step = omni.max_requests_per_step
         self._num_stages = self.parallel_config.pipeline_parallel_size
-        self._streams = Streams(omni.patience_s, 1 + len(omni.degradations))
+        self._streams = Streams(omni.patience_s, 1 + len(omni.degradations), omni.chunks_in_flight)
+        self._holds_back = omni.chunks_in_flight > 1
         self._delivering: set[str] = set()
         """Requests whose chunk is done and whose result is on its way."""
         self._by_deadline = omni.scheduling == "deadline"
@@ -76,9 +79,13 @@ class StreamBatchScheduler(Scheduler):
         steps = min(self._max_requests_per_step, math.ceil(len(self._streams) / self._num_stages))
         if not self._by_deadline:
             self.max_num_scheduled_tokens = max(1, steps + len(self._delivering))
+            if self._holds_back:
+                for request in self.running:
+                    may_step = self._streams.may_step(request.request_id)
+                    request.next_decode_eligible_step = 0 if may_step else _NOT_NOW
             output = super().schedule(throttle_prefills)
-            for new in output.scheduled_new_reqs:
-                self._streams.mark_started(new.req_id)
+            for name in output.num_scheduled_tokens:
+                self._streams.mark_stepped(name)
             return output
         now_s = time.monotonic()
         self._choose(now_s, max(1, steps))
@@ -87,7 +94,7 @@ class StreamBatchScheduler(Scheduler):
         batch = [live for name in output.num_scheduled_tokens if (live := self._streams.get(name)) is not None]
         self._launched[id(output)] = now_s, [(live, not live.started) for live in batch]
         for live in batch:
-            live.started = True
+            self._streams.mark_stepped(live.request_id)
         self._in_flight.update(output.num_scheduled_tokens)
         return output
 
@@ -124,8 +131,12 @@ class StreamBatchScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         now_s = time.monotonic()
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
         step = model_runner_output if isinstance(model_runner_output, StepOutput) else None
+        if step is not None:
+            self._streams.steps_behind = step.steps_behind
+            for request_id in step.committed:
+                self._streams.committed(request_id)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
@@ -159,7 +170,7 @@ class StreamBatchScheduler(Scheduler):
             return False
         if self._by_deadline:
             return request.request_id in self._chosen
-        return self._streams.is_head(request.request_id)
+        return self._streams.may_step(request.request_id)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._streams.end_turn(request.request_id, time.monotonic())

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Streams`: what the scheduler remembers of requests and of the streams (sessions) they belong to.
 
-Who is first in each session, when its chunk is due, how many steps it has left, what chunks of that session have taken
-so far, which streams are live and what they demand. Turns these into `policy.py`'s inputs; decides nothing itself.
-Knows requests and sessions by name only, and no vLLM. Held by tests/core/test_streams.py.
+Whose turn it is in each session, when its chunk is due, how many steps it has left, what chunks of that session have
+taken so far, which streams are live and what they demand. Turns these into `policy.py`'s inputs; decides nothing else.
+
+Turns: requests of a session run in the order of their chunk index. With `chunks_in_flight` 1, one after the other. With
+more, a chunk may begin, and take each further step, while the one before it is at least `steps_behind` steps ahead, as
+long as the session has a committed chunk; `reset`, `close` and `fork` wait until no chunk is at work. Steps in flight
+count: batches reach every pipeline stage in the order in which they were formed.
+Knows requests and sessions by name only, and no vLLM. Held by tests/core/test_streams.py and
+tests/core/test_chunks_in_flight_turns.py.
 """
 
 import math
@@ -55,9 +61,16 @@ def _seconds(value: Any) -> float | None:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One session. waiting: its requests with steps to take, by id, and their turn. steps: of a chunk at each level."""
+    """One session. waiting: its requests with steps to take, by id, and their turn. steps: of a chunk at each level.
+
+    begun: those of them that have been in a batch, in that order. next: the first of the others. established: the
+    session has a committed chunk.
+    """
 
     waiting: dict[str, tuple[float, int]] = field(default_factory=dict)
+    begun: list[str] = field(default_factory=list)
+    next: str | None = None
+    established: bool = False
     steps: dict[int, int] = field(default_factory=dict)
     size: float | None = None
     level: int = 0
@@ -74,9 +87,11 @@ class _Entry:
 
 
 class Streams:
-    """All requests with steps to take. patience_s: see `OmniConfig`; num_levels: how many qualities."""
+    """All requests with steps to take. num_levels: how many qualities there are. The rest: see `OmniConfig`."""
 
-    def __init__(self, patience_s: float, num_levels: int = 1) -> None:
+    def __init__(self, patience_s: float, num_levels: int = 1, chunks_in_flight: int = 1) -> None:
+        self._chunks_in_flight = chunks_in_flight
+        self.steps_behind = 1
         self._patience_s = patience_s
         self._patient: dict[str, LiveRequest] = {}
         """Chunks without a deadline, in order of arrival."""
@@ -85,15 +100,17 @@ class Streams:
         self._num_levels = num_levels
         self._entries: dict[str, _Entry] = {}
         self._streams: OrderedDict[str, Stream] = OrderedDict()
-        self._heads: dict[str, str] = {}
-        """session id -> the request whose turn it is: the started one, else the first by (chunk index, arrival)."""
+        self._active: dict[str, Stream] = {}
+        """Those of `_streams` with requests waiting."""
         self._num_arrivals = 0
         self._typical = Stream()
         """What chunks took last, whosever: the guess for a stream without a chunk of its own."""
 
     def __len__(self) -> int:
-        """Sessions with steps to take: as many requests can take one at the same time."""
-        return len(self._heads)
+        """How many requests can take a step at the same time."""
+        if self._chunks_in_flight == 1:
+            return len(self._active)
+        return sum(min(self._chunks_in_flight, len(stream.waiting)) for stream in self._active.values())
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -118,7 +135,8 @@ class Streams:
             self._patient[request_id] = live
         self._entries[request_id] = _Entry(fields, stream, live)
         stream.waiting[request_id] = (fields.chunk_index, order)
-        self._choose_head(fields.session_id, stream)
+        self._active[fields.session_id] = stream
+        self._choose_next(stream)
 
     def advance(self, request_id: str, progress: ChunkProgress | None, now_s: float) -> None:
         """The request has taken a step and is not done; `progress` None = its worker does not say where it stands."""
@@ -126,12 +144,13 @@ class Streams:
         if entry is None:
             return
         live = entry.live
-        live.started = True
+        self._begin(request_id, entry)
         if request_id in self._patient:
             self._patient_step_s = now_s
         if progress is None:
             live.steps_left = max(1, live.steps_left - 1)
             return
+        live.step = progress.step
         live.steps_left = max(1, progress.num_steps - progress.step)
         live.size = float(max(1, progress.size))
         if entry.fields.is_chunk:
@@ -148,16 +167,29 @@ class Streams:
         session_id, stream = entry.fields.session_id, entry.stream
         stream.last_used_s = now_s
         del stream.waiting[request_id]
-        if self._heads[session_id] == request_id:
-            del self._heads[session_id]
-            self._choose_head(session_id, stream)
+        if entry.live.started:
+            stream.begun.remove(request_id)
+        if not stream.waiting:
+            del self._active[session_id]
+        self._choose_next(stream)
         if not entry.fields.is_chunk and not stream.waiting:
             self._streams.pop(session_id, None)  # reset or closed: what comes next is a new stream
 
-    def _choose_head(self, session_id: str, stream: Stream) -> None:
-        head = self._heads.get(session_id)
-        if stream.waiting and (head is None or not self._entries[head].live.started):
-            self._heads[session_id] = min(stream.waiting, key=stream.waiting.__getitem__)
+    def committed(self, request_id: str) -> None:
+        """The request's chunk has become part of its session; call it before `end_turn`."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            entry.stream.established = True
+
+    def _begin(self, request_id: str, entry: _Entry) -> None:
+        if not entry.live.started:
+            entry.live.started = True
+            entry.stream.begun.append(request_id)
+            self._choose_next(entry.stream)
+
+    def _choose_next(self, stream: Stream) -> None:
+        others = (request_id for request_id in stream.waiting if not self._entries[request_id].live.started)
+        stream.next = min(others, key=stream.waiting.__getitem__, default=None)
 
     def _forget_old(self) -> None:
         while len(self._streams) > _REMEMBERED:
@@ -168,18 +200,41 @@ class Streams:
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
-    def is_head(self, request_id: str) -> bool:
-        """Whether no other request of its session goes first."""
+    def may_step(self, request_id: str) -> bool:
+        """Whether it is the request's turn to begin, or to take its next step."""
         entry = self._entries.get(request_id)
-        return entry is None or self._heads[entry.fields.session_id] == request_id
+        if entry is None:
+            return True
+        stream = entry.stream
+        if not entry.live.started:
+            return stream.next == request_id and self._may_begin(entry, stream)
+        position = stream.begun.index(request_id)
+        return position == 0 or self._is_ahead(self._entries[stream.begun[position - 1]].live, entry.live)
+
+    def _may_begin(self, entry: _Entry, stream: Stream) -> bool:
+        if not stream.begun:
+            return True
+        if len(stream.begun) >= self._chunks_in_flight or not stream.established:
+            return False
+        begun = [self._entries[request_id] for request_id in stream.begun]
+        # Whoever is first has not been committed yet; a session operation is alone.
+        alone = any(not other.fields.is_chunk or other.fields.chunk_index == 0 for other in (*begun, entry))
+        return not alone and self._is_ahead(begun[-1].live, entry.live)
+
+    def _is_ahead(self, before: LiveRequest, request: LiveRequest) -> bool:
+        return request.step + self.steps_behind <= before.step
 
     def runnable(self, busy: Collection[str]) -> list[LiveRequest]:
-        """The first request of each session, without those in `busy`.
+        """The requests whose turn it is, without those in `busy`.
 
         Of chunks without a deadline, those that have begun are due first, then by arrival, one step each `patience_s`.
         """
-        entries = self._entries
-        live = [entries[head].live for head in self._heads.values() if head not in busy]
+        live = []
+        for stream in self._active.values():
+            turns = stream.begun if stream.next is None else [*stream.begun, stream.next]
+            for request_id in turns[: self._chunks_in_flight]:
+                if request_id not in busy and self.may_step(request_id):
+                    live.append(self._entries[request_id].live)
         if self._patient:
             patient = [request for request in live if request.request_id in self._patient]
             patient.sort(key=lambda request: (not request.started, request.order))
@@ -191,9 +246,12 @@ class Streams:
         entry = self._entries.get(request_id)
         return None if entry is None else entry.live
 
-    def mark_started(self, request_id: str) -> None:
-        """The request is in a batch: nothing of its session overtakes it any more."""
-        self._entries[request_id].live.started = True
+    def mark_stepped(self, request_id: str) -> None:
+        """The request is in a batch: nothing of its session overtakes it any more. Others may be none of ours."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            self._begin(request_id, entry)
+            entry.live.step += 1
 
     def _steps(self, stream: Stream, level: int) -> int:
         """Steps of a stream's chunk: as seen last at that level, else as at a better one, else one."""

@@ -7,8 +7,11 @@ frame indices, so the only state is the number of committed frames:
 
 - a chunk writes into its own slots, at every denoise step; what it overwrites belongs to frames that neither it nor
   any later chunk may see, so an abandoned chunk leaves nothing behind;
+- with `spare_frames` the ring is longer than what is seen of it, by as many frames as chunks may write ahead of the
+  oldest uncommitted one: what that one would see if it were run again is still there;
 - a chunk [a, b) sees slots [0, b) while b <= window and all slots afterwards. Attention does not care about the order
-  of keys (positions were rotated into them), so the ring is read in place: nothing is copied, moved or masked.
+  of keys (positions were rotated into them), so the ring is read in place: nothing is copied, moved or masked. With
+  spare frames, a full window is copied into the order that it would have without them, so that results keep their bits.
 
 This shows each chunk exactly the keys that the original's roll-to-the-left buffer shows it; `chronological` rebuilds
 that buffer for comparison. `sink_frames == window_frames` means global attention: nothing is evicted and a session
@@ -27,7 +30,7 @@ from vllm_omni.snapshot import SavedTensors
 
 
 class KVWindow:
-    """Buffers `[layers, 2, window_frames * tokens_per_frame, heads, head_dim]`, allocated once.
+    """Buffers `[layers, 2, (window_frames + spare_frames) * tokens_per_frame, heads, head_dim]`, allocated once.
 
     max_attention_tokens: if set, a chunk sees only that many of the newest visible tokens in chronological order
     (dropping sinks first, as the original does when its attention size is below its cache size).
@@ -46,6 +49,7 @@ class KVWindow:
         dtype: torch.dtype,
         device: torch.device | str,
         max_attention_tokens: int | None = None,
+        spare_frames: int = 0,
     ) -> None:
         if not 0 <= sink_frames <= window_frames or window_frames < 1:
             raise ValueError(
@@ -55,9 +59,10 @@ class KVWindow:
         self.sink_frames = sink_frames
         self.tokens_per_frame = tokens_per_frame
         self.max_attention_tokens = max_attention_tokens
+        self.spare_frames = spare_frames if sink_frames < window_frames else 0  # global attention overwrites nothing
         self.written_from = 0
         self.committed_frames = 0
-        shape = (num_layers, 2, window_frames * tokens_per_frame, num_heads, head_dim)
+        shape = (num_layers, 2, (window_frames + self.spare_frames) * tokens_per_frame, num_heads, head_dim)
         self.buffer = torch.zeros(shape, dtype=dtype, device=device)
         self._seen: tuple[int, torch.Tensor] | None = None
 
@@ -71,6 +76,11 @@ class KVWindow:
 
     def slot(self, frame: int) -> int:
         """Return the slot frame `frame` lives in while it is visible."""
+        if frame < self.sink_frames:
+            return frame
+        return self.sink_frames + (frame - self.sink_frames) % (self.ring_frames + self.spare_frames)
+
+    def _slot_without_spares(self, frame: int) -> int:
         if frame < self.sink_frames:
             return frame
         return self.sink_frames + (frame - self.sink_frames) % self.ring_frames
@@ -115,6 +125,8 @@ class KVWindow:
         limit = self.max_attention_tokens
         if self.sink_frames < self.written_from > self._oldest_ring_frame(frames.stop):
             return None  # a gap behind the sinks
+        if self.spare_frames and frames.stop > self.window_frames:
+            return None
         if limit is None or limit >= valid:
             return slice(0, valid)
         # In slot order, which is chronological as long as the ring has not turned.
@@ -130,8 +142,11 @@ class KVWindow:
             return None
         return self.buffer.data_ptr(), self.buffer.shape, tuple(self._runs(frames)), span.start, span.stop
 
-    def commit(self, end_frame: int) -> None:
-        """Make frames up to `end_frame` part of the session; their last written keys and values are the clean ones."""
+    def commit(self, end_frame: int, *, sinks_kept: bool = False) -> None:
+        """Make frames up to `end_frame` part of the session; their last written keys and values are the clean ones.
+
+        sinks_kept: those of them that are sinks were kept before (`SinkWindow.keep_sinks`).
+        """
         self.committed_frames = end_frame
 
     def ends(self) -> tuple[int, int]:
@@ -218,10 +233,15 @@ class KVWindow:
         return (starts + torch.arange(size)).flatten().to(self.buffer.device)
 
     def _seen_tokens(self, end_frame: int) -> torch.Tensor:
-        """Return positions of the visible tokens, oldest first, where that is no plain slice; kept for one chunk."""
+        """Return positions of the visible tokens where that is no plain slice; kept for one chunk.
+
+        Oldest first; in a ring with spare frames as in one without.
+        """
         if self._seen is None or self._seen[0] != end_frame:
-            order = self.token_positions([self.slot(frame) for frame in self.visible_frames(end_frame)])
-            limit = self.max_attention_tokens
+            frames, limit = self.visible_frames(end_frame), self.max_attention_tokens
+            if self.spare_frames and limit is None:
+                frames.sort(key=self._slot_without_spares)
+            order = self.token_positions([self.slot(frame) for frame in frames])
             self._seen = (end_frame, order if limit is None else order[-limit:])
         return self._seen[1]
 
@@ -229,5 +249,5 @@ class KVWindow:
 def kv_window_nbytes(
     *, num_layers: int, window_frames: int, tokens_per_frame: int, num_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int:
-    """Return the bytes a `KVWindow` of these sizes will hold."""
+    """Return the bytes a `KVWindow` of these sizes will hold. window_frames: its spare frames included."""
     return 2 * num_layers * window_frames * tokens_per_frame * num_heads * head_dim * dtype.itemsize

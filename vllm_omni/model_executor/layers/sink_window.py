@@ -12,7 +12,9 @@ without bound, although the network has only seen short ones; and one day they s
   that were never written are never compared, and no decision is read back by the host.
 
 The sinks as made are kept apart (`sinks`); the buffer's sink slots are a copy that `open` places for one chunk, so an
-abandoned chunk leaves nothing behind. Held by tests/model_executor/layers/test_sink_window.py.
+abandoned chunk leaves nothing behind. What chunks decided that are not committed yet is kept as a list and laid over
+that copy: a chunk in flight sees what the ones before it in flight decided, and a chunk that begins again drops what it
+and its followers had decided. Held by tests/model_executor/layers/test_sink_window.py.
 """
 
 # L layers, S sink frames, T tokens of a frame, N heads, H head dim, C temporal lanes
@@ -43,7 +45,8 @@ class SinkWindow(KVWindow):
         self.sink_at = frames.expand(layers, -1).contiguous()
         """[L, S]: the frame that each sink was made at."""
         self._frequencies = temporal_frequencies(head_dim).to(self.buffer.device)
-        self._renewal: tuple[int, torch.Tensor] | None = None
+        self._renewals: tuple[tuple[int, torch.Tensor], ...] = ()
+        """(end_frame, [L, S] which sinks are renewed), of chunks that are not committed; a frame decides once."""
 
     @property
     def nbytes(self) -> int:
@@ -56,11 +59,17 @@ class SinkWindow(KVWindow):
         shift = max(0, frames.stop - self.window_frames) if self.moving else 0
         if shift == 0 and self.refresh_threshold is None:
             return
+        self._renewals = tuple(renewal for renewal in self._renewals if renewal[0] <= frames.start)
         kept = self.sinks.shape[2]
-        self.buffer[:, :, :kept].copy_(self.sinks)
+        placed, sink_at = self.buffer[:, :, :kept], self.sink_at
+        placed.copy_(self.sinks)
+        for end_frame, renewed_LS in self._renewals:
+            frame = end_frame - self.ring_frames
+            sink_at = torch.where(renewed_LS, frame, sink_at)
+            self._put(placed, frame, renewed_LS)
         if self.moving:
             targets = torch.arange(self.sink_frames, device=self.buffer.device) + shift
-            self._turn_sinks(targets - self.sink_at)
+            self._turn_sinks(targets - sink_at)
 
     def _turn_sinks(self, distances_LS: torch.Tensor) -> None:
         """Rotate the buffer's sink keys by `distances_LS` frames, layer by layer."""
@@ -83,6 +92,10 @@ class SinkWindow(KVWindow):
         if self.refresh_threshold is None or leaving < self.sink_frames:
             return None
         mean_LKS = self.sinks.unflatten(2, (self.sink_frames, -1)).float().mean(3).flatten(3)  # [L, 2, S, N * H]
+        for end, renewed_LS in self._renewals:
+            if end < end_frame:
+                newer_LK = self._frame(end - self.ring_frames).float().mean(2).flatten(2).unsqueeze(2)
+                mean_LKS = torch.where(renewed_LS[:, None, :, None], newer_LK, mean_LKS)
         frame_LK = self._frame(leaving).float().mean(2).flatten(2).unsqueeze(2)
         sums = (mean_LKS * frame_LK, mean_LKS.square(), frame_LK.square().expand_as(mean_LKS))
         return torch.stack([values.sum(-1) for values in sums], dim=-1).transpose(1, 2)
@@ -94,14 +107,16 @@ class SinkWindow(KVWindow):
         similarity_LS = (dot * torch.rsqrt((ours * theirs).clamp_min(1e-30))).mean(-1)
         least, index = similarity_LS.min(dim=-1, keepdim=True)
         renewed_LS = torch.zeros_like(similarity_LS, dtype=torch.bool).scatter_(1, index, True)
-        self._renewal = (end_frame, renewed_LS & (least < self.refresh_threshold))
+        earlier = (renewal for renewal in self._renewals if renewal[0] < end_frame)
+        self._renewals = (*earlier, (end_frame, renewed_LS & (least < self.refresh_threshold)))
 
-    def commit(self, end_frame: int) -> None:
-        if self.committed_frames < self.sink_frames:
+    def commit(self, end_frame: int, *, sinks_kept: bool = False) -> None:
+        if self.committed_frames < self.sink_frames and not sinks_kept:
             self.keep_sinks(range(self.committed_frames, end_frame))
-        if self._renewal is not None and self._renewal[0] == end_frame:
-            self._renew(end_frame - self.ring_frames, self._renewal[1])
-        self._renewal = None
+        for end, renewed_LS in self._renewals:
+            if end == end_frame:
+                self._renew(end_frame - self.ring_frames, renewed_LS)
+        self._renewals = tuple(renewal for renewal in self._renewals if renewal[0] > end_frame)
         super().commit(end_frame)
 
     def keep_sinks(self, frames: range) -> None:
@@ -110,9 +125,13 @@ class SinkWindow(KVWindow):
         self.sinks[:, :, part].copy_(self.buffer[:, :, part])
 
     def _renew(self, frame: int, renewed_LS: torch.Tensor) -> None:
-        sinks = self.sinks.unflatten(2, (self.sink_frames, -1))  # a view [L, 2, S, T, N, H]
-        sinks.copy_(torch.where(renewed_LS[:, None, :, None, None, None], self._frame(frame).unsqueeze(2), sinks))
+        self._put(self.sinks, frame, renewed_LS)
         self.sink_at = torch.where(renewed_LS, frame, self.sink_at)
+
+    def _put(self, target: torch.Tensor, frame: int, renewed_LS: torch.Tensor) -> None:
+        """Write K and V of a ring frame over the renewed ones of the sinks `target`, [L, 2, S * T, N, H]."""
+        sinks = target.unflatten(2, (self.sink_frames, -1))  # a view [L, 2, S, T, N, H]
+        sinks.copy_(torch.where(renewed_LS[:, None, :, None, None, None], self._frame(frame).unsqueeze(2), sinks))
 
     def _frame(self, frame: int) -> torch.Tensor:
         """Return K and V of one frame in the ring, [L, 2, T, N, H]."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drive a `CausalWan` chunk by chunk in this process, as the runner does, without an engine around it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,14 @@ Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def load_model(
-    checkpoint: Path, parallel: ParallelContext | None = None, dtype: torch.dtype = torch.float32, **options: Any
+    checkpoint: Path,
+    parallel: ParallelContext | None = None,
+    dtype: torch.dtype = torch.float32,
+    serving: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> CausalWan:
-    omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options)
+    """serving: `OmniConfig`'s own options."""
+    omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options, **(serving or {}))
     layout = find_layout(checkpoint)
     setup = StreamSetup.of(hf_config(checkpoint)["causal_wan"], layout, omni, dtype, parallel or ParallelContext())
     model = CausalWan(setup)

@@ -11,11 +11,12 @@ from vllm_omni.model_executor.models.causal_wan.config import ChunkPlan
 STEPS = 4
 
 
-def make_window(window: int, sink: int) -> KVWindow:
+def make_window(window: int, sink: int, spare: int = 0) -> KVWindow:
     return KVWindow(
         num_layers=1,
         window_frames=window,
         sink_frames=sink,
+        spare_frames=spare,
         tokens_per_frame=1,
         num_heads=1,
         head_dim=1,

@@ -26,20 +26,22 @@ from vllm_omni.model_executor.models.wan.chunk_plan import WanChunkPlan
 from vllm_omni.model_executor.models.wan.layers import KVView
 from vllm_omni.snapshot import SavedTensors
 
-MakeWindow = Callable[[int, int], KVWindow]
-"""(window_frames, sink_frames) -> an empty window of the model's sizes."""
+MakeWindow = Callable[[int, int, int], KVWindow]
+"""(window_frames, sink_frames, spare_frames) -> an empty window of the model's sizes."""
 
 
 class ChunkCache:
     """See the module docstring. Build with `strict`, `noise_matched` or `cascaded`.
 
-    windows: one for strict; one a step for noise-matched; one a step, then the clean one, for cascaded.
+    windows: one for strict; one a step for noise-matched (on a stage that owns one step, that step's only); one a step,
+    then the clean one, for cascaded.
+    has_sinks_per_step: every step has a window of its own with sinks of its own.
     """
 
-    def __init__(self, windows: Sequence[KVWindow], views: Sequence[KVView], replicates_first: bool) -> None:
+    def __init__(self, windows: Sequence[KVWindow], views: Sequence[KVView], has_sinks_per_step: bool) -> None:
         self.windows = tuple(windows)
         self._views = tuple(views)
-        self._replicates_first = replicates_first
+        self.has_sinks_per_step = has_sinks_per_step
 
     @classmethod
     def strict(cls, window: KVWindow) -> "ChunkCache":
@@ -50,10 +52,19 @@ class ChunkCache:
         return cls(windows, windows, True)
 
     @classmethod
-    def cascaded(cls, plan: WanChunkPlan, num_steps: int, offset: int, make_window: MakeWindow) -> "ChunkCache":
+    def cascaded(
+        cls,
+        plan: WanChunkPlan,
+        num_steps: int,
+        offset: int,
+        make_window: MakeWindow,
+        spare_frames: Sequence[int] | None = None,
+    ) -> "ChunkCache":
+        """spare_frames: of each window (`KVWindow`); None = none."""
         lengths = cascade_frames(plan, num_steps, offset)
-        windows = [make_window(frames, 0) for frames in lengths]
-        windows.append(make_window(plan.window_frames, plan.sink_frames))
+        *spares, clean_spares = spare_frames or [0] * (num_steps + 1)
+        windows = [make_window(frames, 0, spare) for frames, spare in zip(lengths, spares, strict=True)]
+        windows.append(make_window(plan.window_frames, plan.sink_frames, clean_spares))
         return cls(
             windows, [*(CascadeView(windows, step, offset, plan) for step in range(num_steps)), windows[-1]], False
         )
@@ -79,30 +90,43 @@ class ChunkCache:
         """Raise `RequestFailed` if chunk `frames` can not be served."""
         self.clean.check_fits(frames)
 
-    def open(self, frames: range) -> None:
-        """Place the sinks for chunk `frames`; once a chunk, before its first forward."""
-        for window in self._sink_windows():
+    def open(self, frames: range, step: int = 0) -> None:
+        """Place the sinks for chunk `frames`, before the forward of `step`; without sinks per step, once a chunk."""
+        for window in self._sink_windows(step):
             window.open(frames)
 
-    def resemblances(self, end_frame: int) -> torch.Tensor | None:
-        """Return this rank's sums [windows, L, S, 2, 3] that decide which sinks are renewed, or None: nothing is."""
-        sums = [window.resemblance(end_frame) for window in self._sink_windows()]
+    def keep_own_sinks(self, frames: range, step: int) -> None:
+        """After the forward of `step`, with sinks per step: keep those among `frames`, a later chunk may need them.
+
+        Not of the stream's first chunk, whose K/V are replaced by the last step's.
+        """
+        for window in self._sink_windows(step):
+            if 0 < frames.start < window.sink_frames:
+                window.keep_sinks(frames)
+
+    def resemblances(self, end_frame: int, step: int = 0) -> torch.Tensor | None:
+        """Return this rank's sums [windows, L, S, 2, 3] that decide which sinks are renewed, or None: nothing is.
+
+        After the forward of `step`, with sinks per step; else after a chunk's last forward.
+        """
+        sums = [window.resemblance(end_frame) for window in self._sink_windows(step)]
         known = [values for values in sums if values is not None]
         return torch.stack(known) if known and len(known) == len(sums) else None
 
-    def decide(self, end_frame: int, sums: torch.Tensor) -> None:
+    def decide(self, end_frame: int, sums: torch.Tensor, step: int = 0) -> None:
         """Take the sums over all ranks that share the heads."""
-        for window, values in zip(self._sink_windows(), sums, strict=True):
+        for window, values in zip(self._sink_windows(step), sums, strict=True):
             window.decide(end_frame, values)
 
     def commit(self, frames: range) -> None:
         """Make chunk `frames` part of the stream."""
-        if self._replicates_first and frames.start == 0:
+        first = frames.start == 0
+        if self.has_sinks_per_step and first:
             part = slice(0, frames.stop * self.clean.tokens_per_frame)
             for window in self.windows[:-1]:
                 window.buffer[:, :, part].copy_(self.clean.buffer[:, :, part])
         for window in self.windows:
-            window.commit(frames.stop)
+            window.commit(frames.stop, sinks_kept=self.has_sinks_per_step and not first)
 
     def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
         """Return every tensor that a next chunk of `next_frames` can see, by stable name."""
@@ -142,19 +166,20 @@ class ChunkCache:
 
     def keep_sinks(self, frames: range) -> None:
         """Take over the sinks among `frames` from the buffers (a cache that is being rebuilt, after such a chunk)."""
-        for window in self._sink_windows():
+        for window in self._sink_windows(0):
             if frames.start < window.sink_frames:
                 window.keep_sinks(frames)
 
-    def _sink_windows(self) -> list[SinkWindow]:
-        return [window for window in self.windows if isinstance(window, SinkWindow)]
+    def _sink_windows(self, step: int) -> list[SinkWindow]:
+        windows = [self.windows[min(step, len(self.windows) - 1)]] if self.has_sinks_per_step else self.windows
+        return [window for window in windows if isinstance(window, SinkWindow)]
 
     def _with(self, windows: Sequence[KVWindow]) -> "ChunkCache":
         views = [view.over(windows) if isinstance(view, CascadeView) else None for view in self._views]
         return ChunkCache(
             windows,
             [view or windows[index] for index, view in enumerate(views)],
-            self._replicates_first,
+            self.has_sinks_per_step,
         )
 
 

@@ -15,7 +15,7 @@ Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,6 +29,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import rope_tables
+from vllm_omni.model_executor.models.causal_wan import in_flight
 from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
 from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
@@ -127,10 +128,11 @@ class CausalWan(nn.Module):
                 device=options.text_encoder_device or "model",
                 dtype=setup.dtype,
             )
+        self._own_step = parallel.stage if setup.omni.pipeline == "temporal" else None
         with default_dtype(setup.dtype):
             self.transformer = CausalWanTransformer(
                 setup.config,
-                parallel,
+                parallel if self._own_step is None else replace(parallel, stage=0, num_stages=1),
                 residual_fp32=options.residual_dtype == "fp32",
                 compiled=setup.compiled,
                 cuda_graphs=options.cuda_graphs and torch.cuda.is_available(),
@@ -151,7 +153,8 @@ class CausalWan(nn.Module):
             self.tiny_vae = TinyVAEDecoder(setup.tiny_vae_channels, dtype=vae_dtype)
         self.decoder: StreamingWanVAE | TinyVAEDecoder | None = self.tiny_vae or (self.vae if decodes else None)
         self.video = VideoEncoder(self.vae, options) if self.vae.has_encoder else None
-        self.sizes = StreamSizes(self.config, options, self.plan, self.transformer)
+        spare = in_flight.spare_frames(options, self.plan, setup.omni, parallel)
+        self.sizes = StreamSizes(self.config, options, self.plan, self.transformer, spare, self._own_step)
         self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
@@ -189,8 +192,10 @@ class CausalWan(nn.Module):
         total = self.transformer.cross_kv_nbytes
         if self.decoder is not None and shape.output == "rgb":
             total += self.decoder.decoder_cache_nbytes(shape.height, shape.width)
+        behind = self.omni.chunks_in_flight - 1  # each may bring a prompt, and keeps where the input video stands
+        total += behind * self.transformer.cross_kv_nbytes
         if self.video is not None and shape.source == "video":
-            total += self.video.state_nbytes(shape.height, shape.width)
+            total += (1 + behind) * self.video.state_nbytes(shape.height, shape.width)
         if self.options.recache_on_prompt_switch and not self.parallel.is_vae_stage:
             total += self.sizes.past_nbytes(shape)
         return total
@@ -199,25 +204,26 @@ class CausalWan(nn.Module):
 
     @torch.no_grad()
     def prepare_encode(self, request: DiffusionRequest) -> None:
-        session = _session_of(request)
-        inputs = read_chunk(request, session)
-        frames = session.next_frames()
+        session, before = _session_of(request), request.predecessor
+        standing = session.standing() if before is None else _chunk_of(before).standing()
+        inputs = read_chunk(request, session, standing)
+        frames = self.plan.frames(standing.chunk_index)
         size = self.sizes.latent_shape(session.shape, len(frames))
         if self.text_encoder is None:
             request.state = Chunk.to_decode(frames, self.schedule, size, session.cache, inputs.prompt, inputs.seed)
             request.num_steps = 1  # the ranks with layers know
             return
         draws = [
-            standard_normal(size, inputs.seed, session.chunk_index, step) for step in range(self.schedule.num_steps)
+            standard_normal(size, inputs.seed, standing.chunk_index, step) for step in range(self.schedule.num_steps)
         ]
         noise = torch.stack(draws).to(self.transformer.device)
         with request.timer.stage("text"):
-            known = inputs.prompt == session.prompt and session.cross_kv is not None
+            known = inputs.prompt == standing.prompt and standing.cross_kv is not None
             text = None if known else self.text_encoder.encode(inputs.prompt, self.transformer.device)
         latents, schedule, video = noise[0], self.schedule, None
         if inputs.video is not None and self.video is not None:
             with request.timer.stage("video"):
-                latents, schedule, video = self.video.noisy_latents(inputs.video, session.video, noise[0])
+                latents, schedule, video = self.video.noisy_latents(inputs.video, standing.video, noise[0])
         replay = self._replay(session, inputs.prompt)
         request.state = Chunk(
             frames=frames,
@@ -232,6 +238,8 @@ class CausalWan(nn.Module):
             seed=inputs.seed,
             video=video,
             noise_scale=None if video is None else video.noise_scale,
+            cross_kv=standing.cross_kv if known else None,
+            index=standing.chunk_index,
         )
         request.clean_passes = int(self.options.cache != "noise_matched")
         request.num_steps = len(replay) + request.state.schedule.num_steps + request.clean_passes
@@ -245,6 +253,16 @@ class CausalWan(nn.Module):
             return "the window is allocated when a stream begins; set omni.model.window_frames for all streams"
         return "one decoder is loaded; set omni.model.decoder 'tiny' for all streams"
 
+    @property
+    def steps_behind(self) -> int:
+        return in_flight.steps_behind(self.options)
+
+    def refuse_chunks_in_flight(self) -> str | None:
+        return in_flight.refuse_chunks_in_flight(self.options, self.plan)
+
+    def refuse_temporal_pipeline(self, num_stages: int) -> str | None:
+        return in_flight.refuse_temporal_pipeline(self.options, num_stages)
+
     def batch_key(self, request: DiffusionRequest) -> Hashable:
         chunk = _chunk_of(request)
         return (chunk.replay[request.step] if request.step < len(chunk.replay) else chunk).latents.shape
@@ -257,8 +275,7 @@ class CausalWan(nn.Module):
         kv_only = all(_denoise_index(request) is None for request in batch)
         prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
         for request in batch:
-            if request.step + 1 == request.num_steps:
-                self._decide_sinks(_chunk_of(request))
+            self._end_step(request)
         return prediction
 
     @torch.no_grad()
@@ -309,6 +326,9 @@ class CausalWan(nn.Module):
 
     def commit(self, request: DiffusionRequest) -> None:
         session, chunk = _session_of(request), _chunk_of(request)
+        if self._own_step is not None and chunk.index == 0 and not self.parallel.last_stage:
+            # Later chunks see the first one as the last step left it, at every step.
+            self.transformer([self._row(request, chunk.schedule.num_steps - 1)], None, kv_only=True)
         session.cache = chunk.cache
         session.cache.commit(chunk.frames)
         session.prompt, session.seed = chunk.prompt, chunk.seed
@@ -336,22 +356,32 @@ class CausalWan(nn.Module):
         """Before a chunk's first forward: the prompt's K/V (collective under tensor parallelism). Before a pass over
         frames that stand elsewhere in the stream: the sinks' places.
         """
-        session, chunk = _session_of(request), _chunk_of(request)
+        chunk = _chunk_of(request)
         if chunk.cross_kv is None:
-            chunk.cross_kv = session.cross_kv if chunk.text is None else self.prompts.get(chunk.prompt, chunk.text)
+            assert chunk.text is not None
+            chunk.cross_kv = self.prompts.get(chunk.prompt, chunk.text)
         if 0 < request.step <= len(chunk.replay):
             chunk.cache.keep_sinks(chunk.replay[request.step - 1].frames)
-        if request.step <= len(chunk.replay):
+        if chunk.cache.has_sinks_per_step:
+            chunk.cache.open(chunk.frames, request.step)
+        elif request.step <= len(chunk.replay):
             past = request.step < len(chunk.replay)
             chunk.cache.open(chunk.replay[request.step].frames if past else chunk.frames)
 
-    def _decide_sinks(self, chunk: Chunk) -> None:
-        """After a chunk's last forward: which sinks `commit` renews; ranks that share the heads decide together."""
-        sums = chunk.cache.resemblances(chunk.frames.stop)
+    def _end_step(self, request: DiffusionRequest) -> None:
+        """After a forward that ends what sinks are decided by: which of them are renewed. Ranks that share the heads
+        decide together.
+        """
+        chunk, step = _chunk_of(request), request.step
+        if chunk.cache.has_sinks_per_step:
+            chunk.cache.keep_own_sinks(chunk.frames, step)
+        elif step + 1 < request.num_steps:
+            return
+        sums = chunk.cache.resemblances(chunk.frames.stop, step)
         if sums is not None:
             if self.parallel.size > 1:
                 dist.all_reduce(sums, group=self.parallel.group)
-            chunk.cache.decide(chunk.frames.stop, sums)
+            chunk.cache.decide(chunk.frames.stop, sums, step)
 
     def _replay(self, session: StreamSession, prompt: str) -> tuple[PastChunk, ...]:
         """Return the chunks to run again before this one: those in the window, if it was made under another prompt."""
@@ -364,10 +394,11 @@ class CausalWan(nn.Module):
         own, device = self.parallel.token_slice(len(cos)), self.transformer.device
         return cos[own].to(device), sin[own].to(device)
 
-    def _row(self, request: DiffusionRequest) -> ChunkRow:
+    def _row(self, request: DiffusionRequest, step: int | None = None) -> ChunkRow:
+        """What a forward needs of a chunk: at its next step, or at denoise step `step`."""
         chunk = _chunk_of(request)
         assert chunk.cross_kv is not None
-        step, clean = _denoise_index(request), chunk.schedule.num_steps
+        step, clean = _denoise_index(request) if step is None else step, chunk.schedule.num_steps
         past = chunk.replay[request.step] if request.step < len(chunk.replay) else None
         return ChunkRow(
             latents=chunk.latents if past is None else past.latents,

@@ -15,7 +15,7 @@ from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
-from vllm_omni.model_executor.models.causal_wan.state import Source, StreamSession, StreamShape
+from vllm_omni.model_executor.models.causal_wan.state import Source, Standing, StreamSession, StreamShape
 from vllm_omni.outputs import RequestFailed
 
 _DEFAULT_SEED = 0
@@ -56,10 +56,10 @@ def read_shape(params: DiffusionParams, config: CausalWanConfig, omni: OmniConfi
     return StreamShape(height, width, params.output, _options(params).source or "text")
 
 
-def read_chunk(request: DiffusionRequest, session: StreamSession) -> ChunkInputs:
-    """Check one chunk's request against its stream. Raises `RequestFailed`."""
+def read_chunk(request: DiffusionRequest, session: StreamSession, standing: Standing) -> ChunkInputs:
+    """Check one chunk's request against its stream, as it stands before the chunk. Raises `RequestFailed`."""
     params = request.params
-    session.cache.check_fits(session.next_frames())
+    session.cache.check_fits(session.plan.frames(standing.chunk_index))
     _check_unchanged(params, session.shape)
     _check_unused(params)
     unknown = sorted(set(request.tensors) - {"video"})
@@ -68,14 +68,14 @@ def read_chunk(request: DiffusionRequest, session: StreamSession) -> ChunkInputs
             "invalid_request",
             f"unknown tensors {unknown[:3]}; this model streams from text, or from the tensor 'video'",
         )
-    prompt = session.prompt if params.prompt is None else params.prompt
+    prompt = standing.prompt if params.prompt is None else params.prompt
     if not prompt:
         raise RequestFailed("invalid_request", "prompt must not be empty; a stream's first chunk needs one")
-    seed = session.seed if params.seed is None else params.seed
+    seed = standing.seed if params.seed is None else params.seed
     return ChunkInputs(
         prompt=prompt,
         seed=_DEFAULT_SEED if seed is None else seed,
-        video=_read_video(request.tensors.get("video"), session),
+        video=_read_video(request.tensors.get("video"), session, standing.chunk_index),
     )
 
 
@@ -112,9 +112,9 @@ def _check_unused(params: DiffusionParams) -> None:
             )
 
 
-def _read_video(video: torch.Tensor | None, session: StreamSession) -> torch.Tensor | None:
+def _read_video(video: torch.Tensor | None, session: StreamSession, chunk_index: int) -> torch.Tensor | None:
     shape = session.shape
-    expected = [len(session.plan.pixel_frames(session.chunk_index)), shape.height, shape.width, 3]
+    expected = [len(session.plan.pixel_frames(chunk_index)), shape.height, shape.width, 3]
     if shape.source == "text":
         if video is not None:
             raise RequestFailed(
@@ -127,6 +127,6 @@ def _read_video(video: torch.Tensor | None, session: StreamSession) -> torch.Ten
     if video.dtype != torch.uint8 or list(video.shape) != expected:
         raise RequestFailed(
             "invalid_video",
-            f"video of chunk {session.chunk_index} must be uint8 {expected}, got {video.dtype} {list(video.shape)}",
+            f"video of chunk {chunk_index} must be uint8 {expected}, got {video.dtype} {list(video.shape)}",
         )
     return video

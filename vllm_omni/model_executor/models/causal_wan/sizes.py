@@ -5,6 +5,7 @@ One place for both, so that what admission counts is what a session allocates.
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
@@ -18,14 +19,21 @@ _FP32_BYTES = 4
 
 
 class StreamSizes:
+    """spare_frames: of each window (`in_flight.spare_frames`). own_step: a stage's that owns one step."""
+
     def __init__(
         self,
         config: CausalWanConfig,
         options: CausalWanOptions,
         plan: ChunkPlan,
         transformer: CausalWanTransformer,
+        spare_frames: Sequence[int] | None = None,
+        own_step: int | None = None,
     ) -> None:
         self._config, self._options, self._plan, self._transformer = config, options, plan, transformer
+        passes = options.text_schedule().num_steps + 1
+        self._spare_frames = list(spare_frames or [0] * passes)
+        self._own_step = own_step
         self._num_steps = options.text_schedule().num_steps
         slides = 0 < plan.sink_frames < plan.window_frames
         self._sinks_live = slides and (options.sink_position == "window" or options.sink_refresh_threshold is not None)
@@ -37,11 +45,12 @@ class StreamSizes:
     def new_cache(self, shape: StreamShape) -> ChunkCache:
         """Allocate a stream's K/V windows."""
 
-        def window(frames: int, sinks: int) -> KVWindow:
+        def window(frames: int, sinks: int, spare: int) -> KVWindow:
             common: dict[str, Any] = {
                 **self._window_sizes(shape),
                 "window_frames": frames,
                 "sink_frames": sinks,
+                "spare_frames": spare,
                 "device": self._transformer.device,
             }
             if sinks == 0 or not self._sinks_live:
@@ -54,24 +63,36 @@ class StreamSizes:
 
         plan, options = self._plan, self._options
         if options.cache == "cascaded":
-            return ChunkCache.cascaded(plan, self._num_steps, options.cascade_offset, window)
+            spare = self._spare_frames[: self._num_steps + 1]
+            return ChunkCache.cascaded(plan, self._num_steps, options.cascade_offset, window, spare)
         if options.cache == "noise_matched":
-            windows = [window(plan.window_frames, plan.sink_frames) for _ in range(self._num_steps)]
+            windows = [window(plan.window_frames, plan.sink_frames, spare) for spare in self._step_spares()]
             return ChunkCache.noise_matched(windows)
-        return ChunkCache.strict(window(plan.window_frames, plan.sink_frames))
+        return ChunkCache.strict(window(plan.window_frames, plan.sink_frames, 0))
+
+    def _step_spares(self) -> list[int]:
+        """Spare frames of the windows of a noise-matched stream on this rank."""
+        spares = self._spare_frames[: self._num_steps]
+        return spares if self._own_step is None else [spares[self._own_step]]
 
     def cache_nbytes(self, shape: StreamShape) -> int:
         """Return the bytes of `new_cache`, allocating nothing."""
         sizes, plan, options = self._window_sizes(shape), self._plan, self._options
-        full = kv_window_nbytes(window_frames=plan.window_frames, **sizes)
-        if self._sinks_live:
-            full += sink_window_extra_nbytes(sink_frames=plan.sink_frames, **sizes)
+        evicts = plan.sink_frames < plan.window_frames
+
+        def full(spare: int) -> int:
+            ring = kv_window_nbytes(window_frames=plan.window_frames + (spare if evicts else 0), **sizes)
+            sinks = sink_window_extra_nbytes(sink_frames=plan.sink_frames, **sizes) if self._sinks_live else 0
+            return ring + sinks
+
         if options.cache == "noise_matched":
-            return self._num_steps * full
+            return sum(full(spare) for spare in self._step_spares())
         if options.cache == "cascaded":
             lengths = cascade_frames(plan, self._num_steps, options.cascade_offset)
-            return full + sum(kv_window_nbytes(window_frames=frames, **sizes) for frames in lengths)
-        return full
+            *spares, clean_spare = self._spare_frames[: self._num_steps + 1]
+            held = (frames + spare for frames, spare in zip(lengths, spares, strict=True))
+            return full(clean_spare) + sum(kv_window_nbytes(window_frames=frames, **sizes) for frames in held)
+        return full(0)
 
     def past_nbytes(self, shape: StreamShape) -> int:
         """Return the most bytes of remembered clean latents: the window, and chunks that are partly in it."""

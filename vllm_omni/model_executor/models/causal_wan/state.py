@@ -54,6 +54,17 @@ class VideoInput:
 
 
 @dataclass(frozen=True, eq=False)
+class Standing:
+    """Where a stream stands when a chunk begins: after its last committed chunk, or after one still in flight."""
+
+    chunk_index: int
+    prompt: str | None
+    seed: int | None
+    cross_kv: torch.Tensor | None
+    video: VideoInput | None
+
+
+@dataclass(frozen=True, eq=False)
 class PastChunk:
     """A committed chunk's clean latents, fp32 [16, F, h, w]: enough to run its clean pass again. Shared by forks."""
 
@@ -106,6 +117,9 @@ class StreamSession(SessionState):
     def next_frames(self) -> range:
         """Return the latent frames of the next chunk."""
         return self.plan.frames(self.chunk_index)
+
+    def standing(self) -> Standing:
+        return Standing(self.chunk_index, self.prompt, self.seed, self.cross_kv, self.video)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         named = self.cache.tensors(len(self.next_frames()))
@@ -192,7 +206,7 @@ class Chunk:
     """One chunk in flight. The first group is made by `prepare_encode`, the second by later steps.
 
     latents: fp32 [16, F, h, w]. renoise: fp32 [steps - 1, 16, F, h, w], what re-enters before steps 1, 2, ...
-    text: the encoded prompt, None if the session's `cross_kv` still stands. cache: where the chunk writes its K/V, the
+    text: the encoded prompt, None if `cross_kv` is known. cache: where the chunk writes its K/V, the
     session's own or, after `replay` has filled it, the one that will replace it. The others are what the session
     becomes when the chunk succeeds.
     """
@@ -212,9 +226,14 @@ class Chunk:
     noise_scale: float | None = None
     """The video input's, also where that is not."""
     cross_kv: torch.Tensor | None = None
+    index: int = 0
     decoder_cache: VAECache | None = None
     decoded_from: VAECache | None = None
     """Kept while the decode may still be reading it on the device."""
+
+    def standing(self) -> Standing:
+        """Where the stream stands if this chunk succeeds; its first step has been run."""
+        return Standing(self.index + 1, self.prompt, self.seed, self.cross_kv, self.video)
 
     @classmethod
     def to_decode(

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StreamBatchScheduler with several chunks of a stream at work (`omni.chunks_in_flight`)."""
+
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scheduler_harness import Harness
+from vllm.v1.request import RequestStatus
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True, params=["fifo", "deadline"])
+def _scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_harness.Harness.__init__", partialmethod(Harness.__init__, scheduling=request.param))
+
+
+class Worker:
+    """Pretends to be one: every chunk takes `STEPS` steps."""
+
+    def __init__(self, harness: Harness, steps: int = STEPS) -> None:
+        self.harness, self.steps = harness, steps
+        self.done: dict[str, int] = {}
+
+    def answer(self, output: Any) -> list[str]:
+        names = list(output.num_scheduled_tokens)
+        for name in names:
+            self.done[name] = self.done.get(name, 0) + 1
+        ended = [name for name in names if self.done[name] == self.steps]
+        progress = {name: (self.done[name], self.steps, 1) for name in names if name not in ended}
+        self.harness.answer(output, done=ended, progress=progress, committed=ended)
+        return ended
+
+    def step(self) -> list[str]:
+        names, output = self.harness.schedule()
+        self.answer(output)
+        return sorted(names)
+
+
+def test_chunks_follow_one_step_behind(null_world: Path) -> None:
+    """The session's first chunk alone, then a staircase as wide as the option says."""
+    harness = Harness(null_world, chunks_in_flight=2)
+    for chunk in range(4):
+        harness.add(f"s{chunk}", "s", chunk)
+    worker = Worker(harness)
+    batches = [worker.step() for _ in range(9)]
+    assert batches == [["s0"]] * 3 + [
+        ["s1"],
+        ["s1", "s2"],
+        ["s1", "s2"],
+        ["s2", "s3"],
+        ["s3"],
+        ["s3"],
+    ]
+    assert not harness.scheduler.has_unfinished_requests()
+
+
+def test_one_stream_keeps_two_stages_at_work(null_world: Path) -> None:
+    """One chunk a batch; while one is on its way, the next is sent after it. Results come back in order."""
+    harness = Harness(null_world, stages=2, chunks_in_flight=2)
+    worker = Worker(harness, steps=1)  # as of a pipeline whose stages own a step each: a trip is one engine step
+    for chunk in range(4):
+        harness.add(f"s{chunk}", "s", chunk)
+    first, first_output = harness.schedule()
+    assert (first, harness.schedule()[0]) == (["s0"], [])
+    worker.answer(first_output)
+    in_flight = [harness.schedule(), harness.schedule()]
+    assert [names for names, _ in in_flight] == [["s1"], ["s2"]] and harness.schedule()[0] == []
+    assert worker.answer(in_flight[0][1]) == ["s1"]
+    assert harness.schedule()[0] == ["s3"]
+
+
+@pytest.mark.parametrize("max_requests_per_step", [1, 2, 3])
+def test_a_small_batch_starves_nobody(null_world: Path, max_requests_per_step: int) -> None:
+    """Two streams of three chunks in flight each, in batches too small for them."""
+    harness = Harness(null_world, max_requests_per_step=max_requests_per_step, chunks_in_flight=3)
+    worker = Worker(harness)
+    for chunk in range(5):
+        for session in "st":
+            harness.add(f"{session}{chunk}", session, chunk)
+    for _ in range(2 * 5 * STEPS + 1):
+        for name in (names := worker.step()):
+            before = f"{name[0]}{int(name[1:]) - 1}"
+            ahead = worker.done.get(before, STEPS) - (before in names)
+            assert ahead >= worker.done[name] or ahead == STEPS
+    assert not harness.scheduler.has_unfinished_requests()
+
+
+def test_an_abort_lets_the_others_end(null_world: Path) -> None:
+    """What the runner answers for those behind it ends them; a chunk that is sent again begins at once."""
+    harness = Harness(null_world, chunks_in_flight=3)
+    worker = Worker(harness)
+    for chunk in range(4):
+        harness.add(f"s{chunk}", "s", chunk)
+    for _ in range(STEPS + 2):
+        worker.step()
+    harness.scheduler.finish_requests("s1", RequestStatus.FINISHED_ABORTED)
+    names, output = harness.schedule()
+    assert "s2" in names
+    harness.answer(output, done=names)
+    harness.add("again", "s", 1)
+    assert "again" in harness.step(done=["s3", "again"])
+    harness.step(done=["s3", "again"])
+    assert not harness.scheduler.has_unfinished_requests() and not len(harness.scheduler._streams)

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several chunks of one stream at once, in this process: bit for bit the stream whose chunks run one by one."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from causal_wan_driver import finish, input_video, load_model, make_request, open_session, run_chunk, step
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState, check_chunks_in_flight
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
+from vllm_omni.model_executor.models.causal_wan.tiny import make_tiny
+from vllm_omni.worker.temporal import TemporalStage
+
+STEPS = 3
+MATCHED = {
+    "cache": "noise_matched",
+    "denoising_steps": [1000, 750, 500],
+    "video_denoising_steps": [700, 500, 400],
+}
+FRAMES = {"latent_frames_per_chunk": 1, "first_chunk_latent_frames": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "chunks of three frames": {**MATCHED, "window_frames": 9, "sink_frames": 3},
+    "sinks of two chunks": {**MATCHED, **FRAMES, "window_frames": 4, "sink_frames": 3},
+    "sinks stay put": {**MATCHED, **FRAMES, "window_frames": 5, "sink_frames": 2, "sink_position": "absolute"},
+    "sinks renewed": {**MATCHED, **FRAMES, "window_frames": 5, "sink_frames": 2, "sink_refresh_threshold": 0.999},
+    "global": {**MATCHED, **FRAMES, "window_frames": -1, "global_frames": 12},
+    "cascaded": {
+        **MATCHED,
+        "cache": "cascaded",
+        "window_frames": 9,
+        "sink_frames": 3,
+        "sink_position": "absolute",
+    },
+}
+CHUNKS = 9
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("causal_wan")
+    make_tiny(out, 0, "original")
+    return out
+
+
+def chunk_params(index: int) -> dict[str, Any]:
+    """The prompt changes at the fifth chunk, for that one and those after it."""
+    return {"output": "latents", "prompt": {0: "a beach", 4: "a town at night"}.get(index), "seed": None}
+
+
+def one_by_one(model: CausalWan, chunks: int = CHUNKS) -> list[torch.Tensor]:
+    session = open_session(model, output="latents")
+    return [run_chunk(model, session, **chunk_params(index))[1]["latents"] for index in range(chunks)]
+
+
+class Flight:
+    """A stream whose chunks are begun and stepped in any order that the rule allows."""
+
+    def __init__(self, model: CausalWan, session: SessionState, limit: int, seed: int = 0) -> None:
+        self.model, self.session, self.limit = model, session, limit
+        self.rng = random.Random(seed)
+        self.at_work: list[DiffusionRequest] = []
+        self.found: dict[int, torch.Tensor] = {}
+        self.most = 0
+
+    def may_step(self, position: int) -> bool:
+        if position == 0:
+            return True
+        before, request = self.at_work[position - 1], self.at_work[position]
+        return request.step + self.model.steps_behind <= before.step
+
+    def may_begin(self) -> bool:
+        if not self.at_work:
+            return True
+        ready = self.session.chunk_index > 0 and self.at_work[-1].step >= self.model.steps_behind
+        return ready and len(self.at_work) < self.limit
+
+    def begin(self) -> None:
+        index = self.session.chunk_index + len(self.at_work)
+        request = make_request(self.session, **chunk_params(index))
+        request.predecessor = self.at_work[-1] if self.at_work else None
+        self.model.prepare_encode(request)
+        request.predecessor = None
+        self.at_work.append(request)
+        self.most = max(self.most, len(self.at_work))
+
+    def advance(self, chunks: int) -> None:
+        """Begin or step something, at random; commit what is done."""
+        moves: list[int] = [index for index in range(len(self.at_work)) if self.may_step(index)]
+        if self.may_begin() and self.session.chunk_index + len(self.at_work) < chunks:
+            moves.append(len(self.at_work))
+        move = self.rng.choice(moves)
+        if move == len(self.at_work):
+            self.begin()
+            return
+        request = self.at_work[move]
+        step(self.model, [request])
+        if request.step == request.num_steps:
+            assert move == 0
+            index = self.session.chunk_index
+            self.found[index] = finish(self.model, request)[1]["latents"]
+            self.at_work.pop(0)
+
+    def run(self, chunks: int = CHUNKS) -> list[torch.Tensor]:
+        while self.session.chunk_index < chunks:
+            self.advance(chunks)
+        return [self.found[index] for index in range(chunks)]
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_legal_order_gives_the_same_stream(checkpoint: Path, kind: str) -> None:
+    """Beyond the window, across a prompt switch; with two and with more chunks than there are steps."""
+    expected = one_by_one(load_model(checkpoint, **KINDS[kind]))
+    for limit, seed in ((2, 0), (5, 1), (5, 2)):
+        model = load_model(checkpoint, serving={"chunks_in_flight": limit}, **KINDS[kind])
+        flight = Flight(model, open_session(model, output="latents"), limit, seed)
+        assert_equal(flight.run(), expected)
+        assert flight.most >= 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_in_flight_leaves_no_trace(checkpoint: Path, kind: str) -> None:
+    """Chunk after chunk is given up with its followers, at random, and begun again: the same stream, and meanwhile the
+    same session.
+    """
+    expected = one_by_one(load_model(checkpoint, **KINDS[kind]))
+    model = load_model(checkpoint, serving={"chunks_in_flight": 4}, **KINDS[kind])
+    flight = Flight(model, open_session(model, output="latents"), 4, seed=3)
+    given_up = 0
+    while flight.session.chunk_index < CHUNKS:
+        committed = flight.session.chunk_index
+        before = {name: tensor.clone() for name, tensor in flight.session.tensors().items()}
+        scalars = flight.session.scalars()
+        while flight.session.chunk_index == committed and flight.rng.random() < 0.95:
+            flight.advance(CHUNKS)
+        if flight.session.chunk_index == committed and committed:
+            tensors = flight.session.tensors()
+            assert flight.session.scalars() == scalars
+            assert [name for name in before if not torch.equal(before[name], tensors[name])] == []
+            given_up += len(flight.at_work)
+            flight.at_work.clear()
+    assert given_up > 3
+    assert_equal([flight.found[index] for index in range(CHUNKS)], expected)
+
+
+def test_input_video_goes_on_from_the_chunk_in_flight(checkpoint: Path) -> None:
+    """The encoder's cache, the last frame and the noise scale come from the chunk before, committed or not."""
+    options = {**KINDS["chunks of three frames"], "window_frames": 6}
+
+    def video(model: CausalWan, index: int) -> dict[str, Any]:
+        return {"video": input_video(model.plan.pixel_frames(index), speed=1.0 + index)}
+
+    params = {"prompt": "a sketch", "output": "latents", "options": {"source": "video"}}
+    model = load_model(checkpoint, **options)
+    session = open_session(model, **params)
+    expected = [run_chunk(model, session, video(model, index), **params)[1]["latents"] for index in range(4)]
+    model = load_model(checkpoint, serving={"chunks_in_flight": 3}, **options)
+    session = open_session(model, **params)
+    assert session.nbytes == model.session_nbytes(make_request(session, **params).params)
+    found = [run_chunk(model, session, video(model, 0), **params)[1]["latents"]]
+    flight: list[DiffusionRequest] = []
+    for index in (1, 2, 3):
+        request = make_request(session, video(model, index), **params)
+        request.predecessor = flight[-1] if flight else None
+        model.prepare_encode(request)
+        for other in reversed([*flight, request]):
+            step(model, [other])
+        flight.append(request)
+    for position, request in enumerate(flight):
+        while request.step < request.num_steps:
+            step(model, [request])
+        assert session.chunk_index == 1 + position
+        found.append(finish(model, request)[1]["latents"])
+    assert_equal(found, expected)
+
+
+def test_bytes_are_those_that_were_admitted(checkpoint: Path) -> None:
+    """Ring slots for chunks in flight are counted; a stage that owns a step holds that step's window only."""
+    for kind, options in KINDS.items():
+        model = load_model(checkpoint, serving={"chunks_in_flight": 3}, **options)
+        params = make_request(open_session(model), prompt="a beach").params
+        assert model.new_session(params).nbytes == model.session_nbytes(params), kind
+        windows = model.new_session(params).cache.windows
+        lengths = [window.buffer.shape[2] // window.tokens_per_frame for window in windows]
+        if kind == "chunks of three frames":
+            assert lengths == [9 + 2 * 3, 9 + 2 * 3, 9], (
+                "what is not committed may be followed at all steps but the last"
+            )
+    stages = temporal_stages(checkpoint, KINDS["chunks of three frames"], 3)
+    held = [stage.new_session(params).cache.nbytes for stage in stages]
+    assert len(set(held)) == 1 and held[0] < model.new_session(params).cache.nbytes
+
+
+# -- a stage for every step --------------------------------------------------------------------------------------------
+
+
+def temporal_stages(checkpoint: Path, options: dict[str, Any], limit: int) -> list[CausalWan]:
+    serving = {"chunks_in_flight": limit, "pipeline": "temporal"}
+    return [
+        load_model(checkpoint, ParallelContext(stage=stage, num_stages=STEPS), serving=serving, **options)
+        for stage in range(STEPS)
+    ]
+
+
+class Pipeline:
+    """The stages of a temporal pipeline; a tick moves every chunk one stage on. Earlier stages hear late of an end."""
+
+    def __init__(self, models: list[CausalWan]) -> None:
+        self.models = models
+        self.stages = [TemporalStage(number) for number in range(len(models))]
+        self.sessions = [open_session(model, output="latents") for model in models]
+        self.trips: list[list[DiffusionRequest]] = []
+        """Chunks on their way, oldest first: their requests on the stages they have reached."""
+        self.rows: dict[int, torch.Tensor] = {}
+
+    def begin(self, index: int) -> None:
+        self.trips.append([])
+        self._visit(self.trips[-1], index, None)
+
+    def tick(self) -> None:
+        for trip in self.trips:
+            if len(trip) < len(self.models):
+                self._visit(trip, int(trip[0].request_id), self.rows[int(trip[0].request_id)])
+
+    def _visit(self, trip: list[DiffusionRequest], index: int, received: torch.Tensor | None) -> None:
+        stage = len(trip)
+        request = make_request(self.sessions[stage], **chunk_params(index))
+        request.request_id = str(index)
+        before = [other[stage] for other in self.trips if len(other) > stage and other is not trip]
+        request.predecessor = before[-1] if before else None
+        self.models[stage].prepare_encode(request)
+        self.rows[index] = self.stages[stage].step(self.models[stage], [request], received)
+        request.step += 1
+        assert request.step == request.num_steps
+        trip.append(request)
+
+    def end(self) -> torch.Tensor:
+        """The oldest chunk has arrived: the last stage decodes and commits, then the others."""
+        *earlier, last = self.trips.pop(0)
+        entered = self.stages[-1].answer(last)
+        latents = finish(self.models[-1], last)[1]["latents"]
+        for model, request in zip(self.models, earlier, strict=False):
+            model.set_latents(request, entered)
+            model.commit(request)
+        return latents
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "cascaded"])
+def test_a_stage_for_every_step_gives_the_same_stream(checkpoint: Path, kind: str) -> None:
+    """All stages at work on chunks of one stream; once, all that is on its way is given up."""
+    expected = one_by_one(load_model(checkpoint, **KINDS[kind]))
+    pipeline = Pipeline(temporal_stages(checkpoint, KINDS[kind], STEPS))
+    found: list[torch.Tensor] = []
+    gave_up = False
+    while len(found) < CHUNKS:
+        index = len(found) + len(pipeline.trips)
+        pipeline.tick()
+        if index < CHUNKS and (not pipeline.trips or found):
+            pipeline.begin(index)
+        if len(found) == 5 and len(pipeline.trips) == STEPS and not gave_up:
+            pipeline.trips.clear()
+            gave_up = True
+        elif pipeline.trips and len(pipeline.trips[0]) == STEPS:
+            found.append(pipeline.end())
+    assert gave_up
+    assert_equal(found, expected)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "serving", "num_stages", "reason"),
+    [
+        ({}, {"chunks_in_flight": 2}, 1, "cache 'strict' shows a chunk the clean chunk"),
+        ({"cache": "cascaded"}, {"chunks_in_flight": 2}, 1, "sink_position 'absolute'"),
+        ({}, {"pipeline": "temporal"}, 4, "cache 'strict' shows"),
+        (
+            {"cache": "cascaded", "sink_position": "absolute"},
+            {"pipeline": "temporal"},
+            4,
+            "a stage has its own only: 'noise_matched'",
+        ),
+        (MATCHED, {"pipeline": "temporal"}, 2, "--pipeline-parallel-size 3, got 2"),
+        (MATCHED, {"chunks_in_flight": 2, "vae_stage": True}, 3, "together with omni.vae_stage"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_reason(
+    checkpoint: Path, options: dict[str, Any], serving: dict[str, Any], num_stages: int, reason: str
+) -> None:
+    model = load_model(checkpoint, **options)
+    with pytest.raises(ValueError, match=r"omni\..*CausalWan cannot do that") as refused:
+        check_chunks_in_flight(model, OmniConfig(**serving), num_stages)
+    assert reason in str(refused.value)
+
+
+def test_what_can_work_is_not_refused(checkpoint: Path) -> None:
+    model = load_model(checkpoint, **MATCHED)
+    assert check_chunks_in_flight(model, OmniConfig(chunks_in_flight=3), 1) == 1
+    assert check_chunks_in_flight(model, OmniConfig(pipeline="temporal"), 3) == 1
+    cascaded = load_model(checkpoint, cache="cascaded", cascade_offset=2, sink_frames=0, window_frames=9)
+    assert check_chunks_in_flight(cascaded, OmniConfig(chunks_in_flight=2), 1) == 3
