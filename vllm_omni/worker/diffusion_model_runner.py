@@ -85,7 +85,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         several_gpus = device.type == "cuda" and get_world_group().world_size > 1
         overlap = several_gpus if self.omni.overlap_decode is None else self.omni.overlap_decode
         self.overlap_decode = overlap and self.step_at_a_time
-        self._results = ResultStream(device, self.overlap_decode)
+        self._results = ResultStream(device, self.overlap_decode, beside_steps=not self.omni.vae_stage)
         self._pacer = StepPacer(device, stages=self.pp.world_size > 1)
         self._denoised: list[str] = []
         """Requests of the current step that are done but for their result."""

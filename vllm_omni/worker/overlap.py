@@ -96,13 +96,14 @@ class FiniteCheck:
 class ResultStream:
     """Where results are decoded and copied to the host.
 
-    overlap: on CUDA, use a stream of its own, with priority over the denoise steps that run beside it: somebody waits
-    for the frames.
+    overlap: on CUDA, use a stream of its own. beside_steps: with priority over the denoise steps there: somebody waits
+    for the frames. (Where there are none, the next latents come in beside it.)
     """
 
-    def __init__(self, device: torch.device, overlap: bool) -> None:
+    def __init__(self, device: torch.device, overlap: bool, *, beside_steps: bool = True) -> None:
         self._cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device, priority=-1) if self._cuda and overlap else None
+        priority = -1 if beside_steps else 0
+        self._stream = torch.cuda.Stream(device, priority=priority) if self._cuda and overlap else None
 
     def decode(self, model: SupportsStepExecution, request: DiffusionRequest, started_s: float) -> PendingResult:
         """Launch `post_decode` and the copy of what it returns; call it before the session moves on."""
