@@ -3,8 +3,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -177,8 +178,10 @@ CHECKS: list[Callable[[EngineClient], Coroutine[Any, Any, None]]] = [
 
 
 @contextlib.asynccontextmanager
-async def lance_engine(checkpoint: Path, **engine_args: Any) -> AsyncIterator[EngineClient]:
-    omni = {"batch_invariant": False, "max_requests_per_step": 8, "max_sessions": 16, "model": SMALL}
+async def lance_engine(
+    checkpoint: Path, options: Mapping[str, Any] = MappingProxyType({}), **engine_args: Any
+) -> AsyncIterator[EngineClient]:
+    omni = {"batch_invariant": False, "max_requests_per_step": 8, "max_sessions": 16, "model": {**SMALL, **options}}
     async with running_engine(checkpoint, omni, **engine_args) as client:
         yield client
 
@@ -196,18 +199,20 @@ def test_lance_through_the_engine(checkpoint: Path, subtests: Any) -> None:
 
 
 @pytest.mark.nightly
-def test_two_tensor_parallel_ranks_equal_one(checkpoint: Path) -> None:
-    """Both experts' heads and columns are split; latents agree within 1e-4, tokens exactly."""
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
+def test_two_ranks_equal_one(checkpoint: Path, sequence_parallel: bool) -> None:
+    """Heads and columns are split, or latents (Ulysses); latents agree within 1e-4, tokens exactly."""
 
-    async def results(**engine_args: Any) -> list[torch.Tensor]:
-        async with lance_engine(checkpoint, **engine_args) as client:
+    async def results(options: dict[str, Any], **engine_args: Any) -> list[torch.Tensor]:
+        async with lance_engine(checkpoint, options, **engine_args) as client:
             found = []
             for task in REQUESTS:
                 changes = {} if task.startswith("x2t") else {"output": "latents"}
                 found.append(next(iter((await ask(client, task, task, **changes))[1].values())).clone())
             return found
 
-    one = asyncio.run(results())
-    two = asyncio.run(results(tensor_parallel_size=2, distributed_executor_backend="mp"))
+    options = {"sequence_parallel": sequence_parallel}
+    one = asyncio.run(results({}))
+    two = asyncio.run(results(options, tensor_parallel_size=2, distributed_executor_backend="mp"))
     for expected, found in zip(one, two, strict=True):
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)

@@ -223,6 +223,7 @@ class LanceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     reference_latent: the reference's latents are the encoder's `mean`, or a `sample` around it.
     vae_dtype: of the autoencoder; None = the model's. compile: fuse elementwise chains with torch.compile; None = on
     CUDA unless --enforce-eager. tokens_per_step: text tokens that an understanding request decodes in one engine step.
+    sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism of latents instead.
     """
 
     max_image_pixels: Positive = 1024 * 1024
@@ -237,6 +238,7 @@ class LanceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     vae_dtype: Literal["bfloat16", "float32"] | None = None
     compile: bool | None = None
     tokens_per_step: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    sequence_parallel: bool = False
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "LanceOptions":

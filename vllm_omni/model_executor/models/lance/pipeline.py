@@ -108,7 +108,7 @@ class LanceSetup:
     ) -> "LanceSetup":
         """Read a checkpoint's `hf_config(...)["lance"]`; `parallel` None = vLLM's groups. Raises ValueError."""
         options = LanceOptions.parse(omni.model)
-        parallel = parallel or ParallelContext.from_vllm()
+        parallel = parallel or ParallelContext.from_vllm(options.sequence_parallel)
         if parallel.num_stages > 1:
             raise ValueError(
                 f"--pipeline-parallel-size {parallel.num_stages}: Lance's layers are not split over stages; use "

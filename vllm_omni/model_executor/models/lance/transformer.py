@@ -11,7 +11,7 @@ tests/model_executor/models/lance/test_lance_transformer.py.
 # T tokens, D width, N query heads, K key/value heads, H head dim, F feed-forward width; _r: this rank's part
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from vllm_omni.model_executor.layers.parallel import CheckpointSlot, ParallelCon
 from vllm_omni.model_executor.models.lance.chains import Chains
 from vllm_omni.model_executor.models.lance.config import LATENT_CHANNELS, TIMESTEP_FREQUENCIES, LanceConfig
 from vllm_omni.model_executor.models.lance.pack import BranchCache, Expert, Pack
+from vllm_omni.model_executor.models.lance.token_split import Rope, TokenSplit
 
 _EXPERTS: tuple[Expert, ...] = ("und", "gen")
 _SUFFIX: dict[Expert, str] = {"und": "", "gen": "_moe_gen"}
@@ -132,11 +133,14 @@ class Qwen2MoTForCausalLM(nn.Module):
         self.parallel = parallel or ParallelContext()
         self.model = Qwen2MoTModel(config, self.parallel)
         self.lm_head = Weight(config.vocab_size, config.hidden_size)
+        self._split = TokenSplit(config, self.parallel)
         self._chains: dict[Expert, Chains] = {"und": Chains(), "gen": Chains.build(compiled)}
 
     @property
     def num_cache_heads(self) -> int:
         """Key/value heads in this rank's caches."""
+        if self._split.active:
+            return self._split.num_cache_heads
         first = self.model.layers[0]
         assert isinstance(first, MoTLayer)
         return first.und.num_kv_heads
@@ -172,30 +176,38 @@ class Qwen2MoTForCausalLM(nn.Module):
         x = self.hidden_states(pack)
         norms = {"und": self.model.norm, "gen": self.model.norm_moe_gen}
         eps = self.config.rms_norm_eps
-        return {name: self._chains[name].rms_norm(rows, norms[name].weight, eps) for name, rows in x.items()}
+        return {
+            name: self._split.join(
+                name, self._chains[name].rms_norm(rows, norms[name].weight, eps), pack.embeds[name].shape[0]
+            )
+            for name, rows in x.items()
+        }
 
     def hidden_states(self, pack: Pack, layers: int | None = None) -> dict[Expert, torch.Tensor]:
-        """Run the first `layers` layers (None = all); returns the residual stream of each expert."""
-        x = dict(pack.embeds)
+        """Run the first `layers` layers (None = all); returns the residual stream of each expert's own tokens."""
+        x, rope = self._split.own(pack)
         for index, layer in enumerate(self.model.layers[:layers]):
             assert isinstance(layer, MoTLayer)
-            self._layer(index, layer, x, pack)
+            self._layer(index, layer, x, rope, pack)
         return x
 
-    def _layer(self, index: int, layer: MoTLayer, x: dict[Expert, torch.Tensor], pack: Pack) -> None:
+    def _layer(
+        self, index: int, layer: MoTLayer, x: dict[Expert, torch.Tensor], ropes: Mapping[Expert, Rope], pack: Pack
+    ) -> None:
         """Advance `x` by one layer, in place of its entries."""
         eps, head_dim = self.config.rms_norm_eps, self.config.head_dim
         queries: dict[Expert, torch.Tensor] = {}
         keys: dict[Expert, torch.Tensor] = {}
         values: dict[Expert, torch.Tensor] = {}
         for name in x:
-            expert, chains, rope = layer.expert(name), self._chains[name], pack.rope[name]
+            expert, chains = layer.expert(name), self._chains[name]
             normed = chains.rms_norm(x[name], expert.input_norm, eps)
             qkv = functional.linear(normed, expert.qkv, expert.qkv_bias)
-            queries[name], keys[name] = chains.query_key(
-                qkv, *rope, expert.q_norm, expert.k_norm, expert.num_heads, expert.num_kv_heads, eps
+            q, k = chains.query_key(
+                qkv, *ropes[name], expert.q_norm, expert.k_norm, expert.num_heads, expert.num_kv_heads, eps
             )
-            values[name] = qkv[:, expert.q_size + expert.kv_size :].unflatten(-1, (-1, head_dim))
+            v = qkv[:, expert.q_size + expert.kv_size :].unflatten(-1, (-1, head_dim))
+            queries[name], keys[name], values[name] = self._split.to_heads(name, q, k, v, pack.embeds[name].shape[0])
         for store in pack.stores:
             slots = slice(store.start, store.start + store.tokens.stop - store.tokens.start)
             store.cache.k[index, slots] = keys[store.expert][store.tokens]
@@ -210,7 +222,8 @@ class Qwen2MoTForCausalLM(nn.Module):
             )
         for name in x:
             expert, chains = layer.expert(name), self._chains[name]
-            update = self.parallel.all_reduce(functional.linear(mixed[name].flatten(-2), expert.out))
+            attended = self._split.to_tokens(name, mixed[name])
+            update = self.parallel.all_reduce(functional.linear(attended.flatten(-2), expert.out))
             x[name], normed = chains.add_norm(x[name], update, expert.post_norm, eps)
             x[name] = x[name] + self._mlp(expert, chains, normed)
 

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ulysses sequence parallelism for latents: each rank has all weights and a part of the `gen` tokens.
+
+Contexts are short and latents of a long video are many, so `und` tokens are computed on every rank and `gen` tokens are
+split. Around attention every rank has its heads of all tokens: `gen` tokens are traded for heads (all-to-all), of `und`
+tokens a rank takes its heads and gets the others' results back (all-gather). Caches hold a rank's heads only. Without
+sequence parallelism everything here is the identity.
+Held by tests/model_executor/models/lance/test_lance_parallel.py.
+"""
+
+# T tokens, t of them on this rank, N query heads, K key/value heads, H head dim, D width; _r: this rank's part
+
+import torch
+import torch.distributed as dist
+
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.lance.config import LanceConfig
+from vllm_omni.model_executor.models.lance.pack import Expert, Pack
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+
+
+class TokenSplit:
+    """Raises ValueError if heads do not divide over the sequence-parallel ranks."""
+
+    def __init__(self, config: LanceConfig, parallel: ParallelContext) -> None:
+        heads, kv_heads, size = config.num_heads, config.num_kv_heads, parallel.size
+        self._parallel = parallel
+        if parallel.sequence_parallel and (heads % size or (kv_heads % size and size % kv_heads)):
+            raise ValueError(
+                f"{heads} heads and {kv_heads} key/value heads do not divide over {size} sequence-parallel ranks; use "
+                f"a --tensor-parallel-size that divides {heads}"
+            )
+        self._heads = heads // size
+        self._kv_heads = max(1, kv_heads // size)
+        # Ranks beyond the number of key/value heads share them, in the order of the query heads that read them.
+        first = [rank * kv_heads // size for rank in range(size)]
+        self._kv_of_rank = [range(start, start + self._kv_heads) for start in first]
+
+    @property
+    def active(self) -> bool:
+        return self._parallel.sequence_parallel
+
+    @property
+    def num_cache_heads(self) -> int:
+        """Key/value heads in this rank's caches."""
+        return self._kv_heads
+
+    def own(self, pack: Pack) -> tuple[dict[Expert, torch.Tensor], dict[Expert, Rope]]:
+        """Return this rank's embeddings and rotations."""
+        if not self.active or "gen" not in pack.embeds:
+            return dict(pack.embeds), dict(pack.rope)
+        tokens = self._parallel.token_slice(pack.embeds["gen"].shape[0])
+        cos, sin = pack.rope["gen"]
+        embeds: dict[Expert, torch.Tensor] = {**pack.embeds, "gen": pack.embeds["gen"][tokens]}
+        rope: dict[Expert, Rope] = {**pack.rope, "gen": (cos[tokens], sin[tokens])}
+        return embeds, rope
+
+    def to_heads(
+        self, expert: Expert, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return this rank's heads of all `num_tokens` tokens: q [T, N_r, H], k and v [T, K_r, H]."""
+        if not self.active:
+            return q_tNH, k_tKH, v_tKH
+        rank = self._parallel.rank
+        if expert == "und":
+            kv = self._kv_of_rank[rank]
+            own = slice(rank * self._heads, (rank + 1) * self._heads)
+            return q_tNH[:, own], k_tKH[:, kv.start : kv.stop], v_tKH[:, kv.start : kv.stop]
+        queries = q_tNH.split(self._heads, dim=1)
+        sent = [
+            part
+            for q, kv in zip(queries, self._kv_of_rank, strict=True)
+            for part in (q, k_tKH[:, kv.start : kv.stop], v_tKH[:, kv.start : kv.stop])
+        ]
+        traded = self._parallel.tokens_to_heads(torch.cat(sent, dim=1).unsqueeze(0), num_tokens)[0]
+        q, k, v = traded.split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+        return q, k, v
+
+    def to_tokens(self, expert: Expert, mixed_TNH: torch.Tensor) -> torch.Tensor:
+        """Return all heads of this rank's tokens: [T, N_r, H] -> [t, N, H]."""
+        if not self.active:
+            return mixed_TNH
+        if expert == "gen":
+            return self._parallel.heads_to_tokens(mixed_TNH.unsqueeze(0))[0]
+        parts = [torch.empty_like(mixed_TNH) for _ in range(self._parallel.size)]
+        dist.all_gather(parts, mixed_TNH.contiguous(), group=self._parallel.group)
+        return torch.cat(parts, dim=1)
+
+    def join(self, expert: Expert, rows_tD: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return the rows of all tokens on every rank."""
+        if not self.active or expert == "und":
+            return rows_tD
+        return self._parallel.gather_tokens(rows_tD.unsqueeze(0), num_tokens)[0]
