@@ -30,7 +30,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     overlap_decode: decode a finished chunk while its session's next one is denoised; the result comes with a later
     step. None = on CUDA with several ranks: on one GPU, which denoising fills, it gains 0.4 % and costs 3 GiB.
     vae_stage: the last of `--pipeline-parallel-size` stages holds no layer and decodes, beside the next chunk's steps
-    on the others. pipeline_partition: layers of each stage that holds some; None = as even as possible.
+    on the others. pipeline_partition: layers of each stage that holds some; None = as even as possible, "measured" =
+    such that the slowest stage, its decode included, is as fast as can be (measured at start).
     chunks_in_flight: chunks of one session that may be at work at once, each a step behind the one before it; for
     models whose chunks see earlier ones as noisy as themselves (docs/user_guide/parallelism.md). pipeline: what a stage
     of `--pipeline-parallel-size` owns: `blocks` of the network's layers, or (`temporal`) one denoise step.
@@ -59,7 +60,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     batch_invariant: bool = True
     overlap_decode: bool | None = None
     vae_stage: bool = False
-    pipeline_partition: tuple[Positive, ...] | None = None
+    pipeline_partition: tuple[Positive, ...] | Literal["measured"] | None = None
     scheduling: Literal["fifo", "deadline"] = "fifo"
     target_fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
     patience_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 0.5
@@ -80,6 +81,11 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("target_fps and degradations need scheduling 'deadline'")
         if len(set(self.degradations)) != len(self.degradations):
             raise ValueError(f"degradations must differ, got {list(self.degradations)}")
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers of each stage as they are loaded; () = as even as possible."""
+        return self.pipeline_partition if isinstance(self.pipeline_partition, tuple) else ()
 
     @property
     def max_area(self) -> int:

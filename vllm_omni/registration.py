@@ -139,10 +139,10 @@ def check_stages(omni: OmniConfig, pipeline_parallel_size: int) -> None:
             "omni.vae_stage takes the last pipeline stage for the VAE: pass --pipeline-parallel-size 2 or more"
         )
     stages = pipeline_parallel_size - omni.vae_stage
-    if omni.pipeline_partition is not None and len(omni.pipeline_partition) != stages:
+    if omni.partition and len(omni.partition) != stages:
         vae = ", one of them for the VAE" if omni.vae_stage else ""
         raise ValueError(
-            f"omni.pipeline_partition names {len(omni.pipeline_partition)} stages, {stages} hold layers "
+            f"omni.pipeline_partition names {len(omni.partition)} stages, {stages} hold layers "
             f"(--pipeline-parallel-size {pipeline_parallel_size}{vae})"
         )
 

@@ -21,7 +21,8 @@ LIMIT_S = 10.0
 def workers() -> list[psutil.Process]:
     """The worker processes of this process's engines, in order of rank."""
     children = psutil.Process(os.getpid()).children(recursive=True)
-    return sorted((child for child in children if "Worker" in " ".join(child.cmdline())), key=lambda p: p.pid)
+    alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+    return sorted((child for child in alive if "Worker" in " ".join(child.cmdline())), key=lambda p: p.pid)
 
 
 async def chunk(client: EngineClient) -> torch.Tensor:

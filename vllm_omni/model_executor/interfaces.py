@@ -23,6 +23,7 @@ import torch
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import SavedTensors
@@ -173,6 +174,22 @@ class SupportsVAEStage(Protocol):
 
     def take_over(self, request: DiffusionRequest, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
         """VAE stage: the chunk's clean latents and what `hand_over` said; `post_decode` follows."""
+
+
+@runtime_checkable
+class SupportsLayerMoves(Protocol):
+    """A model whose layers can move from one pipeline stage to another while no chunk is in flight."""
+
+    @property
+    def num_layers(self) -> int:
+        """Of the whole network."""
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers of each stage now."""
+
+    def move_layers(self, move: LayerMove, sessions: Sequence[SessionState]) -> None:
+        """Move weights, and what `sessions` keep for each layer, by `move`'s collective calls; never on a VAE stage."""
 
 
 @runtime_checkable

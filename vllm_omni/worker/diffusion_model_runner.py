@@ -40,6 +40,7 @@ from vllm_omni.worker.in_flight import ChunksInFlight
 from vllm_omni.worker.memory import MemoryBudget
 from vllm_omni.worker.overlap import FiniteCheck, PendingResult, ResultStream, StepPacer
 from vllm_omni.worker.pipeline_parallel import ReturnChannel
+from vllm_omni.worker.rebalance import StageTimes, measured_partition, rebalance
 from vllm_omni.worker.requests import RequestState, RequestStates, as_failure
 from vllm_omni.worker.runner_surface import RunnerSurface
 from vllm_omni.worker.sessions import SessionStore
@@ -132,21 +133,12 @@ class DiffusionGPUModelRunner(RunnerSurface):
         start = time.perf_counter()
         if self._num_stages > 1:
             self._channel = ReturnChannel(self.pp.ranks[: self._num_stages], self.device)
+        if self.omni.pipeline_partition == "measured":
+            _, times = self._warm_up_session()
+            rebalance(self, measured_partition(self, times))
         budget = MemoryBudget(self.vllm_config, self.device)
-        session_bytes = 0
         with budget.measure():
-            for number, (params, tensors) in enumerate(self.model.warmup_inputs()):
-                state = RequestState(f"{_WARM_UP}-{number}", params, dict(tensors))
-                self._admit(state, {})
-                if state.chunk is None:
-                    raise RuntimeError(f"warm-up failed: {state.failure}")
-                session_bytes = state.chunk.session.nbytes
-                while not state.done:
-                    self._forward_warm_up(state)
-                if self._channel is not None:
-                    self._channel.drain([state.request_id], self._take_answer)
-                self._close(state)
-            self.sessions.close_all()
+            session_bytes, _ = self._warm_up_session()
         self.sessions.max_bytes = self._agreement.budget(
             budget.session_bytes(session_bytes, self.omni.max_session_bytes), session_bytes
         )
@@ -157,6 +149,24 @@ class DiffusionGPUModelRunner(RunnerSurface):
             self.omni.max_sessions,
         )
         return time.perf_counter() - start
+
+    def _warm_up_session(self) -> tuple[int, StageTimes]:
+        """Returns a largest session's bytes and what its last chunk took on this rank."""
+        session_bytes, times = 0, {}
+        for number, (params, tensors) in enumerate(self.model.warmup_inputs()):
+            state = RequestState(f"{_WARM_UP}-{number}", params, dict(tensors))
+            self._admit(state, {})
+            if state.chunk is None:
+                raise RuntimeError(f"warm-up failed: {state.failure}")
+            session_bytes = state.chunk.session.nbytes
+            while not state.done:
+                self._forward_warm_up(state)
+            if self._channel is not None:
+                self._channel.drain([state.request_id], self._take_answer)
+            times = state.chunk.timer.milliseconds()
+            self._close(state)
+        self.sessions.close_all()
+        return session_bytes, times
 
     def _forward_warm_up(self, state: RequestState) -> None:
         """One micro-step outside the engine loop: do the worker's send and receive here."""

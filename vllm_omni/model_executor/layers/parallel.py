@@ -99,7 +99,7 @@ class ParallelContext:
 
         None on the VAE stage. Raises ValueError if `partition` does not fit.
         """
-        lengths = list(self.partition) or split_evenly(num_layers, self.num_stages)
+        lengths = self.lengths(num_layers)
         if len(lengths) != self.num_stages or sum(lengths) != num_layers or min(lengths) < 1:
             raise ValueError(
                 f"omni.pipeline_partition {lengths} does not fit: {num_layers} layers over {self.num_stages} stages "
@@ -107,6 +107,10 @@ class ParallelContext:
             )
         start = sum(lengths[: self.stage])
         return range(start, num_layers if self.is_vae_stage else start + lengths[self.stage])
+
+    def lengths(self, num_layers: int) -> list[int]:
+        """Return how many layers each stage holds."""
+        return list(self.partition) or split_evenly(num_layers, self.num_stages)
 
     def token_slice(self, num_tokens: int) -> slice:
         """Return the tokens this rank works on outside attention (all of them unless sequence parallel)."""

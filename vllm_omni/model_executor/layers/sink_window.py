@@ -24,6 +24,7 @@ from typing import Any, Self
 import torch
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.rope import temporal_frequencies
 from vllm_omni.snapshot import SavedTensors
 
@@ -168,6 +169,11 @@ class SinkWindow(KVWindow):
         super().to(device)
         self.sinks, self.sink_at = self.sinks.to(device), self.sink_at.to(device)
         self._frequencies = self._frequencies.to(device)
+        self._renewal = None
+
+    def move_layers(self, move: LayerMove) -> None:
+        super().move_layers(move)
+        self.sinks, self.sink_at = move.stacked(self.sinks), move.stacked(self.sink_at)
         self._renewal = None
 
     def close(self) -> None:

@@ -26,7 +26,8 @@ from torch import nn
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.causal_wan import in_flight
@@ -94,8 +95,7 @@ class StreamSetup:
             tokenizer=layout.tokenizer,
             options=options,
             omni=omni,
-            parallel=parallel
-            or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.pipeline_partition or ()),
+            parallel=parallel or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition),
             dtype=dtype,
             tiny_vae_channels=tiny_vae_channels(layout.tiny_vae) if options.decoder == "tiny" else None,
             compiled=compiled,
@@ -199,6 +199,25 @@ class CausalWan(nn.Module):
         if self.options.recache_on_prompt_switch and not self.parallel.is_vae_stage:
             total += self.sizes.past_nbytes(shape)
         return total
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        return tuple(self.parallel.lengths(self.config.num_layers))
+
+    def move_layers(self, move: LayerMove, sessions: Sequence[SessionState]) -> None:
+        self.transformer.move_layers(move)
+        self.parallel = self.transformer.parallel
+        self.prompts.forget()
+        for session in sessions:
+            assert isinstance(session, StreamSession)
+            for window in session.cache.windows:
+                window.move_layers(move)
+            session.cross_kv = None
+            session.reserved_bytes = self._reserved_bytes(session.shape)
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 

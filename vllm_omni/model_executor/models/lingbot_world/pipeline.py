@@ -25,8 +25,9 @@ from torch import nn
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.lingbot_world.camera import camera_map
@@ -91,8 +92,7 @@ class WorldSetup:
             tokenizer=layout.tokenizer,
             options=options,
             omni=omni,
-            parallel=parallel
-            or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.pipeline_partition or ()),
+            parallel=parallel or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition),
             dtype=dtype,
             compiled=compiled,
         )
@@ -198,6 +198,24 @@ class LingBotWorld(nn.Module):
             channels = self.config.out_channels + (self.config.condition_channels if self.condition is not None else 0)
             total += past_nbytes(self.plan, 4 * channels * latent_height * latent_width)
         return total
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        return tuple(self.parallel.lengths(self.config.num_layers))
+
+    def move_layers(self, move: LayerMove, sessions: Sequence[SessionState]) -> None:
+        self.transformer.move_layers(move)
+        self.parallel = self.transformer.parallel
+        self.prompts.forget()
+        for session in sessions:
+            assert isinstance(session, LingBotSession)
+            session.window.move_layers(move)
+            session.cross_kv = None
+            session.reserved_bytes = self._reserved_bytes(session.shape)
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 

@@ -110,8 +110,7 @@ class NullWorldPipeline(StepPipeline):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         self.gain_N = nn.Parameter(torch.ones(NUM_LAYERS), requires_grad=False)
-        partition = self.omni.pipeline_partition or ()
-        parallel = ParallelContext.from_vllm(vae_stage=self.omni.vae_stage, partition=partition)
+        parallel = ParallelContext.from_vllm(vae_stage=self.omni.vae_stage, partition=self.omni.partition)
         self.is_first = parallel.first_stage
         self.layers = parallel.layers(NUM_LAYERS)
 

@@ -16,12 +16,14 @@ tests/model_executor/models/wan2_2/test_wan22_parity.py.
 # C = H/2 rotary lanes, S text tokens
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.layers import (
@@ -232,6 +234,20 @@ class WanTransformer(nn.Module, Generic[Config]):
             stop = kv_only and self.parallel.last_stage and block.index == last
             x = block(x, rows, time, rope, num_tokens, stop)
         return x
+
+    def move_layers(self, move: LayerMove) -> None:
+        """Hold the blocks that this stage has after `move`, with their weights (collective)."""
+        old = self._blocks()[0]
+
+        def empty(layer: int) -> nn.Module:
+            with torch.device(self.device):
+                block = self.block_type(self.config, self.parallel, old.chains, layer)
+            return block.to(self.dtype).requires_grad_(False)
+
+        self.blocks = move.modules(self.blocks, empty)
+        for index, block in enumerate(self._blocks()):
+            block.index = index
+        self.parallel = replace(self.parallel, partition=move.partition)
 
     def _blocks(self) -> list[Any]:
         return list(self.blocks.values())

@@ -101,9 +101,7 @@ class Wan22Setup:
             if facts["boundary_ratio"] is None:
                 raise ValueError("omni.model: boundary_ratio needs a checkpoint with two transformers")
             facts["boundary_ratio"] = options.boundary_ratio
-        parallel = parallel or ParallelContext.from_vllm(
-            options.sequence_parallel, omni.vae_stage, omni.pipeline_partition or ()
-        )
+        parallel = parallel or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition)
         guidance = None
         if options.cfg_parallel:
             guidance, parallel = GuidanceRanks.of(parallel), replace(parallel, rank=0, size=1, group=None)

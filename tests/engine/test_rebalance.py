@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that move between the stages of a running engine: sessions go on, bit for bit."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_client import EngineClient, running_engine
+from test_stage_hybrids import WINDOW, stream_chunk, world_chunk
+
+from vllm_omni.model_executor.models.registry import get_family
+
+pytestmark = pytest.mark.nightly
+
+PARTITIONS: tuple[list[int], ...] = ([3, 1], [1, 3], [2, 2])
+
+
+async def chunk(client: EngineClient, index: int, chunks: Callable[[int, int], Any]) -> torch.Tensor:
+    fields, tensors = chunks(index, 4)
+    _, result = await client.send(tensors, session_id="walk", chunk_index=index, **fields)
+    return result["frames"].clone()
+
+
+async def walk(client: EngineClient, chunks: Callable[[int, int], Any], moves: bool) -> list[torch.Tensor]:
+    """Chunks before, between and after three moves."""
+    frames = [await chunk(client, index, chunks) for index in range(3)]
+    for number, partition in enumerate(PARTITIONS):
+        if moves:
+            answers = await client.engine.collective_rpc("rebalance_pipeline", args=(partition,))
+            assert answers == [{"ok": partition}] * 2
+        frames += [await chunk(client, 3 + 2 * number + step, chunks) for step in range(2)]
+    return frames
+
+
+async def refused(client: EngineClient) -> None:
+    for partition, code in (([4, 1], "invalid_request"), ([4, 0], "invalid_request"), ([4], "invalid_request")):
+        for answer in await client.engine.collective_rpc("rebalance_pipeline", args=(partition,)):
+            assert answer["error"][0] == code
+    task = asyncio.create_task(client.send(session_id="busy", prompt="a field", output="latents", **BUSY))
+    answers: list[Any] = []
+    while not task.done():
+        answers += await client.engine.collective_rpc("rebalance_pipeline", args=([2, 2],))
+    await task
+    assert {answer["error"][0] for answer in answers if "error" in answer} == {"session_busy"}
+
+
+BUSY: dict[str, Any] = {"height": 32, "width": 48}
+
+
+@pytest.mark.parametrize("family", ["causal_wan", "lingbot_world"])
+def test_sessions_go_on_after_a_move(tmp_path: Path, family: str) -> None:
+    model, chunks = tmp_path / "model", {"causal_wan": stream_chunk, "lingbot_world": world_chunk}[family]
+    get_family(family).make_tiny(model, 0, "original")
+
+    async def scenario() -> None:
+        async with running_engine(model, {"model": WINDOW}, dtype="float32") as client:
+            expected = await walk(client, chunks, moves=False)
+        omni = {"model": WINDOW, "pipeline_partition": "measured"}
+        async with running_engine(model, omni, dtype="float32", pipeline_parallel_size=2) as client:
+            got = await walk(client, chunks, moves=True)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+            if family == "causal_wan":
+                await refused(client)
+
+    asyncio.run(scenario())
