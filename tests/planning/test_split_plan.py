@@ -106,6 +106,17 @@ def test_stages_help_several_sessions_and_never_one() -> None:
     assert candidates(model, H200, 4, 4)[0].split.gpus == 4
 
 
+def test_a_vae_stage_takes_the_decode_out_of_a_sessions_way() -> None:
+    """The next chunk's steps run beside it; it is never faster than the decode alone."""
+    model = model_of("causal_wan_1_3b", window=9)
+    one, beside = predict(model, H200, Split()), predict(model, H200, Split(1, 2, vae_stage=True))
+    assert beside.chunk_ms == pytest.approx(one.chunk_ms - one.decode_ms, rel=0.01)
+    assert beside.memory_bytes < one.memory_bytes and beside.first_frame_ms >= one.first_frame_ms
+    many = predict(model, H200, Split(6, 2, vae_stage=True), sessions=8)
+    assert many.per_chunk_ms >= many.decode_ms
+    assert str(Split(2, 3, vae_stage=True)) == "Ulysses 2 x PP 2 + VAE"
+
+
 @pytest.mark.parametrize(
     "larger", [lambda model: replace(model, window=21), lambda model: replace(model, height=720, width=1280)]
 )
@@ -119,6 +130,8 @@ def test_more_work_takes_longer_and_more_memory(larger: Callable[[StreamModel], 
 def test_the_command_prints_the_best_split_and_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
     output = plan(capsys, "lingbot_world", "--n", "4")
     assert "best: Ulysses 4 --tensor-parallel-size 4 --additional-config.omni.model.sequence_parallel true" in output
+    flags = "--pipeline-parallel-size 2 --additional-config.omni.vae_stage true"
+    assert f"best: 1 GPU + VAE {flags}" in plan(capsys, "causal_wan_1_3b", "--n", "2", "--window", "9")
     assert "FPS" in plan(capsys, "causal_wan_14b", "--gpu", "H200", "--n", "2", "--sessions", "2", "--window", "9")
 
 

@@ -66,11 +66,19 @@ class StreamModel:
 
 @dataclass(frozen=True)
 class Split:
-    """ulysses x pipeline ranks; `tensor` means tensor parallelism in the place of Ulysses."""
+    """ulysses x pipeline ranks; `tensor` means tensor parallelism in the place of Ulysses.
+
+    vae_stage: the last stage holds no layer and decodes (`omni.vae_stage`).
+    """
 
     ranks: int = 1
     stages: int = 1
     tensor: bool = False
+    vae_stage: bool = False
+
+    @property
+    def layer_stages(self) -> int:
+        return self.stages - self.vae_stage
 
     @property
     def gpus(self) -> int:
@@ -78,8 +86,8 @@ class Split:
 
     def __str__(self) -> str:
         parts = [f"{'TP' if self.tensor else 'Ulysses'} {self.ranks}"] if self.ranks > 1 else []
-        parts += [f"PP {self.stages}"] if self.stages > 1 else []
-        return " x ".join(parts) or "1 GPU"
+        parts += [f"PP {self.layer_stages}"] if self.layer_stages > 1 else []
+        return " x ".join(parts or ["1 GPU"]) + (" + VAE" if self.vae_stage else "")
 
 
 @dataclass(frozen=True)
@@ -172,19 +180,20 @@ def decode_ms(model: StreamModel, card: Card, *, first: bool = False) -> float:
 
 
 def cross_kv_bytes(model: StreamModel, split: Split) -> float:
-    return 2 * TEXT_ROWS * model.dim * _BF16 * model.layers / split.stages / (split.ranks if split.tensor else 1)
+    return 2 * TEXT_ROWS * model.dim * _BF16 * model.layers / split.layer_stages / (split.ranks if split.tensor else 1)
 
 
 def session_bytes(model: StreamModel, split: Split) -> float:
-    """On the last stage's first rank, which decodes."""
+    """On the first rank of the last stage with layers; without a VAE stage it decodes."""
     frames = model.window + (model.sinks if model.moving_sinks else 0)
-    window = 2 * _BF16 * frames * model.tokens_per_frame * model.dim * model.layers / split.gpus
-    caches = (_DECODER_CACHE + (_ENCODER_CACHE if model.camera else 0)) * model.area
+    ranks = split.ranks * split.layer_stages
+    window = 2 * _BF16 * frames * model.tokens_per_frame * model.dim * model.layers / ranks
+    caches = ((0 if split.vae_stage else _DECODER_CACHE) + (_ENCODER_CACHE if model.camera else 0)) * model.area
     return window + cross_kv_bytes(model, split) + caches
 
 
 def weight_bytes(model: StreamModel, split: Split) -> float:
-    shared = split.stages * (split.ranks if split.tensor else 1)
+    shared = split.layer_stages * (split.ranks if split.tensor else 1)
     return model.parameters * _BF16 / shared + _VAE_WEIGHTS + (0 if model.text_on_cpu else _TEXT_WEIGHTS)
 
 
@@ -192,13 +201,15 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     """What `sessions` live sessions get.
 
     A strict session's passes follow one another, so stages only help when several sessions fill them: the server then
-    ends a chunk every max(busiest stage, one session's own latency / sessions).
+    ends a chunk every max(busiest stage, one session's own latency / sessions). A session's next chunk waits for the
+    decode only where no stage of its own does it.
     """
     steps, decode = chunk_steps_ms(model, card, split, model.window), decode_ms(model, card)
     hops = model.passes * split.stages * hop_ms(model, card, split) if split.stages > 1 else 0.0
     request = 1e3 * card.request_s
-    latency = steps + hops + decode + request
-    busiest = steps / split.stages + decode + request
+    decode_beside = 0.0 if split.vae_stage else decode
+    latency = steps + hops + decode_beside + request
+    busiest = max(steps / split.layer_stages + decode_beside + request, decode)
     per_chunk = max(busiest, latency / sessions)
     first_steps = chunk_steps_ms(model, card, split, model.chunk)
     setup = 1e3 * card.text_encoder_cpu_s if model.text_on_cpu else 0.0
@@ -233,5 +244,7 @@ def splits(model: StreamModel, gpus: int) -> list[Split]:
         for stages in range(1, gpus // ranks + 1):
             if ranks * stages == 1 or stages > model.layers:
                 continue
-            found += [Split(ranks, stages, tensor) for tensor in ((False, True) if ranks > 1 else (False,))]
+            tensors = (False, True) if ranks > 1 else (False,)
+            vae_stages = (False, True) if stages > 1 else (False,)
+            found += [Split(ranks, stages, tensor, vae_stage) for vae_stage in vae_stages for tensor in tensors]
     return found

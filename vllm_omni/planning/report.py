@@ -46,12 +46,12 @@ def plan_text(model: StreamModel, card: Card, gpus: int, sessions: int) -> str:
         f"{model.name}: {model.height}x{model.width}, {model.frames_per_chunk} frames a chunk, window {model.window}, "
         f"{model.parameters / 1e9:.1f}B parameters, {sessions} session{'s' if sessions > 1 else ''}, "
         f"up to {gpus} {card.name}",
-        f"{'split':18s} {'GPUs':>4s} {'FPS in all':>10s} {'FPS each':>9s} {'first frame':>12s} {'memory':>9s} "
+        f"{'split':24s} {'GPUs':>4s} {'FPS in all':>10s} {'FPS each':>9s} {'first frame':>12s} {'memory':>9s} "
         f"{'fits':>13s}",
     ]
     for each in found:
         lines.append(
-            f"{each.split!s:18s} {each.split.gpus:4d} {each.fps:10.1f} {each.fps / sessions:9.1f} "
+            f"{each.split!s:24s} {each.split.gpus:4d} {each.fps:10.1f} {each.fps / sessions:9.1f} "
             f"{each.first_frame_ms / 1e3:10.2f} s {each.memory_bytes / 1e9:6.1f} GB {each.max_sessions:4d} sessions"
         )
     best = found[0]
@@ -62,6 +62,8 @@ def plan_text(model: StreamModel, card: Card, gpus: int, sessions: int) -> str:
             flags.append("--additional-config.omni.model.sequence_parallel true")
     if best.split.stages > 1:
         flags.append(f"--pipeline-parallel-size {best.split.stages}")
+    if best.split.vae_stage:
+        flags.append("--additional-config.omni.vae_stage true")
     lines.append(f"best: {best.split} {' '.join(flags)}".rstrip())
     return "\n".join(lines)
 
