@@ -94,7 +94,7 @@ async def side_by_side(client: EngineClient, kinds: dict[str, tuple[Chunks, str]
 
 
 STREAMS = {"latents": (stream_chunk, "latents"), "frames": (stream_chunk, "rgb"), "video": (video_chunk, "rgb")}
-WORLDS = {"latents": (world_chunk, "latents"), "frames": (world_chunk, "rgb"), "more frames": (world_chunk, "rgb")}
+WORLDS = {"latents": (world_chunk, "latents"), "frames": (world_chunk, "rgb"), "more": (world_chunk, "rgb")}
 
 
 def engine(model: Path, flags: dict[str, Any]) -> Any:
