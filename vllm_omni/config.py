@@ -91,6 +91,20 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def max_area(self) -> int:
         return self.height * self.width
 
+    def check_stages(self, pipeline_parallel_size: int) -> None:
+        """Raise ValueError, with the reason, unless the options fit a pipeline of so many stages."""
+        if self.vae_stage and pipeline_parallel_size < 2:
+            raise ValueError(
+                "omni.vae_stage takes the last pipeline stage for the VAE: pass --pipeline-parallel-size 2 or more"
+            )
+        stages = pipeline_parallel_size - self.vae_stage
+        if self.partition and len(self.partition) != stages:
+            vae = ", one of them for the VAE" if self.vae_stage else ""
+            raise ValueError(
+                f"omni.pipeline_partition names {len(self.partition)} stages, {stages} hold layers "
+                f"(--pipeline-parallel-size {pipeline_parallel_size}{vae})"
+            )
+
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "OmniConfig":
         """Parse `additional_config["omni"]` (missing = all defaults). Raises ValueError naming key and range.

@@ -74,7 +74,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
         heed_executor(vllm_config.model_config, parallel.distributed_executor_backend)
         omni = check_options(vllm_config.model_config.hf_config, vllm_config.additional_config)
-        check_stages(omni, parallel.pipeline_parallel_size)
+        omni.check_stages(parallel.pipeline_parallel_size)
         executor_cls = get_family(vllm_config.model_config.hf_config.omni_family).executor_cls
         if executor_cls is not None:
             choose_executor(parallel, executor_cls)
@@ -130,21 +130,6 @@ def check_options(hf_config: PreTrainedConfig, additional_config: Any) -> OmniCo
     if family.check_options is not None:
         family.check_options(hf_config.to_dict(), omni)
     return omni
-
-
-def check_stages(omni: OmniConfig, pipeline_parallel_size: int) -> None:
-    """Raise ValueError, with the reason, unless the pipeline's options fit its length."""
-    if omni.vae_stage and pipeline_parallel_size < 2:
-        raise ValueError(
-            "omni.vae_stage takes the last pipeline stage for the VAE: pass --pipeline-parallel-size 2 or more"
-        )
-    stages = pipeline_parallel_size - omni.vae_stage
-    if omni.partition and len(omni.partition) != stages:
-        vae = ", one of them for the VAE" if omni.vae_stage else ""
-        raise ValueError(
-            f"omni.pipeline_partition names {len(omni.partition)} stages, {stages} hold layers "
-            f"(--pipeline-parallel-size {pipeline_parallel_size}{vae})"
-        )
 
 
 def steps_one_at_a_time(vllm_config: "VllmConfig") -> bool:

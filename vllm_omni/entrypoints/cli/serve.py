@@ -179,6 +179,7 @@ def check(flags: "ServeFlags") -> "ModelFamily":
         hf_config = family.hf_config(path)
         if family.check_options is not None:
             family.check_options(hf_config, omni)
+        omni.check_stages(flags.count("pipeline-parallel-size", "pp"))
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
     if family.executor_cls is not None:

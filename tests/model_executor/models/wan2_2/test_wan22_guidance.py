@@ -49,6 +49,7 @@ def _compare(rank: int, rendezvous: str, checkpoint: Path) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.nightly
 def test_two_ranks_equal_one(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     mp.spawn(_compare, (str(tmp_path / "rendezvous"), checkpoints["t2v"]), nprocs=2)
