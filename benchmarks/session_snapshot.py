@@ -6,10 +6,12 @@
     python benchmarks/session_snapshot.py --full-size           # the released architecture, random weights (one GPU)
     python benchmarks/session_snapshot.py --full-size --layers 2 --height 64 --width 96   # try it without a GPU
 
-Saving and restoring go through the real engine (`collective_rpc`). Copying is done in the worker as well: the same
-tensors from their device into fresh host memory (for saving), and from there back into fresh buffers on the device (for
-restoring), with plain `copy_`. `ratio` is the worker's own time for the snapshot over the time for the copy; both are
-medians of pairs taken in turn. The file lies in a RAM disk if there is one, because the cost of a disk is not ours.
+Saving and restoring go through the real engine (`collective_rpc`). Beside each, in the worker as well, the plainest
+copy of the same bytes: every tensor from its device to the host and into a new file in the same directory, one after
+the other, and from that file into fresh buffers on the device. That copy has no names, no header and no checks.
+`ratio` is the whole snapshot's time without transport, the front end's share included, over the copy's;
+`memory_ratio` the same over a copy that leaves the file out. All are medians of pairs taken in turn. The file lies in a
+RAM disk if there is one, because the cost of a disk is not ours.
 """
 
 import argparse
@@ -36,8 +38,8 @@ TARGET_RATIO = 1.2
 RAM_DISK = Path("/dev/shm")
 
 
-def copy_session(worker: Any, session_id: str) -> dict[str, float]:
-    """In the worker: ms to copy a session's tensors into fresh host memory and back into fresh buffers."""
+def copy_session(worker: Any, session_id: str, path: str) -> dict[str, float]:
+    """In the worker: ms to copy a session's tensors to a file and back, and to host memory and back."""
     import torch
 
     tensors = list(worker.model_runner.sessions.get(session_id).tensors().values())
@@ -52,10 +54,34 @@ def copy_session(worker: Any, session_id: str) -> dict[str, float]:
             torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3, result
 
-    with torch.inference_mode():
+    def as_bytes(host: torch.Tensor) -> Any:
+        return host.view(-1).view(torch.uint8).numpy()
+
+    def to_file() -> None:
+        with open(path, "wb", buffering=0) as file:
+            for tensor in tensors:
+                file.write(as_bytes(tensor.cpu().contiguous()))
+
+    def from_file() -> list[Any]:
+        back = []
+        with open(path, "rb", buffering=0) as file:
+            for tensor in tensors:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype)
+                file.readinto(as_bytes(host))
+                back.append(host.to(tensor.device))
+        return back
+
+    def in_memory() -> tuple[float, float]:
         out_ms, host = timed(lambda: [torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in tensors])
         back_ms, _ = timed(lambda: [torch.empty_like(t).copy_(h) for t, h in zip(tensors, host, strict=True)])
-    return {"out_ms": out_ms, "back_ms": back_ms}
+        return out_ms, back_ms
+
+    with torch.inference_mode():
+        out_ms, back_ms = in_memory()
+        to_file_ms, _ = timed(to_file)
+        from_file_ms, _ = timed(from_file)
+    os.unlink(path)
+    return {"out_ms": out_ms, "back_ms": back_ms, "to_file_ms": to_file_ms, "from_file_ms": from_file_ms}
 
 
 def timed_call(worker: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
@@ -90,19 +116,22 @@ async def run(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, 
             )
             await run_request(engine, params, {"image": image} if index == 0 else None, f"walk-{index}")
 
-        async def in_worker(exchange: Any) -> tuple[float, float]:
-            """(ms inside the worker, ms for the caller)."""
-            inside = 0.0
+        async def without_transport(exchange: Any) -> tuple[float, float]:
+            """(ms of the front end and inside the worker, ms for the caller, transport included)."""
+            inside = waited = 0.0
 
             async def rpc(call: Any) -> list[Any]:
-                nonlocal inside
+                nonlocal inside, waited
+                asked = time.perf_counter()
                 ((ms, answer),) = await engine.collective_rpc(timed_call, args=(call.method, call.args))
+                waited += (time.perf_counter() - asked) * 1e3
                 inside += ms
                 return [answer]
 
             start = time.perf_counter()
             await run_exchange_async(exchange, rpc)
-            return inside, (time.perf_counter() - start) * 1e3
+            total = (time.perf_counter() - start) * 1e3
+            return total - waited + inside, total
 
         samples: dict[str, list[float]] = {}
 
@@ -113,25 +142,37 @@ async def run(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, 
         file_bytes = 0
         for number in range(-args.warm_up, args.repeats):
             path = folder / f"{number}.safetensors"
-            (copied,) = await engine.collective_rpc(copy_session, args=("walk",))
-            saved = await in_worker(save_exchange("walk", path, package_version()))
+            (copied,) = await engine.collective_rpc(copy_session, args=("walk", str(folder / "copy")))
+            saved = await without_transport(save_exchange("walk", path, package_version()))
             file_bytes = path.stat().st_size
             restored = None
             if args.restore:
-                restored = await in_worker(restore_exchange("copy", path))
+                restored = await without_transport(restore_exchange("copy", path))
                 await engine.collective_rpc("close_session", args=("copy",))
             path.unlink()
             if number >= 0:
-                note(copy_out=copied["out_ms"], copy_back=copied["back_ms"], save=saved[0], save_call=saved[1])
+                note(copy_out=copied["out_ms"], copy_back=copied["back_ms"])
+                note(copy_to_file=copied["to_file_ms"], copy_from_file=copied["from_file_ms"])
+                note(save=saved[0], save_call=saved[1])
                 if restored is not None:
                     note(restore=restored[0], restore_call=restored[1])
         (stats,) = await engine.collective_rpc("session_stats")
     median = {name: statistics.median(values) for name, values in samples.items()}
-    ratios = {"save": [s / c for s, c in zip(samples["save"], samples["copy_out"], strict=True)]}
-    if args.restore:
-        ratios["restore"] = [s / c for s, c in zip(samples["restore"], samples["copy_back"], strict=True)]
-        total = zip(samples["save"], samples["restore"], samples["copy_out"], samples["copy_back"], strict=True)
-        ratios["both"] = [(s + r) / (out + back) for s, r, out, back in total]
+
+    def ratios(to: str, back: str) -> dict[str, float]:
+        """Medians over pairs of our time over a copy's: saving, restoring, both together."""
+        pairs = {"save": (samples["save"], samples[to])}
+        if args.restore:
+            pairs["restore"] = (samples["restore"], samples[back])
+            pairs["both"] = (
+                [a + b for a, b in zip(samples["save"], samples["restore"], strict=True)],
+                [a + b for a, b in zip(samples[to], samples[back], strict=True)],
+            )
+        return {
+            name: round(statistics.median(a / b for a, b in zip(ours, plain, strict=True)), 3)
+            for name, (ours, plain) in pairs.items()
+        }
+
     return {
         "size": [args.height, args.width],
         "chunks": args.chunks,
@@ -141,8 +182,9 @@ async def run(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, 
         "file_bytes": file_bytes,
         "session_bytes": stats["bytes"],
         "ms": {name: round(value, 3) for name, value in median.items()},
-        "gib_per_s": {name: round(file_bytes / 2**30 / (median[name] / 1e3), 2) for name in ("copy_out", "save")},
-        "ratio": {name: round(statistics.median(values), 3) for name, values in ratios.items()},
+        "gib_per_s": {name: round(file_bytes / 2**30 / (median[name] / 1e3), 2) for name in ("copy_to_file", "save")},
+        "ratio": ratios("copy_to_file", "copy_from_file"),
+        "memory_ratio": ratios("copy_out", "copy_back"),
         "target_ratio": TARGET_RATIO,
     }
 

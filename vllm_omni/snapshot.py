@@ -4,14 +4,17 @@
 A snapshot is one safetensors file. Its metadata carries a versioned JSON header (`SnapshotHeader`); its tensors are
 those that every rank's session names, as `rank0.kv.frame3`. It is written in place: the front end creates the file,
 then each rank copies its tensors from its device straight to where they belong, so that a snapshot costs one copy of
-its bytes. (The safetensors library can write only what lies contiguous in host memory, hence our own writer; reading is
-the library's, which checks every offset against the file's size before a tensor is seen. Nothing is unpickled.)
+its bytes; so does restoring it. (The safetensors library can write only what lies contiguous in host memory, hence our
+own writer. A file to be read is opened by the library first, which checks every offset against the file's size. Nothing
+is unpickled.)
 
 The file must be visible to the front end and to all ranks: one host, or a shared directory. Knows no model and no
 sockets. Held by tests/worker/test_snapshot_refusals.py and test_snapshots.py.
 """
 
+import errno
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,13 +27,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot_bytes import read_at, write_at
 
 FORMAT_VERSION: Final = 1
 _KIND: Final = "vllm_omni.session"
 _KEY: Final = "omni_session"
 _ALIGN: Final = 64
-_MAX_VECTORS: Final = 1024  # the kernel's limit of one pwritev
-_STAGING_BYTES: Final = 64 << 20
 _DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -43,8 +45,11 @@ _DTYPES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_TORCH_DTYPES: Final = {name: dtype for dtype, name in _DTYPES.items()}
 _SIZES: Final = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
 _CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+_UNSEEN: Final = "a worker does not see the snapshot's file: all ranks need the directory it is in"
 
 ChunkIndex = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
@@ -193,78 +198,40 @@ def plan(described: Sequence[RankDescription], package_version: str, owner: Mapp
 def create_file(path: Path, planned: SnapshotPlan) -> None:
     """Make the file at its full size with its header. It must not exist; only its owner may read it.
 
-    Its blocks are allocated now, so that a full disk is an error before anybody has copied anything. Raises
+    A disk without room for it is an error before anybody has copied anything. Raises
     `RequestFailed("snapshot_storage")`.
     """
-    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, planned.nbytes)
-            file.write(planned.head)
-        except OSError as error:
-            path.unlink()
-            raise RequestFailed(
-                "snapshot_storage", f"there is no room for a snapshot of {planned.nbytes} bytes ({error.strerror})"
-            ) from error
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        disk = os.fstatvfs(descriptor)
+        if disk.f_bavail * disk.f_frsize < planned.nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.truncate(descriptor, planned.nbytes)
+        os.pwrite(descriptor, planned.head, 0)
+    except OSError as error:
+        path.unlink()
+        raise _no_room(planned.nbytes, error) from error
+    finally:
+        os.close(descriptor)
 
 
 def write_tensors(path: Path, nbytes: int, offsets: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors from their device to their places in an existing file of `nbytes`. Raises `RequestFailed`.
-
-    Host tensors go from where they are to the file in one copy, strided ones piece by piece; device tensors through a
-    small page-locked buffer.
-    """
+    """Copy tensors from their device to their places in an existing file of `nbytes`. Raises `RequestFailed`."""
     try:
         file = path.open("r+b", buffering=0)
     except OSError:
         file = None
     if file is None or os.fstat(file.fileno()).st_size != nbytes:
-        raise RequestFailed(
-            "snapshot_storage", "a worker does not see the snapshot's file: all ranks need the directory it is in"
-        )
+        raise RequestFailed("snapshot_storage", _UNSEEN)
     with file:
-        descriptor = file.fileno()
-        waiting: list[torch.Tensor] = []  # host bytes that go to `start`, one behind the other
-        start = end = 0
-        staging: torch.Tensor | None = None
-        for name, tensor in tensors.items():
-            if waiting and (tensor.is_cuda or offsets[name] != end or len(waiting) >= _MAX_VECTORS):
-                _write(descriptor, waiting, start)
-                waiting = []
-            if not waiting:
-                start = offsets[name]
-            end = offsets[name] + tensor.nbytes
-            pieces = _pieces(tensor)
-            if not tensor.is_cuda:
-                waiting += pieces
-                continue
-            if staging is None:
-                staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
-            position = offsets[name]
-            for part in (part for piece in pieces for part in piece.split(_STAGING_BYTES)):
-                position = _write(descriptor, [staging[: part.numel()].copy_(part)], position)
-        _write(descriptor, waiting, start)
+        try:
+            write_at(file.fileno(), ((offsets[name], tensor) for name, tensor in tensors.items()))
+        except OSError as error:
+            raise _no_room(nbytes, error) from error
 
 
-def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The bytes of a tensor as flat uint8 tensors without a copy, if what is contiguous in it is large enough."""
-    if tensor.numel() == 0:
-        return []
-    if not tensor.is_contiguous() and tensor.dim() > 2 and tensor[0, 0].is_contiguous():
-        return [row.flatten().view(torch.uint8) for row in tensor.flatten(0, 1)]
-    return [tensor.contiguous().flatten().view(torch.uint8)]
-
-
-def _write(descriptor: int, pieces: Sequence[torch.Tensor], position: int) -> int:
-    """Write host bytes at `position`; returns the position after them."""
-    left = [piece.numpy().data for piece in pieces]
-    while left:
-        written = os.pwritev(descriptor, left[:_MAX_VECTORS], position)
-        position += written
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
-        if left:
-            left[0] = left[0][written:]
-    return position
+def _no_room(nbytes: int, error: OSError) -> RequestFailed:
+    return RequestFailed("snapshot_storage", f"there is no room for a snapshot of {nbytes} bytes ({error.strerror})")
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -324,42 +291,47 @@ def check_fits(header: SnapshotHeader, model: ModelIdentity, rank: int, weights:
     return part
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy in pieces that are contiguous on both sides, if they are large: a device then needs no second copy."""
-    if target.is_cuda and not target.is_contiguous() and target.dim() > 2 and target[0, 0].is_contiguous():
-        for row, values in zip(target.flatten(0, 1), source.flatten(0, 1), strict=True):
-            row.copy_(values)
-    else:
-        target.copy_(source)
+class StoredTensor(msgspec.Struct, frozen=True):
+    """An entry of the file's table. data_offsets: begin and end, behind the table."""
+
+    dtype: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+    data_offsets: tuple[int, int]
 
 
 class SavedTensors:
     """One rank's tensors of an open snapshot, to be taken one by one; what is left over is an error.
 
-    Made by `open_rank`. Tensors are copied out of the mapped file, so nothing refers to it afterwards.
+    Made by `open_rank`. Every tensor is a copy, so nothing refers to the file afterwards.
     """
 
-    def __init__(self, file: Any, prefix: str, left: set[str], channels_last: Sequence[str]) -> None:
-        self._file, self._prefix, self._left = file, prefix, left
-        self._channels_last = frozenset(channels_last)
+    def __init__(
+        self, file: int, start: int, left: dict[str, StoredTensor], channels_last: frozenset[str], prefix: str = ""
+    ) -> None:
+        self._file, self._start, self._left = file, start, left
+        self._channels_last, self._prefix = channels_last, prefix
 
     @classmethod
     @contextmanager
     def open_rank(cls, path: Path, rank: int, part: RankPart) -> "Iterator[SavedTensors]":
-        """Open a snapshot for one rank. Raises `RequestFailed("invalid_snapshot")`."""
+        """Open a snapshot that `read_header` has passed. Raises `RequestFailed("invalid_snapshot")`."""
         prefix = f"rank{rank}."
-        try:
-            with safe_open(path, framework="pt") as file:
-                left = {name for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
-                yield cls(file, prefix, left, [prefix + name for name in part.channels_last])
-        except SafetensorError as error:
-            raise RequestFailed("invalid_snapshot", f"the snapshot is damaged ({_reason(error)})") from error
+        with path.open("rb", buffering=0) as file:
+            try:
+                length = int.from_bytes(file.read(8), "little")
+                table = msgspec.json.decode(os.pread(file.fileno(), length, 8), type=dict[str, msgspec.Raw])
+                left = {
+                    name.removeprefix(prefix): msgspec.json.decode(entry, type=StoredTensor)
+                    for name, entry in table.items()
+                    if name.startswith(prefix)
+                }
+                yield cls(file.fileno(), 8 + length, left, frozenset(part.channels_last))
+            except (msgspec.DecodeError, UnicodeDecodeError, OSError, EOFError) as error:
+                raise RequestFailed("invalid_snapshot", "the snapshot is damaged or truncated") from error
 
     def under(self, prefix: str) -> "SavedTensors":
         """The tensors whose names begin with `prefix`, by the rest of their names."""
-        part = SavedTensors(self._file, self._prefix + prefix, self._left, ())
-        part._channels_last = self._channels_last
-        return part
+        return SavedTensors(self._file, self._start, self._left, self._channels_last, self._prefix + prefix)
 
     def names(self, prefix: str = "") -> list[str]:
         """Names not yet taken that begin with `prefix`, sorted."""
@@ -369,24 +341,24 @@ class SavedTensors:
     def fill(self, places: Mapping[str, torch.Tensor]) -> None:
         """Copy the tensor of each name into its place. Raises `RequestFailed("invalid_snapshot")`."""
         for name, place in places.items():
-            _copy(place, self._take(name, list(place.shape), place.dtype))
+            read_at(self._file, self._claim(name, list(place.shape), place.dtype), place)
 
     def take(
         self, name: str, device: torch.device | str, dtype: torch.dtype, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
         """Return a copy on `device`, in the memory layout it was saved in. shape: if set, the only one accepted."""
-        saved = self._take(name, shape, dtype)
-        copy = torch.empty(saved.shape, dtype=dtype, device=device)
-        memory_format = _CHANNELS_LAST.get(saved.dim())
-        if self._prefix + name in self._channels_last and memory_format is not None:
-            copy = copy.contiguous(memory_format=memory_format)
-        return copy.copy_(saved)
+        saved_shape = self._require(name).shape
+        position = self._claim(name, shape, dtype)
+        memory_format = _CHANNELS_LAST.get(len(saved_shape))
+        if memory_format is None or self._prefix + name not in self._channels_last:
+            memory_format = torch.contiguous_format
+        copy = torch.empty(saved_shape, dtype=dtype, device=device, memory_format=memory_format)
+        read_at(self._file, position, copy)
+        return copy
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype a tensor was saved in. Raises `RequestFailed("invalid_snapshot")` if it is not there."""
-        self._require(name)
-        stored = self._file.get_slice(self._prefix + name).get_dtype()
-        known = next((dtype for dtype, code in _DTYPES.items() if code == stored), None)
+        known = _TORCH_DTYPES.get(self._require(name).dtype)
         if known is None:
             raise RequestFailed("invalid_snapshot", f"the snapshot's tensor {name} has an unknown dtype")
         return known
@@ -396,21 +368,26 @@ class SavedTensors:
         if self._left:
             raise RequestFailed("invalid_snapshot", f"the snapshot holds unknown tensors {self.names()[:3]}")
 
-    def _require(self, name: str) -> None:
-        if self._prefix + name not in self._left:
+    def _require(self, name: str) -> StoredTensor:
+        stored = self._left.get(self._prefix + name)
+        if stored is None:
             raise RequestFailed("invalid_snapshot", f"the snapshot lacks the tensor {name}")
+        return stored
 
-    def _take(self, name: str, shape: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
-        self._require(name)
-        saved: torch.Tensor = self._file.get_tensor(self._prefix + name)
-        if saved.dtype != dtype or (shape is not None and list(saved.shape) != list(shape)):
+    def _claim(self, name: str, shape: Sequence[int] | None, dtype: torch.dtype) -> int:
+        """Check a tensor against what is expected, take it off the list and return where its bytes begin."""
+        stored, saved = self._require(name), self.dtype(name)
+        if saved != dtype or (shape is not None and stored.shape != list(shape)):
             raise RequestFailed(
                 "invalid_snapshot",
-                f"the snapshot's tensor {name} is {saved.dtype} {list(saved.shape)}, expected {dtype} "
+                f"the snapshot's tensor {name} is {saved} {stored.shape}, expected {dtype} "
                 f"{'of any shape' if shape is None else list(shape)}",
             )
-        self._left.remove(self._prefix + name)
-        return saved
+        begin, end = stored.data_offsets
+        if begin < 0 or end - begin != math.prod(stored.shape) * dtype.itemsize:
+            raise RequestFailed("invalid_snapshot", f"the snapshot's tensor {name} has another number of bytes")
+        del self._left[self._prefix + name]
+        return self._start + begin
 
 
 def read_scalars(scalars: Mapping[str, Any], kind: type[S]) -> S:

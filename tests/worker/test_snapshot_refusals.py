@@ -197,17 +197,21 @@ def test_a_session_that_moved_between_the_two_calls_is_not_torn(
 def test_a_full_disk_is_an_error_and_no_file_is_left(
     worker: Worker, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Known before anything is copied."""
+    """Known before anything is copied, or, if others fill the disk meanwhile, while the workers write."""
     worker.restore("b", snapshot)
 
-    def full(*args: Any) -> None:
+    def full(*args: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(RequestFailed, match="no room for a snapshot") as failure:
-        worker.save("b", tmp_path / "large")
-    assert failure.value.code == "snapshot_storage"
-    assert not (tmp_path / "large").exists()
+    room = os.statvfs(tmp_path)
+    free = os.statvfs_result((*room[:3], 0, 0, *room[5:]))
+    for name, replacement in (("fstatvfs", lambda descriptor: free), ("pwritev", full)):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, replacement)
+            with pytest.raises(RequestFailed, match="no room for a snapshot") as failure:
+                worker.save("b", tmp_path / "large")
+        assert failure.value.code == "snapshot_storage"
+        assert not (tmp_path / "large").exists()
 
 
 def test_other_weights_have_another_digest() -> None:

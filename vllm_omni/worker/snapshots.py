@@ -50,6 +50,7 @@ class SessionSnapshots:
     def __init__(self, runner: "DiffusionGPUModelRunner") -> None:
         self._runner = runner
         self._weights: str | None = None
+        self._model: ModelIdentity | None = None
 
     def describe(self, session_id: str) -> Answer:
         """`{"ok": RankDescription as a map}`, or `{"error": [code, message]}`."""
@@ -90,7 +91,7 @@ class SessionSnapshots:
 
     def forget_weights(self) -> None:
         """The weights were loaded anew."""
-        self._weights = None
+        self._weights = self._model = None
 
     def _restore(self, session_id: str, path: Path) -> None:
         sessions, model = self._runner.sessions, self._runner.model
@@ -136,7 +137,9 @@ class SessionSnapshots:
         return session
 
     def _identity(self) -> ModelIdentity:
-        return model_identity(self._runner.vllm_config)
+        if self._model is None:
+            self._model = model_identity(self._runner.vllm_config)
+        return self._model
 
     def _weights_digest(self) -> str:
         if self._weights is None:

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of tensors to places in a file and back, whatever their layout, dtype and device."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import vllm_omni.snapshot_bytes as snapshot_bytes
+from vllm_omni.snapshot_bytes import read_at, write_at
+
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NO_CUDA])]
+
+
+@pytest.fixture
+def descriptor(tmp_path: Path) -> Iterator[int]:
+    number = os.open(tmp_path / "bytes", os.O_RDWR | os.O_CREAT)
+    yield number
+    os.close(number)
+
+
+def layouts(device: str) -> dict[str, torch.Tensor]:
+    """Tensors of every kind that sessions hold, each with other values."""
+    values = torch.arange(4 * 2 * 12 * 3 * 5, dtype=torch.float32, device=device).view(4, 2, 12, 3, 5)
+    return {
+        "contiguous": values.bfloat16(),
+        "frames of a window": values[:, :, 3:7],
+        "channels last": values[:, :, :, :, 0].contiguous(memory_format=torch.channels_last),
+        "no rows": values.transpose(1, 4),
+        "transposed": values[0, 0, :, :, 0].t(),
+        "scalar": torch.tensor(7.5, dtype=torch.float64, device=device),
+        "flags": torch.tensor([True, False, True], device=device),
+        "empty": torch.empty(0, 3, device=device),
+        "bytes": torch.arange(251, dtype=torch.uint8, device=device),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gap", [0, 64])
+def test_every_layout_comes_back(descriptor: int, device: str, gap: int) -> None:
+    """In logical order on disk; into memory of the same layout, with and without gaps between tensors."""
+    tensors, places, position = layouts(device), {}, 10
+    for name, tensor in tensors.items():
+        places[name] = position
+        position += tensor.nbytes + gap
+    write_at(descriptor, [(places[name], tensor) for name, tensor in tensors.items()])
+    for name, tensor in tensors.items():
+        stored = os.pread(descriptor, tensor.nbytes, places[name])
+        assert stored == tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), name
+        target = torch.zeros_like(tensor)
+        read_at(descriptor, places[name], target)
+        assert torch.equal(target, tensor), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_a_larger_tensor_are_filled_in_place(descriptor: int, device: str) -> None:
+    """Frames go into their slots of a window; nothing beside them is touched."""
+    frames = torch.arange(4 * 2 * 3 * 5, dtype=torch.int32, device=device).view(4, 2, 3, 5)
+    write_at(descriptor, [(0, frames)])
+    window = torch.full((4, 2, 9, 5), -1, dtype=torch.int32, device=device)
+    read_at(descriptor, 0, window[:, :, 2:5])
+    assert torch.equal(window[:, :, 2:5], frames)
+    assert bool((window[:, :, :2] == -1).all() and (window[:, :, 5:] == -1).all())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_pieces_and_bytes_than_one_call_takes(
+    descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows beyond the kernel's limit of one call, bytes beyond the staging buffer."""
+    monkeypatch.setattr(snapshot_bytes, "_STAGING_BYTES", 100)
+    rows = torch.arange(1500 * 2 * 4 * 2, dtype=torch.int16, device=device).view(1500, 2, 4, 2)[:, :, 1:3]
+    write_at(descriptor, [(0, rows[:2]), (rows[:2].nbytes, rows[2:])])
+    target = torch.zeros(1500, 2, 4, 2, dtype=torch.int16, device=device)[:, :, 1:3]
+    read_at(descriptor, 0, target)
+    assert torch.equal(target, rows)
+
+
+def test_calls_that_move_less_than_asked_are_repeated(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may stop anywhere, also inside a row."""
+    write, read = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda fd, arrays, at: write(fd, [arrays[0][:7]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, arrays, at: read(fd, [arrays[0][:5]], at))
+    rows = torch.arange(3 * 2 * 4 * 2).view(3, 2, 4, 2)[:, :, 1:3]
+    write_at(descriptor, [(3, rows)])
+    target = torch.zeros_like(rows)
+    read_at(descriptor, 3, target)
+    assert torch.equal(target, rows)
+
+
+def test_a_file_that_ends_too_early_is_an_error(descriptor: int) -> None:
+    """And not a tensor that is half filled without a word."""
+    write_at(descriptor, [(0, torch.arange(4))])
+    with pytest.raises(EOFError):
+        read_at(descriptor, 8, torch.zeros(4, dtype=torch.int64))
