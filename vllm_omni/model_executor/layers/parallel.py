@@ -9,7 +9,8 @@
 
 Pipeline stages cut the layers; the runner, not this file, carries hidden states between stages. With a VAE stage
 (`omni.vae_stage`) the pipeline's last rank holds no layer and decodes for the others.
-Held by tests/model_executor/models/lingbot_world/test_lingbot_parallel.py and tests/model_executor/test_parallel.py.
+Held by tests/model_executor/models/lingbot_world/test_lingbot_parallel.py and
+tests/model_executor/layers/test_stage_places.py.
 """
 
 # B requests, T tokens (T_r: tokens of rank r), N heads (N_r = N / size), H head dim, D channels
