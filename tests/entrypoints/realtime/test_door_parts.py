@@ -17,6 +17,7 @@ from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.images import load_image
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.pace import ReaderPace
 from vllm_omni.entrypoints.realtime.run import Reply, Run
 from vllm_omni.model_executor.models.registry import get_family
 
@@ -179,7 +180,7 @@ def test_a_slow_reader_holds_the_producer_back() -> None:
             await gate.acquire()
             taken.append(payload)
 
-        reader = asyncio.create_task(run.follow(deliver, owner=object()))
+        reader = asyncio.create_task(run.follow(deliver, object(), ReaderPace(0, 16.0)))
         for released in range(4):
             await asyncio.sleep(0.01)
             assert not held.done(), released
@@ -200,6 +201,6 @@ def test_undelivered_replies_are_never_dropped() -> None:
         run.finish()
         assert run.drop_oldest() == 3
         with pytest.raises(DoorError, match="resync_required"):
-            await run.follow(lambda payload: asyncio.sleep(0), owner=object())
+            await run.follow(lambda payload: asyncio.sleep(0), object(), ReaderPace(0, 16.0))
 
     asyncio.run(scenario())

@@ -97,7 +97,7 @@ def test_a_live_stream_ends_after_its_chunk_and_is_saved_before_its_client_hears
         async def deliver(payload: bytes) -> None:
             delivered.append(payload)
 
-        following = asyncio.create_task(run.follow(deliver, object()))
+        following = asyncio.create_task(run.follow(deliver, object(), manager.pace(None)))
         await until(lambda: run.completed == 2)
         source.ready = not paused
         await until(lambda: not paused or engine.running == 0)

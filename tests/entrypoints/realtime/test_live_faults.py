@@ -11,19 +11,24 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
-from fake_engine import DoorServer, FakeEngine, wait_until
+from fake_engine import FIRST, LATER, DoorServer, FakeEngine, infer, numbers, wait_until
 from live_clients import ExtendedClient, GenerateClient, VideoClient, png
 from test_video_door import START
 from websockets.client import ClientProtocol
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import Frame, Opcode
 from websockets.uri import parse_uri
 
+from vllm_omni.entrypoints.fmp4 import FragmentEncoder
+from vllm_omni.entrypoints.realtime import codec, world_camera
 from vllm_omni.entrypoints.realtime.generate_door import PATHS
 
 MakeDoor = Callable[..., DoorServer]
@@ -53,6 +58,29 @@ class Deaf:
     def _flush(self) -> None:
         for data in self.protocol.data_to_send():
             self.socket.sendall(data)
+
+    def dawdle(self, bytes_per_s: float, for_s: float) -> tuple[float, int | None, list[bytes]]:
+        """Read at that rate until the server has ended it: `(seconds, close code, last messages)`."""
+        started_s, messages, read = time.monotonic(), deque[bytes](maxlen=3), 0
+        while (now_s := time.monotonic() - started_s) < for_s:
+            wanted = int(now_s * bytes_per_s) - read
+            try:
+                data = self.socket.recv(wanted) if wanted > 0 else None
+            except OSError:  # reset: the server has cut it
+                data = b""
+            if data:
+                read += len(data)
+                self.protocol.receive_data(data)
+                frames = [event for event in self.protocol.events_received() if isinstance(event, Frame)]
+                messages.extend(frame.data for frame in frames if frame.opcode in (Opcode.TEXT, Opcode.BINARY))
+            elif data is not None:
+                break
+            self._flush()
+            if self.protocol.close_rcvd is not None:
+                break
+            time.sleep(0.01)
+        received = self.protocol.close_rcvd
+        return time.monotonic() - started_s, None if received is None else received.code, list(messages)
 
     def reset(self) -> None:
         """Leave with RST."""
@@ -147,8 +175,49 @@ def test_a_client_that_never_reads_is_cut_off(make_door: MakeDoor, engine: FakeE
     assert steady(arrivals)
 
 
+@pytest.mark.parametrize("door_name", ["generate", "generate with extensions", "video", "world camera"])
+def test_a_reader_at_a_quarter_of_the_rate_is_closed(make_door: MakeDoor, engine: FakeEngine, door_name: str) -> None:
+    """It is told why, with 4008, when it has been behind for the timeout; its place is free, its neighbour steady."""
+    timeout_s, bytes_per_s = 1.5, 250_000
+    door = make_door(facts={**BIG, "max_sessions": 2}, slow_reader_timeout_s=timeout_s)
+    sized = {"width": 96, "height": 64}
+    fps = 4 * bytes_per_s / (96 * 64 * 3)
+    extensions = ["ping"] if "with" in door_name else None
+    path, start = PATHS[0], big_init(size="96x64", fps=int(fps), extensions=extensions)
+    if door_name == "video":
+        engine.noise = True
+        noise_THWC = np.random.default_rng(0).integers(0, 256, (12, 64, 96, 3), dtype=np.uint8)
+        sized["fps"] = int(4 * bytes_per_s / (len(FragmentEncoder(16).encode(noise_THWC)) / 12))
+        path, start = "/v1/realtime/video", msgspec.json.encode({**START, **sized}).decode()
+    elif door_name == "world camera":
+        frames = FIRST + 39 * LATER
+        body = {**sized, "video_format": "ndarray_u8", "fps": fps}
+        start = codec.encode(infer(frames, session_id="s", request_id="r", extra_body=body))
+        path = world_camera.PATHS[0]
+    with cadence(door, engine) as arrivals:
+        slow = Deaf(door.port, path, start, 16384)
+        seconds, code, messages = slow.dawdle(bytes_per_s, 12.0)
+        slow.socket.close()
+        assert timeout_s < seconds < timeout_s + 5.0
+        assert code == 4008, messages
+        wait_until(lambda: len(door.server.server_state.connections) == 1)
+        decode = msgspec.json.decode if door_name == "video" else msgspec.msgpack.decode
+        last = decode(messages[-1])
+        assert last["type"] == "error"
+        assert "behind" in last.get("message", last.get("content"))
+        if door_name != "generate":
+            assert last["code"] == "slow_reader"
+        if door_name != "world camera":
+            wait_until(lambda: len(door.manager) == 1)
+        else:
+            with door.client() as again:
+                again.send(infer(frames, session_id="s", request_id="r", extra_body=body))
+                assert numbers(again.frames()) == [n % 256 for n in range(frames)]
+    assert steady(arrivals)
+
+
 def test_a_slow_reader_slows_only_itself(make_door: MakeDoor, engine: FakeEngine) -> None:
-    """It reads all along, so it stays; its session makes no more than it takes, and little waits for it."""
+    """It takes what it plays, so it stays; its session makes no more than it takes, and little waits for it."""
     door = make_door(facts=BIG, send_deadline_s=DEADLINE_S)
     chunk_bytes = 12 * 160 * 96 * 3
     with cadence(door, engine) as arrivals:
@@ -358,17 +427,18 @@ def test_churn_does_not_grow(make_door: MakeDoor, engine: FakeEngine) -> None:
     """Two thousand short sessions, half of them cut: at most 1 KiB each after a warm-up, and no descriptor."""
     door = make_door()
     process = psutil.Process()
+    small_init = {"type": "init", "prompt": "p", "size": "32x32", "first_frame": png()}
 
     def churn(count: int) -> None:
         for number in range(count):
-            client = GenerateClient(door.port)
-            client.init(size="32x32", max_chunks=2)
-            client.chunk()
-            if number % 2:
-                vanish(client)
-            else:
-                assert client.chunk().index == 1
-                client.__exit__()
+            if number % 2:  # a bare socket: a library's client that is cut off leaves its own thread behind
+                leaver = Deaf(door.port, PATHS[0], msgspec.msgpack.encode(small_init))
+                assert leaver.socket.recv(64)
+                leaver.reset()
+                continue
+            with GenerateClient(door.port) as client:
+                client.send({**small_init, "max_chunks": 2})
+                assert [client.chunk().index, client.chunk().index] == [0, 1]
         wait_until(lambda: not len(door.manager) and not door.server.server_state.connections)
         engine.calls.clear()
         engine.aborted.clear()

@@ -27,8 +27,9 @@ logger = logging.getLogger("vllm." + __name__)
 ANONYMOUS: Final = "anonymous"
 
 _STRIKES: Final = 3
-_UNSENT_BYTES: Final = 256 * 1024  # the kernel takes this much beyond what the network has; more only hides a slow peer
+_UNSENT_BYTES: Final = 64 * 1024  # the kernel takes this much beyond what the network has; more only hides a slow peer
 _STRIKE_WINDOW_S: Final = 10.0
+_LAST_WORDS_S: Final = 1.5
 _REASON_BYTES: Final = 123  # RFC 6455: a control frame holds 125 bytes, two are the code
 
 
@@ -55,6 +56,8 @@ class Connection:
     async def accept(self, subprotocol: str | None) -> None:
         await self._websocket.accept(subprotocol=subprotocol)
         transport = self._transport()
+        if transport is not None:
+            transport.set_write_buffer_limits(high=0)  # nor do we: one message at a time waits for the kernel
         raw = transport.get_extra_info("socket") if transport is not None else None
         if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
             # The kernel, too, gives up on a peer that acknowledges nothing: pings queue behind unread data.
@@ -154,6 +157,11 @@ class Connection:
                 await self._websocket.close(int(code), text)
         except (TimeoutError, WebSocketDisconnect, RuntimeError, OSError):
             self.cut()
+
+    def cut_soon(self) -> None:
+        """Drop the TCP connection in a moment: a slow peer may come to what is still to be said, and may not."""
+        if (transport := self._transport()) is not None:
+            asyncio.get_running_loop().call_later(_LAST_WORDS_S, transport.abort)
 
     def cut(self) -> None:
         """Drop the TCP connection with whatever it still had to send."""

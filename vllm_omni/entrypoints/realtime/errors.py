@@ -19,6 +19,7 @@ RETRYABLE: Final = frozenset(
         "timeout",
         "oom",
         "resync_required",
+        "slow_reader",
         "non_finite",
     }
 )

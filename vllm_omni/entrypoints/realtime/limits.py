@@ -18,6 +18,7 @@ _PREFIX = "VLLM_OMNI_"
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+SecondsOrNever = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
 
 class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +26,8 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     idle_timeout_s: a connection without messages and without running requests is closed with 4010 after this.
     send_deadline_s: a reply that cannot be handed to the network in this time closes the connection with 4008.
+    slow_reader_timeout_s: a client that takes less than it plays while more waits for it is closed with 4008 when that
+    has gone on without pause for so long; 0 = never. The kernels' buffers hide the first seconds of it.
     chunk_timeout_s: an engine that has not answered one chunk in this time has it aborted (`timeout`).
     max_connections: open sockets of all doors together; one more is refused with HTTP 503.
     max_requests_per_connection: requests of one connection that run or wait; one more is `busy`.
@@ -45,6 +48,7 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     idle_timeout_s: Seconds = 300.0
     send_deadline_s: Seconds = 3.0
+    slow_reader_timeout_s: SecondsOrNever = 7.0
     chunk_timeout_s: Seconds = 300.0
     max_connections: Count = 256
     max_requests_per_connection: Count = 8

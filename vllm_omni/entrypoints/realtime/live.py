@@ -128,7 +128,7 @@ class LiveClient(ABC):
         try:
             run = session.submit(job)
             try:
-                await run.follow(self._count_and_deliver, self)
+                await run.follow(self._count_and_deliver, self, self.manager.pace(job.fps))
             finally:
                 if not run.finished:
                     session.cancel([run])
@@ -149,6 +149,8 @@ class LiveClient(ABC):
     async def end_with(self, error: DoorError) -> None:
         """Tell the client what went wrong and close: every end has a close code and a reason."""
         self._end = f"{error.code}: {error.message}"
+        if error.close is Close.SLOW_CONSUMER:
+            self.connection.cut_soon()
         try:
             await self.tell(error)
         except ClientGone:

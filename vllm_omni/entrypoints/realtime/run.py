@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ import numpy as np
 from vllm_omni.entrypoints.realtime.camera import CameraPath, PosePolicy
 from vllm_omni.entrypoints.realtime.engine import ChunkResult
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
+from vllm_omni.entrypoints.realtime.pace import ReaderPace
 
 Deliver = Callable[[Any], Awaitable[None]]
 """Hands one reply's payload to the client."""
@@ -194,19 +196,19 @@ class Run:
         self.job, self.finished, self.error, self.attempt = job, False, None, self.attempt + 1
         self.started_s = time.monotonic()
 
-    def follow(self, deliver: Deliver, owner: object, start: int = 0) -> Coroutine[Any, Any, bool]:
+    def follow(self, deliver: Deliver, owner: object, pace: ReaderPace, start: int = 0) -> Coroutine[Any, Any, bool]:
         """Deliver every reply from number `start` on until the run ends; an earlier follower is superseded at once.
 
         owner: the connection. Returns False if a later call of the same owner took over, else True.
         Raises the run's own `DoorError` if it failed, `superseded` if another owner took over, `resync_required` if
-        replies it needs are gone.
+        replies it needs are gone, `slow_reader` if `pace` says so.
         """
         me = self._follower = _Follower(owner)
         self.delivered = start
         self._notify()
-        return self._follow(me, deliver, start)
+        return self._follow(me, deliver, pace, start)
 
-    async def _follow(self, me: "_Follower", deliver: Deliver, position: int) -> bool:
+    async def _follow(self, me: "_Follower", deliver: Deliver, pace: ReaderPace, position: int) -> bool:
         try:
             while True:
                 if self._follower is not me:
@@ -216,7 +218,8 @@ class Run:
                 if position < self.first_kept:
                     raise DoorError("resync_required", "earlier replies of this request are no longer kept")
                 if position < self.num_replies:
-                    await deliver(self.replies[position - self.first_kept].payload)
+                    reply = self.replies[position - self.first_kept]
+                    await pace.hand_over(deliver(reply.payload), reply.num_frames, partial(self._has_later, reply))
                     position += 1
                     if self._follower is me:
                         self.delivered = position
@@ -233,6 +236,9 @@ class Run:
         finally:
             if self._follower is me:
                 self._follower = None
+
+    def _has_later(self, reply: Reply) -> bool:
+        return bool(self.replies) and self.replies[-1].chunk_index != reply.chunk_index
 
     async def wait_for_reader(self, unsent_chunks: int) -> None:
         """Return when at most `unsent_chunks` chunks wait for delivery."""

@@ -20,6 +20,7 @@ from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.gate import Gate
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.pace import ReaderPace
 from vllm_omni.entrypoints.realtime.session import Session, SessionKey
 
 logger = logging.getLogger("vllm." + __name__)
@@ -178,6 +179,11 @@ class SessionManager:
             for session in list(self._sessions.values()):
                 if not session.is_busy and time.monotonic() - session.last_used_s >= idle_s:
                     self._evict(session, "idle")
+
+    def pace(self, fps: float | None) -> ReaderPace:
+        """For a client that begins to follow a run; fps: what it plays at, None = what the server is run for."""
+        facts = self.facts
+        return ReaderPace(self.limits.slow_reader_timeout_s, fps or facts.target_fps or facts.fps)
 
     # -- work ----------------------------------------------------------------------------------------------------
 

@@ -184,6 +184,8 @@ class _Client:
         await self._connection.send(encode(message))
 
     async def _refuse(self, error: DoorError, request_id: str | None = None, session_id: str | None = None) -> None:
+        if error.close is Close.SLOW_CONSUMER:
+            self._connection.cut_soon()
         with contextlib.suppress(ClientGone):
             await self._send(protocol.error_message(error, request_id, session_id))
         if error.close is not None:
@@ -233,7 +235,7 @@ class _Client:
     async def _follow(self, session: Session, run: Run, start: int = 0) -> bool:
         """Deliver a run's replies; when this connection leaves and nobody has taken over, the run is cancelled."""
         try:
-            return await run.follow(self._connection.send, self, start)
+            return await run.follow(self._connection.send, self, self._manager.pace(run.job.fps), start)
         finally:
             if not run.finished and not run.has_follower:
                 session.cancel([run])
