@@ -141,6 +141,27 @@ def test_any_fields_are_a_request_or_an_api_error(fields: dict[str, Any]) -> Non
         assert refused is None or (refused.status == 400 and len(refused.response().body) < 2000)
 
 
+@pytest.mark.parametrize(
+    ("cls", "field", "value"),
+    [
+        (ImageGenerationRequest, "n", True),
+        (ImageGenerationRequest, "output_compression", True),
+        (ImageGenerationRequest, "stream", 1),
+        (VideoRequest, "seconds", True),
+        (VideoRequest, "fps", True),
+        (VideoRequest, "seed", False),
+    ],
+)
+def test_a_truth_value_is_no_number_and_a_number_no_truth_value(cls: Any, field: str, value: Any) -> None:
+    """As the description says; text stays both, since a form has nothing else."""
+    with pytest.raises(ApiError, match=f"'{field}': Input should be a valid") as refused:
+        read_request(cls, {"prompt": "a", field: value})
+    assert refused.value.status == 400
+    form = {"prompt": "a", "n": "3", "stream": "true"}
+    request = read_request(ImageGenerationRequest, form)
+    assert (request.n, request.stream) == (3, True)
+
+
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 

@@ -283,17 +283,17 @@ def mutated(data: bytes, random_: random.Random) -> bytes:
 
 @pytest.mark.parametrize("num_cases", [20_000, pytest.param(10_000_000, marks=pytest.mark.nightly)])
 def test_mutated_messages_raise_nothing_but_codec_errors(num_cases: int) -> None:
-    """Whatever arrives is a message or a `CodecError`, within 50 ms."""
+    """Whatever arrives is a message or a `CodecError`, within 50 ms of this thread's own time."""
     random_ = random.Random(num_cases)
     refused = 0
     for _ in range(num_cases):
         data = mutated(random_.choice(SEEDS), random_)
-        started_s = time.perf_counter()
+        started_s = time.thread_time()
         try:
             decode(data)
         except CodecError:
             refused += 1
-        assert time.perf_counter() - started_s < 0.05, data
+        assert time.thread_time() - started_s < 0.05, data
     assert 0.2 < refused / num_cases < 0.99  # both ways are exercised
 
 

@@ -8,7 +8,8 @@ can do with a valid request is `plan.py`'s. Held by tests/entrypoints/openai/tes
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from vllm_omni.entrypoints.openai.errors import ApiError, invalid
 
@@ -18,6 +19,24 @@ MAX_SEED = 2**63 - 65
 Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
 Size = Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,3}x[1-9][0-9]{0,3})$")]
 Format = Literal["png", "jpeg", "webp"]
+
+
+def _no_boolean(value: Any) -> Any:
+    """Refuse what Python, but nobody else, takes for 0 and 1; text stays welcome, since forms have nothing else."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number_type", "Input should be a valid number")
+    return value
+
+
+def _no_number(value: Any) -> Any:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise PydanticCustomError("bool_type", "Input should be a valid boolean")
+    return value
+
+
+Boolean = Annotated[bool, BeforeValidator(_no_number)]
+Integer = Annotated[int, BeforeValidator(_no_boolean)]
+Number = Annotated[float, BeforeValidator(_no_boolean)]
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -30,28 +49,28 @@ class _Request(BaseModel):
     user: str | None = Field(None, max_length=1024, description="Accepted, not used.")
     safety_identifier: str | None = Field(None, max_length=1024, description="Accepted, not used.")
     # extensions
-    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="Extension. Drawn at random if absent.")
+    seed: Integer | None = Field(None, ge=0, le=MAX_SEED, description="Extension. Drawn at random if absent.")
     negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS, description="Extension.")
-    num_inference_steps: int | None = Field(None, ge=1, le=1000, description="Extension. Denoise steps.")
-    guidance_scale: float | None = Field(None, ge=0, le=100, description="Extension. Classifier-free guidance.")
+    num_inference_steps: Integer | None = Field(None, ge=1, le=1000, description="Extension. Denoise steps.")
+    guidance_scale: Number | None = Field(None, ge=0, le=100, description="Extension. Classifier-free guidance.")
     extra_params: dict[str, Any] | None = Field(
         None, description="Extension. Options of the served model itself; it checks names and values."
     )
 
 
 class ImageGenerationRequest(_Request):
-    n: int | None = Field(None, ge=1, le=10)
+    n: Integer | None = Field(None, ge=1, le=10)
     response_format: Literal["b64_json", "url"] | None = None
     output_format: Format | None = None
-    output_compression: int | None = Field(None, ge=0, le=100, description="Quality of jpeg and webp.")
+    output_compression: Integer | None = Field(None, ge=0, le=100, description="Quality of jpeg and webp.")
     quality: Literal["auto", "standard", "hd", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="Quality of jpeg and webp if `output_compression` is absent."
     )
     background: Literal["auto", "opaque", "transparent"] | None = Field(None, description="`transparent` is refused.")
     moderation: Literal["low", "auto"] | None = Field(None, description="Accepted, not used.")
     style: Literal["vivid", "natural"] | None = Field(None, description="Accepted, not used.")
-    stream: bool | None = Field(None, description="Server-sent events, one for each finished picture.")
-    partial_images: int | None = Field(None, ge=0, le=3, description="Accepted; only finished pictures are sent.")
+    stream: Boolean | None = Field(None, description="Server-sent events, one for each finished picture.")
+    partial_images: Integer | None = Field(None, ge=0, le=3, description="Accepted; only finished pictures are sent.")
 
 
 class ImageEditRequest(ImageGenerationRequest):
@@ -61,12 +80,12 @@ class ImageEditRequest(ImageGenerationRequest):
 
 
 class VideoRequest(_Request):
-    seconds: Annotated[float, Field(gt=0, le=3600)] | None = Field(
+    seconds: Annotated[Number, Field(gt=0, le=3600)] | None = Field(
         None, description="Length of the video, as text or number; the nearest length the model can make."
     )
     # extensions
-    num_frames: int | None = Field(None, ge=1, le=10_000, description="Extension. Instead of `seconds`.")
-    fps: float | None = Field(None, gt=0, le=240, description="Extension. Frames per second of the video.")
+    num_frames: Integer | None = Field(None, ge=1, le=10_000, description="Extension. Instead of `seconds`.")
+    fps: Number | None = Field(None, gt=0, le=240, description="Extension. Frames per second of the video.")
     camera_actions: list[list[Annotated[str, Field(max_length=16)]]] | None = Field(
         None,
         max_length=4096,
