@@ -53,7 +53,6 @@ def test_fewer_steps_is_a_model_of_every_second_step(checkpoint: Path, source: s
     [
         ("fewer_steps", {"cache": "noise_matched"}, "a window for every step"),
         ("fewer_steps", {"denoising_steps": [1000.0]}, "one entry"),
-        ("smaller_window", {}, "window_frames"),
         ("tiny_vae", {}, "decoder"),
     ],
 )

@@ -28,6 +28,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
+from vllm_omni.model_executor.layers.narrow_view import NarrowView, narrow_frames
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.causal_wan import in_flight
@@ -244,6 +245,7 @@ class CausalWan(nn.Module):
             with request.timer.stage("video"):
                 latents, schedule, video = self.video.noisy_latents(inputs.video, standing.video, noise[0])
         replay = self._replay(session, inputs.prompt)
+        cache = session.cache.rebuild(rebuilt_from(replay)) if replay else session.cache
         request.state = Chunk(
             frames=frames,
             schedule=every_second_step(schedule) if "fewer_steps" in request.degradations else schedule,
@@ -251,7 +253,7 @@ class CausalWan(nn.Module):
             renoise=noise[1:],
             rope=self._rope(frames, size),
             text=text,
-            cache=session.cache.rebuild(rebuilt_from(replay)) if replay else session.cache,
+            cache=cache,
             replay=replay,
             prompt=inputs.prompt,
             seed=inputs.seed,
@@ -259,6 +261,7 @@ class CausalWan(nn.Module):
             noise_scale=None if video is None else video.noise_scale,
             cross_kv=standing.cross_kv if known else None,
             index=standing.chunk_index,
+            narrow=NarrowView(cache.clean) if "smaller_window" in request.degradations else None,
         )
         request.clean_passes = int(self.options.cache != "noise_matched")
         request.num_steps = len(replay) + request.state.schedule.num_steps + request.clean_passes
@@ -269,8 +272,21 @@ class CausalWan(nn.Module):
                 return f"cache {self.options.cache!r} keeps a window for every step, so each chunk needs all of them"
             return None if self.schedule.num_steps > 1 else "denoising_steps has one entry"
         if name == "smaller_window":
-            return "the window is allocated when a stream begins; set omni.model.window_frames for all streams"
-        return "one decoder is loaded; set omni.model.decoder 'tiny' for all streams"
+            return self._refuse_smaller_window()
+        return (
+            "the exact decoder cannot go on behind frames that it has not decoded; set omni.model.decoder 'tiny' for "
+            "all streams"
+        )
+
+    def _refuse_smaller_window(self) -> str | None:
+        if self.options.cache != "strict":
+            return f"cache {self.options.cache!r} keeps a window for every step; only 'strict' has one to look at"
+        ring = self.plan.window_frames - self.plan.sink_frames
+        if ring == 0:
+            return "window_frames -1 is global attention"
+        if narrow_frames(ring, self.plan.chunk_frames) == ring:
+            return "behind its sinks the window holds one chunk"
+        return None
 
     @property
     def steps_behind(self) -> int:
@@ -419,13 +435,14 @@ class CausalWan(nn.Module):
         assert chunk.cross_kv is not None
         step, clean = _denoise_index(request) if step is None else step, chunk.schedule.num_steps
         past = chunk.replay[request.step] if request.step < len(chunk.replay) else None
+        narrow = chunk.narrow if past is None else None
         return ChunkRow(
             latents=chunk.latents if past is None else past.latents,
             timestep=self.options.context_timestep if step is None else chunk.schedule.timesteps[step],
             frames=chunk.frames if past is None else past.frames,
             rope=chunk.rope if past is None else self._rope(past.frames, past.latents.shape),
             cross_kv=chunk.cross_kv,
-            window=chunk.cache.at(clean if step is None else step),
+            window=narrow or chunk.cache.at(clean if step is None else step),
         )
 
 

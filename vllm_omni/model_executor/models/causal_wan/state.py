@@ -16,6 +16,7 @@ import torch
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState
+from vllm_omni.model_executor.layers.narrow_view import NarrowView
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.causal_wan.config import ChunkPlan
 from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
@@ -227,6 +228,8 @@ class Chunk:
     """The video input's, also where that is not."""
     cross_kv: torch.Tensor | None = None
     index: int = 0
+    narrow: NarrowView | None = None
+    """What the chunk sees of `cache` if it goes with a smaller window."""
     decoder_cache: VAECache | None = None
     decoded_from: VAECache | None = None
     """Kept while the decode may still be reading it on the device."""
