@@ -74,6 +74,18 @@ def _refusal(runner: "DiffusionGPUModelRunner", partition: Sequence[int]) -> tup
         )
     if any(state.chunk is not None and not (state.done and state.pending is None) for state in runner.requests):
         return "session_busy", "chunks are in flight: ask again between two"
+    if runner.device.type == "cuda" and runner.pp.rank_in_group < stages:
+        # Sessions move one after the other, each into buffers beside its old ones; weights arrive before others leave.
+        torch.cuda.empty_cache()
+        held, wanted = model.partition[runner.pp.rank_in_group], partition[runner.pp.rank_in_group]
+        session_bytes = max((session.nbytes for session in runner.sessions.in_order_of_id()), default=0)
+        needed = session_bytes * wanted // held + runner.model_memory_usage * max(0, wanted - held) // held
+        free, _ = torch.cuda.mem_get_info(runner.device)
+        if needed > free:
+            return (
+                "capacity",
+                f"moving layers needs {needed / 2**30:.1f} GiB on a rank that has {free / 2**30:.1f} free",
+            )
     return None
 
 
