@@ -158,6 +158,27 @@ def test_a_fork_and_a_moved_window_go_on_alike() -> None:
     assert torch.equal(fork.visible(0, range(12, 13))[0], window.visible(0, range(12, 13))[0])
 
 
+@pytest.mark.parametrize("again", ["rebuild", "to"])
+def test_a_rebuilt_or_moved_window_has_decided_nothing(again: str) -> None:
+    """What was decided and never committed is not laid over the sinks of such a window."""
+    seen = []
+    for decides in (True, False):
+        window = make_window(refresh_threshold=2.0)
+        fill(window, 9)
+        sums = window.resemblance(10)
+        assert sums is not None
+        if decides:
+            window.decide(10, sums)
+        if again == "to":
+            window.to("cpu")
+        else:
+            window = window.rebuild(0)
+            fill(window, 2)
+        run(window, range(10, 11))
+        seen.append(window.visible(0, range(10, 11)))
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
 def test_bytes_are_what_is_counted() -> None:
     window = make_window()
     expected = kv_window_nbytes(window_frames=WINDOW, **SIZES) + sink_window_extra_nbytes(sink_frames=SINK, **SIZES)  # type: ignore[arg-type]

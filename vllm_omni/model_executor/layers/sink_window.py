@@ -162,24 +162,24 @@ class SinkWindow(KVWindow):
         other = super().rebuild(written_from)
         other.sinks = torch.zeros_like(self.sinks)
         other.sink_at = torch.arange(self.sink_frames, device=self.sinks.device).expand_as(self.sink_at).contiguous()
-        other._renewal = None
+        other._renewals = ()
         return other
 
     def to(self, device: torch.device | str) -> None:
         super().to(device)
         self.sinks, self.sink_at = self.sinks.to(device), self.sink_at.to(device)
         self._frequencies = self._frequencies.to(device)
-        self._renewal = None
+        self._renewals = ()
 
     def move_layers(self, move: LayerMove) -> None:
         super().move_layers(move)
         self.sinks, self.sink_at = move.stacked(self.sinks), move.stacked(self.sink_at)
-        self._renewal = None
+        self._renewals = ()
 
     def close(self) -> None:
         super().close()
         self.sinks = self.sinks.new_empty(0)
-        self._renewal = None
+        self._renewals = ()
 
 
 def sink_window_extra_nbytes(
