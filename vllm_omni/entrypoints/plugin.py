@@ -24,6 +24,7 @@ from vllm_omni.entrypoints import websocket as websocket_options
 from vllm_omni.entrypoints.access import BrowserAccess, configured_keys
 from vllm_omni.entrypoints.drain import GracefulStop
 from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.handshake_guard import HandshakeGuard
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.ranks import SessionRanks, num_ranks
 from vllm_omni.entrypoints.readiness import Readiness, ReadyRoute
@@ -64,6 +65,7 @@ class OmniEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         websocket_options.apply_at_startup(app)
+        HandshakeGuard(DoorLimits.from_env().handshake_timeout_s).attach(app)
         for path in world_camera.PATHS:
             app.add_api_websocket_route(path, self._world_camera)
         for path in generate_door.PATHS:

@@ -41,6 +41,8 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_held_bytes: replies kept for all sessions together; beyond it journals are cut, sessions pause until their
     reader has caught up, and new ones are refused with `capacity`.
     sessions_per_client: sessions of one API key (without keys: of one address); one more is `session_limit`.
+    handshake_timeout_s: a new connection of any kind must have sent its first request's headers in this time; 0 = no
+    bound.
     start_timeout_s: a client of `/v1/realtime/video` must send `session.start` in this time.
     slot_wait_s: how long a start waits for a session to end before it is refused.
     allowed_origins: comma-separated `scheme://host[:port]` from which browsers may connect, besides the server's own.
@@ -62,6 +64,7 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     journal_bytes: Bytes = 32 * MIB
     max_held_bytes: Bytes = 1024 * MIB
     sessions_per_client: Count = 64
+    handshake_timeout_s: SecondsOrNever = 10.0
     start_timeout_s: Seconds = 10.0
     slot_wait_s: Seconds = 1.0
     allowed_origins: str = ""

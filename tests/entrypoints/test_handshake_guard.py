@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sockets that connect and say nothing are closed; those that have spoken are left alone."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, WebSocket
+from websockets.sync.client import connect
+
+from vllm_omni.entrypoints.handshake_guard import HandshakeGuard
+
+TIMEOUT_S = 0.8
+
+
+@pytest.fixture(params=["h11", "httptools"])
+def port(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A server with both of uvicorn's HTTP parsers in turn; `/echo` is a WebSocket."""
+    app = FastAPI()
+
+    @app.websocket("/echo")
+    async def echo(websocket: WebSocket) -> None:
+        await websocket.accept()
+        while True:
+            await websocket.send_text(await websocket.receive_text())
+
+    @app.get("/hello")
+    async def hello() -> str:
+        return "hello"
+
+    HandshakeGuard(TIMEOUT_S).attach(app)
+    config = uvicorn.Config(app, log_level="warning", http=request.param, timeout_keep_alive=60)
+    server = uvicorn.Server(config)
+    app.state.server = server
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join(10)
+
+
+def is_closed(sock: socket.socket, timeout_s: float) -> bool:
+    sock.settimeout(max(0.001, timeout_s))
+    try:
+        return sock.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:  # reset
+        return True
+
+
+def ask(sock: socket.socket) -> bytes:
+    sock.settimeout(10)
+    sock.sendall(b"GET /hello HTTP/1.1\r\nHost: x\r\n\r\n")
+    answer = b""
+    while b'"hello"' not in answer:
+        answer += sock.recv(1000)
+    return answer
+
+
+def test_unfinished_handshakes_are_closed_and_nobody_else(port: int) -> None:
+    """Forty silent sockets and forty half-sent requests; a WebSocket and a kept-alive connection go on."""
+    address = ("127.0.0.1", port)
+    with connect(f"ws://127.0.0.1:{port}/echo") as websocket, socket.create_connection(address) as kept:
+        assert b"200 OK" in ask(kept)
+        opened_s = time.monotonic()
+        late = [socket.create_connection(address) for _ in range(80)]
+        for half in late[40:]:
+            half.sendall(b"GET /echo HTTP/1.1\r\nHost: x\r\nUpgrade: webso")
+        assert not is_closed(late[0], TIMEOUT_S / 4)
+        assert all(is_closed(sock, opened_s + TIMEOUT_S + 5 - time.monotonic()) for sock in late)
+        assert time.monotonic() - opened_s >= TIMEOUT_S
+        websocket.send("still here")
+        assert websocket.recv(timeout=10) == "still here"
+        assert b"200 OK" in ask(kept)
+        for sock in late:
+            sock.close()

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`HandshakeGuard`: a socket that connects and then does not say what it wants is closed.
+
+uvicorn waits for a connection's first request for ever, so strangers could hold all descriptors with silent sockets or
+half-sent headers. Knows no route. Held by tests/entrypoints/test_handshake_guard.py.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+logger = logging.getLogger("vllm." + __name__)
+
+
+class HandshakeGuard:
+    """timeout_s: within which a connection's first request, a WebSocket's upgrade included, must be there whole up to
+    the end of its headers; 0 = for ever. Connections that have made a request before are uvicorn's keep-alive's."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    def attach(self, app: FastAPI) -> None:
+        """Watch the server of this application (`app.state.server`, where vLLM puts it) while it runs."""
+        if self._timeout_s == 0:
+            return
+        inner = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
+            async with inner(starting) as state:
+                watching = asyncio.create_task(self._watch(starting.state.server))
+                try:
+                    yield state
+                finally:
+                    watching.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await watching
+
+        app.router.lifespan_context = lifespan
+
+    async def _watch(self, server: Any) -> None:
+        since_s: dict[Any, float] = {}
+        while True:
+            await asyncio.sleep(min(1.0, self._timeout_s / 4))
+            now_s = time.monotonic()
+            since_s = {
+                protocol: since_s.get(protocol, now_s)
+                for protocol in server.server_state.connections
+                if isinstance(protocol, H11Protocol | HttpToolsProtocol) and protocol.cycle is None
+            }
+            late = [protocol for protocol, first_s in since_s.items() if now_s - first_s >= self._timeout_s]
+            for protocol in late:
+                protocol.transport.abort()
+            if late:
+                logger.info("handshakes_given_up count=%d", len(late))
