@@ -84,9 +84,9 @@ class ChunkRun:
 
 
 async def run_chunks(
-    engine: Any, name: str, count: int, request: Callable[[str, int], tuple[dict[str, Any], Any]]
+    engine: Any, name: str, count: int, request: Callable[[str, int], tuple[dict[str, Any], Any]], ahead: int = 1
 ) -> ChunkRun:
-    """Run a session's chunks, each asked for while the one before is running.
+    """Run a session's chunks, each asked for while the `ahead` before it are running.
 
     request: (session, chunk index) -> (fields of `DiffusionParams`, tensors).
     """
@@ -102,11 +102,11 @@ async def run_chunks(
         return {"done": done, "timings_ms": meta["timings_ms"], "frames": len(result), "digest": digest}
 
     start = time.perf_counter()
-    pending = [asyncio.create_task(chunk(0))]
-    records = []
+    pending: list[asyncio.Task[dict[str, Any]]] = []
+    records: list[dict[str, Any]] = []
     for index in range(count):
-        if index + 1 < count:
-            pending.append(asyncio.create_task(chunk(index + 1)))
+        for number in range(index + len(pending), min(count, index + ahead + 1)):
+            pending.append(asyncio.create_task(chunk(number)))
         records.append(await pending.pop(0))
     return ChunkRun(start, records)
 

@@ -38,13 +38,28 @@ from common import HUGE_PAGES, add_output_arguments, chunk_rate, restart_with, r
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """How the GPUs are used. ranks: of each stage, sharing every layer by `tensor` or by `sequence` (Ulysses)."""
+    """How the GPUs are used. ranks: of each stage, sharing every layer by `tensor` or by `sequence` (Ulysses).
+
+    matched_steps: a noise-matched stream of so many denoise steps (causal Wan), with `chunks_in_flight` chunks at work;
+    temporal: each stage owns one of the steps. 0 = the model's own cache and steps.
+    """
 
     ranks: int = 1
     stages: int = 1
     vae_stage: bool = False
     sequence: bool = True
     sessions: int = 1
+    matched_steps: int = 0
+    chunks_in_flight: int = 1
+    temporal: bool = False
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        if not self.matched_steps:
+            return {}
+        steps = [1000, 750, 500, 250][: self.matched_steps]
+        video_steps = [700, 500, 400, 200][: self.matched_steps]
+        return {"cache": "noise_matched", "denoising_steps": steps, "video_denoising_steps": video_steps}
 
     @property
     def num_gpus(self) -> int:
@@ -66,6 +81,15 @@ ROWS = {
     "ulysses4": Row(ranks=4),
     "pp4_4_sessions": Row(stages=4, sessions=4),
     "ulysses4_vae_stage": Row(ranks=4, stages=2, vae_stage=True),
+    "matched2_one_gpu": Row(matched_steps=2),
+    "matched2_one_gpu_2_chunks": Row(matched_steps=2, chunks_in_flight=2),
+    "matched2_pp2_2_chunks": Row(stages=2, matched_steps=2, chunks_in_flight=2),
+    "matched2_temporal2": Row(stages=2, matched_steps=2, chunks_in_flight=2, temporal=True),
+    "matched4_one_gpu": Row(matched_steps=4),
+    "matched4_pp2_2_chunks": Row(stages=2, matched_steps=4, chunks_in_flight=2),
+    "matched4_pp4_4_chunks": Row(stages=4, matched_steps=4, chunks_in_flight=4),
+    "matched4_temporal4": Row(stages=4, matched_steps=4, chunks_in_flight=4, temporal=True),
+    "matched4_temporal4_one_chunk": Row(stages=4, matched_steps=4, temporal=True),
 }
 
 
@@ -102,7 +126,7 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
     """One engine: a throw-away stream, then `row.sessions` streams at once."""
     import torch
 
-    options = {**model.options, **json.loads(args.model_options)}
+    options = {**model.options, **row.model_options, **json.loads(args.model_options)}
     if row.ranks > 1 and row.sequence:
         options["sequence_parallel"] = True
     if not torch.cuda.is_available():
@@ -123,6 +147,8 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
         "model": options,
         "max_sessions": row.sessions + 1,
         "vae_stage": row.vae_stage,
+        "chunks_in_flight": row.chunks_in_flight,
+        "pipeline": "temporal" if row.temporal else "blocks",
         **json.loads(args.omni_options),
     }
     loading = time.perf_counter()
@@ -140,7 +166,9 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
         first = await run_chunks(engine, "first", 2, request)
         await engine.collective_rpc("close_session", args=("first",))
         names = [f"stream{number}" for number in range(row.sessions)]
-        streams = await asyncio.gather(*(run_chunks(engine, name, args.chunks, request) for name in names))
+        streams = await asyncio.gather(
+            *(run_chunks(engine, name, args.chunks, request, row.chunks_in_flight) for name in names)
+        )
         memory = await engine.collective_rpc("device_memory")
         sessions = await engine.collective_rpc("session_stats")
     rates = [chunk_rate(stream, args.warm_chunks) for stream in streams]
@@ -165,10 +193,15 @@ def earlier_rows(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return json.loads(path.read_text())["result"]["rows"] if path.exists() and not args.no_save else {}
 
 
-def fits(row: Row) -> bool:
-    """Whether the machine has GPUs for a row; without any, two ranks are as many as the processors here can take."""
+def fits(row: Row, model: Model) -> bool:
+    """Whether the machine has GPUs for a row; without any, two ranks are as many as the processors here can take.
+
+    And whether the model can be noise-matched, if the row is.
+    """
     import torch
 
+    if row.matched_steps and model.image:
+        return False
     return row.num_gpus <= (torch.cuda.device_count() if torch.cuda.is_available() else 2)
 
 
@@ -201,7 +234,7 @@ def main() -> None:
     rows = earlier_rows(name, args)
     with tempfile.TemporaryDirectory() as folder:
         model.write(Path(folder) / "model")
-        for row_name in args.rows or [name for name, row in ROWS.items() if fits(row)]:
+        for row_name in args.rows or [name for name, row in ROWS.items() if fits(row, model)]:
             try:
                 rows[row_name] = asyncio.run(measure(model, Path(folder) / "model", ROWS[row_name], args))
             except Exception as error:  # a row that cannot run (memory, a refusal) must not cost the others

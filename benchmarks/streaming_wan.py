@@ -5,6 +5,8 @@
     python benchmarks/streaming_wan.py --size 14B
     python benchmarks/streaming_wan.py --sequence-parallel 2
     python benchmarks/streaming_wan.py --streams 2
+    python benchmarks/streaming_wan.py --pipeline-parallel 4 --pipeline temporal --chunks-in-flight 4 \\
+        --model-options '{"cache": "noise_matched"}'
     python benchmarks/streaming_wan.py --source video --model-options '{"latent_frames_per_chunk": 1}'
     python benchmarks/streaming_wan.py --size tiny --height 64 --width 96 --chunks 6   # try it without a GPU
 
@@ -73,7 +75,7 @@ def ideal_ms(size: str, args: argparse.Namespace, plan: Any, passes: int) -> flo
 
 
 async def one_stream(engine: Any, name: str, args: argparse.Namespace, plan: Any) -> dict[str, Any]:
-    """Run one stream's chunks, each asked for while the one before is running."""
+    """Run one stream's chunks, each asked for while the one before it, or as many as may be at work, are running."""
     import torch
 
     from vllm_omni.inputs import DiffusionParams
@@ -100,11 +102,11 @@ async def one_stream(engine: Any, name: str, args: argparse.Namespace, plan: Any
         return {"done": time.perf_counter(), "timings_ms": meta["timings_ms"], "frames": len(frames)}
 
     start = time.perf_counter()
-    pending = [asyncio.create_task(chunk(0))]
-    records = []
+    pending: list[asyncio.Task[dict[str, Any]]] = []
+    records: list[dict[str, Any]] = []
     for index in range(args.chunks):
-        if index + 1 < args.chunks:
-            pending.append(asyncio.create_task(chunk(index + 1)))
+        for number in range(index + len(pending), min(args.chunks, index + args.chunks_in_flight + 1)):
+            pending.append(asyncio.create_task(chunk(number)))
         records.append(await pending.pop(0))
     return {"records": records, "start": start}
 
@@ -127,7 +129,14 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     loading = time.perf_counter()
     async with running_engine(
         model,
-        {"height": args.height, "width": args.width, "model": options, "max_sessions": args.streams + 1},
+        {
+            "height": args.height,
+            "width": args.width,
+            "model": options,
+            "max_sessions": args.streams + 1,
+            "chunks_in_flight": args.chunks_in_flight,
+            "pipeline": args.pipeline,
+        },
         dtype="bfloat16",
         enforce_eager=args.eager,
         load_format="dummy",
@@ -160,7 +169,9 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             "tensor": args.tensor_parallel,
             "sequence": args.sequence_parallel,
             "pipeline": args.pipeline_parallel,
+            "kind": args.pipeline,
         },
+        "chunks_in_flight": args.chunks_in_flight,
         "model_options": options,
         "eager": args.eager,
         "chunks": args.chunks,
@@ -197,6 +208,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--sequence-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--pipeline", choices=["blocks", "temporal"], default="blocks", help="what a stage owns")
+    parser.add_argument("--chunks-in-flight", type=int, default=1, help="of one stream at work at once")
     parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")

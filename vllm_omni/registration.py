@@ -93,6 +93,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
                 f"--pipeline-parallel-size {parallel.pipeline_parallel_size} needs one denoise step per engine step: "
                 f"pass --scheduler-cls {SCHEDULER_CLS} or drop --scheduler-cls"
             )
+        check_steps(omni, vllm_config)
         vllm_config.cache_config.enable_prefix_caching = False
 
 
@@ -130,6 +131,27 @@ def check_options(hf_config: PreTrainedConfig, additional_config: Any) -> OmniCo
     if family.check_options is not None:
         family.check_options(hf_config.to_dict(), omni)
     return omni
+
+
+def check_steps(omni: OmniConfig, vllm_config: "VllmConfig") -> None:
+    """Raise ValueError, with the reason, unless chunks are scheduled step by step where the options need it.
+
+    Whether the model can do it, it says itself (`interfaces.check_chunks_in_flight`).
+    """
+    if omni.chunks_in_flight == 1 and omni.pipeline == "blocks":
+        return
+    if omni.pipeline == "temporal" and vllm_config.parallel_config.pipeline_parallel_size == 1:
+        raise ValueError(
+            "omni.pipeline 'temporal' gives every denoise step a stage of its own: "
+            "pass --pipeline-parallel-size, as many as there are steps"
+        )
+    if get_family(vllm_config.model_config.hf_config.omni_family).executor_cls is not None:
+        raise ValueError("omni.chunks_in_flight and omni.pipeline need a worker; this checkpoint runs without one")
+    if not steps_one_at_a_time(vllm_config):
+        raise ValueError(
+            f"omni.chunks_in_flight {omni.chunks_in_flight} needs one denoise step per engine step: "
+            f"pass --scheduler-cls {SCHEDULER_CLS} or drop --scheduler-cls"
+        )
 
 
 def steps_one_at_a_time(vllm_config: "VllmConfig") -> bool:

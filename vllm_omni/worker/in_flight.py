@@ -33,11 +33,23 @@ class ChunksInFlight:
 
     def waiting(self, states: Sequence[RequestState]) -> list[RequestState]:
         """Those of a batch that may not begin or go on yet; asked before any of the batch moves."""
-        return [state for state in states if self._waits(state)] if self._limit > 1 else []
+        if self._limit == 1:
+            return []
+        first: dict[str, tuple[float, RequestState]] = {}  # of those of a session that have not begun, one may
+        for state in states:
+            if state.chunk is None and state.failure is None and state.params is not None:
+                index = state.params.chunk_index
+                turn = float("inf") if index is None else index
+                if state.params.session_id not in first or turn < first[state.params.session_id][0]:
+                    first[state.params.session_id] = turn, state
+        may_begin = [state for _, state in first.values()]
+        return [state for state in states if self._waits(state, state in may_begin)]
 
-    def _waits(self, state: RequestState) -> bool:
+    def _waits(self, state: RequestState, may_begin: bool) -> bool:
         if state.failure is not None or state.params is None:
             return False
+        if state.chunk is None and not may_begin:
+            return True
         chunks = self._chunks.get(state.params.session_id, [])
         position, step = len(chunks), 0
         if state.chunk is not None:

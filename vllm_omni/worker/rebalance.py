@@ -65,6 +65,8 @@ def _refusal(runner: "DiffusionGPUModelRunner", partition: Sequence[int]) -> tup
     model = runner.model
     if not isinstance(model, SupportsLayerMoves):
         return "unsupported", "this model's layers stay on the stages they were loaded on"
+    if runner.omni.pipeline == "temporal":
+        return "unsupported", "every stage holds all layers and one denoise step (omni.pipeline 'temporal')"
     stages = runner.pp.world_size - runner.omni.vae_stage
     if len(partition) != stages or sum(partition) != model.num_layers or min(partition) < 1:
         return (

@@ -161,7 +161,7 @@ def model_identity(vllm_config: "VllmConfig") -> ModelIdentity:
         "options": options,
         "dtype": str(vllm_config.model_config.dtype),
     }
-    stages = {name: omni[name] for name in ("vae_stage", "pipeline_partition") if omni.get(name)}
+    stages = {name: omni[name] for name in ("vae_stage", "pipeline_partition", "pipeline") if omni.get(name)}
     if stages:  # what each rank holds of a session
         described["stages"] = stages
     text = json.dumps(described, sort_keys=True, default=str)

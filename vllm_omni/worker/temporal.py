@@ -5,7 +5,8 @@ One engine step is a chunk's whole trip: stage i holds the whole network and the
 latents, runs step i, hands the latents on. The next chunk of the session follows one stage behind, so one session keeps
 all stages at work. The last stage decodes and tells the others how it ended (`ReturnChannel`); its message carries the
 latents that entered the last step, which is what a stage needs to see a session's first chunk as that step left it.
-Knows no model by name. Held by tests/worker/test_temporal.py and tests/engine/test_chunks_in_flight.py.
+Knows no model by name. Held by tests/model_executor/models/causal_wan/test_causal_wan_in_flight.py and
+tests/engine/test_chunks_in_flight.py.
 """
 
 from collections.abc import Sequence

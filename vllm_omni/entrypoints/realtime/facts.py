@@ -44,6 +44,8 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     session_idle_s: float = 300.0
     by_deadline: bool = False
     """Whether the engine wants to know when a chunk is due (`omni.scheduling`)."""
+    chunks_in_flight: int = 1
+    """Chunks of a session that the engine works on at once (`OmniConfig`)."""
     target_fps: float | None = None
     """What a stream plays at if its client names no rate; None = the model's rate."""
     model: str = ""
@@ -61,6 +63,7 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "max_sessions": omni.max_sessions * num_ranks(vllm_config),
             "session_idle_s": omni.session_idle_s,
             "by_deadline": omni.scheduling == "deadline",
+            "chunks_in_flight": omni.chunks_in_flight,
             "target_fps": omni.target_fps,
             "model": model,
         }

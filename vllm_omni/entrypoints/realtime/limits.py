@@ -35,7 +35,8 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_frames_per_request: pixel frames one `infer` may ask for.
     max_image_bytes, max_image_pixels: start image, as a file and after decoding; both checked before decoding.
     max_prompt_chars: characters of a prompt.
-    chunks_in_flight: chunks of one session that the engine may hold; 2 keep it busy between chunks.
+    chunks_in_flight: chunks of one session that the engine may hold; 2 keep it busy between chunks. At least one more
+    than `omni.chunks_in_flight`, if that is more than 1.
     unsent_chunks: finished chunks that may wait for a slow reader before the session pauses.
     journal_bytes: replies kept per session, for replay and resume.
     max_held_bytes: replies kept for all sessions together; beyond it journals are cut, sessions pause until their

@@ -155,8 +155,9 @@ class Session:
     async def _generate(self, run: Run) -> None:
         """Keep `chunks_in_flight` chunks in the engine until the run is complete; render what comes back, in order.
 
-        A live run has one chunk in the engine, so that its controls are taken as late as possible; the next one is
-        begun before this one is rendered and sent.
+        A live run has as few chunks there as keep the engine at work, one unless it works on several of a session at
+        once, so that controls are taken as late as possible; the next one is begun before this one is rendered and
+        sent.
         """
         limits, job, drain = self._manager.limits, run.job, self._manager.drain
         drain.check()  # before the world may be restarted
@@ -164,10 +165,11 @@ class Session:
         image, warnings = await self._begin(run)
         in_flight: deque[asyncio.Task[ChunkResult]] = deque()
         numbers: Iterator[int] = iter(range(run.completed, len(run.sizes)))
-        most_in_flight = limits.chunks_in_flight
+        at_work = self._manager.facts.chunks_in_flight
+        most_in_flight = max(limits.chunks_in_flight, at_work + 1 if at_work > 1 else 1)
         if job.source is not None:
             numbers = itertools.count() if job.num_chunks is None else iter(range(job.num_chunks))
-            most_in_flight = 1
+            most_in_flight = at_work
         unsent_chunks = limits.unsent_chunks if job.unsent_chunks is None else job.unsent_chunks
 
         def fill() -> None:

@@ -46,6 +46,8 @@ class SinkWindow(KVWindow):
         self.sink_at = frames.expand(layers, -1).contiguous()
         """[L, S]: the frame that each sink was made at."""
         self._frequencies = temporal_frequencies(head_dim).to(self.buffer.device)
+        self._placed = False
+        """Whether the buffer's sinks are other than as made."""
         self._renewals: tuple[tuple[int, torch.Tensor], ...] = ()
         """(end_frame, [L, S] which sinks are renewed), of chunks that are not committed; a frame decides once."""
 
@@ -55,11 +57,18 @@ class SinkWindow(KVWindow):
 
     def open(self, frames: range) -> None:
         """Place the sinks for chunk `frames`; once a chunk, before its first forward. Does nothing without sinks."""
-        if self.sink_frames == 0 or frames.start < self.sink_frames:
+        if frames.start < self.sink_frames:
+            if self._placed:  # by a chunk behind this one, which begins again
+                own = slice(0, frames.start * self.tokens_per_frame)
+                self.buffer[:, :, own].copy_(self.sinks[:, :, own])
+                self._placed = False
+            return
+        if self.sink_frames == 0:
             return
         shift = max(0, frames.stop - self.window_frames) if self.moving else 0
-        if shift == 0 and self.refresh_threshold is None:
+        if shift == 0 and self.refresh_threshold is None and not self._placed:
             return
+        self._placed = shift > 0 or bool(self._renewals)
         self._renewals = tuple(renewal for renewal in self._renewals if renewal[0] <= frames.start)
         kept = self.sinks.shape[2]
         placed, sink_at = self.buffer[:, :, :kept], self.sink_at
@@ -68,7 +77,7 @@ class SinkWindow(KVWindow):
             frame = end_frame - self.ring_frames
             sink_at = torch.where(renewed_LS, frame, sink_at)
             self._put(placed, frame, renewed_LS)
-        if self.moving:
+        if self.moving and (shift or self.refresh_threshold is not None):
             targets = torch.arange(self.sink_frames, device=self.buffer.device) + shift
             self._turn_sinks(targets - sink_at)
 
@@ -162,13 +171,14 @@ class SinkWindow(KVWindow):
         other = super().rebuild(written_from)
         other.sinks = torch.zeros_like(self.sinks)
         other.sink_at = torch.arange(self.sink_frames, device=self.sinks.device).expand_as(self.sink_at).contiguous()
-        other._renewals = ()
+        other._renewals, other._placed = (), False
         return other
 
     def to(self, device: torch.device | str) -> None:
         super().to(device)
         self.sinks, self.sink_at = self.sinks.to(device), self.sink_at.to(device)
         self._frequencies = self._frequencies.to(device)
+        # Between chunks: one in flight would not survive this either.
         self._renewals = ()
 
     def move_layers(self, move: LayerMove) -> None:

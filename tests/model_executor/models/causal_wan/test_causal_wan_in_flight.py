@@ -151,6 +151,24 @@ def test_what_was_in_flight_leaves_no_trace(checkpoint: Path, kind: str) -> None
     assert_equal([flight.found[index] for index in range(CHUNKS)], expected)
 
 
+def test_a_stream_that_just_fits_its_window_goes_back(checkpoint: Path) -> None:
+    """A follower that does not fit has moved the sinks; the chunk before, begun again, finds them where they were."""
+    for kind in ("chunks of three frames", "sinks of two chunks", "sinks renewed"):
+        expected = one_by_one(load_model(checkpoint, **KINDS[kind]), 5)
+        model = load_model(checkpoint, serving={"chunks_in_flight": 3}, **KINDS[kind])
+        flight = Flight(model, open_session(model, output="latents"), 3)
+        for chunks in range(1, 5):
+            flight.run(chunks)
+            for _ in range(3):
+                flight.begin()
+                for request in reversed(flight.at_work):
+                    step(model, [request])
+                    if request is flight.at_work[0] and request.step == STEPS - 1:
+                        break
+            flight.at_work.clear()
+        assert_equal(flight.run(5), expected)
+
+
 def test_input_video_goes_on_from_the_chunk_in_flight(checkpoint: Path) -> None:
     """The encoder's cache, the last frame and the noise scale come from the chunk before, committed or not."""
     options = {**KINDS["chunks of three frames"], "window_frames": 6}

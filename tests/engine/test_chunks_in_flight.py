@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several chunks of one stream at work in a real engine: on one rank, over stages of layers, a stage for every step."""
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_client import STOCK_SCHEDULER, EngineClient, running_engine
+
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed
+
+CHUNKS, STREAMS = 7, 3
+ABORTED = 3
+MODEL = {
+    "cache": "noise_matched",
+    "window_frames": 9,
+    "sink_frames": 3,
+    "denoising_steps": [1000, 500],
+    "video_denoising_steps": [700, 500],
+}
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def causal_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("causal_wan")
+    get_family("causal_wan").make_tiny(out, 0, "original")
+    return out
+
+
+def engine(model: Path, chunks_in_flight: int = 3, **engine_args: Any) -> Any:
+    omni = {"model": MODEL, "chunks_in_flight": chunks_in_flight, "max_sessions": 16, **engine_args.pop("omni", {})}
+    return running_engine(model, omni, dtype="float32", **engine_args)
+
+
+async def send(client: EngineClient, name: str, seed: int, index: int, output: str = "latents") -> torch.Tensor:
+    """One chunk, frames or latents; its request can be aborted by `name-index`."""
+    meta, tensors = await client.send(
+        session_id=name,
+        chunk_index=index,
+        prompt={0: f"a field in season {seed}", 4: "a town at night"}.get(index),
+        seed=seed if index == 0 else None,
+        output=output,
+        request_id=f"{name}-{index}-{next(_numbers)}" if index != ABORTED else f"{name}-{index}",
+    )
+    assert meta["chunk_index"] == index
+    return tensors["latents" if output == "latents" else "frames"].clone()
+
+
+async def one_by_one(client: EngineClient, name: str, seed: int, output: str = "latents") -> list[torch.Tensor]:
+    """Each chunk is asked for when the one before has come."""
+    return [await send(client, name, seed, index, output) for index in range(CHUNKS)]
+
+
+async def ahead(client: EngineClient, name: str, seed: int, output: str = "latents") -> list[torch.Tensor]:
+    """All chunks are asked for at once."""
+    return list(await asyncio.gather(*(send(client, name, seed, index, output) for index in range(CHUNKS))))
+
+
+async def everything(client: EngineClient) -> list[list[torch.Tensor]]:
+    """What holds in every arrangement; returns the streams, each alone and chunk by chunk."""
+    alone = [await one_by_one(client, f"alone{seed}", seed) for seed in range(STREAMS)]
+    together = await asyncio.gather(*(ahead(client, f"s{seed}", seed) for seed in range(STREAMS)))
+    assert_equal(together, alone)
+    await with_aborts(client, await one_by_one(client, "frames", 0, "rgb"))
+    await around_chunks_in_flight(client, alone[1])
+    return alone
+
+
+async def with_aborts(client: EngineClient, expected: list[torch.Tensor]) -> None:
+    """A chunk is aborted while others of its stream follow it: they fail, the stream goes on where it was committed.
+
+    A stream beside it does not notice.
+    """
+    codes: set[str] = set()
+    for attempt in range(10):
+        name = f"aborted{attempt}"
+        neighbour = asyncio.create_task(ahead(client, f"neighbour{attempt}", 0, "rgb"))
+        tasks = [asyncio.create_task(send(client, name, 0, index, "rgb")) for index in range(CHUNKS)]
+        await tasks[1]  # the next one is about to end, the one after it is at work
+        await client.engine.abort(f"{name}-{ABORTED}")
+        tasks[ABORTED].cancel()
+        outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, RequestFailed):
+                codes.add(outcome.code)
+            elif not isinstance(outcome, BaseException):
+                assert torch.equal(outcome, expected[index])
+        reached = (await client.stats())["chunks"][name]
+        for index in range(reached, CHUNKS):
+            assert torch.equal(await send(client, name, 0, index, "rgb"), expected[index])
+        assert_equal([await neighbour], [expected])
+        for session_id in (name, f"neighbour{attempt}"):
+            await client.send(session_id=session_id, op="close")
+        if "predecessor_failed" in codes:
+            break
+    assert "predecessor_failed" in codes and codes <= {"predecessor_failed", "out_of_order"}
+
+
+async def around_chunks_in_flight(client: EngineClient, expected: list[torch.Tensor]) -> None:
+    """A fork asked for while chunks are at work waits for them; a refused chunk refuses nothing behind it."""
+    tasks = [asyncio.create_task(send(client, "source", 1, index)) for index in range(CHUNKS - 1)]
+    fork = asyncio.create_task(client.send(session_id="source", op="fork", fork_to="copy"))
+    results = await asyncio.gather(*tasks)
+    await fork
+    assert_equal([list(results)], [expected[:-1]])
+    with pytest.raises(RequestFailed, match="invalid_request"):
+        await client.send(session_id="copy", chunk_index=CHUNKS - 1, actions=[["w"]], output="latents")
+    for name in ("source", "copy"):
+        assert torch.equal(await send(client, name, 1, CHUNKS - 1), expected[-1])
+
+
+def assert_equal(found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert [torch.equal(a, b) for a, b in zip(one, other, strict=True)] == [True] * len(other)
+
+
+@pytest.fixture(scope="module")
+def one_rank(causal_wan: Path) -> list[list[torch.Tensor]]:
+    async def scenario() -> list[list[torch.Tensor]]:
+        async with engine(causal_wan) as client:
+            return await everything(client)
+
+    return asyncio.run(scenario())
+
+
+def test_chunks_in_flight_are_chunks_one_after_the_other(one_rank: list[list[torch.Tensor]]) -> None:
+    """Several streams at once, aborts among chunks in flight, a fork between them (see `everything`)."""
+    assert len(one_rank) == STREAMS
+    assert all(bool(torch.isfinite(x).all()) and x.std() > 0.1 for one in one_rank for x in one)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="this machine has a single GPU")
+@pytest.mark.parametrize(
+    "omni",
+    [
+        pytest.param({"pipeline": "temporal"}, id="temporal"),
+        pytest.param(
+            {"pipeline": "temporal", "scheduling": "deadline", "batch_invariant": False}, id="temporal, deadline"
+        ),
+        pytest.param({}, id="blocks"),
+    ],
+)
+def test_two_stages_equal_one_rank(causal_wan: Path, one_rank: list[list[torch.Tensor]], omni: dict[str, Any]) -> None:
+    """Bit for bit, aborts and all; with forwards shared by several streams, within tolerance."""
+
+    async def scenario() -> None:
+        async with engine(causal_wan, chunks_in_flight=2, pipeline_parallel_size=2, omni=omni) as client:
+            if omni.get("batch_invariant", True):
+                assert_equal(await everything(client), one_rank)
+                return
+            together = await asyncio.gather(*(ahead(client, f"s{seed}", seed) for seed in range(STREAMS)))
+            for found, expected in zip(together, one_rank, strict=True):
+                torch.testing.assert_close(torch.cat(found), torch.cat(expected), atol=2e-4, rtol=0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.nightly
+def test_a_deadline_scheduler_holds_the_same_order(causal_wan: Path, one_rank: list[list[torch.Tensor]]) -> None:
+    async def scenario() -> None:
+        async with engine(causal_wan, omni={"scheduling": "deadline"}) as client:
+            assert_equal(await everything(client), one_rank)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("omni", "engine_args", "reason"),
+    [
+        ({"pipeline": "temporal"}, {}, "pass --pipeline-parallel-size"),
+        ({"chunks_in_flight": 2}, {"scheduler_cls": STOCK_SCHEDULER}, "one denoise step per engine step"),
+    ],
+)
+def test_what_no_model_can_do_is_refused_before_anything_starts(
+    causal_wan: Path, omni: dict[str, Any], engine_args: dict[str, Any], reason: str
+) -> None:
+    async def start() -> None:
+        async with running_engine(causal_wan, {"model": MODEL, **omni}, **engine_args):
+            pass
+
+    with pytest.raises(ValueError, match="omni") as refused:
+        asyncio.run(start())
+    assert reason in str(refused.value)

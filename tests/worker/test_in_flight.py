@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner with several chunks of one stream in flight, against hand-made scheduler outputs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scheduling import execute, new_request, run_to_end, step
+
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed
+
+STEPS = 2
+MODEL = {
+    "cache": "noise_matched",
+    "window_frames": 6,
+    "sink_frames": 3,
+    "video_input": False,
+    "denoising_steps": [1000, 500],
+    "video_denoising_steps": [700, 500],
+}
+
+
+@pytest.fixture(scope="module")
+def causal_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("causal_wan")
+    get_family("causal_wan").make_tiny(out, 0, "original")
+    return out
+
+
+@pytest.fixture
+def runner(make_runner: Any, causal_wan: Path) -> Any:
+    return make_runner(causal_wan, {"model": MODEL, "chunks_in_flight": 3})
+
+
+def chunk(index: int, name: str | None = None, session: str = "s", **fields: Any) -> Any:
+    prompt = "a field" if index == 0 else None
+    return new_request(
+        name or f"{session}{index}", session_id=session, chunk_index=index, prompt=prompt, output="latents", **fields
+    )
+
+
+def begun(runner: Any) -> None:
+    """Chunk 0 is committed; 1 has done a step, 2 and 3 are behind it."""
+    run_to_end(runner, chunk(0))
+    execute(runner, step(new=[chunk(1)]))
+    assert execute(runner, step(new=[chunk(2)])) == {"s2": None}
+    assert execute(runner, step(new=[chunk(3)])) == {"s3": None}
+
+
+def rest(runner: Any, first: int, count: int = 3) -> list[torch.Tensor]:
+    """The latents of chunks sent again one by one."""
+    results = [run_to_end(runner, chunk(index, f"again{index}"))[f"again{index}"] for index in range(first, count + 1)]
+    return [result[1]["latents"] for result in results]
+
+
+@pytest.fixture
+def expected(make_runner: Any, causal_wan: Path) -> list[torch.Tensor]:
+    one_by_one = make_runner(causal_wan, {"model": MODEL})
+    return [run_to_end(one_by_one, chunk(index))[f"s{index}"][1]["latents"] for index in range(4)]
+
+
+def test_chunks_in_flight_end_in_order(runner: Any) -> None:
+    """In one batch each moves by a step; the engine is told which were committed."""
+    begun(runner)
+    for names in (["s1", "s2", "s3"], ["s2", "s3"], ["s3"]):
+        assert runner.request_progress()["s"] == [1, STEPS]
+        with torch.inference_mode():
+            output = runner.execute_model(step(running=names))
+        assert output.committed == (names[0],) and output.steps_behind == 1
+        assert [envelope is not None for envelope in output.pooler_output] == [True] + [False] * (len(names) - 1)
+    assert runner.sessions.get("s").chunk_index == 4
+    execute(runner, step(finished=["s1", "s2", "s3"]))
+    assert not runner.sessions.is_pinned("s")
+    again = run_to_end(runner, chunk(4))["s4"]
+    assert again[0]["chunk_index"] == 4 and bool(torch.isfinite(again[1]["latents"]).all())
+
+
+def test_a_batch_may_hold_whom_it_will(runner: Any, expected: list[torch.Tensor]) -> None:
+    """One that may not go on yet waits in its place; a first chunk's follower waits for the session."""
+    results: dict[str, Any] = execute(runner, step(new=[chunk(0), chunk(1), chunk(2)]))
+    assert results == {"s0": None, "s1": None, "s2": None}
+    assert runner.requests["s1"].chunk is None, "there is no session to follow yet"
+    left = ["s0", "s1", "s2"]
+    for _ in range(20):
+        outcome = execute(runner, step(running=list(reversed(left))))
+        results |= {name: result for name, result in outcome.items() if result is not None}
+        left = [name for name in left if results[name] is None]
+        if not left:
+            break
+    found = [results[f"s{index}"][1]["latents"] for index in range(3)]
+    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=False)] == [True] * 3
+
+
+def test_an_aborted_chunk_takes_those_behind_it(runner: Any, expected: list[torch.Tensor]) -> None:
+    """Not those before it, nor other sessions; the stream goes on where it was committed."""
+    run_to_end(runner, chunk(0, session="t"))
+    begun(runner)
+    execute(runner, step(new=[chunk(1, session="t")]))
+    outcome = execute(runner, step(finished=["s2"], running=["s1", "s3", "t1"]))
+    assert isinstance(outcome["s3"], RequestFailed) and outcome["s3"].code == "predecessor_failed"
+    assert torch.equal(outcome["s1"][1]["latents"], expected[1])
+    assert torch.equal(outcome["t1"][1]["latents"], expected[1])
+    execute(runner, step(finished=["s1", "s3", "t1"]))
+    assert runner.sessions.get("s").chunk_index == 2
+    assert [torch.equal(a, b) for a, b in zip(rest(runner, 2), expected[2:], strict=True)] == [True, True]
+
+
+def test_a_chunk_with_nan_takes_those_behind_it(runner: Any, expected: list[torch.Tensor]) -> None:
+    """It is found out at its end; what its followers have written by then does no harm."""
+    begun(runner)
+    working = runner.requests["s1"].chunk.state
+    working.latents = working.latents * float("nan")
+    outcome = execute(runner, step(running=["s1", "s2", "s3"]))
+    assert [outcome[name].code for name in ("s1", "s2", "s3")] == ["non_finite", *["predecessor_failed"] * 2]
+    execute(runner, step(finished=["s1", "s2", "s3"]))
+    assert not runner.sessions.is_pinned("s") and runner.sessions.get("s").chunk_index == 1
+    assert [torch.equal(a, b) for a, b in zip(rest(runner, 1), expected[1:], strict=True)] == [True] * 3
+
+
+def test_what_is_not_next_is_refused(runner: Any) -> None:
+    """Chunks in flight count; one that is refused costs the others nothing."""
+    begun(runner)
+    outcome = execute(runner, step(new=[chunk(3, "twice")], running=["s1", "s2", "s3"]))
+    assert outcome["twice"] is None, "three are in flight: it waits"
+    outcome = execute(runner, step(running=["s2", "s3", "twice"]))
+    assert outcome["twice"].code == "out_of_order" and "expects 4" in outcome["twice"].message
+    assert execute(runner, step(running=["s3"]))["s3"][0]["chunk_index"] == 3
+
+
+def test_a_model_that_cannot_says_why(make_runner: Any, causal_wan: Path, null_world: Path) -> None:
+    with pytest.raises(ValueError, match="cache 'strict' shows a chunk the clean chunk before it"):
+        make_runner(causal_wan, {"chunks_in_flight": 2})
+    with pytest.raises(ValueError, match="its next chunk needs the one before it complete"):
+        make_runner(null_world, {"chunks_in_flight": 2})
