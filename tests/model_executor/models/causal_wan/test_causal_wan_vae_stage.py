@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stream whose decoder is a stage of its own gives the frames of one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from causal_wan_driver import HEIGHT, WIDTH, input_video, load_model, make_request, open_session, run_chunk, step
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import SupportsVAEStage
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.registry import get_family
+
+WINDOW = {"window_frames": 7, "sink_frames": 2}
+PROMPTS = ("a beach", None, "a town at night", None)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("causal_wan")
+    get_family("causal_wan").make_tiny(out, 0, "original")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("text", {"recache_on_prompt_switch": True}),
+        ("text", {"cache": "noise_matched"}),
+        ("video", {}),
+    ],
+    ids=["strict", "noise-matched", "video"],
+)
+def test_frames_are_those_of_one_rank(checkpoint: Path, source: str, options: dict[str, Any]) -> None:
+    """Over a prompt switch, with and without a clean pass, and from video, which only the rank with layers encodes."""
+    one = load_model(checkpoint, **WINDOW, **options)
+    layers = load_model(checkpoint, ParallelContext(vae_stage=True), **WINDOW, **options)
+    vae = load_model(checkpoint, ParallelContext(stage=1, vae_stage=True), **WINDOW, **options)
+    assert isinstance(vae, SupportsVAEStage) and not vae.vae.has_encoder and layers.decoder is None
+    fields = {"options": {"source": source}}
+    params = DiffusionParams(session_id="a", prompt="a beach", options=fields["options"])
+    assert vae.session_nbytes(params) == vae.vae.decoder_cache_nbytes(HEIGHT, WIDTH) > 0
+    assert layers.session_nbytes(params) + vae.session_nbytes(params) == one.session_nbytes(params)
+    sessions = [open_session(model, **fields) for model in (one, layers, vae)]
+    for index, prompt in enumerate(PROMPTS):
+        tensors = {"video": input_video(one.plan.pixel_frames(index))} if source == "video" else {}
+        expected_meta, expected = run_chunk(one, sessions[0], tensors, prompt=prompt, **fields)
+        ours, theirs = (make_request(session, tensors, prompt=prompt, **fields) for session in sessions[1:])
+        layers.prepare_encode(ours)
+        vae.prepare_encode(theirs)
+        assert vae.latents(theirs).numel() == layers.latents(ours).numel()
+        while ours.step < ours.num_steps - ours.clean_passes:
+            step(layers, [ours])
+        vae.take_over(theirs, layers.latents(ours).clone(), layers.hand_over(ours))
+        meta, frames = vae.post_decode(theirs)
+        while ours.step < ours.num_steps:
+            step(layers, [ours])
+        layers.commit(ours)
+        vae.commit(theirs)
+        assert torch.equal(frames["frames"], expected["frames"]) and meta == expected_meta
+    assert [session.chunk_index for session in sessions] == [len(PROMPTS)] * 3
+    copy = sessions[2].fork("b")
+    assert copy.scalars() == sessions[2].scalars() and "past" not in " ".join(sessions[2].tensors())

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A LingBot world whose decoder is a stage of its own gives the frames of one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lingbot_world_driver import HEIGHT, WIDTH, load_world, make_request, open_session, run_chunk, step
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import SupportsVAEStage
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+
+OPTIONS: dict[str, Any] = {"window_frames": 7, "sink_frames": 2, "reprime_on_prompt_switch": True}
+PROMPTS = ("a beach", None, "a town at night", None)
+
+
+def test_frames_are_those_of_one_rank(lingbot_world: Path) -> None:
+    """Over a prompt switch that runs chunks again, which the decoding rank need not know of."""
+    one = load_world(lingbot_world, **OPTIONS)
+    layers = load_world(lingbot_world, ParallelContext(vae_stage=True), **OPTIONS)
+    vae = load_world(lingbot_world, ParallelContext(stage=1, vae_stage=True), **OPTIONS)
+    assert isinstance(vae, SupportsVAEStage)
+    sessions = [open_session(world) for world in (one, layers, vae)]
+    params = DiffusionParams(session_id="a", prompt="a beach")
+    assert vae.session_nbytes(params) == vae.vae.decoder_cache_nbytes(HEIGHT, WIDTH) > 0
+    assert layers.session_nbytes(params) + vae.session_nbytes(params) == one.session_nbytes(params)
+    for prompt in PROMPTS:
+        _, expected = run_chunk(one, sessions[0], prompt=prompt)
+        ours, theirs = (
+            make_request(world, session, prompt=prompt)
+            for world, session in zip((layers, vae), sessions[1:], strict=True)
+        )
+        layers.prepare_encode(ours)
+        vae.prepare_encode(theirs)
+        assert vae.latents(theirs).numel() == layers.latents(ours).numel()
+        while ours.step < ours.num_steps - ours.clean_passes:
+            step(layers, [ours])
+        vae.take_over(theirs, layers.latents(ours).clone(), layers.hand_over(ours))
+        meta, frames = vae.post_decode(theirs)
+        step(layers, [ours])
+        assert ours.step == ours.num_steps
+        layers.commit(ours)
+        vae.commit(theirs)
+        assert torch.equal(frames["frames"], expected["frames"]) and meta["num_frames"] == len(frames["frames"])
+    assert [session.chunk_index for session in sessions] == [len(PROMPTS)] * 3
+    copy = sessions[2].fork("b")
+    assert copy.scalars() == sessions[2].scalars() and "past" not in " ".join(sessions[2].tensors())
