@@ -92,7 +92,9 @@ class DiffusionGPUModelRunner(RunnerSurface):
         """Requests of the current step that are done but for their result."""
         self._committed: list[str] = []
         self._in_flight = ChunksInFlight(self.omni.chunks_in_flight)
-        self._temporal = TemporalStage(self.pp.rank_in_group) if self.omni.pipeline == "temporal" else None
+        self._temporal: TemporalStage | None = None
+        if self.omni.pipeline == "temporal":
+            self._temporal = TemporalStage(self.pp.rank_in_group, self.pp.world_size)
 
     # -- what the worker asks at start --------------------------------------------------------------------------
 

@@ -17,10 +17,11 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepEx
 
 
 class TemporalStage:
-    """stage: this rank's, counted from 0; it runs the step of that number."""
+    """stage: this rank's of `num_stages`, counted from 0; it runs the step of that number."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, num_stages: int) -> None:
         self._stage = stage
+        self._is_last = stage == num_stages - 1
         self._entered: dict[str, torch.Tensor] = {}
 
     def step(
@@ -33,7 +34,8 @@ class TemporalStage:
         if received is not None:
             for request, latents in zip(batch, received, strict=True):
                 model.set_latents(request, latents)
-                self._entered[request.request_id] = latents
+                if self._is_last:
+                    self._entered[request.request_id] = latents
         for request in batch:
             request.step = self._stage
         model.step_scheduler(batch, model.denoise_step(batch))

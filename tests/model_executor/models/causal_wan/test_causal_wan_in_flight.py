@@ -233,7 +233,7 @@ class Pipeline:
 
     def __init__(self, models: list[CausalWan]) -> None:
         self.models = models
-        self.stages = [TemporalStage(number) for number in range(len(models))]
+        self.stages = [TemporalStage(number, len(models)) for number in range(len(models))]
         self.sessions = [open_session(model, output="latents") for model in models]
         self.trips: list[list[DiffusionRequest]] = []
         """Chunks on their way, oldest first: their requests on the stages they have reached."""
