@@ -14,7 +14,7 @@ from wan22_driver import NEGATIVE, Wan22, load_model, start, step
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 
 TOLERANCE = 5e-5
-"""fp32 latents of order 1 after four steps: a product over one branch's rows is cut differently from one over both's."""
+"""fp32 latents of order 1 after four steps: products over one branch and over both are cut differently."""
 
 
 def _latents(model: Wan22) -> list[torch.Tensor]:
