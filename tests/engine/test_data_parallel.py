@@ -193,6 +193,31 @@ def test_forks_progress_and_aborts_reach_the_right_rank(two_ranks: Doors) -> Non
     two_ranks.loop.run_until_complete(scenario())
 
 
+def test_a_snapshot_moves_a_session_to_the_other_rank(two_ranks: Doors, tmp_path: Path) -> None:
+    """From the rank that holds it to the one with more room: the next chunks of both are equal bit for bit."""
+
+    async def scenario() -> None:
+        for name, seed in (("a", 1), ("b", 2)):
+            await two_ranks.walk(name, seed, range(2))
+        for name, other in (("a", "b"), ("b", "a")):
+            path = tmp_path / name
+            header = await two_ranks.engine.save_session(name, path, None)
+            assert header.chunk_index == 2 and len(header.ranks) == 1
+            await two_ranks.close(other)
+            await two_ranks.engine.restore_session("moved", path)
+            assert two_ranks.ranks.rank_of("moved") == 1 - two_ranks.ranks.rank_of(name)
+            stays, moved = await asyncio.gather(
+                two_ranks.walk(name, 0, range(2, 4)), two_ranks.walk("moved", 0, range(2, 4))
+            )
+            assert all(np.array_equal(x, y) for x, y in zip(stays, moved, strict=True))
+            await two_ranks.close(name, "moved")
+            await two_ranks.walk("a", 1, range(2))
+            await two_ranks.walk("b", 2, range(2))
+        await two_ranks.close("a", "b")
+
+    two_ranks.loop.run_until_complete(scenario())
+
+
 def test_one_shot_requests_spread_over_the_ranks(two_ranks: Doors) -> None:
     """Images and videos: eight at once, of 0.5 s each, take the time of four on each rank, not of eight."""
 
