@@ -31,6 +31,8 @@ _STATUS: Final = {
     "timeout": 504,
     "engine_error": 500,
     "non_finite": 500,
+    "predecessor_failed": 500,
+    "session_lost": 500,
 }
 _RETRY_AFTER_S: Final = {"capacity": 2, "oom": 5, "cancelled": 1}
 

@@ -20,6 +20,7 @@ RETRYABLE: Final = frozenset(
         "oom",
         "resync_required",
         "slow_reader",
+        "predecessor_failed",
         "non_finite",
     }
 )
