@@ -10,7 +10,7 @@ ready; when a step brings nothing but results, the stage waits for them, but nev
 A chunk is committed here when the ranks with layers have committed it. A decode that fails before (there is a clean
 pass) leaves the session as it was. One that fails in that very step leaves the others ahead: the session lives on, on
 all ranks alike, but refuses every later chunk until it is closed or reset.
-Knows no model by name. Held by tests/worker/test_vae_stage.py and tests/engine/test_vae_stage.py.
+Knows no model by name. Held by tests/worker/test_vae_stage_rank.py and tests/engine/test_vae_stage.py.
 """
 
 import time
