@@ -54,7 +54,7 @@ def test_chunks_in_flight_are_finished_and_no_other_is_begun() -> None:
         keeper = Keeper(manager)
         engine.delay_s = 0.05
         run = session.submit(job(FIRST + 9 * LATER, "r", image=True))
-        await until(lambda: run.completed == 2)
+        await until(lambda: run.completed >= 2 and engine.running == 2)  # what has been asked for has begun
         begun = len(engine.chunks)
         await manager.drain.run(manager)
         error = await ended(run)
