@@ -136,7 +136,7 @@ def test_the_stock_scheduler_gives_identical_chunks(lingbot_world: Path, alone: 
     [
         pytest.param({"pipeline_parallel_size": 2}, id="pipeline"),
         pytest.param({"tensor_parallel_size": 2}, id="tensor", marks=pytest.mark.nightly),
-        pytest.param({"tensor_parallel_size": 2, "sequence_parallel": True}, id="sequence"),
+        pytest.param({"tensor_parallel_size": 2, "sequence_parallel": True}, id="sequence", marks=pytest.mark.nightly),
     ],
 )
 def test_two_ranks_agree_with_one(
