@@ -37,6 +37,14 @@ def lingbot_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def causal_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny causal Wan checkpoint in the original layout."""
+    out = tmp_path_factory.mktemp("causal_wan")
+    get_family("causal_wan").make_tiny(out, 0, "original")
+    return out
+
+
+@pytest.fixture(scope="session")
 def qwen2_5_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2.5-Omni checkpoint."""
     out = tmp_path_factory.mktemp("qwen2_5_omni")

@@ -9,20 +9,12 @@ import pytest
 import torch
 from engine_client import STOCK_SCHEDULER, EngineClient, running_engine
 
-from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 CHUNKS, STREAMS = 4, 3
 TOLERANCE = 2e-4
 """fp32 latents of order 1 after four chunks of five passes; sums are ordered differently on several ranks."""
 MODEL = {"window_frames": 7, "sink_frames": 2}
-
-
-@pytest.fixture(scope="module")
-def causal_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("causal_wan")
-    get_family("causal_wan").make_tiny(out, 0, "original")
-    return out
 
 
 async def stream(client: EngineClient, name: str, seed: int, chunks: int = CHUNKS) -> list[torch.Tensor]:

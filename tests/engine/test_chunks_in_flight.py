@@ -10,7 +10,6 @@ import pytest
 import torch
 from engine_client import STOCK_SCHEDULER, EngineClient, running_engine
 
-from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 CHUNKS, STREAMS = 7, 3
@@ -28,13 +27,6 @@ def options(steps: int) -> dict[str, Any]:
 
 
 _numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def causal_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("causal_wan")
-    get_family("causal_wan").make_tiny(out, 0, "original")
-    return out
 
 
 def engine(model: Path, steps: int, chunks_in_flight: int, **engine_args: Any) -> Any:

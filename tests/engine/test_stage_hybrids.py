@@ -14,7 +14,6 @@ import pytest
 import torch
 from engine_client import EngineClient, running_engine
 
-from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.snapshot_exchange import package_version, restore_exchange, run_exchange_async, save_exchange
 
 pytestmark = pytest.mark.nightly
@@ -44,13 +43,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
     "vae_stage x TP2": (PP2 | TP2 | VAE, False),
 }
 Results = dict[str, list[torch.Tensor]]
-
-
-@pytest.fixture(scope="module")
-def causal_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("causal_wan")
-    get_family("causal_wan").make_tiny(out, 0, "original")
-    return out
 
 
 def stream_chunk(index: int, seed: int) -> tuple[dict[str, Any], Any]:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from scheduling import execute, new_request, run_to_end, step
 
-from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 STEPS = 2
@@ -20,13 +19,6 @@ MODEL = {
     "denoising_steps": [1000, 500],
     "video_denoising_steps": [700, 500],
 }
-
-
-@pytest.fixture(scope="module")
-def causal_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("causal_wan")
-    get_family("causal_wan").make_tiny(out, 0, "original")
-    return out
 
 
 @pytest.fixture

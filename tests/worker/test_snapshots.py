@@ -10,16 +10,8 @@ import torch
 from scheduling import execute, new_request, step
 from snapshot_steps import Worker
 
-from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.model_executor.one_shot import OneShotSession
 from vllm_omni.outputs import RequestFailed
-
-
-@pytest.fixture(scope="session")
-def causal_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("causal_wan")
-    get_family("causal_wan").make_tiny(out, 0, "original")
-    return out
 
 
 @pytest.fixture

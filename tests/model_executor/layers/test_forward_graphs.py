@@ -5,18 +5,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from host_capture import hold
 
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs, Replay
-
-
-def hold(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-    """What a capture does, without CUDA: later runs repeat this call's host side on the same input tensors."""
-    output = torch.empty_like(run())
-
-    def replay() -> None:
-        output.copy_(run())
-
-    return output, replay
 
 
 class Adder:

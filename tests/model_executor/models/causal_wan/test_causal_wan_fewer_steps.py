@@ -10,14 +10,6 @@ from causal_wan_driver import finish, input_video, load_model, make_request, ope
 
 from vllm_omni.model_executor.interfaces import SupportsDegradation, check_degradations
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
-from vllm_omni.model_executor.models.causal_wan.tiny import make_tiny
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("causal_wan")
-    make_tiny(out, 0, "original")
-    return out
 
 
 def chunks(model: CausalWan, degradations: tuple[str, ...], source: str) -> tuple[list[torch.Tensor], list[int]]:
@@ -38,10 +30,10 @@ def chunks(model: CausalWan, degradations: tuple[str, ...], source: str) -> tupl
 
 
 @pytest.mark.parametrize("source", ["text", "video"])
-def test_fewer_steps_is_a_model_of_every_second_step(checkpoint: Path, source: str) -> None:
+def test_fewer_steps_is_a_model_of_every_second_step(causal_wan: Path, source: str) -> None:
     """Bit for bit: two of four steps, and the clean pass."""
-    full = load_model(checkpoint)
-    half = load_model(checkpoint, denoising_steps=[1000.0, 500.0], video_denoising_steps=[700.0, 400.0])
+    full = load_model(causal_wan)
+    half = load_model(causal_wan, denoising_steps=[1000.0, 500.0], video_denoising_steps=[700.0, 400.0])
     found, forwards = chunks(full, ("fewer_steps",), source)
     expected, same = chunks(half, (), source)
     assert forwards == same == [3, 3] and chunks(full, (), source)[1] == [5, 5]
@@ -57,9 +49,9 @@ def test_fewer_steps_is_a_model_of_every_second_step(checkpoint: Path, source: s
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_reason(
-    checkpoint: Path, name: str, options: dict[str, Any], reason: str
+    causal_wan: Path, name: str, options: dict[str, Any], reason: str
 ) -> None:
-    model = load_model(checkpoint, **options)
+    model = load_model(causal_wan, **options)
     assert isinstance(model, SupportsDegradation)
     with pytest.raises(ValueError, match=rf"CausalWan cannot do '{name}'.*{reason}"):
         check_degradations(model, ["fewer_steps", name] if name != "fewer_steps" else [name])

@@ -5,35 +5,17 @@ On a host a "graph" repeats the forward with everything the host had decided at 
 out shows as other latents.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from causal_wan_driver import load_model, open_session, run_chunk, stream
+from host_capture import hold
 
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Replay
-from vllm_omni.model_executor.models.causal_wan.tiny import make_tiny
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
 
 CHUNKS = 14
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("causal_wan")
-    make_tiny(out, 0, "original")
-    return out
-
-
-def hold(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-    """A capture without CUDA."""
-    output = torch.empty_like(run())
-
-    def replay() -> None:
-        output.copy_(run())
-
-    return output, replay
 
 
 @pytest.mark.parametrize(
@@ -47,10 +29,10 @@ def hold(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
         ({"window_frames": 9, "sink_frames": 3, "cache": "cascaded"}, 2),
     ],
 )
-def test_a_stream_by_graphs_is_the_stream(checkpoint: Path, options: dict[str, Any], graphs: int) -> None:
+def test_a_stream_by_graphs_is_the_stream(causal_wan: Path, options: dict[str, Any], graphs: int) -> None:
     """Two streams side by side. A stream's graphs: places in the ring x kinds of pass (a cascade's only clean)."""
-    expected = stream(load_model(checkpoint, **options), CHUNKS)
-    model = load_model(checkpoint, **options)
+    expected = stream(load_model(causal_wan, **options), CHUNKS)
+    model = load_model(causal_wan, **options)
     model.transformer.graphs = ForwardGraphs(capture=hold)
     sessions = [open_session(model, name, output="latents") for name in ("one", "two")]
     for want in expected:
@@ -60,11 +42,11 @@ def test_a_stream_by_graphs_is_the_stream(checkpoint: Path, options: dict[str, A
     assert len(model.transformer.graphs) == 2 * graphs
 
 
-def test_a_prompt_switch_is_another_graph(checkpoint: Path) -> None:
+def test_a_prompt_switch_is_another_graph(causal_wan: Path) -> None:
     """Another prompt's keys and values lie elsewhere."""
     latents = []
     for by_graphs in (False, True):
-        model = load_model(checkpoint, window_frames=6, sink_frames=0)
+        model = load_model(causal_wan, window_frames=6, sink_frames=0)
         model.transformer.graphs = ForwardGraphs(capture=hold) if by_graphs else None
         session = open_session(model, output="latents")
         prompts = ["a beach"] * 6 + ["a forest"] * 6

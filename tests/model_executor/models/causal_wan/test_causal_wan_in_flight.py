@@ -13,7 +13,6 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState, check_chunks_in_flight
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
-from vllm_omni.model_executor.models.causal_wan.tiny import make_tiny
 from vllm_omni.worker.temporal import TemporalStage
 
 STEPS = 3
@@ -38,13 +37,6 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 CHUNKS = 9
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("causal_wan")
-    make_tiny(out, 0, "original")
-    return out
 
 
 def chunk_params(index: int) -> dict[str, Any]:
@@ -116,23 +108,23 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_legal_order_gives_the_same_stream(checkpoint: Path, kind: str) -> None:
+def test_any_legal_order_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
     """Beyond the window, across a prompt switch; with two and with more chunks than there are steps."""
-    expected = one_by_one(load_model(checkpoint, **KINDS[kind]))
+    expected = one_by_one(load_model(causal_wan, **KINDS[kind]))
     for limit, seed in ((2, 0), (5, 1), (5, 2)):
-        model = load_model(checkpoint, serving={"chunks_in_flight": limit}, **KINDS[kind])
+        model = load_model(causal_wan, serving={"chunks_in_flight": limit}, **KINDS[kind])
         flight = Flight(model, open_session(model, output="latents"), limit, seed)
         assert_equal(flight.run(), expected)
         assert flight.most >= 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_in_flight_leaves_no_trace(checkpoint: Path, kind: str) -> None:
+def test_what_was_in_flight_leaves_no_trace(causal_wan: Path, kind: str) -> None:
     """Chunk after chunk is given up with its followers, at random, and begun again: the same stream, and meanwhile the
     same session.
     """
-    expected = one_by_one(load_model(checkpoint, **KINDS[kind]))
-    model = load_model(checkpoint, serving={"chunks_in_flight": 4}, **KINDS[kind])
+    expected = one_by_one(load_model(causal_wan, **KINDS[kind]))
+    model = load_model(causal_wan, serving={"chunks_in_flight": 4}, **KINDS[kind])
     flight = Flight(model, open_session(model, output="latents"), 4, seed=3)
     given_up = 0
     while flight.session.chunk_index < CHUNKS:
@@ -151,11 +143,11 @@ def test_what_was_in_flight_leaves_no_trace(checkpoint: Path, kind: str) -> None
     assert_equal([flight.found[index] for index in range(CHUNKS)], expected)
 
 
-def test_a_stream_that_just_fits_its_window_goes_back(checkpoint: Path) -> None:
+def test_a_stream_that_just_fits_its_window_goes_back(causal_wan: Path) -> None:
     """A follower that does not fit has moved the sinks; the chunk before, begun again, finds them where they were."""
     for kind in ("chunks of three frames", "sinks of two chunks", "sinks renewed"):
-        expected = one_by_one(load_model(checkpoint, **KINDS[kind]), 5)
-        model = load_model(checkpoint, serving={"chunks_in_flight": 3}, **KINDS[kind])
+        expected = one_by_one(load_model(causal_wan, **KINDS[kind]), 5)
+        model = load_model(causal_wan, serving={"chunks_in_flight": 3}, **KINDS[kind])
         flight = Flight(model, open_session(model, output="latents"), 3)
         for chunks in range(1, 5):
             flight.run(chunks)
@@ -169,7 +161,7 @@ def test_a_stream_that_just_fits_its_window_goes_back(checkpoint: Path) -> None:
         assert_equal(flight.run(5), expected)
 
 
-def test_input_video_goes_on_from_the_chunk_in_flight(checkpoint: Path) -> None:
+def test_input_video_goes_on_from_the_chunk_in_flight(causal_wan: Path) -> None:
     """The encoder's cache, the last frame and the noise scale come from the chunk before, committed or not."""
     options = {**KINDS["chunks of three frames"], "window_frames": 6}
 
@@ -177,10 +169,10 @@ def test_input_video_goes_on_from_the_chunk_in_flight(checkpoint: Path) -> None:
         return {"video": input_video(model.plan.pixel_frames(index), speed=1.0 + index)}
 
     params = {"prompt": "a sketch", "output": "latents", "options": {"source": "video"}}
-    model = load_model(checkpoint, **options)
+    model = load_model(causal_wan, **options)
     session = open_session(model, **params)
     expected = [run_chunk(model, session, video(model, index), **params)[1]["latents"] for index in range(4)]
-    model = load_model(checkpoint, serving={"chunks_in_flight": 3}, **options)
+    model = load_model(causal_wan, serving={"chunks_in_flight": 3}, **options)
     session = open_session(model, **params)
     assert session.nbytes == model.session_nbytes(make_request(session, **params).params)
     found = [run_chunk(model, session, video(model, 0), **params)[1]["latents"]]
@@ -200,10 +192,10 @@ def test_input_video_goes_on_from_the_chunk_in_flight(checkpoint: Path) -> None:
     assert_equal(found, expected)
 
 
-def test_bytes_are_those_that_were_admitted(checkpoint: Path) -> None:
+def test_bytes_are_those_that_were_admitted(causal_wan: Path) -> None:
     """Ring slots for chunks in flight are counted; a stage that owns a step holds that step's window only."""
     for kind, options in KINDS.items():
-        model = load_model(checkpoint, serving={"chunks_in_flight": 3}, **options)
+        model = load_model(causal_wan, serving={"chunks_in_flight": 3}, **options)
         params = make_request(open_session(model), prompt="a beach").params
         assert model.new_session(params).nbytes == model.session_nbytes(params), kind
         windows = model.new_session(params).cache.windows
@@ -212,7 +204,7 @@ def test_bytes_are_those_that_were_admitted(checkpoint: Path) -> None:
             assert lengths == [9 + 2 * 3, 9 + 2 * 3, 9], (
                 "what is not committed may be followed at all steps but the last"
             )
-    stages = temporal_stages(checkpoint, KINDS["chunks of three frames"], 3)
+    stages = temporal_stages(causal_wan, KINDS["chunks of three frames"], 3)
     held = [stage.new_session(params).cache.nbytes for stage in stages]
     assert len(set(held)) == 1 and held[0] < model.new_session(params).cache.nbytes
 
@@ -220,10 +212,10 @@ def test_bytes_are_those_that_were_admitted(checkpoint: Path) -> None:
 # -- a stage for every step --------------------------------------------------------------------------------------------
 
 
-def temporal_stages(checkpoint: Path, options: dict[str, Any], limit: int) -> list[CausalWan]:
+def temporal_stages(causal_wan: Path, options: dict[str, Any], limit: int) -> list[CausalWan]:
     serving = {"chunks_in_flight": limit, "pipeline": "temporal"}
     return [
-        load_model(checkpoint, ParallelContext(stage=stage, num_stages=STEPS), serving=serving, **options)
+        load_model(causal_wan, ParallelContext(stage=stage, num_stages=STEPS), serving=serving, **options)
         for stage in range(STEPS)
     ]
 
@@ -272,10 +264,10 @@ class Pipeline:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "cascaded"])
-def test_a_stage_for_every_step_gives_the_same_stream(checkpoint: Path, kind: str) -> None:
+def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
     """All stages at work on chunks of one stream; once, all that is on its way is given up."""
-    expected = one_by_one(load_model(checkpoint, **KINDS[kind]))
-    pipeline = Pipeline(temporal_stages(checkpoint, KINDS[kind], STEPS))
+    expected = one_by_one(load_model(causal_wan, **KINDS[kind]))
+    pipeline = Pipeline(temporal_stages(causal_wan, KINDS[kind], STEPS))
     found: list[torch.Tensor] = []
     gave_up = False
     while len(found) < CHUNKS:
@@ -312,17 +304,17 @@ def test_a_stage_for_every_step_gives_the_same_stream(checkpoint: Path, kind: st
     ],
 )
 def test_what_cannot_work_is_refused_with_its_reason(
-    checkpoint: Path, options: dict[str, Any], serving: dict[str, Any], num_stages: int, reason: str
+    causal_wan: Path, options: dict[str, Any], serving: dict[str, Any], num_stages: int, reason: str
 ) -> None:
-    model = load_model(checkpoint, **options)
+    model = load_model(causal_wan, **options)
     with pytest.raises(ValueError, match=r"omni\..*CausalWan cannot do that") as refused:
         check_chunks_in_flight(model, OmniConfig(**serving), num_stages)
     assert reason in str(refused.value)
 
 
-def test_what_can_work_is_not_refused(checkpoint: Path) -> None:
-    model = load_model(checkpoint, **MATCHED)
+def test_what_can_work_is_not_refused(causal_wan: Path) -> None:
+    model = load_model(causal_wan, **MATCHED)
     assert check_chunks_in_flight(model, OmniConfig(chunks_in_flight=3), 1) == 1
     assert check_chunks_in_flight(model, OmniConfig(pipeline="temporal"), 3) == 1
-    cascaded = load_model(checkpoint, cache="cascaded", cascade_offset=2, sink_frames=0, window_frames=9)
+    cascaded = load_model(causal_wan, cache="cascaded", cascade_offset=2, sink_frames=0, window_frames=9)
     assert check_chunks_in_flight(cascaded, OmniConfig(chunks_in_flight=2), 1) == 3

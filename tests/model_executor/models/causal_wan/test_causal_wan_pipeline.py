@@ -22,7 +22,6 @@ from causal_wan_driver import (
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState, SupportsStepExecution
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
-from vllm_omni.model_executor.models.causal_wan.tiny import make_tiny
 from vllm_omni.outputs import RequestFailed
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -45,21 +44,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("causal_wan")
-    make_tiny(out, 0, "original")
-    return out
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> CausalWan:
+def model(causal_wan: Path) -> CausalWan:
     """Window 9, sink 3: full after three chunks."""
-    return load_model(checkpoint, **KINDS["strict"])
+    return load_model(causal_wan, **KINDS["strict"])
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def any_model(request: pytest.FixtureRequest, checkpoint: Path) -> CausalWan:
-    return load_model(checkpoint, **KINDS[request.param])
+def any_model(request: pytest.FixtureRequest, causal_wan: Path) -> CausalWan:
+    return load_model(causal_wan, **KINDS[request.param])
 
 
 def snapshot(session: SessionState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -100,25 +92,25 @@ def test_seed_and_prompt_change_the_result(model: CausalWan, change: dict[str, A
     assert (stream(model, 1, **change)[0] - stream(model, 1)[0]).abs().max() > 0.05
 
 
-def test_cache_semantics_are_different_models(checkpoint: Path) -> None:
+def test_cache_semantics_are_different_models(causal_wan: Path) -> None:
     """The first chunk has no past: all agree. Then what it sees of the past differs."""
     common = {"window_frames": 9, "sink_frames": 3}
-    kinds = [load_model(checkpoint, cache=kind, **common) for kind in ("strict", "noise_matched", "cascaded")]
+    kinds = [load_model(causal_wan, cache=kind, **common) for kind in ("strict", "noise_matched", "cascaded")]
     strict, matched, cascaded = (stream(kind, 3) for kind in kinds)
     assert torch.equal(strict[0], matched[0]) and torch.equal(strict[0], cascaded[0])
     assert (strict[2] - matched[2]).abs().max() > 1e-3 < (strict[2] - cascaded[2]).abs().max()
 
 
-def test_a_cascade_that_waits_for_clean_chunks_is_strict(checkpoint: Path) -> None:
+def test_a_cascade_that_waits_for_clean_chunks_is_strict(causal_wan: Path) -> None:
     common = {"window_frames": 9, "sink_frames": 3}
-    cascaded = load_model(checkpoint, cache="cascaded", cascade_offset=4, **common)
-    for a, b in zip(stream(cascaded, 5), stream(load_model(checkpoint, **common), 5), strict=True):
+    cascaded = load_model(causal_wan, cache="cascaded", cascade_offset=4, **common)
+    for a, b in zip(stream(cascaded, 5), stream(load_model(causal_wan, **common), 5), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-def test_moving_sinks_change_nothing_while_the_stream_fits(checkpoint: Path) -> None:
-    moving = load_model(checkpoint, window_frames=9, sink_frames=3)
-    fixed = load_model(checkpoint, window_frames=9, sink_frames=3, sink_position="absolute")
+def test_moving_sinks_change_nothing_while_the_stream_fits(causal_wan: Path) -> None:
+    moving = load_model(causal_wan, window_frames=9, sink_frames=3)
+    fixed = load_model(causal_wan, window_frames=9, sink_frames=3, sink_position="absolute")
     a, b = stream(moving, 5), stream(fixed, 5)
     assert all(torch.equal(x, y) for x, y in zip(a[:3], b[:3], strict=True))
     assert not torch.equal(a[3], b[3])
@@ -202,9 +194,9 @@ def test_bytes_are_known_before_and_constant(any_model: CausalWan) -> None:
         session.close()
 
 
-def test_1100_latent_frames_in_one_stream(checkpoint: Path) -> None:
+def test_1100_latent_frames_in_one_stream(causal_wan: Path) -> None:
     """Beyond the 1024 positions of the original's rotary table, in bounded memory, without drifting out of range."""
-    model = load_model(checkpoint, window_frames=9, sink_frames=3, denoising_steps=[1000, 500])
+    model = load_model(causal_wan, window_frames=9, sink_frames=3, denoising_steps=[1000, 500])
     session = open_session(model, output="latents")
     admitted = session.nbytes
     while (frames := session.next_frames()).stop <= 1101:  # type: ignore[attr-defined]
@@ -228,10 +220,10 @@ def test_a_new_prompt_counts_from_its_chunk_on(model: CausalWan) -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])
-def test_recaching_sees_the_past_under_the_new_prompt(checkpoint: Path, chunks: int) -> None:
+def test_recaching_sees_the_past_under_the_new_prompt(causal_wan: Path, chunks: int) -> None:
     """After a switch the window holds what clean passes under the new prompt leave, whatever the sinks did."""
-    model = load_model(checkpoint, window_frames=9, sink_frames=3, recache_on_prompt_switch=True)
-    plain = load_model(checkpoint, window_frames=9, sink_frames=3)
+    model = load_model(causal_wan, window_frames=9, sink_frames=3, recache_on_prompt_switch=True)
+    plain = load_model(causal_wan, window_frames=9, sink_frames=3)
     a, b = open_session(model, "a"), open_session(plain, "b")
     for _ in range(chunks):
         x, y = run_chunk(model, a, prompt="a beach"), run_chunk(plain, b, prompt="a beach")
@@ -296,8 +288,8 @@ def test_a_bad_later_chunk_costs_only_itself(
     assert_same(session, before)
 
 
-def test_global_attention_ends_with_its_buffer(checkpoint: Path) -> None:
-    model = load_model(checkpoint, window_frames=-1, global_frames=6)
+def test_global_attention_ends_with_its_buffer(causal_wan: Path) -> None:
+    model = load_model(causal_wan, window_frames=-1, global_frames=6)
     session = open_session(model)
     run_chunk(model, session, prompt="a beach")
     run_chunk(model, session)

@@ -12,16 +12,8 @@ from causal_wan_driver import finish, load_model, make_request, open_session, st
 from vllm_omni.model_executor.interfaces import check_degradations
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
 from vllm_omni.model_executor.models.causal_wan.state import StreamSession
-from vllm_omni.model_executor.models.causal_wan.tiny import make_tiny
 
 CHUNKS = 6
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("causal_wan")
-    make_tiny(out, 0, "original")
-    return out
 
 
 def run(model: CausalWan, narrow: Collection[int]) -> tuple[list[torch.Tensor], StreamSession]:
@@ -38,18 +30,18 @@ def run(model: CausalWan, narrow: Collection[int]) -> tuple[list[torch.Tensor], 
     return latents, session
 
 
-def test_without_sinks_it_is_a_model_of_half_the_window(checkpoint: Path) -> None:
+def test_without_sinks_it_is_a_model_of_half_the_window(causal_wan: Path) -> None:
     """Every chunk with a smaller window gives what a stream of that window gives, up to the order of sums (1e-5)."""
-    found, _ = run(load_model(checkpoint, window_frames=12, sink_frames=0), range(CHUNKS))
-    expected, _ = run(load_model(checkpoint, window_frames=6, sink_frames=0), ())
+    found, _ = run(load_model(causal_wan, window_frames=12, sink_frames=0), range(CHUNKS))
+    expected, _ = run(load_model(causal_wan, window_frames=6, sink_frames=0), ())
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("sink_frames", [0, 3])
-def test_only_the_chunk_itself_sees_less(checkpoint: Path, sink_frames: int) -> None:
+def test_only_the_chunk_itself_sees_less(causal_wan: Path, sink_frames: int) -> None:
     """Chunks before it are untouched, it differs, and the next one finds every frame where it always is."""
-    model = load_model(checkpoint, window_frames=9, sink_frames=sink_frames)
+    model = load_model(causal_wan, window_frames=9, sink_frames=sink_frames)
     full, whole = run(model, ())
     found, session = run(model, (CHUNKS - 1,))
     assert all(torch.equal(a, b) for a, b in zip(found[:-1], full[:-1], strict=True))
@@ -61,8 +53,8 @@ def test_only_the_chunk_itself_sees_less(checkpoint: Path, sink_frames: int) -> 
     assert different == newest
 
 
-def test_a_first_chunk_has_nothing_to_leave_out(checkpoint: Path) -> None:
-    model = load_model(checkpoint, window_frames=9, sink_frames=3)
+def test_a_first_chunk_has_nothing_to_leave_out(causal_wan: Path) -> None:
+    model = load_model(causal_wan, window_frames=9, sink_frames=3)
     assert torch.equal(run(model, (0,))[0][0], run(model, ())[0][0])
 
 
@@ -75,7 +67,7 @@ def test_a_first_chunk_has_nothing_to_leave_out(checkpoint: Path) -> None:
     ],
 )
 def test_where_it_is_not_possible_it_is_refused_with_the_reason(
-    checkpoint: Path, options: dict[str, Any], reason: str
+    causal_wan: Path, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValueError, match=f"CausalWan cannot do 'smaller_window'.*{reason}"):
-        check_degradations(load_model(checkpoint, **options), ["smaller_window"])
+        check_degradations(load_model(causal_wan, **options), ["smaller_window"])

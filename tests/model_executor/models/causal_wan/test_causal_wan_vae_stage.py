@@ -11,17 +11,9 @@ from causal_wan_driver import HEIGHT, WIDTH, input_video, load_model, make_reque
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SupportsVAEStage
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.models.registry import get_family
 
 WINDOW = {"window_frames": 7, "sink_frames": 2}
 PROMPTS = ("a beach", None, "a town at night", None)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("causal_wan")
-    get_family("causal_wan").make_tiny(out, 0, "original")
-    return out
 
 
 @pytest.mark.parametrize(
@@ -33,11 +25,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["strict", "noise-matched", "video"],
 )
-def test_frames_are_those_of_one_rank(checkpoint: Path, source: str, options: dict[str, Any]) -> None:
+def test_frames_are_those_of_one_rank(causal_wan: Path, source: str, options: dict[str, Any]) -> None:
     """Over a prompt switch, with and without a clean pass, and from video, which only the rank with layers encodes."""
-    one = load_model(checkpoint, **WINDOW, **options)
-    layers = load_model(checkpoint, ParallelContext(vae_stage=True), **WINDOW, **options)
-    vae = load_model(checkpoint, ParallelContext(stage=1, vae_stage=True), **WINDOW, **options)
+    one = load_model(causal_wan, **WINDOW, **options)
+    layers = load_model(causal_wan, ParallelContext(vae_stage=True), **WINDOW, **options)
+    vae = load_model(causal_wan, ParallelContext(stage=1, vae_stage=True), **WINDOW, **options)
     assert isinstance(vae, SupportsVAEStage) and not vae.vae.has_encoder and layers.decoder is None
     fields = {"options": {"source": source}}
     params = DiffusionParams(session_id="a", prompt="a beach", options=fields["options"])

@@ -10,7 +10,6 @@ from causal_wan_driver import HEIGHT, WIDTH, input_video, load_model, make_reque
 
 from vllm_omni.model_executor.models.causal_wan.motion import first_timestep, motion, next_noise_scale
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
-from vllm_omni.model_executor.models.causal_wan.tiny import make_tiny
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 from vllm_omni.outputs import RequestFailed
 
@@ -18,16 +17,9 @@ SOURCE = {"options": {"source": "video"}}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("causal_wan")
-    make_tiny(out, 0, "original")
-    return out
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> CausalWan:
+def model(causal_wan: Path) -> CausalWan:
     return load_model(
-        checkpoint, window_frames=6, sink_frames=3, latent_frames_per_chunk=1, first_chunk_latent_frames=2
+        causal_wan, window_frames=6, sink_frames=3, latent_frames_per_chunk=1, first_chunk_latent_frames=2
     )
 
 
@@ -94,9 +86,9 @@ def test_noise_follows_motion_slowly() -> None:
     assert next_noise_scale(0.8, 0.7, 0.5) == pytest.approx(0.9 * 0.75 + 0.07)
 
 
-def test_a_stream_cut_anywhere_is_encoded_as_one_clip(checkpoint: Path) -> None:
+def test_a_stream_cut_anywhere_is_encoded_as_one_clip(causal_wan: Path) -> None:
     """With no noise the first latents are the VAE's, chunk after chunk as for the whole clip."""
-    model = load_model(checkpoint, latent_frames_per_chunk=1)
+    model = load_model(causal_wan, latent_frames_per_chunk=1)
     vae = model.vae
     assert isinstance(vae, StreamingWanVAE) and model.video is not None
     clip = input_video(range(13), 1.0)
@@ -109,9 +101,9 @@ def test_a_stream_cut_anywhere_is_encoded_as_one_clip(checkpoint: Path) -> None:
     torch.testing.assert_close(torch.cat(parts, dim=1), whole[0], atol=1e-5, rtol=0)
 
 
-def test_raw_latents_are_what_stream_diffusion_v2_feeds(checkpoint: Path) -> None:
-    raw = load_model(checkpoint, normalize_video_latent=False)
-    normal = load_model(checkpoint)
+def test_raw_latents_are_what_stream_diffusion_v2_feeds(causal_wan: Path) -> None:
+    raw = load_model(causal_wan, normalize_video_latent=False)
+    normal = load_model(causal_wan)
     assert raw.video is not None and normal.video is not None
     clip, noise = input_video(range(9)), torch.zeros(16, 3, HEIGHT // 8, WIDTH // 8)
     a, _, _ = raw.video.noisy_latents(clip, None, noise)
@@ -134,8 +126,8 @@ def test_frames_that_do_not_fit_are_refused(model: CausalWan, tensors: dict[str,
     assert failure.value.code == code
 
 
-def test_a_server_may_leave_the_encoder_out(checkpoint: Path) -> None:
-    model = load_model(checkpoint, video_input=False)
+def test_a_server_may_leave_the_encoder_out(causal_wan: Path) -> None:
+    model = load_model(causal_wan, video_input=False)
     assert not model.vae.has_encoder
     with pytest.raises(RequestFailed, match="text only"):
         open_session(model, **SOURCE)
