@@ -27,8 +27,8 @@ from vllm_omni.executor.call_arguments import PipelineCall, PipelineFacts, pipel
 from vllm_omni.executor.call_results import latents_tensor, result_tensors
 from vllm_omni.executor.lane import Gate, Lane
 from vllm_omni.executor.pipeline_host import PipelineHost
-from vllm_omni.model_executor.interfaces import require_finite
 from vllm_omni.outputs import RequestFailed, pack, pack_error
+from vllm_omni.worker.overlap import FiniteCheck
 from vllm_omni.worker.requests import RequestState, RequestStates
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class PipelineRunner:
             running.step = index + 1
             running.num_steps = max(int(pipe.num_timesteps), running.step)
             if running.step == running.num_steps and isinstance(tensors.get("latents"), torch.Tensor):
-                require_finite(tensors["latents"], "the request's latents")
+                FiniteCheck(tensors["latents"]).require("the request's latents")
             pace.step_launched()
             self.on_turn()
             gate()

@@ -257,9 +257,3 @@ def check_chunks_in_flight(model: object, omni: OmniConfig, num_stages: int) -> 
         )
     option = 'pipeline "temporal"' if temporal else f"chunks_in_flight {omni.chunks_in_flight}"
     raise ValueError(f"omni.{option}: {type(model).__name__} cannot do that: {reason}")
-
-
-def require_finite(tensor: torch.Tensor, what: str) -> None:
-    """Raise `RequestFailed("non_finite", ...)` if `tensor` holds NaN or Inf (one reduction, one host sync)."""
-    if not bool(torch.isfinite(tensor).all()):
-        raise RequestFailed("non_finite", f"{what} contains NaN or Inf; the session is unchanged, send the chunk again")
