@@ -212,7 +212,6 @@ class CausalWan(nn.Module):
     def move_layers(self, move: LayerMove, sessions: Sequence[SessionState]) -> None:
         self.transformer.move_layers(move)
         self.parallel = self.transformer.parallel
-        self.transformer.forget()
         self.prompts.forget()
         for session in sessions:
             assert isinstance(session, StreamSession)

@@ -15,12 +15,12 @@ Held by tests/model_executor/models/causal_wan/test_causal_wan_parallel.py.
 # where sharded), H head dim, C = H/2 rotary lanes, S text tokens
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
@@ -72,7 +72,6 @@ class CausalWanTransformer(WanTransformer[CausalWanConfig]):
         return row.latents
 
     def forget(self) -> None:
-        """Drop everything derived from weights (they were loaded anew or moved)."""
         self._times.clear()
         if self.graphs is not None:
             self.graphs.forget()
@@ -87,30 +86,43 @@ class CausalWanTransformer(WanTransformer[CausalWanConfig]):
         Collective under tensor and sequence parallelism.
         """
         times = [self._time(row.timestep) for row in rows]
+        time_BD = stack([time for time, _ in times])
+        time_B6D = stack([modulation for _, modulation in times])
+        if self.graphs is None:
+            return self._predict(rows, hidden_BTD, time_BD, time_B6D, kv_only)
         inputs = {
             "latents": stack([row.latents for row in rows]),
             "cos": stack([row.rope[0] for row in rows]),
             "sin": stack([row.rope[1] for row in rows]),
-            "time": stack([time for time, _ in times]),
-            "modulation": stack([modulation for _, modulation in times]),
+            "time": time_BD,
+            "modulation": time_B6D,
             **({} if hidden_BTD is None else {"hidden": hidden_BTD}),
         }
-        if self.graphs is None:
-            return self._forward(rows, inputs, kv_only)
-        return self.graphs(_graph_key(rows, kv_only), inputs, lambda own: self._forward(rows, own, kv_only))
 
-    def _forward(self, rows: Sequence[ChunkRow], inputs: Mapping[str, torch.Tensor], kv_only: bool) -> torch.Tensor:
-        """`forward`, with what changes from call to call in `inputs`."""
-        moving = zip(rows, inputs["latents"], inputs["cos"], inputs["sin"], strict=True)
-        rows = [replace(row, latents=latents, rope=(cos, sin)) for row, latents, cos, sin in moving]
+        def predict(own: Inputs) -> torch.Tensor:
+            moving = zip(rows, own["latents"], own["cos"], own["sin"], strict=True)
+            placed = [replace(row, latents=latents, rope=(cos, sin)) for row, latents, cos, sin in moving]
+            return self._predict(placed, own.get("hidden"), own["time"], own["modulation"], kv_only)
+
+        return self.graphs(_graph_key(rows, kv_only), inputs, predict)
+
+    def _predict(
+        self,
+        rows: Sequence[ChunkRow],
+        hidden_BTD: torch.Tensor | None,
+        time_BD: torch.Tensor,
+        time_B6D: torch.Tensor,
+        kv_only: bool,
+    ) -> torch.Tensor:
+        """`forward`, given the rows' time embeddings."""
         latents = rows[0].latents
         num_tokens = self.num_tokens(latents)
-        x = self.through_blocks(rows, inputs.get("hidden"), inputs["modulation"], num_tokens, kv_only=kv_only)
+        x = self.through_blocks(rows, hidden_BTD, time_B6D, num_tokens, kv_only=kv_only)
         if not self.parallel.last_stage:
             return x
         if kv_only:
             return latents.new_zeros(len(rows), *latents.shape)
-        patches = self.parallel.gather_tokens(self.head(x, inputs["time"]), num_tokens)
+        patches = self.parallel.gather_tokens(self.head(x, time_BD), num_tokens)
         return unpatchify(patches, latents.shape[1:])
 
     def _time(self, timestep: float) -> tuple[torch.Tensor, torch.Tensor]:

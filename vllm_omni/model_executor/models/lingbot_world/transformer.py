@@ -24,7 +24,7 @@ from vllm_omni.model_executor.models.lingbot_world.chains import LingBotChains
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.layers import Head, embed_time, patchify, stack, unpatchify
-from vllm_omni.model_executor.models.wan.transformer import Block, WanNetwork, WanTransformer
+from vllm_omni.model_executor.models.wan.transformer import Block, WanConfig, WanTransformer
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ChunkRow:
 class CameraBlock(Block):
     """A block that moves its residual stream by the camera, between self-attention and cross-attention."""
 
-    def __init__(self, config: WanNetwork, parallel: ParallelContext, chains: Chains, index: int) -> None:
+    def __init__(self, config: WanConfig, parallel: ParallelContext, chains: Chains, index: int) -> None:
         super().__init__(config, parallel, chains, index)
         dim = config.dim
         self.cam_injector_layer1 = ColumnParallelLinear(dim, dim, parallel)

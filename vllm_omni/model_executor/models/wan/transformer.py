@@ -35,26 +35,19 @@ from vllm_omni.model_executor.models.wan.layers import (
     patchify,
     stack,
 )
+from vllm_omni.model_executor.models.wan.transformer_weights import WanNetwork
 
 
-class WanNetwork(WanArchitecture, Protocol):
-    """The sizes of a whole network; a family's config has them."""
+class WanConfig(WanArchitecture, WanNetwork, Protocol):
+    """The sizes of a whole network as it is served; a family's config has them."""
 
-    @property
-    def ffn_dim(self) -> int: ...
-    @property
-    def freq_dim(self) -> int: ...
-    @property
-    def text_dim(self) -> int: ...
     @property
     def text_len(self) -> int: ...
     @property
     def num_heads(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
 
 
-Config = TypeVar("Config", bound=WanNetwork)
+Config = TypeVar("Config", bound=WanConfig)
 
 
 class WanRow(AttentionRow, Protocol):
@@ -67,7 +60,7 @@ class WanRow(AttentionRow, Protocol):
 class Block(nn.Module):
     """One transformer block; `index` is its place among this stage's blocks."""
 
-    def __init__(self, config: WanNetwork, parallel: ParallelContext, chains: Chains, index: int) -> None:
+    def __init__(self, config: WanConfig, parallel: ParallelContext, chains: Chains, index: int) -> None:
         super().__init__()
         dim = config.dim
         self.index = index
@@ -235,6 +228,9 @@ class WanTransformer(nn.Module, Generic[Config]):
             x = block(x, rows, time, rope, num_tokens, stop)
         return x
 
+    def forget(self) -> None:
+        """Drop everything derived from weights (they were loaded anew or moved)."""
+
     def move_layers(self, move: LayerMove) -> None:
         """Hold the blocks that this stage has after `move`, with their weights (collective)."""
         old = self._blocks()[0]
@@ -248,6 +244,7 @@ class WanTransformer(nn.Module, Generic[Config]):
         for index, block in enumerate(self._blocks()):
             block.index = index
         self.parallel = replace(self.parallel, partition=move.partition)
+        self.forget()
 
     def _blocks(self) -> list[Any]:
         return list(self.blocks.values())
