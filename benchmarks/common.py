@@ -162,14 +162,17 @@ def versions() -> dict[str, str]:
     return found
 
 
+def command_line() -> str:
+    """The command as a reader would type it: where the result is written is no part of it."""
+    words = iter(sys.argv[1:])
+    kept = [word for word in words if word != "--out" or next(words) is None]
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, kept)])
+
+
 def save(name: str, result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Add date, command, hardware and versions; print the JSON and write `results/<date>_<name>.json`."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    # The command as a reader would type it: where the result was written is no part of it.
-    words = iter(sys.argv[1:])
-    kept = [word for word in words if word != "--out" or next(words) is None]
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, kept)])
-    document = {"date": today, "command": command, "hardware": hardware(), "versions": versions(), **result}
+    document = {"date": today, "command": command_line(), "hardware": hardware(), "versions": versions(), **result}
     text = json.dumps(document, indent=2)
     print(text)
     if not args.no_save:

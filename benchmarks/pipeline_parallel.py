@@ -8,7 +8,7 @@
 
 Random weights at real shapes take the time of real ones: 480x832, four denoise steps and a clean pass per chunk, exact
 VAE decode, request in to uint8 frames out. Each row is an engine of its own and is saved when it is done; rows of an
-earlier run of the same day and model stay in the file. A session asks for its next chunk while one is running. Steady
+earlier run of the same day and name stay in the file. A session asks for its next chunk while one is running. Steady
 state is the median over the chunks after the window is full. `frames_digests` are of the first two chunks: rows that
 compute the same sums (one GPU, stages, a VAE stage) agree in them bit for bit.
 """
@@ -33,7 +33,16 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 sys.path.insert(0, str(Path(__file__).parent))
 import lingbot_world
 import streaming_wan
-from common import HUGE_PAGES, add_output_arguments, chunk_rate, restart_with, run_chunks, running_engine, save
+from common import (
+    HUGE_PAGES,
+    add_output_arguments,
+    chunk_rate,
+    command_line,
+    restart_with,
+    run_chunks,
+    running_engine,
+    save,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +183,7 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
     rates = [chunk_rate(stream, args.warm_chunks) for stream in streams]
     return {
         **dataclasses.asdict(row),
+        "command": command_line(),
         "num_gpus": row.num_gpus,
         "fps_all_sessions": round(sum(rate["fps"] for rate in rates), 2),
         **rates[0],
@@ -218,6 +228,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
     parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside sizes and model")
+    parser.add_argument("--name", help="name of the result file (default: pipeline_parallel_MODEL)")
     add_output_arguments(parser)
     return parser
 
@@ -230,7 +241,7 @@ def main() -> None:
     if args.chunks <= args.warm_chunks:
         raise SystemExit(f"--chunks {args.chunks} leaves nothing after --warm-chunks {args.warm_chunks}")
     restart_with(HUGE_PAGES)
-    model, name = MODELS[args.model], f"pipeline_parallel_{args.model}"
+    model, name = MODELS[args.model], args.name or f"pipeline_parallel_{args.model}"
     rows = earlier_rows(name, args)
     with tempfile.TemporaryDirectory() as folder:
         model.write(Path(folder) / "model")
