@@ -129,16 +129,18 @@ async def answers(client: Client, tokens: int) -> dict[str, Any]:
     }
 
 
-async def batch_curve(client: Client, size: tuple[int, int], largest: int) -> list[dict[str, Any]]:
-    """n equal drawings at once against one alone."""
+async def batch_curve(client: Client, size: tuple[int, int], batches: list[int]) -> list[dict[str, Any]]:
+    """n equal drawings at once, against one alone where one alone is among them."""
     curve: list[dict[str, Any]] = []
-    for count in range(1, largest + 1):
+    for count in batches:
         await asyncio.gather(*(client.draw(*size) for _ in range(count)))  # shapes of this batch are compiled here
         start = time.perf_counter()
         await asyncio.gather(*(client.draw(*size) for _ in range(count)))
         seconds = time.perf_counter() - start
-        alone = seconds if count == 1 else curve[0]["seconds"]
-        curve.append({"requests": count, "seconds": round(seconds, 4), "times_one": round(seconds / alone, 3)})
+        curve.append({"requests": count, "seconds": round(seconds, 4)})
+    alone = [point["seconds"] for point in curve if point["requests"] == 1]
+    for point in curve:
+        point["times_one"] = round(point["seconds"] / alone[0], 3) if alone else None
     return curve
 
 
@@ -168,6 +170,7 @@ def measurements(client: Client, engine: Any) -> dict[str, Callable[[], Awaitabl
     large, small = ((128, 128), (64, 64)) if args.tiny else ((1024, 1024), (768, 768))
     video = (64, 96, 9) if args.tiny else (480, 768, 25)
     tokens = 16 if args.tiny else 256
+    batches = list(range(1, args.max_batch + 1))
 
     async def image(size: tuple[int, int]) -> dict[str, Any]:
         name = f"{size[1]}x{size[0]}"
@@ -185,8 +188,8 @@ def measurements(client: Client, engine: Any) -> dict[str, Callable[[], Awaitabl
     if args.variant == "video":
         sections["video"] = lambda: repeated(lambda: client.draw(*video[:2], num_frames=video[2]), args.repeats)
     return sections | {
-        "batch_curve_small": lambda: batch_curve(client, small, min(4, args.max_batch)),
-        "batch_curve_large": lambda: batch_curve(client, large, args.max_batch),
+        "batch_curve_small": lambda: batch_curve(client, small, args.batches or batches[:4]),
+        "batch_curve_large": lambda: batch_curve(client, large, args.batches or batches),
         "memory_at_the_end": lambda: engine.collective_rpc("device_memory"),
     }
 
@@ -238,7 +241,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--max-batch", type=int, default=8)
+    parser.add_argument("--max-batch", type=int, default=8, help="requests the engine takes into one step")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        help="batch sizes of the curves (default: every one up to --max-batch, 4 for the small size)",
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--tiny", action="store_true", help="the tiny checkpoint, for a machine without a GPU")
@@ -249,6 +258,8 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", help="measure only these, by the names the result gives them")
     add_output_arguments(parser)
     args = parser.parse_args()
+    if args.batches and not all(1 <= count <= args.max_batch for count in args.batches):
+        parser.error(f"--batches must lie between 1 and --max-batch {args.max_batch}, got {args.batches}")
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         if args.tiny:
