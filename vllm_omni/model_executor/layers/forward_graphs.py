@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ForwardGraphs`: forwards that come again are launched as one CUDA graph instead of kernel by kernel.
 
-A graph repeats what the host decided when it was captured, so a caller names everything of that in a key: addresses of
+A graph repeats what the host decided when it was captured, so a caller names everything of that in a key: `identity` of
 what is read and written in place, slots, lengths, branches. Tensors that differ from call to call are inputs: they are
 copied to where the graph reads them. A stream whose K/V ring is full comes back to the same slots after one turn of the
 ring, so a handful of graphs serves it for ever.
@@ -12,12 +12,14 @@ only one runs at a time; results are copied out of it.
 Held by tests/model_executor/layers/test_forward_graphs.py.
 """
 
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -27,14 +29,48 @@ Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Replay]]
 """Record a forward; returns where its result will be and what runs it."""
 
 
-class CudaCapture:
-    """Capture on a stream of its own, without the waiting and cache clearing of `torch.cuda.graph`."""
+_numbers = WeakTensorKeyDictionary()
+_next_number = itertools.count()
 
-    def __init__(self) -> None:
+
+def identity(tensor: torch.Tensor) -> int:
+    """Return a number that no other tensor object of this process has or had, in the order of first calls.
+
+    An address would not do: memory that was freed is given to others, and not on all ranks alike.
+    """
+    if tensor not in _numbers:
+        _numbers[tensor] = next(_next_number)
+    return int(_numbers[tensor])
+
+
+class CudaCapture:
+    """Capture on a stream of its own, without the waiting and cache clearing of `torch.cuda.graph`.
+
+    agree: where several ranks take part in a forward's collectives, called before and after with whether all is well
+    here; returns whether it is on every rank, once all have called. To capture a collective, NCCL asks the other ranks'
+    devices for what they cannot do while a kernel of theirs waits for this rank.
+    """
+
+    def __init__(self, agree: Callable[[bool], bool] | None = None) -> None:
+        self._agree = agree
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+        if self._agree is None:
+            return self._record(run)
+        torch.cuda.synchronize()
+        self._agree(True)
+        try:
+            recorded = self._record(run)
+        except Exception:
+            self._agree(False)
+            raise
+        if not self._agree(True):
+            raise RuntimeError("another rank could not capture it")
+        return recorded
+
+    def _record(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()

@@ -25,6 +25,7 @@ from typing import Self
 
 import torch
 
+from vllm_omni.model_executor.layers.forward_graphs import identity
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import SavedTensors
@@ -141,7 +142,7 @@ class KVWindow:
         span = self._span(frames)
         if span is None or self.ring_frames == 0 or frames.stop < self.window_frames:
             return None
-        return self.buffer.data_ptr(), self.buffer.shape, tuple(self._runs(frames)), span.start, span.stop
+        return identity(self.buffer), tuple(self._runs(frames)), span.start, span.stop
 
     def commit(self, end_frame: int, *, sinks_kept: bool = False) -> None:
         """Make frames up to `end_frame` part of the session; their last written keys and values are the clean ones.
