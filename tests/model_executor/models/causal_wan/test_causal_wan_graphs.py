@@ -53,3 +53,16 @@ def test_a_prompt_switch_is_another_graph(causal_wan: Path) -> None:
         latents.append([run_chunk(model, session, prompt=prompt, output="latents")[1]["latents"] for prompt in prompts])
     for want, got in zip(*latents, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_device(causal_wan: Path) -> None:
+    """Real graphs, the same stream bit for bit."""
+    options = {"window_frames": 9, "sink_frames": 3}
+    with torch.device("cuda"):
+        plain, by_graphs = load_model(causal_wan, **options), load_model(causal_wan, **options, cuda_graphs=True)
+    assert by_graphs.transformer.graphs is not None
+    for got, want in zip(stream(by_graphs, CHUNKS), stream(plain, CHUNKS), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert len(by_graphs.transformer.graphs) == 2 * 2
