@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one GPU of a kind does: measured rates and what was fitted, each with its source. Knows no model."""
+"""What one GPU of a kind, and the host beside it, do: measured rates and what was fitted, each with its source.
+
+Knows no model. Held by tests/planning/test_split_plan.py.
+"""
 
 import bisect
 from dataclasses import dataclass
@@ -15,9 +18,14 @@ class Card:
     link_bytes_per_s, link_latency_s: between two GPUs. sync_s: what a collective costs besides its transfer, launch
     and waiting for each other. pack_s: rearranging for Ulysses in a layer, over the tokens per rank (of 4680 x 5120
     activations on one rank).
+    launch_s: the host launches one layer's kernels of one pass. collective_launch_s: and one collective between its
+    ranks, with the rearranging around it. stage_step_s: one engine step's way through one process of several (message
+    in, schedule, message out). These three are the host's: a pass takes the longer of what the device and what the host
+    needs.
     text_encoder_cpu_s: umt5-xxl on the host, a prompt not seen before. request_s: scheduler, transport and first noise
-    of a chunk. first_frame_s: the same for a session's first chunk, besides its stages. memory_bytes. workspace_bytes:
-    the largest transient, decoding a chunk at 480x832.
+    of a chunk. first_frame_s: the same for a session's first chunk, besides its stages. first_decode_s: of a stream's
+    first decode, besides its arithmetic. memory_bytes. workspace_bytes: the largest transient, decoding a chunk at
+    480x832.
     """
 
     name: str
@@ -31,9 +39,13 @@ class Card:
     link_latency_s: float
     sync_s: float
     pack_s: float
+    launch_s: float
+    collective_launch_s: float
+    stage_step_s: float
     text_encoder_cpu_s: float
     request_s: float
     first_frame_s: float
+    first_decode_s: float
     memory_bytes: float
     workspace_bytes: float
 
@@ -56,13 +68,17 @@ SOURCES = {
     "vae_tflops": "measured: a chunk's decode, 147.5 ms for 40.65 TFLOP",
     "link_bytes_per_s": "measured: all-to-all of 48 MB over 4 GPUs in 0.14 ms",
     "link_latency_s": "measured: ring send of 0.6 MB in 0.07 ms, less its transfer",
-    "sync_s": "fitted to the steps of the two Ulysses rows",
-    "pack_s": "fitted to the steps of the two Ulysses rows",
+    "sync_s": "fitted to the steps of LingBot's two Ulysses rows",
+    "pack_s": "fitted to the steps of LingBot's two Ulysses rows",
+    "launch_s": "of the host; measured as an upper bound: 34 ms a pass of 30 layers, first chunk of 1.3B on one GPU",
+    "collective_launch_s": "of the host; fitted to the chunk interval of 1.3B Ulysses 2 (76 ms a step, 48 on one GPU)",
+    "stage_step_s": "of the host; fitted to 1.3B rows of two processes: intervals (11 ms), first frames (5 to 21 ms)",
     "text_encoder_cpu_s": "measured: first chunk of the LingBot rows, 835 to 890 ms",
     "request_s": "measured: chunk interval less steps and decode, 9 to 17 ms",
     "first_frame_s": "measured: time to first frame less the first chunk's stages, 25 ms",
+    "first_decode_s": "measured: a first decode, 121 to 129 ms, less 114 for its 31.45 TFLOP",
     "memory_bytes": "the driver's",
-    "workspace_bytes": "fitted to the peaks of the LingBot and 1.3B rows (10.2 and 9.0 GB)",
+    "workspace_bytes": "fitted to the peaks of ranks that decode (5.3 to 10.2 GB beside weights and sessions)",
 }
 """Where each number comes from; printed on the docs page."""
 
@@ -78,11 +94,15 @@ H200 = Card(
     link_latency_s=70e-6,
     sync_s=0.07e-3,
     pack_s=0.9e-3,
+    launch_s=1.1e-3,
+    collective_launch_s=0.6e-3,
+    stage_step_s=13e-3,
     text_encoder_cpu_s=0.87,
     request_s=0.010,
     first_frame_s=0.025,
+    first_decode_s=0.011,
     memory_bytes=150.1e9,
-    workspace_bytes=9.8e9,
+    workspace_bytes=8.5e9,
 )
 
 CARDS = {"H200": H200}

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLOPs, bytes and milliseconds of a streaming Wan-family model, from its shapes. Pure functions; nothing is loaded.
 
-Strict cache: a chunk of F latent frames is S denoise passes and one clean pass over a window of W frames. 2 FLOP per
-multiply-add. q = F n query tokens, k = W n key tokens, n = tokens of a latent frame, d width, f FFN width, L layers:
+A chunk of F latent frames is S denoise passes over a window of W frames, and with the strict cache a clean pass more.
+2 FLOP per multiply-add. q = F n query tokens, k = W n key tokens, n = tokens of a latent frame, d width, f FFN width, L
+layers:
 
     linear  2 q (6 d^2 + 2 d f) L        self-attention  4 q k d L        cross-attention  4 q 512 d L
 
-A prompt's K/V are kept, a camera's modulation is computed once a chunk (8 q d^2 L). Held by tests/planning/.
+A prompt's K/V are kept, a camera's modulation is computed once a chunk (8 q d^2 L).
+
+Two things bound a pass, and the slower one decides: the device's arithmetic, and the host, which launches kernels and
+collectives layer by layer and takes part in each engine step. Small models over several GPUs are bound by the host.
+CUDA graphs take the launching away where a window is full. Held by tests/planning/.
 """
 
 from dataclasses import dataclass
@@ -29,9 +34,10 @@ _BF16 = 2
 class StreamModel:
     """One model as it is served.
 
-    parameters: of the transformer. window, sinks, chunk: latent frames. passes: denoise steps and the clean pass.
-    camera: has camera layers, and an image condition with an encoder stream. moving_sinks: sinks are kept twice.
-    text_on_cpu: the text encoder is on the host.
+    parameters: of the transformer. window, sinks, chunk: latent frames. denoise: steps; clean: passes after them, 1
+    with the strict cache, 0 where each step keeps a window of its own (noise-matched). in_flight: chunks of one session
+    at work at once. cuda_graphs: full windows are launched as graphs. camera: has camera layers, and an image condition
+    with an encoder stream. moving_sinks: sinks are kept twice. text_on_cpu: the text encoder is on the host.
     """
 
     name: str
@@ -45,10 +51,22 @@ class StreamModel:
     height: int = 480
     width: int = 832
     chunk: int = 3
-    passes: int = 5
+    denoise: int = 4
+    clean: int = 1
+    in_flight: int = 1
+    cuda_graphs: bool = False
     camera: bool = False
     moving_sinks: bool = False
     text_on_cpu: bool = False
+
+    @property
+    def passes(self) -> int:
+        return self.denoise + self.clean
+
+    @property
+    def graphs(self) -> bool:
+        """Whether full windows are launched as graphs: with chunks in flight they are not."""
+        return self.cuda_graphs and self.in_flight == 1
 
     @property
     def tokens_per_frame(self) -> int:
@@ -68,17 +86,24 @@ class StreamModel:
 class Split:
     """ulysses x pipeline ranks; `tensor` means tensor parallelism in the place of Ulysses.
 
-    vae_stage: the last stage holds no layer and decodes (`omni.vae_stage`).
+    vae_stage: the last stage holds no layer and decodes (`omni.vae_stage`). temporal: each stage holds all layers and
+    one denoise step (`omni.pipeline` "temporal").
     """
 
     ranks: int = 1
     stages: int = 1
     tensor: bool = False
     vae_stage: bool = False
+    temporal: bool = False
 
     @property
     def layer_stages(self) -> int:
         return self.stages - self.vae_stage
+
+    @property
+    def layer_parts(self) -> int:
+        """Into how many parts stages cut the layers."""
+        return 1 if self.temporal else self.layer_stages
 
     @property
     def gpus(self) -> int:
@@ -86,14 +111,16 @@ class Split:
 
     def __str__(self) -> str:
         parts = [f"{'TP' if self.tensor else 'Ulysses'} {self.ranks}"] if self.ranks > 1 else []
-        parts += [f"PP {self.layer_stages}"] if self.layer_stages > 1 else []
+        kind = "temporal" if self.temporal else "PP"
+        parts += [f"{kind} {self.layer_stages}"] if self.layer_stages > 1 else []
         return " x ".join(parts or ["1 GPU"]) + (" + VAE" if self.vae_stage else "")
 
 
 @dataclass(frozen=True)
 class Prediction:
     """Milliseconds and bytes. chunk_ms: between two chunks of one session while `sessions` run; per_chunk_ms: of the
-    server. memory_bytes: of the fullest rank. max_sessions: that fit.
+    server. host_bound: whether a pass waits for the host. memory_bytes: of the fullest rank. max_sessions:
+    that fit.
     """
 
     split: Split
@@ -107,6 +134,7 @@ class Prediction:
     memory_bytes: float
     max_sessions: int
     fps: float
+    host_bound: bool
 
     @property
     def fits(self) -> bool:
@@ -130,7 +158,9 @@ def cross_tflop(model: StreamModel, query_frames: int) -> float:
 def pass_ms(model: StreamModel, card: Card, window: int) -> float:
     """One pass over one chunk on one GPU."""
     q = model.chunk * model.tokens_per_frame
-    elementwise_s = model.layers * card.elementwise_passes * q * model.dim * _BF16 / card.elementwise_bytes_per_s
+    copied = 2 * window_bytes(model, window) if model.in_flight > 1 else 0.0  # the window, before it is attended to
+    elementwise_s = copied / card.elementwise_bytes_per_s
+    elementwise_s += model.layers * card.elementwise_passes * q * model.dim * _BF16 / card.elementwise_bytes_per_s
     compute_s = (
         linear_tflop(model, model.chunk) / card.gemm(model.dim)
         + attention_tflop(model, model.chunk, window) / card.attention_tflops
@@ -154,12 +184,31 @@ def exchange_ms(model: StreamModel, card: Card, split: Split) -> float:
     activations = q * model.dim * _BF16
     if split.tensor:  # three all-reduces a block, each twice over the link, and two of normalisation sums
         transfer_s = 3 * 2 * activations * (u - 1) / u / card.link_bytes_per_s
-        pack_s, collectives = 0.0, 5
+        pack_s = 0.0
     else:  # q, k, v to heads, the result back; each rank has 1/u of the tokens
-        collectives = 2
         transfer_s = 4 * activations / u * (u - 1) / u / card.link_bytes_per_s
         pack_s = card.pack_s * q * model.dim / (4680 * 5120) / u
-    return 1e3 * model.layers * (transfer_s + pack_s + collectives * card.sync_s)
+    return 1e3 * model.layers * (transfer_s + pack_s + _collectives(split) * card.sync_s)
+
+
+def _collectives(split: Split) -> int:
+    """Of a layer."""
+    return 0 if split.ranks == 1 else 5 if split.tensor else 2
+
+
+def host_ms(model: StreamModel, card: Card, split: Split, *, graphs: bool = False) -> float:
+    """What the host of one stage with layers does for one pass; graphs: its kernels are launched as one."""
+    launch_s = 0.0 if graphs else card.launch_s + _collectives(split) * card.collective_launch_s
+    return 1e3 * (model.layers / split.layer_parts * launch_s + (card.stage_step_s if split.gpus > 1 else 0.0))
+
+
+def pass_latency_ms(model: StreamModel, card: Card, split: Split, window: int) -> tuple[float, float]:
+    """One pass of one chunk through all stages when nothing else runs: (the device's time, the host's)."""
+    device = pass_ms(model, card, window) / split.ranks + exchange_ms(model, card, split)
+    if split.stages > 1:
+        device += (1 if split.temporal else split.stages) * hop_ms(model, card, split)
+    host = split.layer_parts * host_ms(model, card, split, graphs=model.graphs and window == model.window)
+    return device, host + (1e3 * card.stage_step_s if split.vae_stage else 0.0)
 
 
 def hop_ms(model: StreamModel, card: Card, split: Split) -> float:
@@ -169,9 +218,14 @@ def hop_ms(model: StreamModel, card: Card, split: Split) -> float:
 
 
 def chunk_steps_ms(model: StreamModel, card: Card, split: Split, window: int) -> float:
-    """All passes of one chunk, as if one stage ran all blocks."""
+    """The device's time for all passes of one chunk, as if one stage ran all blocks."""
     one = pass_ms(model, card, window) / split.ranks + exchange_ms(model, card, split)
     return model.passes * one + camera_ms(model, card) / split.ranks
+
+
+def window_bytes(model: StreamModel, frames: int) -> float:
+    """K/V of so many latent frames, all layers and heads."""
+    return 2 * _BF16 * frames * model.tokens_per_frame * model.dim * model.layers
 
 
 def decode_ms(model: StreamModel, card: Card, *, first: bool = False) -> float:
@@ -180,20 +234,22 @@ def decode_ms(model: StreamModel, card: Card, *, first: bool = False) -> float:
 
 
 def cross_kv_bytes(model: StreamModel, split: Split) -> float:
-    return 2 * TEXT_ROWS * model.dim * _BF16 * model.layers / split.layer_stages / (split.ranks if split.tensor else 1)
+    """Each chunk in flight may bring a prompt of its own."""
+    one = 2 * TEXT_ROWS * model.dim * _BF16 * model.layers / split.layer_parts / (split.ranks if split.tensor else 1)
+    return model.in_flight * one
 
 
 def session_bytes(model: StreamModel, split: Split) -> float:
     """On the first rank of the last stage with layers; without a VAE stage it decodes."""
-    frames = model.window + (model.sinks if model.moving_sinks else 0)
-    ranks = split.ranks * split.layer_stages
-    window = 2 * _BF16 * frames * model.tokens_per_frame * model.dim * model.layers / ranks
+    frames = model.window + (model.sinks if model.moving_sinks else 0) + (model.in_flight - 1) * model.chunk
+    windows = 1 if model.clean or split.temporal else model.denoise
+    window = windows * window_bytes(model, frames) / (split.ranks * split.layer_parts)
     caches = ((0 if split.vae_stage else _DECODER_CACHE) + (_ENCODER_CACHE if model.camera else 0)) * model.area
     return window + cross_kv_bytes(model, split) + caches
 
 
 def weight_bytes(model: StreamModel, split: Split) -> float:
-    shared = split.layer_stages * (split.ranks if split.tensor else 1)
+    shared = split.layer_parts * (split.ranks if split.tensor else 1)
     return model.parameters * _BF16 / shared + _VAE_WEIGHTS + (0 if model.text_on_cpu else _TEXT_WEIGHTS)
 
 
@@ -201,25 +257,39 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     """What `sessions` live sessions get.
 
     A strict session's passes follow one another, so stages only help when several sessions fill them: the server then
-    ends a chunk every max(busiest stage, one session's own latency / sessions). A session's next chunk waits for the
-    decode only where no stage of its own does it.
+    ends a chunk every max(busiest stage, one session's own latency / sessions). Chunks in flight fill them as sessions
+    do. A stage is as busy as its device or its host, whichever has more to do for a chunk.
     """
     steps, decode = chunk_steps_ms(model, card, split, model.window), decode_ms(model, card)
-    hops = model.passes * split.stages * hop_ms(model, card, split) if split.stages > 1 else 0.0
     request = 1e3 * card.request_s
     decode_beside = 0.0 if split.vae_stage else decode
-    latency = steps + hops + decode_beside + request
-    busiest = max(steps / split.layer_stages + decode_beside + request, decode)
-    per_chunk = max(busiest, latency / sessions)
-    first_steps = chunk_steps_ms(model, card, split, model.chunk)
+    camera = camera_ms(model, card) / split.ranks
+    one_pass = pass_latency_ms(model, card, split, model.window)
+    # A decode runs beside the next chunk's passes and delays them as much as they need its device: on one GPU, wholly.
+    all_passes = model.passes * max(one_pass) + camera
+    latency = all_passes + request + decode_beside * min(1.0, steps / split.layer_stages / all_passes)
+    passes_of_a_stage = model.passes / split.layer_stages if split.temporal else model.passes
+    host = passes_of_a_stage * host_ms(model, card, split, graphs=model.graphs) + request
+    device = max(steps / split.layer_stages + decode_beside + request, decode)
+    per_chunk = max(device, host, latency / (sessions * model.in_flight))
     setup = 1e3 * card.text_encoder_cpu_s if model.text_on_cpu else 0.0
     if model.camera:  # the start picture through the VAE's encoder, with the chunk's grey frames behind it
         setup += 1e3 * _ENCODE_TFLOP * (1 + model.chunk) * model.area / card.vae_tflops
-    # Sessions that begin together are set up one after the other, before the first of their steps.
-    first = sessions * setup + first_steps + hops + decode_ms(model, card, first=True) + request
-    first += 1e3 * card.first_frame_s
+    # Sessions that begin together are set up one after the other, before the first of their steps. With a VAE stage
+    # the first decode does not wait for the clean pass.
+    before_decode = model.denoise if split.vae_stage else model.passes
+    first_pass = max(pass_latency_ms(model, card, split, model.chunk))
+    first = sessions * (setup + request) + before_decode * first_pass + camera
+    first += decode_ms(model, card, first=True) + 1e3 * (card.first_frame_s + card.first_decode_s)
     each = session_bytes(model, split)
-    fixed = weight_bytes(model, split) + card.workspace_bytes * model.area
+    fixed = weight_bytes(model, split) + (0.0 if split.vae_stage else card.workspace_bytes * model.area)
+    # A VAE stage's rank: the decoder, its caches, and up to three decodes at once.
+    decoding = _VAE_WEIGHTS + card.workspace_bytes * model.area
+    caches = _DECODER_CACHE * model.area
+    room = 0.95 * card.memory_bytes
+    most = (room - fixed) // each
+    if split.vae_stage:
+        most = min(most, (room - decoding) // caches)
     return Prediction(
         split=split,
         sessions=sessions,
@@ -229,14 +299,15 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
         per_chunk_ms=per_chunk,
         first_frame_ms=first,
         session_bytes=each,
-        memory_bytes=fixed + sessions * each,
-        max_sessions=max(0, int((0.95 * card.memory_bytes - fixed) // each)),
+        memory_bytes=max(fixed + sessions * each, decoding + sessions * caches if split.vae_stage else 0.0),
+        max_sessions=max(0, int(most)),
         fps=1e3 * model.frames_per_chunk / per_chunk,
+        host_bound=one_pass[1] > one_pass[0],
     )
 
 
 def splits(model: StreamModel, gpus: int) -> list[Split]:
-    """Every split over at most `gpus` GPUs that the model's heads and layers allow."""
+    """Every split over at most `gpus` GPUs that the model's heads, layers and cache allow."""
     found = [Split()]
     for ranks in range(1, gpus + 1):
         if model.heads % ranks:
@@ -245,6 +316,8 @@ def splits(model: StreamModel, gpus: int) -> list[Split]:
             if ranks * stages == 1 or stages > model.layers:
                 continue
             tensors = (False, True) if ranks > 1 else (False,)
-            vae_stages = (False, True) if stages > 1 else (False,)
+            vae_stages = (False, True) if stages > 1 and model.in_flight == 1 else (False,)
             found += [Split(ranks, stages, tensor, vae_stage) for vae_stage in vae_stages for tensor in tensors]
+            if not model.clean and stages == model.denoise and stages > 1:
+                found += [Split(ranks, stages, tensor, temporal=True) for tensor in tensors]
     return found

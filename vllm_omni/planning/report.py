@@ -11,6 +11,7 @@ from vllm_omni.planning.models import model_of
 
 _NAMES = {"1.3B": "causal_wan_1_3b", "14B": "causal_wan_14b"}
 """What benchmarks/streaming_wan.py calls them -> ours."""
+_HOST = "  host"
 _OPTIONS = {"window": "window_frames", "sinks": "sink_frames"}
 
 
@@ -45,7 +46,7 @@ def plan_text(model: StreamModel, card: Card, gpus: int, sessions: int) -> str:
     lines = [
         f"{model.name}: {model.height}x{model.width}, {model.frames_per_chunk} frames a chunk, window {model.window}, "
         f"{model.parameters / 1e9:.1f}B parameters, {sessions} session{'s' if sessions > 1 else ''}, "
-        f"up to {gpus} {card.name}",
+        f"up to {gpus} {card.name}{_served(model)}",
         f"{'split':24s} {'GPUs':>4s} {'FPS in all':>10s} {'FPS each':>9s} {'first frame':>12s} {'memory':>9s} "
         f"{'fits':>13s}",
     ]
@@ -53,42 +54,101 @@ def plan_text(model: StreamModel, card: Card, gpus: int, sessions: int) -> str:
         lines.append(
             f"{each.split!s:24s} {each.split.gpus:4d} {each.fps:10.1f} {each.fps / sessions:9.1f} "
             f"{each.first_frame_ms / 1e3:10.2f} s {each.memory_bytes / 1e9:6.1f} GB {each.max_sessions:4d} sessions"
+            f"{_HOST if each.host_bound else ''}"
         )
-    best = found[0]
-    flags = []
-    if best.split.ranks > 1:
-        flags.append(f"--tensor-parallel-size {best.split.ranks}")
-        if not best.split.tensor:
-            flags.append("--additional-config.omni.model.sequence_parallel true")
-    if best.split.stages > 1:
-        flags.append(f"--pipeline-parallel-size {best.split.stages}")
-    if best.split.vae_stage:
-        flags.append("--additional-config.omni.vae_stage true")
-    lines.append(f"best: {best.split} {' '.join(flags)}".rstrip())
+    if any(each.host_bound for each in found):
+        graphs = "" if model.cuda_graphs or model.camera else "; --cuda-graphs takes most of that away"
+        lines.append(f"{_HOST.strip()}: passes wait for the host that launches their kernels{graphs}")
+    lines.append(f"best: {found[0].split} {' '.join(_flags(model, found[0].split))}".rstrip())
     return "\n".join(lines)
 
 
+def _served(model: StreamModel) -> str:
+    """What of the model is not as by default."""
+    parts = [] if model.clean else [f"noise-matched, {model.denoise} steps"]
+    parts += [f"{model.in_flight} chunks in flight"] if model.in_flight > 1 else []
+    parts += ["CUDA graphs"] if model.graphs else []
+    return "".join(f", {part}" for part in parts)
+
+
+def _flags(model: StreamModel, split: Split) -> list[str]:
+    """Of `vllm serve --omni`."""
+    flags, options = [], {}
+    if split.ranks > 1:
+        flags.append(f"--tensor-parallel-size {split.ranks}")
+        if not split.tensor:
+            options["model.sequence_parallel"] = "true"
+    if split.stages > 1:
+        flags.append(f"--pipeline-parallel-size {split.stages}")
+    if split.vae_stage:
+        options["vae_stage"] = "true"
+    if split.temporal:
+        options["pipeline"] = "temporal"
+    if model.in_flight > 1:
+        options["chunks_in_flight"] = str(model.in_flight)
+    if not model.clean:
+        options["model.cache"] = "noise_matched"
+    if model.graphs:
+        options["model.cuda_graphs"] = "true"
+    return flags + [f"--additional-config.omni.{name} {value}" for name, value in options.items()]
+
+
 def compare(run: str, result: Mapping[str, Any], card: Card) -> list[Compared]:
-    """Hold the predictions against one `result` of benchmarks/lingbot_world.py or benchmarks/streaming_wan.py."""
+    """Hold the predictions against one `result` of a benchmark.
+
+    Of benchmarks/lingbot_world.py or benchmarks/streaming_wan.py (one engine), or of benchmarks/pipeline_parallel.py
+    (rows; those that ended in an error are left out).
+    """
+    if "rows" not in result:
+        return _compare_one(run, result, result["parallel"], card)
+    found: list[Compared] = []
+    for name, row in result["rows"].items():
+        if "error" not in row:
+            ranks = {"sequence": 1, "tensor": 1, "sequence" if row["sequence"] else "tensor": row["ranks"]}
+            facts = {**row, "model": result["model"], "size": result["size"]}
+            found += _compare_one(f"{run}: {name}", facts, {**ranks, "pipeline": row["stages"]}, card)
+    return found
+
+
+def _compare_one(run: str, result: Mapping[str, Any], parallel: Mapping[str, int], card: Card) -> list[Compared]:
     height, width = result["size"]
-    options, parallel = result["model_options"], result["parallel"]
+    options = result["model_options"]
     changes = {
         "height": height,
         "width": width,
         "text_on_cpu": options.get("text_encoder_device") == "cpu",
         **{ours: options[theirs] for ours, theirs in _OPTIONS.items() if theirs in options},
+        **cache_facts(options, result.get("chunks_in_flight", 1)),
     }
-    name = _NAMES[result["model"]] if "model" in result else "lingbot_world"
+    name = result.get("model", "lingbot_world")
     sequence, tensor = parallel["sequence"], parallel["tensor"]
-    split = Split(max(sequence, tensor), parallel["pipeline"], tensor > sequence)
+    split = Split(
+        max(sequence, tensor),
+        parallel["pipeline"],
+        tensor > sequence,
+        vae_stage=result.get("vae_stage", False),
+        temporal=result.get("temporal", False),
+    )
     sessions = result["sessions"] if "sessions" in result else result["streams"]
-    wanted = predict(model_of(name, **changes), card, split, sessions)
+    wanted = predict(model_of(_NAMES.get(name, name), **changes), card, split, sessions)
     peak = max(memory["torch_peak"] for memory in result["device_memory"])
     return [
         Compared(run, "chunk interval", result["chunk_interval_ms"], wanted.chunk_ms, "ms"),
         Compared(run, "first frame", result["time_to_first_frame_ms"], wanted.first_frame_ms, "ms"),
         Compared(run, "peak memory of a GPU", peak / 1e9, wanted.memory_bytes / 1e9, "GB"),
     ]
+
+
+def cache_facts(options: Mapping[str, Any], chunks_in_flight: int) -> dict[str, Any]:
+    """The fields of `StreamModel` that options of causal Wan (`omni.model`) decide; nothing for what they leave out."""
+    facts: dict[str, Any] = {"in_flight": chunks_in_flight} if chunks_in_flight > 1 else {}
+    if "denoising_steps" in options:
+        facts["denoise"] = len(options["denoising_steps"])
+    if options.get("cache", "strict") != "strict":
+        facts["clean"] = 0
+    if "cuda_graphs" in options:
+        facts["cuda_graphs"] = options["cuda_graphs"]
+    return facts
 
 
 def compare_table(rows: Sequence[Compared]) -> str:

@@ -16,6 +16,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--height", type=int, help="pixels (default: 480)")
     parser.add_argument("--width", type=int, help="pixels (default: 832)")
     parser.add_argument("--window", type=int, help="latent frames a chunk sees (default: the model's)")
+    parser.add_argument("--cuda-graphs", action="store_true", help="as served with omni.model.cuda_graphs (causal Wan)")
+    parser.add_argument("--matched-steps", type=int, help="noise-matched cache with so many steps (causal Wan)")
+    parser.add_argument("--chunks-in-flight", type=int, help="of one noise-matched stream (default: as many as steps)")
     parser.set_defaults(run=run)
 
 
@@ -33,8 +36,22 @@ def run(args: argparse.Namespace) -> int:
     changes = {name: value for name, value in sizes.items() if value is not None}
     if any(value < 1 for value in changes.values()) or any(changes.get(side, 16) % 16 for side in ("height", "width")):
         raise CommandError("--height and --width must be positive multiples of 16, --window at least 1")
+    changes |= _cache(args)
     try:
         print(plan_text(model_of(args.model, **changes), CARDS[args.gpu], args.n, args.sessions))
     except ValueError as error:
         raise CommandError(str(error)) from error
     return 0
+
+
+def _cache(args: argparse.Namespace) -> dict[str, Any]:
+    """How the stream is served, as fields of `StreamModel`. Raises CommandError."""
+    facts: dict[str, Any] = {"cuda_graphs": True} if args.cuda_graphs else {}
+    if args.matched_steps is None:
+        if args.chunks_in_flight is not None:
+            raise CommandError("--chunks-in-flight needs --matched-steps: with the strict cache a chunk runs alone")
+        return facts
+    in_flight = args.matched_steps if args.chunks_in_flight is None else args.chunks_in_flight
+    if not (1 <= args.matched_steps <= 64 and 1 <= in_flight <= 64):
+        raise CommandError("--matched-steps and --chunks-in-flight must be from 1 to 64")
+    return {**facts, "denoise": args.matched_steps, "clean": 0, "in_flight": in_flight}
