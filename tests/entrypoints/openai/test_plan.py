@@ -10,7 +10,7 @@ from vllm_omni.entrypoints.openai.errors import ApiError
 from vllm_omni.entrypoints.openai.plan import fit_size, plan_pictures, plan_video
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest, read_request
 from vllm_omni.entrypoints.openai.served import ServedModel
-from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.capabilities import Capabilities, PictureSizes
 from vllm_omni.model_executor.models.registry import family_names, get_family
 
 IMAGE_MODEL = Capabilities(
@@ -70,8 +70,39 @@ def test_zero_is_a_value() -> None:
 )
 def test_a_size_near_any_other_can_be_found(width: int, height: int, fitted: tuple[int, int]) -> None:
     """Multiples of 16 within the area, with about the same shape."""
-    assert fit_size(width, height, served()) == fitted
+    assert fit_size(width, height, served().pictures) == fitted
     assert fitted[0] * fitted[1] <= 832 * 480
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "fitted"),
+    [(1920, 1080, (512, 288)), (1080, 1920, (288, 512)), (3000, 40, (512, 16)), (500, 500, (496, 496))],
+)
+def test_no_side_becomes_longer_than_the_model_allows(width: int, height: int, fitted: tuple[int, int]) -> None:
+    """A photograph is edited whatever its shape: its longer side is made to fit."""
+    model = served(max_side=512)
+    assert fit_size(width, height, model.pictures) == fitted
+    request = read_request(ImageGenerationRequest, {"prompt": "p"})
+    sampling = plan_pictures(request, model, input_size=(width, height)).sampling
+    assert (sampling.width, sampling.height) == fitted
+
+
+def test_a_side_that_is_too_long_is_refused_with_what_is_near() -> None:
+    request = read_request(ImageGenerationRequest, {"prompt": "p", "size": "640x320"})
+    with pytest.raises(ApiError, match=r"both at most 512.*allowed and near: 512x256"):
+        plan_pictures(request, served(max_side=512))
+
+
+def test_pictures_may_have_other_sizes_than_videos() -> None:
+    """Defaults and limits are those of what is asked for."""
+    model = served(pictures=PictureSizes(width=512, height=512, max_pixels=1024 * 1024))
+    pictured = plan_pictures(read_request(ImageGenerationRequest, {"prompt": "p"}), model).sampling
+    assert (pictured.width, pictured.height) == (512, 512)
+    filmed = video(model).sampling
+    assert (filmed.width, filmed.height) == (832, 480)
+    assert plan_pictures(read_request(ImageGenerationRequest, {"prompt": "p", "size": "1024x1024"}), model)
+    with pytest.raises(ApiError, match="width x height at most 399360"):
+        video(model, size="1024x1024")
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ import msgspec
 
 from vllm_omni.entrypoints.openai.errors import ApiError, invalid, not_found
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest
-from vllm_omni.entrypoints.openai.served import ServedModel
+from vllm_omni.entrypoints.openai.served import ServedModel, Sizes
 from vllm_omni.inputs import DiffusionParams
 
 _MAX_OPTIONS_BYTES: Final = 64 << 10
-_MIN_SIDE, _MAX_SIDE = 8, 8192  # what `DiffusionParams` takes
+_MIN_SIDE = 8  # what `DiffusionParams` takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +95,9 @@ def plan_pictures(
         raise unsupported(served, what)
     if request.background == "transparent":
         raise invalid("background 'transparent' is not supported; allowed: 'auto', 'opaque'", "background")
-    automatic = fit_size(*input_size, served) if input_size is not None else (served.width, served.height)
-    return PicturePlan(_sampling(request, served, automatic), request.n or 1, capabilities.images_per_request)
+    sizes = served.pictures
+    automatic = fit_size(*input_size, sizes) if input_size is not None else (sizes.width, sizes.height)
+    return PicturePlan(_sampling(request, served, sizes, automatic), request.n or 1, capabilities.images_per_request)
 
 
 def plan_video(request: VideoRequest, served: ServedModel, has_image: bool) -> VideoPlan:
@@ -113,7 +114,8 @@ def plan_video(request: VideoRequest, served: ServedModel, has_image: bool) -> V
         )
     if request.camera_actions and (served.world is None or not served.world.camera):
         raise unsupported(served, "follow camera_actions", "camera_actions")
-    sampling = _sampling(request, served, (served.width, served.height))
+    sizes = served.videos
+    sampling = _sampling(request, served, sizes, (sizes.width, sizes.height))
     fps = capabilities.fps if request.fps is None else request.fps
     return VideoPlan(sampling, _num_frames(request, served, fps), fps, request.camera_actions or [])
 
@@ -123,24 +125,24 @@ def unsupported(served: ServedModel, what: str, param: str | None = None) -> Api
     return invalid(f"{served.names[0]} cannot {what}; it can: {tasks}", param, "unsupported_by_model")
 
 
-def fit_size(width: int, height: int, served: ServedModel) -> tuple[int, int]:
+def fit_size(width: int, height: int, sizes: Sizes) -> tuple[int, int]:
     """The allowed size nearest to that shape, not larger than it where possible."""
-    wide, high = served.capabilities.size_multiple
-    scale = min(1.0, math.sqrt(served.max_pixels / (width * height)))
+    wide, high = sizes.multiple
+    scale = min(1.0, math.sqrt(sizes.max_pixels / (width * height)), sizes.max_side / max(width, height))
     fitted = [
         max(side, -(-_MIN_SIDE // side) * side, int(length * scale) // side * side)
         for length, side in ((width, wide), (height, high))
     ]
     # A very long picture: its short side was raised to the least, so the long one must give way.
-    if fitted[0] * fitted[1] > served.max_pixels:
+    if fitted[0] * fitted[1] > sizes.max_pixels:
         longer = 0 if fitted[0] > fitted[1] else 1
         side = (wide, high)[longer]
-        fitted[longer] = max(side, served.max_pixels // fitted[1 - longer] // side * side)
-    return min(fitted[0], _MAX_SIDE // wide * wide), min(fitted[1], _MAX_SIDE // high * high)
+        fitted[longer] = max(side, sizes.max_pixels // fitted[1 - longer] // side * side)
+    return fitted[0], fitted[1]
 
 
 def _sampling(
-    request: ImageGenerationRequest | VideoRequest, served: ServedModel, automatic: tuple[int, int]
+    request: ImageGenerationRequest | VideoRequest, served: ServedModel, sizes: Sizes, automatic: tuple[int, int]
 ) -> Sampling:
     capabilities = served.capabilities
     if request.model is not None and request.model not in served.names:
@@ -162,7 +164,7 @@ def _sampling(
             )
     if request.guidance_scale is not None and capabilities.guidance_scale is None:
         raise unsupported(served, "change its guidance_scale", "guidance_scale")
-    width, height = _size(request.size, served, automatic)
+    width, height = _size(request.size, sizes, automatic)
     return Sampling(
         model=request.model or served.names[0],
         prompt=request.prompt,
@@ -176,16 +178,17 @@ def _sampling(
     )
 
 
-def _size(text: str | None, served: ServedModel, automatic: tuple[int, int]) -> tuple[int, int]:
+def _size(text: str | None, sizes: Sizes, automatic: tuple[int, int]) -> tuple[int, int]:
     if text is None or text == "auto":
         return automatic
     width, height = (int(side) for side in text.split("x"))
-    wide, high = served.capabilities.size_multiple
-    if width % wide or height % high or width * height > served.max_pixels or min(width, height) < _MIN_SIDE:
-        near = "x".join(str(side) for side in fit_size(width, height, served))
+    wide, high = sizes.multiple
+    in_range = min(width, height) >= _MIN_SIDE and max(width, height) <= sizes.max_side
+    if width % wide or height % high or width * height > sizes.max_pixels or not in_range:
+        near = "x".join(str(side) for side in fit_size(width, height, sizes))
         raise invalid(
-            f"size {text}: width must be a multiple of {wide}, height of {high}, and width x height at most "
-            f"{served.max_pixels}; allowed and near: {near}",
+            f"size {text}: width must be a multiple of {wide}, height of {high}, both at most {sizes.max_side}, and "
+            f"width x height at most {sizes.max_pixels}; allowed and near: {near}",
             "size",
         )
     return width, height

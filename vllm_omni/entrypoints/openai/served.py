@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Default width and height of a result in pixels, and its limits. multiple: (width, height) are multiples of it."""
+
+    width: int
+    height: int
+    max_pixels: int
+    max_side: int
+    multiple: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class ServedModel:
     """names: what clients may call it, the first in replies. width, height, max_pixels: never None here.
 
@@ -35,6 +46,18 @@ class ServedModel:
     max_pixels: int
     max_sessions: int
     world: WorldFacts | None = None
+
+    @property
+    def videos(self) -> Sizes:
+        return self._sizes(self.width, self.height, self.max_pixels)
+
+    @property
+    def pictures(self) -> Sizes:
+        own = self.capabilities.pictures
+        return self.videos if own is None else self._sizes(own.width, own.height, own.max_pixels)
+
+    def _sizes(self, width: int, height: int, max_pixels: int) -> Sizes:
+        return Sizes(width, height, max_pixels, self.capabilities.max_side, self.capabilities.size_multiple)
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig", names: Sequence[str]) -> "ServedModel":

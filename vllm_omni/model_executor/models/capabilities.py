@@ -10,9 +10,17 @@ from typing import Annotated, Literal
 
 import msgspec
 
-Task = Literal["text_to_image", "image_edit", "text_to_video", "image_to_video", "world"]
+Task = Literal["text_to_image", "image_edit", "text_to_video", "image_to_video", "video_edit", "world"]
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class PictureSizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """width, height: pixels of a picture when the client names no size. max_pixels: largest width x height."""
+
+    width: Positive
+    height: Positive
+    max_pixels: Positive
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,21 +28,26 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     tasks: `world` = chunk after chunk in a session that stays; without it a request is one-shot. `/v1/videos` need
     `text_to_video` or `image_to_video`: the latter accepts a start image, which is required without the former.
+    `video_edit` makes a new video from one that is sent; its size and length follow that one.
     width, height: pixels when the client names no size; None = the deployment's (`OmniConfig`). max_pixels: largest
-    width x height; None = the deployment's. size_multiple: (width, height) must be multiples of it.
+    width x height; None = the deployment's. max_side: of either side. size_multiple: (width, height) must be multiples
+    of it. pictures: sizes of pictures, where a model that also makes videos has others for them.
     num_inference_steps, guidance_scale: the model's defaults; None = fixed in the model, a client cannot choose.
     negative_prompt: whether the model uses one.
     num_frames, fps: of a video when the client names none. frame_stride: a one-shot video has
     `1 + frame_stride * k` frames; a world may be cut after any frame.
     images_per_request: pictures the model makes in one engine request; a call that wants more becomes several.
     input_images: pictures an edit may be given. mask: whether an edit honours one.
-    reads: what the model answers questions about in text (`/v1/chat/completions`). read_frames: of a clip that is read.
+    reads: what the model answers questions about in text (`/v1/chat/completions`). read_frames: the most frames of a
+    clip that is read or edited.
     """
 
     tasks: tuple[Task, ...] = ("world", "image_to_video")
     width: Positive | None = None
     height: Positive | None = None
     max_pixels: Positive | None = None
+    max_side: Positive = 8192
+    pictures: PictureSizes | None = None
     size_multiple: tuple[Positive, Positive] = (16, 16)
     num_inference_steps: Positive | None = None
     max_num_inference_steps: Positive = 200

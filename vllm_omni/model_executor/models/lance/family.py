@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.capabilities import Capabilities, PictureSizes
 from vllm_omni.model_executor.models.lance.checkpoint import LAYOUTS, hf_config, is_checkpoint, lance_config
 from vllm_omni.model_executor.models.lance.config import (
     DEFAULTS,
@@ -13,6 +13,7 @@ from vllm_omni.model_executor.models.lance.config import (
     PIXELS_PER_LATENT,
     LanceOptions,
 )
+from vllm_omni.model_executor.models.lance.request import default_size
 from vllm_omni.model_executor.models.registry import ModelFamily
 
 
@@ -34,13 +35,11 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
-    """The video checkpoint draws and edits images too; its default size is the video's."""
+    """The video checkpoint draws and edits images too, in sizes of their own."""
     options, lance = LanceOptions.parse(omni.model), lance_config(config["lance"])
     videos = lance.makes_video
-    height, width = DEFAULTS.video_size if videos else DEFAULTS.image_size
-    limit = options.max_video_pixels if videos else options.max_image_pixels
-    if height * width > limit:
-        height = width = int(limit**0.5) // PIXELS_PER_LATENT * PIXELS_PER_LATENT
+    pictures, limit = default_size(False, options), options.max_image_pixels
+    height, width = default_size(True, options) if videos else pictures
     longest = min(options.max_video_frames, lance.max_frames)
     return Capabilities(
         tasks=(
@@ -50,7 +49,9 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
         ),
         height=height,
         width=width,
-        max_pixels=max(options.max_image_pixels, options.max_video_pixels) if videos else options.max_image_pixels,
+        max_pixels=options.max_video_pixels if videos else limit,
+        max_side=lance.max_side,
+        pictures=PictureSizes(height=pictures[0], width=pictures[1], max_pixels=limit),
         size_multiple=(PIXELS_PER_LATENT, PIXELS_PER_LATENT),
         num_inference_steps=DEFAULTS.num_timesteps,
         guidance_scale=DEFAULTS.cfg_text_scale,

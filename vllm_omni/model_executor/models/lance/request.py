@@ -284,7 +284,7 @@ def answer_tokens(options: RequestOptions, served: LanceOptions) -> int:
 def drawing_grid(params: DiffusionParams, task: Task, config: LanceConfig, served: LanceOptions) -> Grid:
     """Return the latent grid of a drawing without a reference. Raises `RequestFailed("unsupported_size", ...)`."""
     video = task in VIDEO_TASKS
-    height, width = _default_size(video, served)
+    height, width = default_size(video, served)
     height = height if params.height is None else params.height
     width = width if params.width is None else params.width
     limit = served.max_video_pixels if video else served.max_image_pixels
@@ -306,7 +306,7 @@ def drawing_grid(params: DiffusionParams, task: Task, config: LanceConfig, serve
     return latent_frames, height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT
 
 
-def _default_size(video: bool, served: LanceOptions) -> Size:
+def default_size(video: bool, served: LanceOptions) -> Size:
     """The released default, or the largest square that this server allows."""
     size, limit = (
         (DEFAULTS.video_size, served.max_video_pixels) if video else (DEFAULTS.image_size, served.max_image_pixels)
