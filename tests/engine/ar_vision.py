@@ -2,6 +2,7 @@
 """A tiny random Qwen2-VL in transformers' layout, and the comparison of its hidden states."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from ar_engine import params, running_llm, states_of
@@ -72,14 +73,20 @@ def write_tiny_qwen2_vl(out: Path) -> Path:
     return out
 
 
-def check_image_request(model: Path) -> None:
-    """Two requests with the image (asked and not) and one without; rows against transformers' own forward."""
+def check_image_request(model: Path, tolerance: float = 1e-4, **engine_args: Any) -> None:
+    """Two requests with the image (asked and not) and one without; rows against transformers' own forward on the CPU.
+
+    tolerance: absolute and relative, in fp32.
+    """
     from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 
     image = Image.linear_gradient("L").resize((84, 56)).convert("RGB")
-    with running_llm(
-        model, limit_mm_per_prompt={"image": 1, "video": 0}, max_num_batched_tokens=256, max_model_len=256
-    ) as llm:
+    engine_args |= {
+        "limit_mm_per_prompt": {"image": 1, "video": 0},
+        "max_num_batched_tokens": 256,
+        "max_model_len": 256,
+    }
+    with running_llm(model, **engine_args) as llm:
         with_image = {"prompt": _PROMPT, "multi_modal_data": {"image": image}}
         outputs = llm.generate(
             [with_image, with_image, {"prompt": "a blue house"}],
@@ -101,7 +108,7 @@ def check_image_request(model: Path) -> None:
     with torch.no_grad():
         expected = reference(**inputs, output_hidden_states=True).hidden_states[-1][0]
         assert states.token_ids.tolist() == inputs["input_ids"][0].tolist()
-        torch.testing.assert_close(states[-1], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(states[-1], expected, atol=tolerance, rtol=tolerance)
         text_ids = states_of(outputs[2]).token_ids[None]
         expected = reference(input_ids=text_ids, output_hidden_states=True).hidden_states[-1][0]
-    torch.testing.assert_close(states_of(outputs[2])[-1], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(states_of(outputs[2])[-1], expected, atol=tolerance, rtol=tolerance)

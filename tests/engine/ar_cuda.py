@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An AsyncLLM on CUDA on the runner generation that is asked for, and what rows in bf16 may differ by.
+
+bf16 rounds after every operation, and how far that carries rows away grows with depth: transformers' own bf16 rows of
+this tiny model are up to 13 % off its fp32 rows. So the yardstick is the fp32 forward, and bf16 rows may be at most 1.5
+times as far from it as transformers' bf16 rows are; rows of other tokens would be many times as far. An engine in fp32
+is compared directly.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from ar_engine import SCHEDULER, WORKER
+from safetensors.torch import save_file
+from vllm import SamplingParams
+
+from vllm_omni.hidden_states import hidden_states_of
+
+WIDTH = 256
+"""Hidden size of `write_model`."""
+PROMPTS = ["the red bird sings in the big tree", "a small blue house", "sea", "the road is grey " * 12]
+
+
+def write_model(out: Path) -> Path:
+    from vllm_omni.model_executor.tiny_language_model import write_tiny_language_model
+
+    return write_tiny_language_model(
+        out,
+        dtype="bfloat16",
+        hidden_size=WIDTH,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+
+
+class Engine:
+    """AsyncLLM with async scheduling, chunked prefill, prefix caching; `runner` is V1 or V2."""
+
+    def __init__(self, model: Path, runner: str, omni: dict[str, Any] | None = None, **engine_args: Any) -> None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "V2" else "0"
+        self.runner = runner
+        self.loop = asyncio.new_event_loop()
+        self.numbers = iter(range(10**6))
+        self.engine = self.loop.run_until_complete(self._start(model, omni or {}, engine_args))
+
+    async def _start(self, model: Path, omni: dict[str, Any], engine_args: dict[str, Any]) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        fields: dict[str, Any] = {
+            "worker_cls": WORKER,
+            "scheduler_cls": SCHEDULER,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 16,
+            "gpu_memory_utilization": 0.2,
+            "additional_config": {"omni": {"hidden_state_layers": [0, 2], **omni}},
+        }
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **{**fields, **engine_args}))
+
+    def run(self, *requests: tuple[str, SamplingParams] | tuple[str, SamplingParams, Any]) -> list[list[Any]]:
+        """All requests (prompt, parameters, LoRA adapter if any) at once; per request every output a client sees."""
+
+        async def stream(prompt: str, sampling: SamplingParams, adapter: Any = None) -> list[Any]:
+            name = f"r{next(self.numbers)}"
+            return [out async for out in self.engine.generate(prompt, sampling, name, lora_request=adapter)]
+
+        async def together() -> Any:
+            return await asyncio.gather(*(stream(*request) for request in requests))
+
+        return self.loop.run_until_complete(together())
+
+    def stats(self) -> dict[str, Any]:
+        return self.loop.run_until_complete(self.engine.collective_rpc("hidden_states_stats"))[0]
+
+    def stop(self) -> None:
+        self.engine.shutdown()
+        self.loop.run_until_complete(asyncio.sleep(0.1))  # its own tasks see the end
+        os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class Reference:
+    """What transformers computes for the same tokens, in fp32 and in bf16; `change` is applied to both models."""
+
+    def __init__(self, model: Path, change: Callable[[Any], None] = lambda model: None) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.exact, self.rounded = (
+            AutoModelForCausalLM.from_pretrained(model, dtype=dtype).cuda().eval()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        for loaded in (self.exact, self.rounded):
+            change(loaded)
+
+    def states(self, model: Any, token_ids: list[int], layer: int) -> torch.Tensor:
+        with torch.no_grad():
+            output = model(torch.tensor([token_ids]).cuda(), output_hidden_states=True)
+        return output.hidden_states[layer][0].float().cpu()
+
+    def check(self, output: Any, mode: str = "all", layers: tuple[int, ...] = (-1,), index: int = 0) -> None:
+        """Rows of completion `index`: of the right tokens, all of them, and as near as rounding lets them be."""
+        token_ids = [*output.prompt_token_ids, *output.outputs[index].token_ids]
+        num_prompt = len(output.prompt_token_ids)
+        states = hidden_states_of(output, index)
+        assert states is not None, "no rows arrived"
+        first = {"all": 0, "generated": num_prompt, "last": len(token_ids) - 2}[mode]
+        assert states.positions.tolist() == list(range(first, len(token_ids) - 1))
+        assert states.token_ids.tolist() == token_ids[first:-1]
+        assert tuple(states) == layers
+        for layer in layers:
+            want = self.states(self.exact, token_ids[:-1], layer)
+            rounded = self.states(self.rounded, token_ids[:-1], layer)
+            rounding = max(distance(rounded, want), distance(rounded[first:], want[first:]))
+            error = distance(states[layer].float(), want[first:])
+            allowed = 1e-3 if states[layer].dtype == torch.float32 else max(1.5 * rounding, 1e-6)
+            assert error <= allowed, f"layer {layer}: relative error {error:.4f}, allowed {allowed:.4f}"
+
+
+def distance(rows: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to the size of what is expected."""
+    return float((rows - expected).norm() / expected.norm())
+
+
+def write_adapter(model: Path, folder: Path, rank: int = 8) -> Callable[[Any], None]:
+    """Save a random LoRA adapter of the first and third projection; returns what adds it to a loaded model."""
+    config = json.loads((model / "config.json").read_text())
+    head = config["hidden_size"] // config["num_attention_heads"]
+    rows = {"q_proj": config["hidden_size"], "v_proj": head * config["num_key_value_heads"]}
+    generator = torch.Generator().manual_seed(1)
+    tensors: dict[str, torch.Tensor] = {}
+    for block in range(config["num_hidden_layers"]):
+        for name, size in rows.items():
+            key = f"base_model.model.model.layers.{block}.self_attn.{name}"
+            down = torch.randn(rank, config["hidden_size"], generator=generator) * 0.3
+            tensors[f"{key}.lora_A.weight"] = down.bfloat16()
+            tensors[f"{key}.lora_B.weight"] = (torch.randn(size, rank, generator=generator) * 0.3).bfloat16()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    adapter = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(rows), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+
+    def add(loaded: Any) -> None:
+        for key, up in tensors.items():
+            if key.endswith("lora_B.weight"):
+                down = tensors[key.replace("lora_B", "lora_A")]
+                block, name = key.split(".")[4], key.split(".")[6]
+                weight = getattr(loaded.model.layers[int(block)].self_attn, name).weight
+                weight.data += (up.float() @ down.float()).to(weight)
+
+    return add

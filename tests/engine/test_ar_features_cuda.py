@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The AR worker on CUDA with what needs an engine of its own: V1 in two more ways, images, and several GPUs."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ar_compatibility import feature
+from ar_cuda import PROMPTS, Engine, Reference, write_model
+from ar_engine import params
+from vllm.sampling_params import RequestOutputKind
+
+from vllm_omni.hidden_states import hidden_states_of
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.nightly,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+FINAL = RequestOutputKind.FINAL_ONLY
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("cuda_language_model"))
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+def check_all_modes(engine: Engine, reference: Reference, layers: tuple[int, ...] = (0, 2, -1)) -> None:
+    """Asked and plain requests in one batch, prompts in chunks."""
+    modes = ["all", None, "generated", "last"]
+    requests = [(PROMPTS[3], params(mode, layers, max_tokens=12, output_kind=FINAL)) for mode in modes]
+    for mode, [output] in zip(modes, engine.run(*requests), strict=True):
+        if mode is None:
+            assert hidden_states_of(output) is None
+        else:
+            reference.check(output, mode, layers)
+
+
+def test_rejected_drafts_have_no_row_on_v1(model: Path, reference: Reference) -> None:
+    speculative = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    with Engine(model, "V1", speculative_config=speculative) as running:
+        for mode in ("all", "generated", "last"):
+            [[output]] = running.run((PROMPTS[3], params(mode, max_tokens=40, output_kind=FINAL)))
+            reference.check(output, mode)
+
+
+def test_rows_in_fp32_are_transformers_rows_on_v1(model: Path, reference: Reference) -> None:
+    with Engine(model, "V1", dtype="float32") as running:
+        check_all_modes(running, reference)
+
+
+@feature("M-RoPE and multimodal inputs (Qwen2-VL)", "V2")
+def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny Qwen2-VL in fp32: rows of image placeholders and text equal transformers', beside plain requests."""
+    from ar_vision import check_image_request, write_tiny_qwen2_vl
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    # 1e-2: attention kernels may multiply fp32 in TF32 (10 bits), and the rows are of size 1.
+    check_image_request(write_tiny_qwen2_vl(tmp_path / "qwen2_vl"), tolerance=1e-2, gpu_memory_utilization=0.2)
+
+
+@feature("worker without the scheduler", "V2")
+def test_without_the_scheduler_requests_get_their_text(model: Path) -> None:
+    """Nothing can carry rows then: the text is stock, the rows are None."""
+    with Engine(model, "V2", scheduler_cls=None, enforce_eager=True) as running:
+        asked, plain = running.run(*((PROMPTS[0], params(mode, output_kind=FINAL)) for mode in ("all", None)))
+        assert len(asked[0].outputs[0].token_ids) == len(plain[0].outputs[0].token_ids) == 8
+        assert hidden_states_of(asked[0]) is None
+        assert running.stats()["delivers"] is False
+
+
+@feature("scheduler without the worker", "V2")
+def test_without_the_worker_requests_get_their_text(model: Path) -> None:
+    with Engine(model, "V2", worker_cls="auto", enforce_eager=True) as running:
+        [[output]] = running.run((PROMPTS[0], params("all", output_kind=FINAL)))
+        assert output.outputs[0].finish_reason == "length" and hidden_states_of(output) is None
+
+
+@two_gpus
+@feature("tensor parallelism (TP 2)", "V2")
+def test_two_tensor_ranks(model: Path, reference: Reference) -> None:
+    """Only the rank whose output is read copies anything."""
+    with Engine(model, "V2", tensor_parallel_size=2) as running:
+        check_all_modes(running, reference)
+        ranks = running.loop.run_until_complete(running.engine.collective_rpc("hidden_states_stats"))
+        assert [rank["bytes_copied"] > 0 for rank in ranks] == [True, False]
+
+
+@two_gpus
+@feature("pipeline parallelism (PP 2)", "V2")
+def test_two_stages(model: Path, reference: Reference) -> None:
+    """Layers 0 and 2 are kept on the first stage and travel with the intermediate tensors, or on the last."""
+    with Engine(model, "V2", pipeline_parallel_size=2) as running:
+        check_all_modes(running, reference)
+
+
+@two_gpus
+@feature("data parallelism (DP 2)", "V2")
+def test_two_engines(model: Path, reference: Reference) -> None:
+    """Requests to both ranks: all have their rows."""
+    with Engine(model, "V2", data_parallel_size=2) as running:
+
+        async def one(prompt: str, rank: int) -> Any:
+            sampling = params("all", output_kind=FINAL)
+            stream = running.engine.generate(prompt, sampling, f"{prompt[:3]}-{rank}", data_parallel_rank=rank)
+            return [output async for output in stream][-1]
+
+        async def all_of_them() -> list[Any]:
+            return await asyncio.gather(*(one(prompt, rank) for prompt in PROMPTS for rank in (0, 1)))
+
+        for output in running.loop.run_until_complete(all_of_them()):
+            reference.check(output)
+
+
+@two_gpus
+@pytest.mark.parametrize("runner", ["V2", "V1"])
+@feature("external launcher (torchrun, TP 2)", "V2")
+def test_torchrun_tensor_parallel(model: Path, tmp_path: Path, runner: str) -> None:
+    """Every rank is an engine of its own and answers with the same rows."""
+    torchrun(model, tmp_path, "tensor_parallel_size", runner)
+
+
+@two_gpus
+def test_torchrun_pipeline_parallel_on_v1(model: Path, tmp_path: Path) -> None:
+    """The last stage shows its rows to the first over NCCL. V1 only: stock V2 has no pipeline under torchrun."""
+    torchrun(model, tmp_path, "pipeline_parallel_size", "V1")
+
+
+def torchrun(model: Path, tmp_path: Path, parallel: str, runner: str) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0", "PYTHONPATH": paths}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    done = subprocess.run(
+        [*command, str(model), parallel], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert done.stdout.count("ROWS RIGHT") == 2, json.dumps(done.stdout[-2000:])
+
+
+TORCHRUN_SCRIPT = """
+import os, sys
+from pathlib import Path
+import torch
+from ar_cuda import PROMPTS, Reference
+from ar_engine import params, running_llm
+from vllm_omni.hidden_states import hidden_states_of
+
+if __name__ == "__main__":
+    model, parallel = Path(sys.argv[1]), sys.argv[2]
+    fields = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2, "distributed_executor_backend": "external_launcher"}
+    with running_llm(model, {"hidden_state_layers": [2]}, seed=0, **fields, **{parallel: 2}) as llm:
+        asked = [params("all", (2, -1)), params("generated"), params(None)]
+        outputs = llm.generate([*PROMPTS[:2], PROMPTS[0]], asked, use_tqdm=False)
+        reference = Reference(model)
+        reference.check(outputs[0], layers=(2, -1))
+        reference.check(outputs[1], "generated")
+        assert hidden_states_of(outputs[2]) is None
+        print("ROWS RIGHT", flush=True)
+"""
