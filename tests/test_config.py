@@ -19,6 +19,9 @@ def test_nothing_given_means_all_defaults() -> None:
         ({"max_requests_per_step": 0}, "max_requests_per_step"),
         ({"session_idle_s": "5"}, "session_idle_s"),
         ({"model": 3}, "model"),
+        ({"vae_stage": True, "chunks_in_flight": 2}, "chunks_in_flight 2 is not built together with vae_stage"),
+        ({"vae_stage": True, "pipeline": "temporal"}, "pipeline 'temporal' is not built together with vae_stage"),
+        ({"pipeline": "temporal", "pipeline_partition": [2, 2]}, "there is no pipeline_partition"),
     ],
 )
 def test_mistakes_are_named_with_the_allowed_keys(omni: dict[str, object], told: str) -> None:

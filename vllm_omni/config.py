@@ -81,6 +81,11 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("target_fps and degradations need scheduling 'deadline'")
         if len(set(self.degradations)) != len(self.degradations):
             raise ValueError(f"degradations must differ, got {list(self.degradations)}")
+        ahead = "pipeline 'temporal'" if self.pipeline == "temporal" else f"chunks_in_flight {self.chunks_in_flight}"
+        if self.vae_stage and (self.pipeline == "temporal" or self.chunks_in_flight > 1):
+            raise ValueError(f"{ahead} is not built together with vae_stage: drop one of them")
+        if self.pipeline == "temporal" and self.pipeline_partition is not None:
+            raise ValueError("pipeline 'temporal': every stage holds all layers, so there is no pipeline_partition")
 
     @property
     def partition(self) -> tuple[int, ...]:

@@ -75,7 +75,11 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         heed_executor(vllm_config.model_config, parallel.distributed_executor_backend)
         omni = check_options(vllm_config.model_config.hf_config, vllm_config.additional_config)
         omni.check_stages(parallel.pipeline_parallel_size)
-        executor_cls = get_family(vllm_config.model_config.hf_config.omni_family).executor_cls
+        family = get_family(vllm_config.model_config.hf_config.omni_family)
+        if family.check_parallel is not None:
+            sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+            family.check_parallel(vllm_config.model_config.hf_config.to_dict(), omni, *sizes)
+        executor_cls = family.executor_cls
         if executor_cls is not None:
             choose_executor(parallel, executor_cls)
         elif parallel.worker_cls == "auto":

@@ -247,13 +247,7 @@ def check_chunks_in_flight(model: object, omni: OmniConfig, num_stages: int) -> 
         reason = model.refuse_chunks_in_flight()
         if reason is None and temporal:
             reason = model.refuse_temporal_pipeline(num_stages)
-        if reason is None and not omni.vae_stage and not (temporal and omni.pipeline_partition):
+        if reason is None:
             return model.steps_behind
-    if reason is None:
-        reason = (
-            "that is not built together with omni.vae_stage"
-            if omni.vae_stage
-            else "every stage holds all layers, so there is no pipeline_partition"
-        )
     option = 'pipeline "temporal"' if temporal else f"chunks_in_flight {omni.chunks_in_flight}"
     raise ValueError(f"omni.{option}: {type(model).__name__} cannot do that: {reason}")

@@ -61,6 +61,8 @@ class ModelFamily:
     `WorldFacts` (entrypoints/realtime/facts.py), e.g. another chunk size.
     capabilities: likewise -> what the OpenAI routes may ask of the model; None = a world started by an image.
     check_options: (hf_config as a dict, parsed options) -> None, or ValueError in one line; must be cheap.
+    check_parallel: (hf_config as a dict, parsed options, --tensor-parallel-size, --pipeline-parallel-size) -> None, or
+    ValueError in one line, before any process starts; None = the worker finds out.
     executor_cls: the executor that serves the family in one process, without a worker; None = workers.
     serve_flags: (directory, whether on CPU) -> the flags `vllm serve --omni` adds, for a family that vLLM serves by an
     autoregressive engine; None = the diffusion worker's. endpoint_plugins: what else it names in VLLM_PLUGINS.
@@ -75,6 +77,7 @@ class ModelFamily:
     layouts: tuple[str, ...]
     verify: Callable[[Path], Any] | None = None
     check_options: Callable[[dict[str, Any], OmniConfig], None] | None = None
+    check_parallel: Callable[[dict[str, Any], OmniConfig, int, int], None] | None = None
     world_facts: Callable[[dict[str, Any], OmniConfig], dict[str, Any]] | None = None
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None
     executor_cls: str | None = None

@@ -300,7 +300,6 @@ def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: st
             "a stage has its own only: 'noise_matched'",
         ),
         (MATCHED, {"pipeline": "temporal"}, 2, "--pipeline-parallel-size 3, got 2"),
-        (MATCHED, {"chunks_in_flight": 2, "vae_stage": True}, 3, "together with omni.vae_stage"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_reason(

@@ -10,6 +10,7 @@ from vllm_omni.model_executor.models.causal_wan.checkpoint import LAYOUTS, hf_co
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
 from vllm_omni.model_executor.models.registry import ModelFamily
 from vllm_omni.model_executor.models.wan.chunk_plan import VAE_SPATIAL, VAE_TEMPORAL
+from vllm_omni.model_executor.models.wan.splits import check_split
 
 
 def _make_tiny(out: Path, seed: int, layout: str) -> None:
@@ -33,6 +34,22 @@ def _plan(config: dict[str, Any], omni: OmniConfig) -> tuple[CausalWanConfig, Ch
 def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     transformer, _ = _plan(config, omni)
     transformer.latent_size(omni.height, omni.width)
+
+
+def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
+    from vllm_omni.model_executor.models.causal_wan import in_flight
+
+    transformer, plan = _plan(config, omni)
+    options = CausalWanOptions.parse(omni.model)
+    reason = None
+    if omni.chunks_in_flight > 1 or omni.pipeline == "temporal":
+        reason = in_flight.refuse_chunks_in_flight(options, plan)
+    if reason is None and omni.pipeline == "temporal":
+        reason = in_flight.refuse_temporal_pipeline(options, stages)
+    if reason is not None:
+        option = 'pipeline "temporal"' if omni.pipeline == "temporal" else f"chunks_in_flight {omni.chunks_in_flight}"
+        raise ValueError(f"omni.{option}: causal Wan cannot do that: {reason}")
+    check_split(transformer, omni, ranks, stages, sequence_parallel=options.sequence_parallel)
 
 
 def _world_facts(config: dict[str, Any], omni: OmniConfig) -> dict[str, Any]:
@@ -60,6 +77,7 @@ FAMILY = ModelFamily(
     layouts=LAYOUTS,
     verify=_verify,
     check_options=_check_options,
+    check_parallel=_check_parallel,
     world_facts=_world_facts,
     capabilities=_capabilities,
 )

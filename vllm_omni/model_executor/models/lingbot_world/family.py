@@ -15,6 +15,7 @@ from vllm_omni.model_executor.models.lingbot_world.config import (
 )
 from vllm_omni.model_executor.models.registry import ModelFamily
 from vllm_omni.model_executor.models.wan.chunk_plan import VAE_SPATIAL, VAE_TEMPORAL
+from vllm_omni.model_executor.models.wan.splits import check_split, refuse_chunks_in_flight
 
 
 def _make_tiny(out: Path, seed: int, layout: str) -> None:
@@ -40,6 +41,13 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     transformer.latent_size(omni.height, omni.width)
 
 
+def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
+    transformer, _ = _plan(config, omni)
+    options = LingBotOptions.parse(omni.model, config["lingbot_world"]["version"])
+    refuse_chunks_in_flight(omni, "LingBot World")
+    check_split(transformer, omni, ranks, stages, sequence_parallel=options.sequence_parallel)
+
+
 def _world_facts(config: dict[str, Any], omni: OmniConfig) -> dict[str, Any]:
     _, plan = _plan(config, omni)
     return {
@@ -60,5 +68,6 @@ FAMILY = ModelFamily(
     layouts=LAYOUTS,
     verify=_verify,
     check_options=_check_options,
+    check_parallel=_check_parallel,
     world_facts=_world_facts,
 )

@@ -7,8 +7,16 @@ from typing import Any
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities, Task
 from vllm_omni.model_executor.models.registry import ModelFamily
+from vllm_omni.model_executor.models.wan.splits import check_split, refuse_chunks_in_flight
 from vllm_omni.model_executor.models.wan2_2.checkpoint import hf_config, is_checkpoint
-from vllm_omni.model_executor.models.wan2_2.config import Kind, Wan22Checkpoint, Wan22Options, recommended
+from vllm_omni.model_executor.models.wan2_2.config import (
+    Kind,
+    Wan22Checkpoint,
+    Wan22Config,
+    Wan22Options,
+    recommended,
+)
+from vllm_omni.model_executor.models.wan2_2.guidance import check_guidance_ranks
 from vllm_omni.model_executor.models.wan2_2.request import default_guidance, default_num_frames
 
 _TASKS: dict[Kind, tuple[Task, ...]] = {
@@ -27,6 +35,16 @@ def _make_tiny(out: Path, seed: int, layout: str) -> None:
 def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     Wan22Options.parse(omni.model)
     Wan22Checkpoint(**config["wan2_2"]["facts"]).latent_size(omni.height, omni.width)
+
+
+def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
+    options = Wan22Options.parse(omni.model)
+    refuse_chunks_in_flight(omni, "Wan 2.2")
+    if options.cfg_parallel:
+        check_guidance_ranks(ranks)
+        ranks = 1
+    transformer = Wan22Config.from_checkpoint(config["wan2_2"]["transformer"])
+    check_split(transformer, omni, ranks, stages, sequence_parallel=options.sequence_parallel)
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
@@ -55,5 +73,6 @@ FAMILY = ModelFamily(
     make_tiny=_make_tiny,
     layouts=("t2v", "i2v", "ti2v"),
     check_options=_check_options,
+    check_parallel=_check_parallel,
     capabilities=_capabilities,
 )

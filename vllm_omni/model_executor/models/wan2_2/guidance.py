@@ -17,6 +17,15 @@ from vllm_omni.model_executor.layers.parallel import ParallelContext
 _BRANCHES = 2
 
 
+def check_guidance_ranks(ranks: int) -> None:
+    """Raise ValueError unless there is a rank for each branch."""
+    if ranks != _BRANCHES:
+        raise ValueError(
+            f"omni.model: cfg_parallel runs two branches on two ranks: pass --tensor-parallel-size {_BRANCHES}, "
+            f"got {ranks}"
+        )
+
+
 @dataclass(frozen=True)
 class GuidanceRanks:
     """branch: this rank's, 0 = the prompt's, 1 = the negative prompt's."""
@@ -27,11 +36,8 @@ class GuidanceRanks:
     @classmethod
     def of(cls, parallel: ParallelContext) -> "GuidanceRanks":
         """Take the ranks that would otherwise share each layer. Raises ValueError unless there are two."""
-        if parallel.size != _BRANCHES or parallel.group is None:
-            raise ValueError(
-                f"omni.model: cfg_parallel runs two branches on two ranks: pass --tensor-parallel-size {_BRANCHES}, "
-                f"got {parallel.size}"
-            )
+        check_guidance_ranks(parallel.size)
+        assert parallel.group is not None
         return cls(parallel.rank, parallel.group)
 
     def own(self, branches: int) -> range:

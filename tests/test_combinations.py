@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to use several GPUs that cannot work are refused before any process starts, each with its reason.
+
+Those that work are run in tests/engine/ (test_stage_hybrids.py, test_chunks_in_flight.py, test_wan22_engine.py).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_omni.model_executor.models.registry import get_family
+
+PP2, PP3, TP2, TP3 = (
+    {"pipeline_parallel_size": 2},
+    {"pipeline_parallel_size": 3},
+    {"tensor_parallel_size": 2},
+    {"tensor_parallel_size": 3},
+)
+MATCHED = {"cache": "noise_matched", "denoising_steps": [1000, 750], "video_denoising_steps": [700, 500]}
+TEMPORAL = {"pipeline": "temporal", "chunks_in_flight": 2}
+NEEDS = "needs the one before it complete"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, causal_wan: Path, lingbot_world: Path, null_world: Path
+) -> dict[str, Path]:
+    wan2_2 = tmp_path_factory.mktemp("wan2_2")
+    get_family("wan2_2").make_tiny(wan2_2, 0, "t2v")
+    return {"causal_wan": causal_wan, "lingbot_world": lingbot_world, "null_world": null_world, "wan2_2": wan2_2}
+
+
+def configure(model: Path, omni: dict[str, Any], sizes: dict[str, int]) -> None:
+    """What `vllm serve` does before it starts anything."""
+    EngineArgs(
+        model=str(model),
+        config_format="omni",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        additional_config={"omni": {"height": 32, "width": 48, **omni}},
+        **sizes,  # type: ignore[arg-type]
+    ).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("name", "omni", "sizes", "reason"),
+    [
+        ("causal_wan", {"chunks_in_flight": 2}, {}, "cache 'strict' shows a chunk the clean chunk before it"),
+        ("causal_wan", {**TEMPORAL, "model": {"cache": "cascaded", "sink_frames": 0}}, PP2, "a stage has its own only"),
+        ("causal_wan", {**TEMPORAL, "model": MATCHED}, PP3, "pass --pipeline-parallel-size 2, got 3"),
+        ("causal_wan", {**TEMPORAL, "model": MATCHED}, {}, "pass --pipeline-parallel-size"),
+        ("causal_wan", {**TEMPORAL, "model": MATCHED, "vae_stage": True}, PP3, "not built together with vae_stage"),
+        ("causal_wan", {**TEMPORAL, "model": MATCHED}, PP2 | TP3, "does not divide over 3 parallel ranks"),
+        ("causal_wan", {"model": {"sequence_parallel": True}}, TP3, "does not divide over 3 parallel ranks"),
+        ("causal_wan", {}, {"pipeline_parallel_size": 5}, "4 layers can not be cut into 5 stages"),
+        ("causal_wan", {"pipeline_partition": [4, 1]}, PP2, "does not fit: 4 layers over 2 stages"),
+        ("lingbot_world", TEMPORAL, PP2, NEEDS),
+        ("lingbot_world", {"chunks_in_flight": 2}, {}, NEEDS),
+        ("lingbot_world", {}, TP3, "does not divide over 3 parallel ranks"),
+        ("lingbot_world", {"pipeline_partition": [4, 1], "vae_stage": True}, PP3, "does not fit: 4 layers"),
+        ("wan2_2", {"chunks_in_flight": 2}, PP2, NEEDS),
+        ("wan2_2", {"model": {"cfg_parallel": True}}, PP2, "pass --tensor-parallel-size 2, got 1"),
+        ("wan2_2", {"model": {"cfg_parallel": True}}, TP3, "pass --tensor-parallel-size 2, got 3"),
+        ("wan2_2", {"model": {"cfg_parallel": True, "sequence_parallel": True}}, TP2, "both take the tensor-parallel"),
+        ("wan2_2", {"vae_stage": True}, TP2, "--pipeline-parallel-size 2 or more"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    checkpoints: dict[str, Path], name: str, omni: dict[str, Any], sizes: dict[str, int], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=r"omni|parallel") as refused:
+        configure(checkpoints[name], omni, sizes)
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "omni", "sizes"),
+    [
+        ("causal_wan", {**TEMPORAL, "model": MATCHED | {"sequence_parallel": True}}, PP2 | TP2),
+        ("causal_wan", {"vae_stage": True, "pipeline_partition": [3, 1]}, PP3 | TP2),
+        ("lingbot_world", {"vae_stage": True}, PP3 | TP2),
+        ("wan2_2", {"model": {"cfg_parallel": True}, "vae_stage": True}, PP3 | TP2),
+    ],
+)
+def test_what_can_work_is_not_refused(
+    checkpoints: dict[str, Path], name: str, omni: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    configure(checkpoints[name], omni, sizes)

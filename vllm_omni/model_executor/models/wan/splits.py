@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a Wan-family network can be split as asked: known from sizes alone, before any process starts.
+
+Held by tests/test_combinations.py.
+"""
+
+from typing import Protocol
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+
+
+class Sizes(Protocol):
+    """What of an architecture decides."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def ffn_dim(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+
+def check_split(config: Sizes, omni: OmniConfig, ranks: int, stages: int, *, sequence_parallel: bool) -> None:
+    """Raise ValueError, with the reason, unless layers and heads divide over `stages` stages of `ranks` ranks.
+
+    ranks: that share each layer. stages: with the VAE's, if there is one.
+    """
+    layer_stages = 1 if omni.pipeline == "temporal" else stages - omni.vae_stage
+    place = ParallelContext(size=ranks, num_stages=layer_stages, partition=omni.partition)
+    place.check_divisible(config.num_heads, "num_heads")
+    if not sequence_parallel:
+        place.check_divisible(config.ffn_dim, "ffn_dim")
+    if layer_stages > config.num_layers:
+        raise ValueError(
+            f"--pipeline-parallel-size {stages}: {config.num_layers} layers can not be cut into {layer_stages} stages"
+        )
+    place.layers(config.num_layers)
+
+
+def refuse_chunks_in_flight(omni: OmniConfig, model: str) -> None:
+    """Raise ValueError if a model that cannot have several chunks of a session in flight is asked for them."""
+    if omni.pipeline == "temporal" or omni.chunks_in_flight > 1:
+        option = 'pipeline "temporal"' if omni.pipeline == "temporal" else f"chunks_in_flight {omni.chunks_in_flight}"
+        raise ValueError(f"omni.{option}: {model} cannot do that: its next chunk needs the one before it complete")
