@@ -8,7 +8,8 @@ Held by tests/core/test_scheduling_policy.py.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_UTILISATION = 0.95
@@ -83,27 +84,31 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
     # How much later each request could be done than one-by-one service would have it done.
     slack_s: list[float] = []
     work_s = 0.0
+    num_deadlines = late_behind = 0
     for request in queue:
-        steps = request.steps_left
-        if request.has_deadline:
-            per_size = steps * size_s + last_s + (0.0 if request.started else first_s)
-            work_s += max(0.0, steps * step_s + per_size * request.size)
-        else:
+        if not request.has_deadline:
             work_s += max(0.0, step_s + costs.of_step(request))
-        slack_s.append(request.due_s - now_s - work_s if request.has_deadline else math.inf)
-    late_behind = sum(slack < 0.0 for slack in slack_s)
-    if 2 * late_behind > sum(request.has_deadline for request in queue):
+            slack_s.append(math.inf)
+            continue
+        steps = request.steps_left
+        per_size = steps * size_s + last_s if request.started else steps * size_s + last_s + first_s
+        chunk_s = steps * step_s + per_size * request.size
+        if chunk_s > 0.0:
+            work_s += chunk_s
+        slack = request.due_s - now_s - work_s
+        slack_s.append(slack)
+        num_deadlines += 1
+        if slack < 0.0:
+            late_behind += 1
+    if 2 * late_behind > num_deadlines:
         # Overloaded, or only batches can make it: what counts is that everybody waits less.
         slack_s = [-1.0 if request.has_deadline else math.inf for request in queue]
-        late_behind = sum(slack < 0.0 for slack in slack_s)
-    slack_behind_s = math.inf
-    behind: list[float] = [math.inf] * (most + 1)
-    for index in range(len(queue) - 1, -1, -1):
+        late_behind = num_deadlines
+    # behind[k]: the smallest slack of those behind the first k that can still be in time.
+    behind = [math.inf] * most + [min((slack for slack in slack_s[most:] if slack >= 0.0), default=math.inf)]
+    for index in range(most - 1, 0, -1):
         slack = slack_s[index]
-        if 0.0 <= slack < slack_behind_s:
-            slack_behind_s = slack
-        if index <= most:
-            behind[index] = slack_behind_s
+        behind[index] = min(slack, behind[index + 1]) if slack >= 0.0 else behind[index + 1]
 
     best, best_wait_s = 1, 0.0
     together_s, alone_s = step_s, 0.0  # the batch's step; the same steps one by one
@@ -130,8 +135,7 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
     return queue[:best]
 
 
-def _urgency(request: LiveRequest) -> tuple[float, int]:
-    return request.due_s, request.order
+_urgency: Callable[[LiveRequest], tuple[float, int]] = operator.attrgetter("due_s", "order")
 
 
 def predicted_end_s(now_s: float, request: LiveRequest, live: Iterable[LiveRequest], costs: StepCosts) -> float:

@@ -111,14 +111,14 @@ class StreamBatchScheduler(Scheduler):
         self._chosen.update(self._delivering - self._in_flight)
         for request in self.running:
             request.next_decode_eligible_step = 0 if request.request_id in self._chosen else _NOT_NOW
-        for chosen in reversed(batch):
-            if not chosen.started:
-                if self._degradations:
-                    self._note_quality(
-                        chosen.request_id, self._streams.decide_level(chosen.request_id, now_s, live, costs)
-                    )
-                waiting = self.requests[chosen.request_id]
-                self.waiting.remove_request(waiting)
+        starting = [self.requests[request.request_id] for request in batch if not request.started]
+        if self._degradations:
+            for waiting in starting:
+                level = self._streams.decide_level(waiting.request_id, now_s, live, costs)
+                self._note_quality(waiting.request_id, level)
+        if starting:
+            self.waiting.remove_requests(starting)
+            for waiting in reversed(starting):
                 self.waiting.prepend_request(waiting)
 
     def _note_quality(self, request_id: str, level: int) -> None:

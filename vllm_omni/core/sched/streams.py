@@ -231,10 +231,13 @@ class Streams:
         """
         live = []
         for stream in self._active.values():
-            turns = stream.begun if stream.next is None else [*stream.begun, stream.next]
-            for request_id in turns[: self._chunks_in_flight]:
-                if request_id not in busy and self.may_step(request_id):
-                    live.append(self._entries[request_id].live)
+            first = stream.begun[0] if stream.begun else stream.next  # may always step
+            if first is not None and first not in busy:
+                live.append(self._entries[first].live)
+            if stream.begun and self._chunks_in_flight > 1:
+                for request_id in [*stream.begun[1:], stream.next][: self._chunks_in_flight - 1]:
+                    if request_id is not None and request_id not in busy and self.may_step(request_id):
+                        live.append(self._entries[request_id].live)
         if self._patient:
             patient = [request for request in live if request.request_id in self._patient]
             patient.sort(key=lambda request: (not request.started, request.order))
