@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny pipelines of every layout, hosts and runners on them, and diffusers itself to compare with."""
+"""Tiny pipelines of every layout, hosts and runners on them."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from diffusers_direct import CPU, MakeHost
 
 from vllm_omni.executor.pipeline_host import PipelineHost
 from vllm_omni.executor.pipeline_runner import PipelineRunner
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions
 from vllm_omni.model_executor.models.registry import get_family
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +28,6 @@ def tiny_pipelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
         return written[layout]
 
     return of
-
-
-MakeHost = Callable[..., PipelineHost]
 
 
 @pytest.fixture
@@ -57,15 +52,3 @@ def make_runner(make_host: MakeHost) -> Iterator[Callable[..., PipelineRunner]]:
     yield make
     for runner in runners:
         runner.close()
-
-
-def direct(path: Path, seed: int, prompt: str | None = "a red fox", **arguments: Any) -> torch.Tensor:
-    """What diffusers itself returns, as uint8 pictures [N, H, W, 3] (of a video: its frames)."""
-    import diffusers
-
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(path)
-    pipeline.set_progress_bar_config(disable=True)
-    generator = torch.Generator().manual_seed(seed)
-    output = pipeline(prompt=prompt, generator=generator, output_type="pil", **arguments)
-    pictures = output.frames[0] if "frames" in output else output.images
-    return torch.from_numpy(np.stack([np.array(picture) for picture in pictures]))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CPU, MakeHost
+from diffusers_direct import CPU, MakeHost
 
 from vllm_omni.executor.pipeline_host import PipelineHost
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import direct
+from diffusers_direct import direct
 from scheduling import execute, new_request, run_to_end, step
 
 from vllm_omni.executor.pipeline_runner import PipelineRunner

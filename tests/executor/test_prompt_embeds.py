@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import direct
+from diffusers_direct import direct
 from scheduling import new_request, run_to_end
 
 from vllm_omni.executor.pipeline_runner import PipelineRunner

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Diffusers itself, to compare with; and names that several tests of the executor share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_omni.executor.pipeline_host import PipelineHost
+
+CPU = torch.device("cpu")
+MakeHost = Callable[..., PipelineHost]
+"""`make_host(layout, **options)` of conftest.py."""
+
+
+def direct(path: Path, seed: int, prompt: str | None = "a red fox", **arguments: Any) -> torch.Tensor:
+    """What diffusers itself returns, as uint8 pictures [N, H, W, 3] (of a video: its frames)."""
+    import diffusers
+
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(path)
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(seed)
+    output = pipeline(prompt=prompt, generator=generator, output_type="pil", **arguments)
+    pictures = output.frames[0] if "frames" in output else output.images
+    return torch.from_numpy(np.stack([np.array(picture) for picture in pictures]))
