@@ -27,9 +27,11 @@ NEEDS = "needs the one before it complete"
 def checkpoints(
     tmp_path_factory: pytest.TempPathFactory, causal_wan: Path, lingbot_world: Path, null_world: Path
 ) -> dict[str, Path]:
-    wan2_2 = tmp_path_factory.mktemp("wan2_2")
-    get_family("wan2_2").make_tiny(wan2_2, 0, "t2v")
-    return {"causal_wan": causal_wan, "lingbot_world": lingbot_world, "null_world": null_world, "wan2_2": wan2_2}
+    found = {"causal_wan": causal_wan, "lingbot_world": lingbot_world, "null_world": null_world}
+    for name in ("wan2_2", "lance", "diffusers_pipeline"):
+        family, found[name] = get_family(name), tmp_path_factory.mktemp(name)
+        family.make_tiny(found[name], 0, family.layouts[0])
+    return found
 
 
 def configure(model: Path, omni: dict[str, Any], sizes: dict[str, int]) -> None:
@@ -65,6 +67,10 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, int]) -> None:
         ("wan2_2", {"model": {"cfg_parallel": True}}, TP3, "pass --tensor-parallel-size 2, got 3"),
         ("wan2_2", {"model": {"cfg_parallel": True, "sequence_parallel": True}}, TP2, "both take the tensor-parallel"),
         ("wan2_2", {"vae_stage": True}, TP2, "--pipeline-parallel-size 2 or more"),
+        ("lance", {}, PP2, "Lance's layers are not split over stages"),
+        ("lance", {"vae_stage": True}, PP2 | TP2, "Lance's layers are not split over stages"),
+        ("diffusers_pipeline", {}, PP2, "runs one process on one device"),
+        ("diffusers_pipeline", {}, TP2, "runs one process on one device"),
     ],
 )
 def test_what_cannot_work_is_refused(

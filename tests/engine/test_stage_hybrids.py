@@ -152,7 +152,13 @@ def test_causal_wan(causal_wan: Path, streams: Results, setting: str, tmp_path: 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("setting", ["vae_stage", "PP2 + vae_stage", "vae_stage x U2", "PP2 x U2"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("vae_stage", "PP2 + vae_stage", "PP3, partition"),
+        *("PP2 x TP2", "PP2 x U2", "vae_stage x TP2", "vae_stage x U2"),
+    ],
+)
 def test_lingbot_world(lingbot_world: Path, worlds: Results, setting: str, tmp_path: Path) -> None:
     flags, exact = SETTINGS[setting]
 

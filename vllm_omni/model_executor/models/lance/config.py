@@ -210,6 +210,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def check_stages(stages: int) -> None:
+    """Raise ValueError if there are several pipeline stages."""
+    if stages > 1:
+        raise ValueError(
+            f"--pipeline-parallel-size {stages}: Lance's layers are not split over stages; use --tensor-parallel-size"
+        )
+
+
 class LanceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`omni.model` of a Lance server.
 

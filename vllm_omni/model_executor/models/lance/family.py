@@ -12,6 +12,7 @@ from vllm_omni.model_executor.models.lance.config import (
     FRAMES_PER_LATENT,
     PIXELS_PER_LATENT,
     LanceOptions,
+    check_stages,
 )
 from vllm_omni.model_executor.models.lance.request import default_size
 from vllm_omni.model_executor.models.registry import ModelFamily
@@ -32,6 +33,10 @@ def _verify(golden: Path) -> Any:
 def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     LanceOptions.parse(omni.model)
     lance_config(config["lance"])
+
+
+def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
+    check_stages(stages)
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
@@ -76,5 +81,6 @@ FAMILY = ModelFamily(
     layouts=LAYOUTS,
     verify=_verify,
     check_options=_check_options,
+    check_parallel=_check_parallel,
     capabilities=_capabilities,
 )

@@ -37,6 +37,7 @@ from vllm_omni.model_executor.models.lance.config import (
     LanceConfig,
     LanceOptions,
     Task,
+    check_stages,
     default_dtype,
 )
 from vllm_omni.model_executor.models.lance.context import Visuals, place
@@ -109,11 +110,7 @@ class LanceSetup:
         """Read a checkpoint's `hf_config(...)["lance"]`; `parallel` None = vLLM's groups. Raises ValueError."""
         options = LanceOptions.parse(omni.model)
         parallel = parallel or ParallelContext.from_vllm(options.sequence_parallel)
-        if parallel.num_stages > 1:
-            raise ValueError(
-                f"--pipeline-parallel-size {parallel.num_stages}: Lance's layers are not split over stages; use "
-                "--tensor-parallel-size"
-            )
+        check_stages(parallel.num_stages)
         if layout.tokenizer is None:
             raise ValueError(f"{layout.decoder} lacks tokenizer.json; run `vllm-omni download lance {layout.root}`")
         base, decoder_base = checkpoint["vae_dims"]
