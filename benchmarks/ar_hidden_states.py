@@ -4,22 +4,34 @@
     python benchmarks/ar_hidden_states.py                 a tiny model on CPU
     python benchmarks/ar_hidden_states.py --model large   about a billion random weights, for a GPU
 
+    python benchmarks/ar_hidden_states.py --starts 4      the figure to quote from a CPU: about 8 minutes
+    python benchmarks/ar_hidden_states.py --control       stock vLLM beside stock vLLM: what the method itself sees
+
 Two engines live at the same time, each in one process of its own without helpers (front end, scheduler, worker and
 model), so that the processor time of the process is the whole cost of its requests and nobody waits by spinning. They
 take turns on the same requests in short slices, stock ours ours stock, so that a machine that is busy or drifts hits
-both. A pair is one such round: (our two slices / stock's two). Reported for traffic that does not ask: the
-median over pairs, of processor seconds and of elapsed seconds, each with a 95 % confidence interval (bootstrap of the
-median). Processor seconds are the figure to quote from a machine that others use too; on a GPU, elapsed seconds. For
-traffic that asks: the bytes copied against the bytes asked for, and tokens per second. Before that, rows must have
-arrived and equal a plain transformers forward.
+both. On a CPU both have one thread on the same core, the same hash seed, and start each slice right after a garbage
+collection. A pair is one such round: (our two slices / stock's two).
+
+Reported for traffic that does not ask: the median over pairs, of processor seconds and of elapsed seconds, each with a
+95 % confidence interval. How a process's memory happens to lie can favour one engine for as long as it lives, which no
+number of pairs shows; so engines are started `--starts` times, the ratio is the geometric mean of the starts' medians,
+and the interval resamples starts first and pairs within them (bootstrap). Processor seconds are the figure to quote
+from a machine that others use too; on a GPU, elapsed seconds. Beside it, free of noise: the calls that Python counts
+in the same slice of each. For traffic that asks: the bytes copied against the bytes asked for, and tokens per second.
+Before that, rows must have arrived and equal a plain transformers forward.
 """
 
 import argparse
 import contextlib
+import gc
+import itertools
+import math
 import multiprocessing
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +43,7 @@ import common
 
 WORKER = "vllm_omni.worker.ARGPUWorker"
 SCHEDULER = "vllm_omni.core.sched.ARHiddenStatesScheduler"
-RESAMPLES = 10_000
+RESAMPLES = 4_000
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {},
     "large": {
@@ -48,10 +60,12 @@ SIZES: dict[str, dict[str, int]] = {
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="tiny", help="size of the random model (default: tiny)")
-    parser.add_argument("--pairs", type=int, default=30, help="timed rounds of four slices (default: 30)")
+    parser.add_argument("--pairs", type=int, default=150, help="timed rounds of four slices per start (default: 150)")
+    parser.add_argument("--starts", type=int, default=1, help="how often both engines are started (default: 1)")
+    parser.add_argument("--control", action="store_true", help="compare stock vLLM with itself")
     parser.add_argument("--requests", type=int, default=16, help="requests per run (default: 16)")
     parser.add_argument("--input-len", type=int, default=64, help="prompt tokens (default: 64)")
-    parser.add_argument("--output-len", type=int, default=64, help="generated tokens (default: 64)")
+    parser.add_argument("--output-len", type=int, default=32, help="generated tokens (default: 32)")
     parser.add_argument("--gpu-memory", type=float, default=0.3, help="share of the GPU for each engine (default: 0.3)")
     common.add_output_arguments(parser)
     return parser
@@ -62,6 +76,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # everything of an engine in the process that is measured
+    os.environ["PYTHONHASHSEED"] = "0"
 
     import torch
 
@@ -69,18 +84,29 @@ def main() -> None:
 
     cuda = torch.cuda.is_available()
     dtype = "bfloat16" if cuda else "float32"
+    args.core = None if cuda else max(os.sched_getaffinity(0))
+    if args.core is not None:
+        os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND=str(args.core))
+    result: dict[str, Any] = {"dtype": dtype, "model": args.model, "control": args.control}
+    starts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_language_model(Path(folder), dtype=dtype, **SIZES[args.model])
-        with engine(model, dtype, args, ours=False) as stock, engine(model, dtype, args, ours=True) as ours:
-            result = {
-                **ours.call(describe),
-                "dtype": dtype,
-                "model": args.model,
-                "arrived": ours.call(check_rows, model, dtype),
-                "unasked": unasked(stock, ours, args),
-                "asked": {mode: ours.call(asked, mode) for mode in ("all", "generated", "last")},
-            }
-    common.save("ar_hidden_states", result, args)
+        for number in range(args.starts):
+            with (
+                engine(model, dtype, args, ours=False) as stock,
+                engine(model, dtype, args, ours=not args.control) as ours,
+            ):
+                if number == 0 and not args.control:
+                    result |= ours.call(describe)
+                    result["arrived"] = ours.call(check_rows, model, dtype)
+                starts.append(unasked(stock, ours, args))
+                if number == args.starts - 1 and not args.control:
+                    result["asked"] = {mode: ours.call(asked, mode) for mode in ("all", "generated", "last")}
+    result["unasked"] = summary(starts, args)
+    common.save("ar_hidden_states" + ("_control" if args.control else ""), result, args)
+    for clock in ("processor_time", "elapsed_time"):
+        found = result["unasked"][clock]
+        print(f"{clock}: ours / stock {found['median_ratio_ours_to_stock']} {found['confidence_95']}")
 
 
 class Engine:
@@ -114,6 +140,8 @@ def engine(model: Path, dtype: str, args: argparse.Namespace, *, ours: bool) -> 
 
 def serve(connection: Connection, model: Path, dtype: str, args: argparse.Namespace, ours: bool) -> None:
     """In the child: start an engine, answer calls until the parent hangs up."""
+    if args.core is not None:
+        os.sched_setaffinity(0, {args.core})
     from vllm import LLM
 
     extra = {"worker_cls": WORKER, "scheduler_cls": SCHEDULER} if ours else {}
@@ -202,6 +230,7 @@ def check_rows(llm: Any, args: argparse.Namespace, model: Path, dtype: str) -> d
 
 def slice_of_traffic(llm: Any, args: argparse.Namespace) -> dict[str, Any]:
     """One run of requests that do not ask: what it took, and its tokens."""
+    gc.collect()
     before = time.process_time()
     elapsed, outputs = run(llm, None, args)
     return {
@@ -211,48 +240,99 @@ def slice_of_traffic(llm: Any, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def freeze(llm: Any, args: argparse.Namespace) -> None:
+    """What lives now is never looked at by the garbage collector again."""
+    gc.collect()
+    gc.freeze()
+
+
+def count_calls(llm: Any, args: argparse.Namespace) -> int:
+    """Calls of Python and C functions during one slice, as the interpreter's profiling hook sees them."""
+    counter = itertools.count()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            next(counter)
+
+    gc.collect()
+    gc.disable()  # finalisers would be counted where they happen to run
+    sys.setprofile(note)
+    try:
+        run(llm, None, args)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return next(counter)
+
+
 def bytes_copied(llm: Any, args: argparse.Namespace) -> int:
     return int(stats(llm)["bytes_copied"])
 
 
 def unasked(stock: Engine, ours: Engine, args: argparse.Namespace) -> dict[str, Any]:
-    for warm_up in (stock, ours, stock, ours):
+    """Rounds of four slices: per round (stock's seconds, ours) of both clocks."""
+    for warm_up in (stock, ours) * 3:
         warm_up.call(slice_of_traffic)
-    copied = ours.call(bytes_copied)
-    rounds = []
+    for each in (stock, ours):
+        each.call(freeze)
+    copied = 0 if args.control else ours.call(bytes_copied)
+    rounds: list[dict[str, tuple[float, float]]] = []
+    tokens = []
     for number in range(args.pairs):
         order = [stock, ours, ours, stock] if number % 2 == 0 else [ours, stock, stock, ours]
         taken = [(which is ours, which.call(slice_of_traffic)) for which in order]
-        rounds.append(tuple([found for is_ours, found in taken if is_ours is wanted] for wanted in (False, True)))
-    generated = 2 * args.requests * args.output_len
-
-    def compared(clock: str) -> dict[str, Any]:
-        sums = [[sum(found[clock] for found in side) for side in pair] for pair in rounds]
-        ratios = [ours_s / stock_s for stock_s, ours_s in sums]
-        low, high = confidence_interval(ratios)
-        return {
-            "median_ratio_ours_to_stock": round(statistics.median(ratios), 4),
-            "confidence_95": [round(low, 4), round(high, 4)],
-            "ratios": [round(ratio, 4) for ratio in ratios],
-            "us_per_token": [round(statistics.median(side) / generated * 1e6, 2) for side in zip(*sums, strict=True)],
+        tokens += [found["tokens"] for _, found in taken]
+        sums = {
+            clock: tuple(sum(found[clock] for is_ours, found in taken if is_ours is side) for side in (False, True))
+            for clock in ("cpu_s", "wall_s")
         }
-
+        rounds.append(sums)  # type: ignore[arg-type]
     return {
-        "pairs": args.pairs,
-        "processor_time": compared("cpu_s"),
-        "elapsed_time": compared("wall_s"),
-        "same_tokens": all(
-            found["tokens"] == rounds[0][0][0]["tokens"] for pair in rounds for side in pair for found in side
-        ),
-        "bytes_copied": ours.call(bytes_copied) - copied,
+        "rounds": rounds,
+        "same_tokens": all(found == tokens[0] for found in tokens),
+        "bytes_copied": 0 if args.control else ours.call(bytes_copied) - copied,
+        "calls": [each.call(count_calls) for each in (stock, ours)],
     }
 
 
-def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the median by bootstrap; the same values give the same interval."""
+def summary(starts: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    generated = 2 * args.requests * args.output_len
+
+    def compared(clock: str) -> dict[str, Any]:
+        logs = [[math.log(ours / stock) for stock, ours in (pair[clock] for pair in s["rounds"])] for s in starts]
+        low, high = confidence_interval(logs)
+        sides = zip(*(pair[clock] for start in starts for pair in start["rounds"]), strict=True)
+        return {
+            "median_ratio_ours_to_stock": round(math.exp(center(logs)), 4),
+            "confidence_95": [round(math.exp(low), 4), round(math.exp(high), 4)],
+            "medians_of_starts": [round(math.exp(statistics.median(ratios)), 4) for ratios in logs],
+            "spread_of_pairs": round(statistics.stdev([x for ratios in logs for x in ratios]), 4),
+            "us_per_token": [round(statistics.median(side) / generated * 1e6, 2) for side in sides],
+        }
+
+    return {
+        "starts": args.starts,
+        "pairs_per_start": args.pairs,
+        "processor_time": compared("cpu_s"),
+        "elapsed_time": compared("wall_s"),
+        "python_calls_stock_ours": [start["calls"] for start in starts],
+        "same_tokens": all(start["same_tokens"] for start in starts),
+        "bytes_copied": sum(start["bytes_copied"] for start in starts),
+    }
+
+
+def center(starts: Sequence[Sequence[float]]) -> float:
+    return statistics.fmean(statistics.median(pairs) for pairs in starts)
+
+
+def confidence_interval(starts: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """95 % interval of `center`: starts drawn anew, and pairs within each; the same values give the same interval."""
     generator = random.Random(0)
-    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
+    centers = sorted(
+        center([generator.choices(pairs, k=len(pairs)) for pairs in generator.choices(starts, k=len(starts))])
+        for _ in range(RESAMPLES)
+    )
+    return centers[int(0.025 * RESAMPLES)], centers[int(0.975 * RESAMPLES)]
 
 
 def asked(ours: Any, args: argparse.Namespace, mode: str) -> dict[str, Any]:

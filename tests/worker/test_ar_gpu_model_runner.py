@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import inspect
 import re
+import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,6 +205,29 @@ def test_a_batch_nobody_asked_in_is_stock(generation: Any) -> None:
     runner._take_rows = None  # calling it would fail
     output = runner.sample_tokens(None)
     assert output.pooler_output is None and runner.hidden_state_rows.bytes_copied == 0
+
+
+@both
+def test_a_step_nobody_asks_in_costs_a_handful_of_calls(generation: Any) -> None:
+    """Counted, not timed: two calls of ours beside the two hooks, whatever the batch; no object of ours is made."""
+    calls: list[tuple[str, str]] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(REPO / "vllm_omni"):
+            calls.append((Path(frame.f_code.co_filename).name, frame.f_code.co_name))
+
+    runner = make(generation)
+    names = [f"r{i}" for i in range(64)]
+    runner.execute_model(scheduler_output(new=[new_request(name, None) for name in names]))
+    runner.sample_tokens(None)
+    decode = scheduler_output(scheduled=dict.fromkeys(names, 1))
+    sys.setprofile(note)
+    try:
+        runner.execute_model(decode)
+        runner.sample_tokens(None)
+    finally:
+        sys.setprofile(None)
+    assert [name for _, name in calls] == ["execute_model", "update", "sample_tokens", "__bool__"]
 
 
 @feature("speculative decoding (ngram)", "V2", how="mocked")

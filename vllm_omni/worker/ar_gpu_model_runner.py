@@ -66,7 +66,8 @@ class ARModelRunnerV1Mixin(_RunnerV1):
 
     def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:
         taken = self._take_rows() if self.hidden_state_rows else None
-        return _attached(taken, super().sample_tokens(grammar_output))
+        output = super().sample_tokens(grammar_output)
+        return output if taken is None else _attached(taken, output)
 
     def _take_rows(self) -> TakenRows | None:
         state = self.execute_model_state
@@ -136,7 +137,8 @@ class ARModelRunnerV2Mixin(_RunnerV2):
 
     def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:
         taken = self._take_rows() if self.hidden_state_rows else None
-        return _attached(taken, super().sample_tokens(grammar_output))
+        output = super().sample_tokens(grammar_output)
+        return output if taken is None else _attached(taken, output)
 
     def _take_rows(self) -> TakenRows | None:
         state = self.execute_model_state
@@ -157,10 +159,8 @@ class ARModelRunnerV2Mixin(_RunnerV2):
         )
 
 
-def _attached(taken: TakenRows | None, output: Any) -> Any:
+def _attached(taken: TakenRows, output: Any) -> Any:
     """Put the rows into what `sample_tokens` returned, now or when it is fetched."""
-    if taken is None:
-        return output
     if isinstance(output, AsyncModelRunnerOutput):
         return HiddenStatesOutput(output, taken)
     assert isinstance(output, ModelRunnerOutput)

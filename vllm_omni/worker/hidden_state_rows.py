@@ -76,7 +76,7 @@ class HiddenStateRows:
 
     def update(self, scheduler_output: "SchedulerOutput") -> None:
         """Take note of requests that start or end with this step."""
-        if self:
+        if self._asked or self._failed:
             for req_id in scheduler_output.finished_req_ids:
                 self._asked.pop(req_id, None)
                 self._failed.pop(req_id, None)
