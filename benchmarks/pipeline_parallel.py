@@ -9,8 +9,9 @@
 Random weights at real shapes take the time of real ones: 480x832, four denoise steps and a clean pass per chunk, exact
 VAE decode, request in to uint8 frames out. Each row is an engine of its own and is saved when it is done; rows of an
 earlier run of the same day and name stay in the file. A session asks for its next chunk while one is running. Steady
-state is the median over the chunks after the window is full. `frames_digests` are of the first two chunks: rows that
-compute the same sums (one GPU, stages, a VAE stage) agree in them bit for bit.
+state is the median over the chunks after the window is full. `latents_digests` are of a stream's first two chunks: rows
+that compute the same sums (one GPU, stages, a VAE stage) agree in them bit for bit, rows of other steps or other ranks
+do not. (Frames would not tell: a decoder of random weights makes the same grey of everything.)
 """
 
 import argparse
@@ -150,6 +151,10 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
         size = {"height": args.height, "width": args.width}
         return {**model.fields, **size, **first}, {"image": image} if model.image and index == 0 else None
 
+    def latents_of(name: str, index: int) -> tuple[dict[str, Any], Any]:
+        fields, tensors = request(name, index)
+        return {**fields, "output": "latents"}, tensors
+
     omni = {
         "height": args.height,
         "width": args.width,
@@ -174,6 +179,8 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
         load_s = time.perf_counter() - loading
         first = await run_chunks(engine, "first", 2, request)
         await engine.collective_rpc("close_session", args=("first",))
+        latents = await run_chunks(engine, "latents", 2, latents_of)
+        await engine.collective_rpc("close_session", args=("latents",))
         names = [f"stream{number}" for number in range(row.sessions)]
         streams = await asyncio.gather(
             *(run_chunks(engine, name, args.chunks, request, row.chunks_in_flight) for name in names)
@@ -188,7 +195,7 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
         "fps_all_sessions": round(sum(rate["fps"] for rate in rates), 2),
         **rates[0],
         "time_to_first_frame_ms_first_stream": first.time_to_first_frame_ms,
-        "frames_digests": [record["digest"] for record in first.records],
+        "latents_digests": [record["digest"] for record in latents.records],
         "load_and_warm_up_s": round(load_s, 1),
         "model_options": options,
         "omni_options": {key: value for key, value in omni.items() if key != "model"},
