@@ -36,9 +36,10 @@ def store(clock: Clock) -> HiddenStatesStore:
     return HiddenStatesStore(StoreLimits(hidden_states_store_bytes=100, hidden_states_expiry_s=10), clock)
 
 
-def keep(store: HiddenStatesStore, request_id: str, *values: float) -> None:
+def keep(store: HiddenStatesStore, request_id: str, *values: float | None) -> None:
+    """A request of as many completions; None = this one has no rows."""
     store.begin(request_id)
-    store.end(request_id, {i: states(v) for i, v in enumerate(values)})
+    store.end(request_id, {i: states(v) for i, v in enumerate(values) if v is not None}, len(values))
 
 
 def code_of(store: HiddenStatesStore, response_id: str, index: int = 0) -> str:
@@ -56,10 +57,30 @@ def test_each_choice_is_handed_out_once(store: HiddenStatesStore) -> None:
 def test_choices_of_several_prompts_are_counted_through(store: HiddenStatesStore) -> None:
     """`/v1/completions` with two prompts and n=2: choice 2 is the second prompt's first."""
     for order in ((0, 1, 2), (2, 0, 1)):
-        keep(store, "cmpl-a-1", 3)
+        keep(store, "cmpl-a-1", 3, None)
         keep(store, "cmpl-a-0", 1, 2)
         assert [value(store.fetch("cmpl-a", index)) for index in order] == [index + 1 for index in order]
         assert store.nbytes == 0
+
+
+def test_rows_are_never_those_of_another_choice(store: HiddenStatesStore) -> None:
+    """A choice without rows (one generated token has none) or whose rows made room leaves its number empty."""
+    keep(store, "cmpl-a-0", None, None)
+    keep(store, "cmpl-a-1", None, 4)
+    assert [code_of(store, "cmpl-a", index) for index in (0, 1, 2)] == ["not_found"] * 3
+    assert value(store.fetch("cmpl-a", 3)) == 4
+    for number in range(4):  # 100 bytes hold three results of 32
+        keep(store, f"cmpl-b-{number}", number)
+    assert code_of(store, "cmpl-b", 0) == "not_found"
+    assert [value(store.fetch("cmpl-b", index)) for index in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_ids_that_clients_choose_are_kept_apart(store: HiddenStatesStore) -> None:
+    """`X-Request-Id: walk` and `X-Request-Id: walk-7` are two chats."""
+    keep(store, "chatcmpl-walk-7", 7)
+    store.begin("chatcmpl-walk-8")
+    keep(store, "chatcmpl-walk", 1)
+    assert value(store.fetch("chatcmpl-walk", 0)) == 1 and value(store.fetch("chatcmpl-walk-7", 0)) == 7
 
 
 def test_a_running_request_is_not_finished(store: HiddenStatesStore) -> None:

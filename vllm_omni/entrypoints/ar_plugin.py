@@ -20,7 +20,6 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.sampling_params import RequestOutputKind
 
 from vllm_omni.entrypoints.hidden_states_store import HiddenStatesStore, StoreLimits
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, concat, hidden_states_of, to_safetensors
@@ -98,10 +97,10 @@ class EngineClientWithRows:
             asked = HiddenStatesRequest.from_extra_args(sampling_params.extra_args)
         except RequestFailed as failed:
             raise VLLMValidationError(failed.message, parameter="vllm_xargs") from failed
-        return outputs if asked is None else self._keep(outputs, request_id, sampling_params.output_kind)
+        return outputs if asked is None else self._keep(outputs, request_id, sampling_params.n)
 
     async def _keep(
-        self, outputs: "AsyncGenerator[RequestOutput, None]", request_id: str, kind: RequestOutputKind
+        self, outputs: "AsyncGenerator[RequestOutput, None]", request_id: str, num_completions: int
     ) -> "AsyncGenerator[RequestOutput, None]":
         """Pass outputs on. Rows end in the store before the client can know that the request has ended."""
         found: dict[int, list[HiddenStates | None]] = {}
@@ -119,7 +118,7 @@ class EngineClientWithRows:
                         ) from failed
                 if output.finished:
                     kept = {i: rows for i, parts in found.items() if (rows := concat(parts)) is not None}
-                    self._store.end(request_id, kept)
+                    self._store.end(request_id, kept, num_completions)
                     open_ = False
                 yield output
         finally:

@@ -8,7 +8,7 @@ engine. Entries are named by the id under which vLLM's server answered; several 
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -38,8 +38,9 @@ class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
 class _Entry:
     request_id: str
     expires_at: float
-    completions: dict[int, HiddenStates] = field(default_factory=dict)
-    num_completions: int = 0
+    completions: dict[int, HiddenStates]
+    num_completions: int
+    """Of this prompt, whether they have rows or not."""
 
     @property
     def nbytes(self) -> int:
@@ -58,15 +59,18 @@ class HiddenStatesStore:
     def begin(self, request_id: str) -> None:
         self._running[request_id] = self._running.get(request_id, 0) + 1
 
-    def end(self, request_id: str, completions: dict[int, HiddenStates]) -> None:
-        """Keep a finished request's rows, by completion index; drop what has expired and the oldest over the limit."""
+    def end(self, request_id: str, completions: dict[int, HiddenStates], num_completions: int = 1) -> None:
+        """Keep a finished request's rows, by completion index; drop what has expired and the oldest over the limit.
+
+        num_completions: `n` of the request; a completion may have no rows.
+        """
         self._running[request_id] -= 1
         if not self._running[request_id]:
             del self._running[request_id]
         self._drop(request_id)
         if completions:
             expires_at = self._clock() + self._limits.hidden_states_expiry_s
-            entry = _Entry(request_id, expires_at, dict(completions), max(completions) + 1)
+            entry = _Entry(request_id, expires_at, dict(completions), num_completions)
             self._entries[request_id] = entry
             self.nbytes += entry.nbytes
         self.drop_expired()
@@ -81,18 +85,20 @@ class HiddenStatesStore:
         self.drop_expired()
         if any(_belongs(name, response_id) for name in self._running):
             raise RequestFailed("not_finished", f"{response_id!r} is still running: fetch when it has been answered")
-        first = 0
-        for name in sorted((name for name in self._entries if _belongs(name, response_id)), key=_prompt_number):
+        for name in [name for name in self._entries if _belongs(name, response_id)]:
             entry = self._entries[name]
+            first = 0 if name == response_id else _prompt_number(name) * entry.num_completions
             states = entry.completions.pop(index - first, None)
             if states is not None:
                 self.nbytes -= states.nbytes
-                return states  # the entry stays until it expires: it counts choices of the prompts before others
-            first += entry.num_completions
+                if not entry.completions:
+                    self._drop(name)
+                return states
         raise RequestFailed(
             "not_found",
-            f"no hidden states of choice {index} of {response_id!r}: it did not ask for them, they were fetched "
-            "already, have expired, or were dropped for newer ones",
+            f"no hidden states of choice {index} of {response_id!r}: it did not ask for them, it has none (one "
+            "generated token alone has no `generated` row), or they were fetched already, have expired, or were "
+            "dropped for newer ones",
         )
 
     def drop_expired(self) -> None:
@@ -107,10 +113,11 @@ class HiddenStatesStore:
 
 
 def _belongs(request_id: str, response_id: str) -> bool:
+    """Whether the engine knows one of the response's prompts as `request_id`: only completions number theirs."""
     prefix, _, number = request_id.rpartition("-")
-    return request_id == response_id or (prefix == response_id and number.isdigit())
+    numbered = response_id.startswith("cmpl-") and prefix == response_id and number.isdigit()
+    return request_id == response_id or numbered
 
 
 def _prompt_number(request_id: str) -> int:
-    number = request_id.rpartition("-")[2]
-    return int(number) if number.isdigit() else 0
+    return int(request_id.rpartition("-")[2])
