@@ -184,7 +184,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "fps_per_stream": round(frames / (interval_ms / 1e3), 2),
         "fps_all_streams": round(args.streams * frames / (interval_ms / 1e3), 2),
         "stages_ms": {name: round(value, 2) for name, value in stages.items()},
-        "steps_ms": [round(statistics.median(values), 2) for values in zip(*steps, strict=True)],
+        "steps_ms": [round(statistics.median(values), 2) for values in zip(*steps, strict=False)],
         "first_chunk_timings_ms": records[0]["timings_ms"],
         "ideal_chunk_ms": round(ideal, 2),
         "ideal_fps": round(frames / (ideal / 1e3), 1),

@@ -10,7 +10,8 @@ Life of one chunk (one request), each line one engine step under `StreamBatchSch
     denoise_step, step_scheduler                        steps 1 .. num_steps-1
     ... then, after the last step: post_decode, commit
 
-A strict causal model's clean-context pass is simply its last step. Nothing of a session that can influence a later
+A strict causal model's clean-context pass is simply its last step (`DiffusionRequest.clean_passes`); `post_decode` then
+comes before it, since the latents are final. Nothing of a session that can influence a later
 chunk may change before `commit`; `commit` only moves references and counters, so it cannot fail half-way.
 """
 
@@ -150,6 +151,7 @@ class SupportsStepExecution(Protocol):
     def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Last stage, first tensor rank only: `(meta, tensors)` of the result, e.g. `{"frames": uint8 [T,H,W,3]}`.
 
+        Called when the latents are final: clean passes still follow, and find everything they need in place.
         On CUDA it may run on a stream of its own, beside the session's next chunk: it must not wait for the device, and
         `request.state` must keep everything it reads or replaces until the request is dropped.
         """

@@ -35,9 +35,9 @@ class StageTimer:
             self._host_ms.append((name, (time.perf_counter() - before) * 1e3))
 
     def milliseconds(self) -> dict[str, list[float]]:
-        """Milliseconds of every stage so far, in order. On CUDA, waits for the last recorded stage."""
-        if self._events:
-            self._events[-1][2].synchronize()
+        """Milliseconds of every stage so far, in order. On CUDA, waits for all of them, whatever their stream."""
+        for _, _, end in self._events:
+            end.synchronize()
         return self.milliseconds_so_far()
 
     def milliseconds_so_far(self) -> dict[str, list[float]]:

@@ -5,7 +5,7 @@ It has no vLLM base class (what a worker asks of any runner and this one has no 
 only sequences its parts: `RequestStates`, `SessionStore`, `group_requests`, `RankAgreement`, `ReturnChannel` and the
 model. It knows no model by name and no sockets.
 
-Invariants (tests/worker/test_diffusion_model_runner.py, tests/engine/):
+Invariants (tests/worker/test_diffusion_model_runner.py, test_decode_before_clean_pass.py there, tests/engine/):
 - a session is opened by its first chunk and freed by the store, nowhere else;
 - a request that fails or is aborted leaves its session as it was; the others in its batch go on;
 - with several ranks, every decision before a collective is the same on all of them.
@@ -87,6 +87,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
         overlap = several_gpus if self.omni.overlap_decode is None else self.omni.overlap_decode
         self.overlap_decode = overlap and self.step_at_a_time
         self._results = ResultStream(device, self.overlap_decode, beside_steps=not self.omni.vae_stage)
+        self._decodes = self._ends_steps and self.tp.is_first_rank and not self.omni.vae_stage
+        """Whether frames are made on this rank, beside its layers."""
         self._pacer = StepPacer(device, stages=self.pp.world_size > 1)
         self._denoised: list[str] = []
         """Requests of the current step that are done but for their result."""
@@ -212,7 +214,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
             # This step's work is queued: the device is busy while the host takes in earlier results.
             outputs.update({state.request_id: state.pending.envelope() for state in due if state.pending is not None})
             if self._vae_stage is None:
-                self._pacer.wait(hurry=bool(due))
+                self._pacer.wait(hurry=bool(outputs))
             if hidden is not None:
                 return hidden
             outputs = self._deliverable(states, outputs)
@@ -243,7 +245,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
             envelope = state.held_back if state.held_back is not None else outputs.get(state.request_id)
             if envelope is None:
                 continue
-            state.pending = None
+            if state.failure is None:
+                state.pending = None  # else `_close` waits for what may still be decoding
             if deliver and envelope.numel() > room:
                 state.held_back = envelope
             else:
@@ -278,6 +281,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         handed_on: dict[str, torch.Tensor] = {}
         for number, group in enumerate(groups):
             hidden = unpack_whole(f"hidden.{number}", received.tensors) if received is not None else None
+            self._decode_before_clean_pass([by_id[request.request_id] for request in group])
             result = self._forward([by_id[request.request_id] for request in group], hidden)
             if not self._ends_steps:
                 assert result is not None
@@ -364,14 +368,15 @@ class DiffusionGPUModelRunner(RunnerSurface):
         """Check, decode, commit: the only place where a chunk becomes part of its session (on the last stage)."""
         request = state.chunk
         assert request is not None
-        result = None
         try:
             assert state.finite is not None
             state.finite.require("the chunk's latents")
-            if self.tp.is_first_rank and not self.omni.vae_stage:
-                result = self._results.decode(self.model, request, state.started_s)
-                if not self.overlap_decode:
-                    outputs[state.request_id] = result.envelope()
+            if self._decodes and state.pending is None and state.decode_failure is None:
+                self._decode(state)
+            if state.decode_failure is not None:
+                raise state.decode_failure
+            if state.pending is not None and not self.overlap_decode:
+                outputs[state.request_id] = state.pending.envelope()
         except Exception as error:
             state.failure = as_failure(error)
         if not self._agreement.all_fine(state.failure is None) and state.failure is None:
@@ -380,7 +385,27 @@ class DiffusionGPUModelRunner(RunnerSurface):
             outputs.pop(state.request_id, None)
             return
         self._commit(request)
-        self._commit_result(state, result, outputs)
+        self._commit_result(state, state.pending, outputs)
+
+    def _decode_before_clean_pass(self, states: Sequence[RequestState]) -> None:
+        """Launch the decode of chunks whose latents are final: their results need not wait for a clean pass.
+
+        On the steps' own CUDA stream the device then decodes first, and takes the clean pass while the host delivers.
+        """
+        for state in states:
+            request = state.chunk
+            assert request is not None
+            first_clean = request.clean_passes and request.step == request.num_steps - request.clean_passes
+            if first_clean and self._decodes and self._in_flight.is_next(request):
+                self._decode(state)
+
+    def _decode(self, state: RequestState) -> None:
+        """Launch the decode. If that fails the chunk ends with it: until then other ranks rely on this one's passes."""
+        assert state.chunk is not None
+        try:
+            state.pending = self._results.decode(self.model, state.chunk, state.started_s)
+        except Exception as error:
+            state.decode_failure = as_failure(error)
 
     def _commit(self, request: DiffusionRequest) -> None:
         self.model.commit(request)

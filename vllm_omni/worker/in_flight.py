@@ -31,6 +31,11 @@ class ChunksInFlight:
     def count(self, session_id: str) -> int:
         return len(self._chunks.get(session_id, ()))
 
+    def is_next(self, request: DiffusionRequest) -> bool:
+        """Whether the chunk follows the committed session, so that it may be decoded."""
+        chunks = self._chunks.get(request.session.session_id, [])
+        return bool(chunks) and chunks[0].chunk is request
+
     def waiting(self, states: Sequence[RequestState]) -> list[RequestState]:
         """Those of a batch that may not begin or go on yet; asked before any of the batch moves."""
         if self._limit == 1:

@@ -57,9 +57,9 @@ class PendingResult:
             self._done.synchronize()
 
     def envelope(self) -> torch.Tensor:
-        """Wait, then pack the result. The decode's stages are timed on the device."""
+        """Wait, then pack the result, with the device time of the stages that have ended (a clean pass may run on)."""
         self.wait()
-        stages = self._request.timer.milliseconds()
+        stages = self._request.timer.milliseconds_so_far()
         elapsed_ms = (time.perf_counter() - self._started_s) * 1e3
         return pack({**self._meta, "timings_ms": {**stages, "total": [round(elapsed_ms, 3)]}}, self._tensors)
 

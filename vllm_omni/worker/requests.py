@@ -40,6 +40,8 @@ class RequestState:
     """Whether the latents are finite, while the chunk nears its end."""
     pending: PendingResult | None = None
     """The chunk's result, on its way to the host; delivered when the chunk is done."""
+    decode_failure: RequestFailed | None = None
+    """Why there is no `pending`: the decode of its final latents has failed, and the chunk will when its steps end."""
     held_back: torch.Tensor | None = None
     """A finished envelope that waits for room in the next step's message."""
     degradations: tuple[str, ...] = ()

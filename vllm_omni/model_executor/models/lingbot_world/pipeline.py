@@ -298,7 +298,6 @@ class LingBotWorld(nn.Module):
     @torch.no_grad()
     def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         session, chunk = _session_of(request), _chunk_of(request)
-        chunk.camera = None  # several GiB at full size, and no step comes after this
         pixel_frames = self.plan.pixel_frames(session.chunk_index)
         meta = {
             "first_frame": pixel_frames.start,
@@ -325,7 +324,7 @@ class LingBotWorld(nn.Module):
         session.window.commit(chunk.frames.stop)
         session.prompt, session.seed, session.tail = chunk.prompt, chunk.seed, chunk.tail
         session.cross_kv, session.condition = chunk.cross_kv, chunk.condition
-        chunk.camera = None  # a rank that does not decode lets go of it here
+        chunk.camera = None  # several GiB at full size, and no pass comes after this
         session.decoder_cache = chunk.decoder_cache
         session.chunk_index += 1
         if self.options.reprime_on_prompt_switch and not self.parallel.is_vae_stage:

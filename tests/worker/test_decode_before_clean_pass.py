@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chunk's frames are made as soon as its latents are final, before its clean-context pass."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scheduling import execute, new_request, run_to_end, step
+
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.in_flight import ChunksInFlight
+from vllm_omni.worker.overlap import ResultStream
+
+STEPS = 5
+OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["one_stream", "overlap_decode"])
+
+
+def chunk(request_id: str, index: int, **options: Any) -> Any:
+    return new_request(
+        request_id,
+        session_id="s",
+        chunk_index=index,
+        prompt="a field" if index == 0 else None,
+        seed=3 if index == 0 else None,
+        options={"clean_pass": True, "steps": STEPS, **options},
+    )
+
+
+def count(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The order in which the model is called from now on."""
+    calls: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        call = getattr(runner.model, name)
+
+        def wrapped(*args: Any) -> Any:
+            calls.append(name)
+            return call(*args)
+
+        return wrapped
+
+    for name in ("denoise_step", "post_decode", "commit"):
+        monkeypatch.setattr(runner.model, name, noted(name))
+    return calls
+
+
+def state_of(runner: Any) -> tuple[Any, dict[str, bytes]]:
+    session = runner.sessions.get("s")
+    return session.scalars(), {name: t.numpy().tobytes() for name, t in session.tensors().items()}
+
+
+@OVERLAP
+def test_frames_are_made_before_the_clean_pass_and_committed_after_it(
+    make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    runner = make_runner(null_world, {"overlap_decode": overlap})
+    calls = count(runner, monkeypatch)
+    run_to_end(runner, chunk("r", 0))
+    assert calls == ["denoise_step"] * (STEPS - 1) + ["post_decode", "denoise_step", "commit"]
+
+
+@pytest.mark.parametrize("family", ["null_world", "causal_wan", "lingbot_world"])
+def test_the_order_changes_no_bit(
+    family: str, make_runner: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames of three chunks, and what the session keeps, against decoding after the clean pass."""
+    model = request.getfixturevalue(family)
+    image = {"image": torch.arange(32 * 48 * 3).reshape(32, 48, 3).to(torch.uint8)}
+    found = []
+    for early in (True, False):
+        if not early:
+            monkeypatch.setattr(ChunksInFlight, "is_next", lambda self, request: False)
+        runner = make_runner(model, {"height": 32, "width": 48})
+        calls = count(runner, monkeypatch)
+        frames = []
+        for index in range(3):
+            fields = {"chunk_index": index, **({"prompt": "a field", "seed": 3} if index == 0 else {})}
+            if family == "null_world":
+                fields["options"] = {"clean_pass": True}
+            if family == "lingbot_world":
+                fields["actions"] = [["w"], ["w", "j"], ["w"]]
+            tensors = image if family == "lingbot_world" and index == 0 else None
+            name = f"{family}-{index}"
+            result = run_to_end(runner, new_request(name, tensors, session_id="s", **fields))[name]
+            frames.append(result[1]["frames"].clone())
+        assert calls[calls.index("post_decode") + 1] == ("denoise_step" if early else "commit")
+        found.append((frames, state_of(runner)))
+    (early_frames, early_state), (late_frames, late_state) = found
+    assert all(torch.equal(a, b) for a, b in zip(early_frames, late_frames, strict=True))
+    assert early_state == late_state
+
+
+@OVERLAP
+def test_a_clean_pass_that_fails_takes_the_frames_with_it(make_runner: Any, null_world: Path, overlap: bool) -> None:
+    """They are not delivered, the session is as it was, and the same chunk can be asked for again."""
+    runner = make_runner(null_world, {"overlap_decode": overlap})
+    run_to_end(runner, chunk("first", 0))
+    before = state_of(runner)
+    failed = run_to_end(runner, chunk("bad", 1, fail_in="denoise", fail_at=STEPS - 1))["bad"]
+    assert isinstance(failed, RequestFailed) and failed.code == "engine_error"
+    assert state_of(runner) == before and not runner.sessions.is_pinned("s")
+    again = run_to_end(runner, chunk("again", 1))["again"]
+    other = make_runner(null_world, {"overlap_decode": overlap})
+    run_to_end(other, chunk("first", 0))
+    assert torch.equal(again[1]["frames"], run_to_end(other, chunk("again", 1))["again"][1]["frames"])
+
+
+@OVERLAP
+def test_a_decode_that_fails_ends_the_chunk_after_its_clean_pass(
+    make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Other ranks are in that pass and wait for this one; nothing is committed."""
+    runner = make_runner(null_world, {"overlap_decode": overlap})
+    run_to_end(runner, chunk("first", 0))
+    before = state_of(runner)
+    calls = count(runner, monkeypatch)
+    failed = run_to_end(runner, chunk("bad", 1, fail_in="decode"))["bad"]
+    assert isinstance(failed, RequestFailed) and failed.code == "engine_error"
+    assert calls == ["denoise_step"] * (STEPS - 1) + ["post_decode", "denoise_step"]
+    assert state_of(runner) == before
+
+
+@OVERLAP
+def test_latents_that_are_not_finite_are_refused_though_they_were_decoded(
+    make_runner: Any, null_world: Path, overlap: bool
+) -> None:
+    runner = make_runner(null_world, {"overlap_decode": overlap})
+    run_to_end(runner, chunk("first", 0))
+    before = state_of(runner)
+    failed = run_to_end(runner, new_nan("bad"))["bad"]
+    assert isinstance(failed, RequestFailed) and failed.code == "non_finite"
+    assert state_of(runner) == before
+
+
+def new_nan(request_id: str) -> Any:
+    options = {"clean_pass": True, "steps": STEPS, "nan_at": STEPS - 2}
+    return new_request(request_id, session_id="s", chunk_index=1, output="latents", options=options)
+
+
+def test_giving_up_a_chunk_before_its_clean_pass_leaves_its_session_alone(make_runner: Any, null_world: Path) -> None:
+    runner = make_runner(null_world)
+    run_to_end(runner, chunk("first", 0))
+    before = state_of(runner)
+    execute(runner, step(new=[chunk("r", 1)]))
+    for _ in range(STEPS - 2):
+        execute(runner, step(running=["r"]))
+    execute(runner, step(finished=["r"]))
+    assert state_of(runner) == before and not runner.sessions.is_pinned("s")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_result_waits_for_nothing_that_is_queued_behind_it() -> None:
+    """On the steps' own stream: the host has it while the clean pass still runs, whose time it therefore lacks."""
+    from vllm_omni.model_executor.interfaces import DiffusionRequest
+    from vllm_omni.model_executor.stage_timer import StageTimer
+    from vllm_omni.outputs import unpack
+
+    class Decoder:
+        def post_decode(self, request: Any) -> Any:
+            return {}, {"x": request.state * 2}
+
+    class Session:
+        session_id, chunk_index = "s", 0
+
+    device = torch.device("cuda")
+    state = torch.full((1 << 20,), 3.0, device=device)
+    timer = StageTimer(device)
+    request = DiffusionRequest("r", None, {}, Session(), state=state, timer=timer)  # type: ignore[arg-type]
+    result = ResultStream(device, overlap=False).decode(Decoder(), request, 0.0)  # type: ignore[arg-type]
+    with timer.stage("steps"):
+        torch.cuda._sleep(2_000_000_000)
+    meta, tensors = unpack(result.envelope())
+    assert not torch.cuda.current_stream().query()
+    assert set(meta["timings_ms"]) == {"decode", "total"} and bool((tensors["x"] == 6).all())
+    assert set(timer.milliseconds()) == {"decode", "steps"}
