@@ -49,7 +49,7 @@ class MeasuredRow:
 
 
 _WHY = {
-    # (model, name of the result file or row) -> (split, why it is as fast as it is)
+    # (model, row of benchmarks/pipeline_parallel.py, or else name of the result file) -> (split, why it is so fast)
     ("LingBot World", "lingbot_world"): ("1 GPU", "the device is busy all the time: five passes, then the decode"),
     ("LingBot World", "lingbot_world_ulysses2"): ("Ulysses 2", "passes are 1.7 times faster, the decode is not"),
     ("LingBot World", "lingbot_world_ulysses4"): (
@@ -90,31 +90,36 @@ _WHY = {
 }
 
 
-def _result(stem: str) -> dict[str, Any]:
-    (path,) = sorted(RESULTS.glob(f"*_{stem}.json"))[-1:]
-    result: dict[str, Any] = json.loads(path.read_text())["result"]
-    return result
+_TITLES = {"causal_wan_1_3b": "causal Wan 1.3B", "causal_wan_14b": "causal Wan 14B", "lingbot_world": "LingBot World"}
+
+
+def _table_rows() -> dict[tuple[str, str], dict[str, Any]]:
+    """(model, row) -> what benchmarks/pipeline_parallel.py measured on H200, the newest of each."""
+    found = {}
+    for path in sorted(RESULTS.glob("*_pipeline_parallel_*.json")):
+        run = json.loads(path.read_text())
+        result = run["result"]
+        if result["model"] in _TITLES and all("H200" in gpu for gpu in run["hardware"]["gpus"]):
+            for name, row in result["rows"].items():
+                if "error" not in row:
+                    graphs = ", CUDA graphs" if row["model_options"].get("cuda_graphs") else ""
+                    found[_TITLES[result["model"]], name + graphs] = row
+    return found
 
 
 def measured_rows() -> list[MeasuredRow]:
-    """Every row that has a reason in `_WHY`."""
-    tables = {"": "pipeline_parallel_causal_wan_1_3b", ", CUDA graphs": "pipeline_parallel_causal_wan_1_3b_cuda_graphs"}
-    rows = {
-        f"{name}{suffix}": row
-        for suffix, stem in tables.items()
-        for name, row in _result(stem)["rows"].items()
-        if "error" not in row
-    }
+    """Those with a reason in `_WHY`, then the others."""
+    rows = _table_rows()
     found = []
-    for (model, name), (split, why) in _WHY.items():
-        row = rows[name] if name in rows else _result(name)
-        sessions = row["sessions"] if "sessions" in row else row["streams"]
+    for key in [*_WHY, *(key for key in rows if key not in _WHY)]:
+        row = rows[key] if key in rows else _single(key[1])
+        split, why = _WHY.get(key, (key[1].replace("_", " "), "-"))
         found.append(
             MeasuredRow(
-                model,
+                key[0],
                 split,
                 len(row["device_memory"]),
-                sessions,
+                row["sessions"] if "sessions" in row else row["streams"],
                 row["fps_all_sessions"] if "fps_all_sessions" in row else row["fps_all_streams"],
                 row["chunk_interval_ms"],
                 statistics.median(row["steps_ms"][1:] or row["steps_ms"]),
@@ -122,6 +127,13 @@ def measured_rows() -> list[MeasuredRow]:
             )
         )
     return found
+
+
+def _single(name: str) -> dict[str, Any]:
+    """The newest run of one engine."""
+    path = sorted(RESULTS.glob(f"*_{name}.json"))[-1]
+    result: dict[str, Any] = json.loads(path.read_text())["result"]
+    return result
 
 
 def plots() -> dict[str, Curves]:
