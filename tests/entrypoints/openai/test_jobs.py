@@ -50,8 +50,8 @@ def run(
 
 async def submit(jobs: VideoJobs, world: bool = True, image: bool = False, **fields: Any) -> JobRecord:
     request = read_request(VideoRequest, {"prompt": "p", **fields})
-    picture = np.zeros((32, 48, 3), np.uint8) if image else None
-    return await jobs.submit(plan_video(request, served(world), image), picture)
+    arrays = {"image": np.zeros((32, 48, 3), np.uint8)} if image else {}
+    return await jobs.submit(plan_video(request, served(world), image), arrays)
 
 
 async def end_of(jobs: VideoJobs, job_id: str) -> JobRecord:

@@ -28,8 +28,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     yield from serve(model, tmp_path_factory.mktemp("lance_server") / "server.log", omni=omni)
 
 
-def png(seed: int = 0) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+def png(seed: int = 0, width: int = 90, height: int = 60) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()
@@ -68,6 +68,52 @@ def test_a_picture_is_drawn_and_edited(server: Served) -> None:
     assert edited.data is not None
     picture = Image.open(io.BytesIO(base64.b64decode(edited.data[0].b64_json or "")))
     assert picture.size == (304, 224)
+
+
+@pytest.mark.parametrize(("width", "height", "size"), [(1920, 1080, (336, 192)), (1200, 1600, (224, 304))])
+def test_a_photograph_of_any_shape_is_edited(server: Served, width: int, height: int, size: tuple[int, int]) -> None:
+    """The result has the size of the nearest bucket, here of about 256x256 pixels."""
+    edited = server.client.images.edit(
+        model="null",
+        image=("a.png", png(width=width, height=height)),
+        prompt="no hat",
+        extra_body={"num_inference_steps": 1, **SMALL_READING},
+    )
+    assert edited.data is not None
+    assert Image.open(io.BytesIO(base64.b64decode(edited.data[0].b64_json or ""))).size == size
+
+
+def finished(server: Served, **fields: Any) -> Any:
+    video = server.client.videos.create(model="null", **fields)
+    wait_until(lambda: server.client.videos.retrieve(video.id).status in ("completed", "failed"), 60)
+    return server.client.videos.retrieve(video.id)
+
+
+@pytest.mark.parametrize("as_url", [False, True])
+def test_a_video_is_edited(server: Served, as_url: bool) -> None:
+    """A clip as `input_reference`, a file or a data: URL: size and length of the result follow it."""
+    extra = {"num_inference_steps": 2, "extra_params": {"resolution": "video_192p"}}
+    if as_url:
+        extra["input_reference"] = {"video_url": data_url(mp4(), "video/mp4")}
+        video = finished(server, prompt="make it red", extra_body=extra)
+    else:
+        clip = ("clip.mp4", mp4(), "video/mp4")
+        video = finished(server, prompt="make it red", input_reference=clip, extra_body=extra)
+    assert (video.status, video.size, video.seconds) == ("completed", "304x224", "0.75")
+    assert server.client.videos.download_content(video.id).read()[4:8] == b"ftyp"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input_reference": ("a.mp4", mp4(), "video/mp4"), "seconds": "4"}, "seconds follows the video"),
+        ({"input_reference": ("a.mp4", mp4()[:300], "video/mp4")}, "as a video"),
+        ({"extra_body": {"size": "1024x1024", "num_frames": 9}}, "allowed and near"),
+    ],
+)
+def test_a_wrong_video_call_is_refused_with_a_reason(server: Served, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        server.client.videos.create(model="null", prompt="waves", **fields)
 
 
 @pytest.mark.parametrize("starts_with_a_picture", [False, True])
@@ -123,6 +169,7 @@ def test_a_client_that_leaves_frees_its_session(server: Served) -> None:
             {"messages": question({"type": "video_url", "video_url": {"url": data_url(b"x", "video/mp4")}})},
             "as a video",
         ),
+        ({"messages": question(IMAGE, "")}, "at least 1 character"),
         ({"messages": question(IMAGE), "max_tokens": 10**6}, "above this server's"),
         ({"messages": question(IMAGE), "temperature": 3}, "temperature"),
         ({"messages": question(IMAGE), "extra_body": {"extra_params": {"colour": 1}}}, "colour"),

@@ -24,7 +24,9 @@ request. Fields of `DiffusionParams`:
 
 Input tensors: `image` uint8 [H, W, 3] RGB; an edit's further pictures are `image_1`, `image_2`, ... in the client's
 order. For an edit each has the size the client sent (EXIF rotation applied, alpha dropped); for a video `image` is
-the first frame, stretched to the video's height and width. `mask` uint8 [H, W], 255 = paint here, the size of
+the first frame, stretched to the video's height and width. `video` uint8 [T, H, W, 3] RGB is a clip to edit
+(`video_edit`), at `Capabilities.fps` frames a second, num_frames = 1 + frame_stride * k <= T; the result's size and
+length follow it, whatever height and width say. `mask` uint8 [H, W], 255 = paint here, the size of
 `image`; only if `Capabilities.mask`.
 
 Result tensors: `images` uint8 [num_images, H, W, 3], or `frames` uint8 [num_frames, H, W, 3]; `audio` fp32 [S] with

@@ -9,9 +9,6 @@ Held by tests/entrypoints/openai/test_openai_chat.py.
 """
 
 import asyncio
-import base64
-import binascii
-import io
 import secrets
 import time
 import uuid
@@ -20,17 +17,18 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-import av
 import msgspec
 import numpy as np
 from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from starlette.responses import Response
 
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.openai.body import read_body
+from vllm_omni.entrypoints.openai.clips import read_clip
 from vllm_omni.entrypoints.openai.errors import answer_errors, from_failure, invalid, not_found
+from vllm_omni.entrypoints.openai.leaving import until_disconnected
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.pictures import read_upload
 from vllm_omni.entrypoints.openai.protocol import MAX_PROMPT_CHARS, MAX_SEED, read_request
@@ -41,9 +39,6 @@ from vllm_omni.outputs import RequestFailed
 
 _PIECE_TOKENS: Final = 8
 _MAX_MESSAGES: Final = 2
-_MAX_CLIP_SECONDS: Final = 600.0
-_CLIP_SIDE: Final = 1024
-"""Longest side in pixels that a clip's frames are sent to the engine with; models look at less."""
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
 
@@ -74,7 +69,11 @@ class VideoPart(_Strict):
 
 class Message(_Strict):
     role: Literal["system", "developer", "user"]
-    content: Text | list[Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]]
+    content: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[list[Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]], Tag("parts")],
+        Discriminator(lambda content: "parts" if isinstance(content, list) else "text"),
+    ]
 
 
 class StreamOptions(_Strict):
@@ -133,7 +132,7 @@ class ChatRoutes:
             raise invalid(f"{call.model} reads {' and '.join(reads)}, not {kind}", "messages", "unsupported_by_model")
         if call.request.stream:
             return StreamingResponse(self._events(call), media_type="text/event-stream")
-        return JSONResponse(await self._whole(call))
+        return JSONResponse(await until_disconnected(request, self._whole(call)))
 
     # -- the question --------------------------------------------------------------------------------------------------
 
@@ -167,7 +166,8 @@ class ChatRoutes:
         else:
             url, rate = _inline(part.video_url.url), self._served.capabilities.fps
             most = self._served.capabilities.read_frames
-            arrays = {"video": await loop.run_in_executor(self._executor, _read_clip, url, rate, most)}
+            clip = await loop.run_in_executor(self._executor, read_clip, url, rate, most, "messages.content")
+            arrays = {"video": clip}
         options: dict[str, Any] = {**(asked.extra_params or {}), "modalities": ["text"]}
         if before:
             options["system_prompt"] = _system_text(before[0])
@@ -255,49 +255,6 @@ def _inline(url: str) -> str:
     if not url.startswith("data:"):
         raise invalid("only data: URLs are taken; this server fetches no URLs", "messages.content")
     return url
-
-
-def _read_clip(url: str, rate: float, most_frames: int) -> np.ndarray:
-    """Decode a `data:` URL of a video: at most `rate` frames a second, `most_frames` of them, evenly over the clip.
-
-    Returns uint8 [T, H, W, 3], T >= 1. Raises `ApiError` 400.
-    """
-    try:
-        data = base64.b64decode(url.partition(",")[2], validate=True)
-    except binascii.Error:
-        raise invalid("video_url is not valid base64", "messages.content", "invalid_video") from None
-    try:
-        count, seconds = _measure(data)
-        wanted = max(1, min(count, most_frames, round(rate * seconds)))
-        chosen = set(np.linspace(0, count - 1, wanted).astype(int).tolist())
-        frames = []
-        with av.open(io.BytesIO(data), mode="r") as container:
-            for number, frame in enumerate(container.decode(video=0)):
-                if number in chosen:
-                    scale = min(1.0, _CLIP_SIDE / max(frame.width, frame.height))
-                    size = (max(2, round(frame.width * scale)), max(2, round(frame.height * scale)))
-                    frames.append(frame.to_ndarray(format="rgb24", width=size[0], height=size[1]))
-    except (av.FFmpegError, IndexError, ValueError) as error:
-        raise invalid(
-            f"video_url cannot be read as a video ({type(error).__name__})", "messages.content", "invalid_video"
-        ) from None
-    if not frames:
-        raise invalid("video_url holds no frames", "messages.content", "invalid_video")
-    return np.stack(frames)
-
-
-def _measure(data: bytes) -> tuple[int, float]:
-    """Count a clip's frames by decoding it, and its seconds. Raises `ApiError` for a clip that is too long."""
-    with av.open(io.BytesIO(data), mode="r") as container:
-        fps = float(container.streams.video[0].average_rate or 12)
-        count = 0
-        for _ in container.decode(video=0):
-            count += 1
-            if count > fps * _MAX_CLIP_SECONDS:
-                raise invalid(f"the clip is longer than {_MAX_CLIP_SECONDS:g} s", "messages.content", "video_too_long")
-    if count == 0:
-        raise invalid("video_url holds no frames", "messages.content", "invalid_video")
-    return count, count / fps
 
 
 def _head(call: _Call) -> dict[str, Any]:

@@ -16,13 +16,13 @@ import msgspec
 import numpy as np
 from fastapi import Request
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.metrics import door_metrics, log_event
 from vllm_omni.entrypoints.openai.body import Body, read_body
 from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, from_failure, invalid, not_found
+from vllm_omni.entrypoints.openai.leaving import until_disconnected
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.pictures import MEDIA_TYPES, encode_picture, read_mask, read_upload
 from vllm_omni.entrypoints.openai.plan import PicturePlan, plan_pictures, unsupported
@@ -153,7 +153,7 @@ class ImageRoutes:
             )
         if call.request.stream:
             return StreamingResponse(self._events(call), media_type="text/event-stream")
-        return await _until_disconnected(request, self._whole(call))
+        return await until_disconnected(request, self._whole(call))
 
     async def _whole(self, call: _Call) -> Response:
         with _Accounting(self, call):
@@ -299,23 +299,3 @@ async def _all(work: list[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.wait(tasks)
         raise
-
-
-async def _until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; when the client leaves first, cancel it. The request's body must have been read."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, leaving = asyncio.create_task(work), asyncio.create_task(gone())
-    try:
-        await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
-        leaving.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])

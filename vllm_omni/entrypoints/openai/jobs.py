@@ -43,7 +43,7 @@ T = TypeVar("T")
 class _Job:
     record: JobRecord
     plan: VideoPlan
-    image_HWC: np.ndarray | None
+    arrays: dict[str, np.ndarray]
     session_id: str
     num_chunks: int
     chunks_done: int = 0
@@ -81,8 +81,8 @@ class VideoJobs:
                 retry_after_s=5,
             )
 
-    async def submit(self, plan: VideoPlan, image_HWC: np.ndarray | None) -> JobRecord:
-        """Accept a job. Raises `ApiError` 429."""
+    async def submit(self, plan: VideoPlan, arrays: dict[str, np.ndarray]) -> JobRecord:
+        """Accept a job. arrays: `image`, the first frame, or `video`, the clip to edit. Raises `ApiError` 429."""
         self.check_room()
         sampling = plan.sampling
         record = JobRecord(
@@ -98,7 +98,7 @@ class VideoJobs:
             created_s=time.time(),
         )
         num_chunks = 1 if self._served.world is None else sum(1 for _ in self._chunks(plan))
-        job = self._jobs[record.id] = _Job(record, plan, image_HWC, new_engine_id(), num_chunks)
+        job = self._jobs[record.id] = _Job(record, plan, arrays, new_engine_id(), num_chunks)
         self.store.write(record)
         job.task = asyncio.create_task(self._run(job))
         job.task.add_done_callback(lambda task: self._ended(job, task))
@@ -209,7 +209,7 @@ class VideoJobs:
 
     async def _frames(self, job: _Job) -> AsyncGenerator[tuple[np.ndarray, float]]:
         """Yield `(frames_THWC, fps)` pieces of the video in order."""
-        plan, arrays = job.plan, {} if job.image_HWC is None else {"image": job.image_HWC}
+        plan, arrays = job.plan, job.arrays
         if self._served.world is None:
             params = plan.sampling.params(job.session_id, num_frames=plan.num_frames, fps=plan.fps)
             meta, results = await self._request(job, params, arrays)

@@ -120,6 +120,25 @@ def plan_video(request: VideoRequest, served: ServedModel, has_image: bool) -> V
     return VideoPlan(sampling, _num_frames(request, served, fps), fps, request.camera_actions or [])
 
 
+def check_video_edit(request: VideoRequest, served: ServedModel) -> None:
+    """Refuse, before the clip is decoded, what an edit of a clip cannot honour."""
+    if "video_edit" not in served.capabilities.tasks:
+        raise unsupported(served, "edit a video", "input_reference")
+    follows = {"num_frames": request.num_frames, "seconds": request.seconds, "fps": request.fps}
+    for name in [name for name, value in follows.items() if value is not None]:
+        raise invalid(f"{name} follows the video that is edited: leave it out", name)
+    if request.camera_actions:
+        raise unsupported(served, "follow camera_actions", "camera_actions")
+
+
+def plan_video_edit(request: VideoRequest, served: ServedModel, clip_frames: int) -> VideoPlan:
+    """clip_frames: of the clip as it was read, at the model's frame rate. The model chooses the size from the clip."""
+    check_video_edit(request, served)
+    sizes, stride = served.videos, served.capabilities.frame_stride
+    sampling = _sampling(request, served, sizes, (sizes.width, sizes.height))
+    return VideoPlan(sampling, 1 + (clip_frames - 1) // stride * stride, served.capabilities.fps, [])
+
+
 def unsupported(served: ServedModel, what: str, param: str | None = None) -> ApiError:
     tasks = ", ".join(served.capabilities.tasks)
     return invalid(f"{served.names[0]} cannot {what}; it can: {tasks}", param, "unsupported_by_model")

@@ -46,6 +46,12 @@ _REFERENCE: Final = {
     "required": ["image_url"],
     "additionalProperties": False,
 }
+_CLIP: Final = {
+    "type": "object",
+    "properties": {"video_url": {"type": "string", "description": "A data: URL of an MP4 or WebM: the clip to edit."}},
+    "required": ["video_url"],
+    "additionalProperties": False,
+}
 _LIST_PARAMETERS: Final = [
     {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}},
     {"name": "order", "in": "query", "schema": {"type": "string", "enum": ["asc", "desc"], "default": "desc"}},
@@ -130,7 +136,7 @@ class OpenAIRoutes:
             "/v1/videos",
             self._create_video,
             body={
-                "application/json": _schema(VideoRequest, {"input_reference": _REFERENCE}),
+                "application/json": _schema(VideoRequest, {"input_reference": {"oneOf": [_REFERENCE, _CLIP]}}),
                 "multipart/form-data": _schema(VideoRequest, {"input_reference": _BINARY}),
             },
             reply=Video,

@@ -15,11 +15,12 @@ from fastapi.responses import FileResponse, JSONResponse
 from starlette.responses import Response
 
 from vllm_omni.entrypoints.openai.body import Body, read_body
+from vllm_omni.entrypoints.openai.clips import is_clip, read_clip
 from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, invalid, not_found
 from vllm_omni.entrypoints.openai.jobs import VideoJobs
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.pictures import read_start_image
-from vllm_omni.entrypoints.openai.plan import plan_video
+from vllm_omni.entrypoints.openai.plan import check_video_edit, plan_video, plan_video_edit
 from vllm_omni.entrypoints.openai.protocol import (
     JobError,
     Video,
@@ -54,13 +55,21 @@ class VideoRoutes:
     async def create(self, request: Request) -> Response:
         self._jobs.check_room()
         body = await read_body(request, self._limits.max_body_bytes)
-        source = _start_image(body)
-        plan = plan_video(read_request(VideoRequest, body.fields), self._served, has_image=source is not None)
-        image_HWC: np.ndarray | None = None
-        if source is not None:
-            height, width = plan.sampling.height, plan.sampling.width
-            image_HWC = await self._off_loop(read_start_image, source, height, width, self._door_limits)
-        return _answer(await self._jobs.submit(plan, image_HWC))
+        source = _reference(body)
+        asked = read_request(VideoRequest, body.fields)
+        arrays: dict[str, np.ndarray] = {}
+        if source is not None and is_clip(source):
+            check_video_edit(asked, self._served)
+            facts = self._served.capabilities
+            most = min(facts.read_frames, facts.max_num_frames)
+            arrays["video"] = await self._off_loop(read_clip, source, facts.fps, most, "input_reference")
+            plan = plan_video_edit(asked, self._served, len(arrays["video"]))
+        else:
+            plan = plan_video(asked, self._served, has_image=source is not None)
+            if source is not None:
+                height, width = plan.sampling.height, plan.sampling.width
+                arrays["image"] = await self._off_loop(read_start_image, source, height, width, self._door_limits)
+        return _answer(await self._jobs.submit(plan, arrays))
 
     @answer_errors
     async def retrieve(self, request: Request, video_id: str) -> Response:
@@ -163,8 +172,8 @@ def _unknown() -> ApiError:
     return not_found("no such video", "video_id")
 
 
-def _start_image(body: Body) -> Any:
-    """The start image: an uploaded file's bytes or a `data:` URL; None if there is none. Taken out of the fields."""
+def _reference(body: Body) -> Any:
+    """The start image or clip: an uploaded file's bytes or a `data:` URL; None if none. Taken out of the fields."""
     files = dict(body.files)
     uploads = files.pop("input_reference", [])
     if files:
@@ -174,15 +183,12 @@ def _start_image(body: Body) -> Any:
     reference = body.fields.pop("input_reference", None)
     if reference is None:
         return uploads[0] if uploads else None
-    url = reference.get("image_url") if isinstance(reference, dict) else reference
-    if (
-        uploads
-        or not isinstance(url, str)
-        or not url.startswith("data:")
-        or (isinstance(reference, dict) and set(reference) != {"image_url"})
-    ):
+    named = isinstance(reference, dict) and set(reference) in ({"image_url"}, {"video_url"})
+    url = next(iter(reference.values())) if named else reference
+    if uploads or not isinstance(url, str) or not url.startswith("data:"):
         raise invalid(
-            'input_reference must be a file or {"image_url": "data:image/...;base64,..."}; this server fetches no URLs',
+            'input_reference must be a file, {"image_url": "data:image/...;base64,..."} or {"video_url": '
+            '"data:video/...;base64,..."}; this server fetches no URLs',
             "input_reference",
         )
     return url

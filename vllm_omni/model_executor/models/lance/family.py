@@ -48,7 +48,7 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
     longest = min(options.max_video_frames, lance.max_frames)
     return Capabilities(
         tasks=(
-            ("text_to_image", "image_edit", "text_to_video", "image_to_video")
+            ("text_to_image", "image_edit", "text_to_video", "image_to_video", "video_edit")
             if videos
             else ("text_to_image", "image_edit")
         ),
