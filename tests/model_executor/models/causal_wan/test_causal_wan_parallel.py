@@ -52,3 +52,9 @@ def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", 0, "original")
     with pytest.raises(ValueError, match="num_heads = 4 does not divide over 3 parallel ranks"):
         load_model(tmp_path / "model", ParallelContext(0, 3))
+
+
+def test_graphs_with_collectives_inside_are_refused(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "model", 0, "original")
+    with pytest.raises(ValueError, match="cuda_graphs does not go with ranks that share layers"):
+        load_model(tmp_path / "model", ParallelContext(0, 2), cuda_graphs=True)

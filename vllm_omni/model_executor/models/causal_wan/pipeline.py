@@ -118,6 +118,12 @@ class CausalWan(nn.Module):
         self.options = options = setup.options
         self.omni = setup.omni
         self.parallel = parallel = setup.parallel
+        if options.cuda_graphs and parallel.size > 1:
+            raise ValueError(
+                "omni.model.cuda_graphs does not go with ranks that share layers (--tensor-parallel-size, "
+                "omni.model.sequence_parallel): their collectives cannot be captured; leave it off, or spread over "
+                "--pipeline-parallel-size or omni.vae_stage"
+            )
         self.plan = ChunkPlan.resolve(setup.config, options)
         self.schedule = options.text_schedule()
         self.text_encoder: TextEncoder | None = None
