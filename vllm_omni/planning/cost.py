@@ -34,10 +34,11 @@ _BF16 = 2
 class StreamModel:
     """One model as it is served.
 
-    parameters: of the transformer. window, sinks, chunk: latent frames. denoise: steps; clean: passes after them, 1
-    with the strict cache, 0 where each step keeps a window of its own (noise-matched). in_flight: chunks of one session
-    at work at once. cuda_graphs: full windows are launched as graphs. camera: has camera layers, and an image condition
-    with an encoder stream. moving_sinks: sinks are kept twice. text_on_cpu: the text encoder is on the host.
+    parameters: of the transformer. window, sinks, chunk, first_chunk: latent frames. denoise: steps; clean: passes
+    after them, 1 with the strict cache, 0 where each step keeps a window of its own (noise-matched). waits_for_clean:
+    frames come after the clean pass, as they did in early versions. in_flight: chunks of one session at work at once.
+    cuda_graphs: full windows are launched as graphs. camera: has camera layers, and an image condition with an encoder
+    stream. moving_sinks: sinks are kept twice. text_on_cpu: the text encoder is on the host.
     """
 
     name: str
@@ -51,8 +52,10 @@ class StreamModel:
     height: int = 480
     width: int = 832
     chunk: int = 3
+    first_chunk: int = 3
     denoise: int = 4
     clean: int = 1
+    waits_for_clean: bool = False
     in_flight: int = 1
     cuda_graphs: bool = False
     camera: bool = False
@@ -156,15 +159,16 @@ def cross_tflop(model: StreamModel, query_frames: int) -> float:
 
 
 def pass_ms(model: StreamModel, card: Card, window: int) -> float:
-    """One pass over one chunk on one GPU."""
-    q = model.chunk * model.tokens_per_frame
+    """One pass on one GPU, over a chunk or over as many frames as the window has."""
+    frames = min(model.chunk, window)
+    q = frames * model.tokens_per_frame
     copied = 2 * window_bytes(model, window) if model.in_flight > 1 else 0.0  # the window, before it is attended to
     elementwise_s = copied / card.elementwise_bytes_per_s
     elementwise_s += model.layers * card.elementwise_passes * q * model.dim * _BF16 / card.elementwise_bytes_per_s
     compute_s = (
-        linear_tflop(model, model.chunk) / card.gemm(model.dim)
-        + attention_tflop(model, model.chunk, window) / card.attention_tflops
-        + cross_tflop(model, model.chunk) / card.cross_attention_tflops
+        linear_tflop(model, frames) / card.gemm(model.dim)
+        + attention_tflop(model, frames, window) / card.attention_tflops
+        + cross_tflop(model, frames) / card.cross_attention_tflops
     )
     return 1e3 * (compute_s + elementwise_s)
 
@@ -229,7 +233,8 @@ def window_bytes(model: StreamModel, frames: int) -> float:
 
 
 def decode_ms(model: StreamModel, card: Card, *, first: bool = False) -> float:
-    tflop = _DECODE_TFLOP * (model.chunk - first) + _DECODE_FIRST_TFLOP * first
+    frames = model.first_chunk if first else model.chunk
+    tflop = _DECODE_TFLOP * (frames - first) + _DECODE_FIRST_TFLOP * first
     return 1e3 * tflop * model.area / card.vae_tflops
 
 
@@ -274,11 +279,10 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     per_chunk = max(device, host, latency / (sessions * model.in_flight))
     setup = 1e3 * card.text_encoder_cpu_s if model.text_on_cpu else 0.0
     if model.camera:  # the start picture through the VAE's encoder, with the chunk's grey frames behind it
-        setup += 1e3 * _ENCODE_TFLOP * (1 + model.chunk) * model.area / card.vae_tflops
-    # Sessions that begin together are set up one after the other, before the first of their steps. With a VAE stage
-    # the first decode does not wait for the clean pass.
-    before_decode = model.denoise if split.vae_stage else model.passes
-    first_pass = max(pass_latency_ms(model, card, split, model.chunk))
+        setup += 1e3 * _ENCODE_TFLOP * (1 + model.first_chunk) * model.area / card.vae_tflops
+    # Sessions that begin together are set up one after the other, before the first of their steps.
+    before_decode = model.passes if model.waits_for_clean else model.denoise
+    first_pass = max(pass_latency_ms(model, card, split, model.first_chunk))
     first = sessions * (setup + request) + before_decode * first_pass + camera
     first += decode_ms(model, card, first=True) + 1e3 * (card.first_frame_s + card.first_decode_s)
     each = session_bytes(model, split)

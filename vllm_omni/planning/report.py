@@ -2,7 +2,7 @@
 """Predictions as text: the table `vllm-omni plan` prints, and the one that holds predictions against measured runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_omni.planning.cards import Card
@@ -121,6 +121,9 @@ def _compare_one(run: str, result: Mapping[str, Any], parallel: Mapping[str, int
         **cache_facts(options, result.get("chunks_in_flight", 1)),
     }
     name = result.get("model", "lingbot_world")
+    model = model_of(_NAMES.get(name, name), **changes)
+    # A result tells the time of the passes before it: of all of them, if it waited for the clean pass.
+    model = replace(model, waits_for_clean=model.clean > 0 and len(result["steps_ms"]) == model.passes)
     sequence, tensor = parallel["sequence"], parallel["tensor"]
     split = Split(
         max(sequence, tensor),
@@ -130,7 +133,7 @@ def _compare_one(run: str, result: Mapping[str, Any], parallel: Mapping[str, int
         temporal=result.get("temporal", False),
     )
     sessions = result["sessions"] if "sessions" in result else result["streams"]
-    wanted = predict(model_of(_NAMES.get(name, name), **changes), card, split, sessions)
+    wanted = predict(model, card, split, sessions)
     peak = max(memory["torch_peak"] for memory in result["device_memory"])
     return [
         Compared(run, "chunk interval", result["chunk_interval_ms"], wanted.chunk_ms, "ms"),
@@ -146,6 +149,8 @@ def cache_facts(options: Mapping[str, Any], chunks_in_flight: int) -> dict[str, 
         facts["denoise"] = len(options["denoising_steps"])
     if options.get("cache", "strict") != "strict":
         facts["clean"] = 0
+    if "first_chunk_latent_frames" in options:
+        facts["first_chunk"] = options["first_chunk_latent_frames"]
     if "cuda_graphs" in options:
         facts["cuda_graphs"] = options["cuda_graphs"]
     return facts
