@@ -4,7 +4,7 @@
     python benchmarks/ar_hidden_states.py                 a tiny model on CPU
     python benchmarks/ar_hidden_states.py --model large   about a billion random weights, for a GPU
 
-    python benchmarks/ar_hidden_states.py --starts 4      the figure to quote from a CPU: about 8 minutes
+    python benchmarks/ar_hidden_states.py --starts 4 --pairs 300      the figure to quote from a CPU: about 8 minutes
     python benchmarks/ar_hidden_states.py --control       stock vLLM beside stock vLLM: what the method itself sees
 
 Two engines live at the same time, each in one process of its own without helpers (front end, scheduler, worker and

@@ -96,6 +96,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         tensor_parallel_size=ranks,
         pipeline_parallel_size=args.pipeline_parallel,
         distributed_executor_backend=args.executor,
+        disable_custom_all_reduce=args.disable_custom_all_reduce,
         gpu_memory_utilization=args.gpu_memory_utilization,
     ) as engine:
         load_s = time.perf_counter() - loading
@@ -161,6 +162,9 @@ def main() -> None:
     parser.add_argument("--sequence-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--executor", choices=("mp", "ray"), help="vLLM's executor (default: vLLM's choice)")
+    parser.add_argument(
+        "--disable-custom-all-reduce", action="store_true", help="vLLM's flag: all-reduces by NCCL only"
+    )
     parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside sizes and model")
