@@ -13,7 +13,6 @@ sockets. Held by tests/worker/test_snapshot_refusals.py and test_snapshots.py.
 """
 
 import errno
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -184,7 +183,7 @@ def plan(described: Sequence[RankDescription], package_version: str, owner: Mapp
             starts[name] = position
             position = end
         relative.append(starts)
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = msgspec.json.encode(entries)
     text += b" " * (-(8 + len(text)) % _ALIGN)  # spaces behind the JSON, as safetensors pads it
     start = 8 + len(text)
     return SnapshotPlan(
@@ -253,6 +252,10 @@ def read_header(path: Path, max_bytes: int | None = None) -> SnapshotHeader:
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise RequestFailed("invalid_snapshot", f"the snapshot is damaged or truncated ({_reason(error)})") from error
+    return _checked_header(metadata)
+
+
+def _checked_header(metadata: Mapping[str, str]) -> SnapshotHeader:
     if metadata.get("kind") != _KIND or _KEY not in metadata:
         raise RequestFailed("invalid_snapshot", "this is no snapshot of a session")
     try:
@@ -299,10 +302,50 @@ class StoredTensor(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
+_STORED_TENSOR: Final = msgspec.json.Decoder(StoredTensor)
+
+
+class OpenSnapshot:
+    """A snapshot's file, open in a worker. header: as `read_header` returns it.
+
+    The front end has had the safetensors library look at the whole file. A worker reads the table once and checks
+    each tensor when it is taken: its place is inside the file, its bytes are as many as its shape says.
+    """
+
+    def __init__(self, file: int, start: int, table: Mapping[str, msgspec.Raw], header: SnapshotHeader) -> None:
+        self._file, self._start, self._table = file, start, table
+        self.header = header
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> "Iterator[OpenSnapshot]":
+        """Raises OSError if there is no such file, and `RequestFailed` as `read_header` does, also while it is open."""
+        with path.open("rb", buffering=0) as file:
+            try:
+                length = int.from_bytes(file.read(8), "little")
+                if not 0 < length <= os.fstat(file.fileno()).st_size - 8:
+                    raise EOFError("the header ends behind the file")
+                table = msgspec.json.decode(os.pread(file.fileno(), length, 8), type=dict[str, msgspec.Raw])
+                metadata = msgspec.json.decode(table.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+                yield cls(file.fileno(), 8 + length, table, _checked_header(metadata))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError, EOFError) as error:
+                raise RequestFailed("invalid_snapshot", "the snapshot is damaged or truncated") from error
+
+    def rank(self, rank: int, part: RankPart) -> "SavedTensors":
+        """The tensors of one rank."""
+        prefix = f"rank{rank}."
+        left = {
+            name.removeprefix(prefix): _STORED_TENSOR.decode(entry)
+            for name, entry in self._table.items()
+            if name.startswith(prefix)
+        }
+        return SavedTensors(self._file, self._start, left, frozenset(part.channels_last))
+
+
 class SavedTensors:
     """One rank's tensors of an open snapshot, to be taken one by one; what is left over is an error.
 
-    Made by `open_rank`. Every tensor is a copy, so nothing refers to the file afterwards.
+    Made by `OpenSnapshot.rank`. Every tensor is a copy, so nothing refers to the file afterwards.
     """
 
     def __init__(
@@ -310,24 +353,6 @@ class SavedTensors:
     ) -> None:
         self._file, self._start, self._left = file, start, left
         self._channels_last, self._prefix = channels_last, prefix
-
-    @classmethod
-    @contextmanager
-    def open_rank(cls, path: Path, rank: int, part: RankPart) -> "Iterator[SavedTensors]":
-        """Open a snapshot that `read_header` has passed. Raises `RequestFailed("invalid_snapshot")`."""
-        prefix = f"rank{rank}."
-        with path.open("rb", buffering=0) as file:
-            try:
-                length = int.from_bytes(file.read(8), "little")
-                table = msgspec.json.decode(os.pread(file.fileno(), length, 8), type=dict[str, msgspec.Raw])
-                left = {
-                    name.removeprefix(prefix): msgspec.json.decode(entry, type=StoredTensor)
-                    for name, entry in table.items()
-                    if name.startswith(prefix)
-                }
-                yield cls(file.fileno(), 8 + length, left, frozenset(part.channels_last))
-            except (msgspec.DecodeError, UnicodeDecodeError, OSError, EOFError) as error:
-                raise RequestFailed("invalid_snapshot", "the snapshot is damaged or truncated") from error
 
     def under(self, prefix: str) -> "SavedTensors":
         """The tensors whose names begin with `prefix`, by the rest of their names."""
@@ -349,9 +374,9 @@ class SavedTensors:
         """Return a copy on `device`, in the memory layout it was saved in. shape: if set, the only one accepted."""
         saved_shape = self._require(name).shape
         position = self._claim(name, shape, dtype)
-        memory_format = _CHANNELS_LAST.get(len(saved_shape))
-        if memory_format is None or self._prefix + name not in self._channels_last:
-            memory_format = torch.contiguous_format
+        memory_format = torch.contiguous_format
+        if self._prefix + name in self._channels_last:
+            memory_format = _CHANNELS_LAST.get(len(saved_shape), torch.contiguous_format)
         copy = torch.empty(saved_shape, dtype=dtype, device=device, memory_format=memory_format)
         read_at(self._file, position, copy)
         return copy

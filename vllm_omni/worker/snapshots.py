@@ -6,6 +6,7 @@ changes nothing. Restoring makes a new session through the model, under the stor
 Knows no model by name. Held by tests/worker/test_snapshots.py and tests/engine/test_session_snapshots.py.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -21,11 +22,10 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import (
     ModelIdentity,
+    OpenSnapshot,
     Parallel,
-    SavedTensors,
     check_fits,
     describe,
-    read_header,
     write_tensors,
 )
 
@@ -97,32 +97,35 @@ class SessionSnapshots:
         sessions, model = self._runner.sessions, self._runner.model
         if session_id in sessions:
             raise RequestFailed("session_exists", "a session of this id is live here")
-        try:
-            header = read_header(path)
-        except OSError as error:
-            raise RequestFailed(
-                "snapshot_storage", "a worker does not see the snapshot's file: all ranks need the directory it is in"
-            ) from error
-        part = check_fits(header, self._identity(), _rank(), self._weights_digest())
-        params = _opening(header.opening, session_id)
-        nbytes = model.session_nbytes(params)
-        if sessions.max_bytes is not None and nbytes > sessions.max_bytes:
-            raise RequestFailed(
-                "snapshot_too_large",
-                f"the session needs {nbytes} bytes; all sessions here may hold {sessions.max_bytes}",
-            )
-        sessions.make_room(nbytes)
-        session = model.new_session(params)
-        try:
-            with SavedTensors.open_rank(path, _rank(), part) as saved:
+        with contextlib.ExitStack() as stack:
+            try:
+                stored = stack.enter_context(OpenSnapshot.open(path))
+            except OSError as error:
+                raise RequestFailed(
+                    "snapshot_storage",
+                    "a worker does not see the snapshot's file: all ranks need the directory it is in",
+                ) from error
+            header = stored.header
+            part = check_fits(header, self._identity(), _rank(), self._weights_digest())
+            params = _opening(header.opening, session_id)
+            nbytes = model.session_nbytes(params)
+            if sessions.max_bytes is not None and nbytes > sessions.max_bytes:
+                raise RequestFailed(
+                    "snapshot_too_large",
+                    f"the session needs {nbytes} bytes; all sessions here may hold {sessions.max_bytes}",
+                )
+            sessions.make_room(nbytes)
+            session = model.new_session(params)
+            try:
+                saved = stored.rank(_rank(), part)
                 session.restore(part.scalars, saved)
                 saved.finish()
-            if session.chunk_index != header.chunk_index:
-                raise RequestFailed("invalid_snapshot", "the snapshot's parts are of different chunks")
-        except BaseException:
-            session.close()
-            raise
-        sessions.add(session)
+                if session.chunk_index != header.chunk_index:
+                    raise RequestFailed("invalid_snapshot", "the snapshot's parts are of different chunks")
+            except BaseException:
+                session.close()
+                raise
+            sessions.add(session)
 
     def _committed(self, session_id: str) -> Any:
         """The session, with every chunk whose result is known committed on this rank, and all its tensors written."""
