@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise is a function of seed, chunk and step."""
 
+import pytest
 import torch
 
-from vllm_omni.model_executor.noise import noise_seed, standard_normal
+from vllm_omni.model_executor.noise import ChunkNoise, noise_seed, standard_normal
 
 
 def test_the_same_key_gives_the_same_bits_in_any_order() -> None:
@@ -29,3 +30,17 @@ def test_noise_is_standard_normal() -> None:
     assert noise.dtype == torch.float32
     assert abs(float(noise.mean())) < 0.02
     assert abs(float(noise.std()) - 1) < 0.02
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_chunks_noise_is_drawn_step_by_step(device: str) -> None:
+    """In any order, each step's own bits; a device that is busy with other work is not waited for."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    noise = ChunkNoise((4, 5), 7, 2, torch.device(device))
+    if device == "cuda":
+        torch.cuda._sleep(500_000_000)
+    drawn = {step: noise.draw(step) for step in (2, 0, 1)}
+    if device == "cuda":
+        assert not torch.cuda.current_stream().query()
+    assert all(torch.equal(draw.cpu(), standard_normal((4, 5), 7, 2, step)) for step, draw in drawn.items())

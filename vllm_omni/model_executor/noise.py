@@ -7,8 +7,11 @@ whatever else the server does, in whatever order, on however many ranks. Held by
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+
+from vllm_omni.model_executor.host_copies import to_device
 
 
 def noise_seed(seed: int, chunk_index: int, step: int) -> int:
@@ -21,3 +24,17 @@ def standard_normal(shape: Sequence[int], seed: int, chunk_index: int, step: int
     """Return fp32 N(0, 1) noise on the CPU: torch's Mersenne Twister, the same bits on every machine."""
     generator = torch.Generator().manual_seed(noise_seed(seed, chunk_index, step))
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class ChunkNoise:
+    """One chunk's draws of `shape`, each made only when its step needs it: on a busy device that costs no time."""
+
+    shape: tuple[int, ...]
+    seed: int
+    chunk_index: int
+    device: torch.device
+
+    def draw(self, step: int) -> torch.Tensor:
+        """Return `standard_normal` of this step on the device, without waiting for it."""
+        return to_device(standard_normal(self.shape, self.seed, self.chunk_index, step), self.device)

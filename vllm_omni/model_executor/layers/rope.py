@@ -32,15 +32,17 @@ def rope_tables(
     """Return (cos_LC, sin_LC), fp32 on the CPU, for tokens of `frames` (absolute indices) x `height` x `width`."""
     sizes = (len(frames), height, width)
     starts = (frames.start, 0, 0)
-    lanes = []
+    cos_lanes: list[torch.Tensor] = []
+    sin_lanes: list[torch.Tensor] = []
     for axis, (dim, size, start) in enumerate(zip(axis_dims(head_dim), sizes, starts, strict=True)):
         frequencies = _frequencies(dim, theta)
         positions = torch.arange(start, start + size, dtype=torch.float64)
         shape = [1, 1, 1, dim // 2]
         shape[axis] = size
-        lanes.append(torch.outer(positions, frequencies).view(shape).expand(*sizes, dim // 2))
-    angles_LC = torch.cat(lanes, dim=-1).flatten(0, 2)
-    return angles_LC.cos().float(), angles_LC.sin().float()
+        angles = torch.outer(positions, frequencies)  # of the axis alone: far fewer than tokens have
+        for lanes, values in ((cos_lanes, angles.cos()), (sin_lanes, angles.sin())):
+            lanes.append(values.float().view(shape).expand(*sizes, dim // 2))
+    return torch.cat(cos_lanes, dim=-1).flatten(0, 2), torch.cat(sin_lanes, dim=-1).flatten(0, 2)
 
 
 def apply_rope(x_LNH: torch.Tensor, cos_LC: torch.Tensor, sin_LC: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from torch import nn
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.narrow_view import NarrowView, narrow_frames
@@ -45,7 +46,7 @@ from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visib
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
-from vllm_omni.model_executor.noise import standard_normal
+from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import every_second_step
 from vllm_omni.model_executor.vllm_model import StepPipeline, default_dtype
 from vllm_omni.outputs import RequestFailed
@@ -239,24 +240,21 @@ class CausalWan(nn.Module):
             request.state = Chunk.to_decode(frames, self.schedule, size, session.cache, inputs.prompt, inputs.seed)
             request.num_steps = 1  # the ranks with layers know
             return
-        draws = [
-            standard_normal(size, inputs.seed, standing.chunk_index, step) for step in range(self.schedule.num_steps)
-        ]
-        noise = torch.stack(draws).to(self.transformer.device)
+        noise = ChunkNoise(tuple(size), inputs.seed, standing.chunk_index, self.transformer.device)
         with request.timer.stage("text"):
             known = inputs.prompt == standing.prompt and standing.cross_kv is not None
             text = None if known else self.text_encoder.encode(inputs.prompt, self.transformer.device)
-        latents, schedule, video = noise[0], self.schedule, None
+        latents, schedule, video = noise.draw(0), self.schedule, None
         if inputs.video is not None and self.video is not None:
             with request.timer.stage("video"):
-                latents, schedule, video = self.video.noisy_latents(inputs.video, standing.video, noise[0])
+                latents, schedule, video = self.video.noisy_latents(inputs.video, standing.video, latents)
         replay = self._replay(session, inputs.prompt)
         cache = session.cache.rebuild(rebuilt_from(replay)) if replay else session.cache
         request.state = Chunk(
             frames=frames,
             schedule=every_second_step(schedule) if "fewer_steps" in request.degradations else schedule,
             latents=latents,
-            renoise=noise[1:],
+            noise=noise,
             rope=self._rope(frames, size),
             text=text,
             cache=cache,
@@ -326,10 +324,11 @@ class CausalWan(nn.Module):
             if step is None:
                 continue
             schedule = chunk.schedule
+            assert chunk.noise is not None
             x0 = chunk.latents.double() - schedule.sigmas_x0[step] * flow.double()
             if step + 1 < schedule.num_steps:
                 sigma = schedule.sigmas_noise[step + 1]
-                x0 = (1 - sigma) * x0.float().double() + sigma * chunk.renoise[step].double()
+                x0 = (1 - sigma) * x0.float().double() + sigma * chunk.noise.draw(step + 1).double()
             chunk.latents = x0.float()
 
     def latents(self, request: DiffusionRequest) -> torch.Tensor:
@@ -433,7 +432,7 @@ class CausalWan(nn.Module):
         """Return this rank's rotations of a chunk of latent `size` [16, F, h, w], on the device."""
         cos, sin = rope_tables(self.config.head_dim, frames, size[2] // 2, size[3] // 2)
         own, device = self.parallel.token_slice(len(cos)), self.transformer.device
-        return cos[own].to(device), sin[own].to(device)
+        return to_device(cos[own], device), to_device(sin[own], device)
 
     def _row(self, request: DiffusionRequest, step: int | None = None) -> ChunkRow:
         """What a forward needs of a chunk: at its next step, or at denoise step `step`."""

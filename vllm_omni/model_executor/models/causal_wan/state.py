@@ -22,6 +22,7 @@ from vllm_omni.model_executor.models.causal_wan.config import ChunkPlan
 from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.replay import saved_chunks
 from vllm_omni.model_executor.models.wan.vae import VAECache
+from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
@@ -206,16 +207,16 @@ class StreamSession(SessionState):
 class Chunk:
     """One chunk in flight. The first group is made by `prepare_encode`, the second by later steps.
 
-    latents: fp32 [16, F, h, w]. renoise: fp32 [steps - 1, 16, F, h, w], what re-enters before steps 1, 2, ...
-    text: the encoded prompt, None if `cross_kv` is known. cache: where the chunk writes its K/V, the
-    session's own or, after `replay` has filled it, the one that will replace it. The others are what the session
+    latents: fp32 [16, F, h, w]. noise: what the first of them were, and what re-enters before steps 1, 2, ...; None
+    where no step is run. text: the encoded prompt, None if `cross_kv` is known. cache: where the chunk writes its K/V,
+    the session's own or, after `replay` has filled it, the one that will replace it. The others are what the session
     becomes when the chunk succeeds.
     """
 
     frames: range
     schedule: FewStepSchedule
     latents: torch.Tensor
-    renoise: torch.Tensor
+    noise: ChunkNoise | None
     rope: tuple[torch.Tensor, torch.Tensor]
     text: torch.Tensor | None
     cache: ChunkCache
@@ -250,4 +251,4 @@ class Chunk:
     ) -> "Chunk":
         """A chunk on the VAE stage: its latents, of `size`, come when other ranks have made them."""
         nothing = torch.empty(size, device="meta")
-        return cls(frames, schedule, nothing, nothing, (nothing, nothing), None, cache, (), prompt, seed, None)
+        return cls(frames, schedule, nothing, None, (nothing, nothing), None, cache, (), prompt, seed, None)
