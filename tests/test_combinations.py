@@ -67,6 +67,8 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, int]) -> None:
         ("wan2_2", {"model": {"cfg_parallel": True}}, TP3, "pass --tensor-parallel-size 2, got 3"),
         ("wan2_2", {"model": {"cfg_parallel": True, "sequence_parallel": True}}, TP2, "both take the tensor-parallel"),
         ("wan2_2", {"vae_stage": True}, TP2, "--pipeline-parallel-size 2 or more"),
+        ("lance", {"chunks_in_flight": 2}, {}, NEEDS),
+        ("diffusers_pipeline", {"chunks_in_flight": 2}, {}, "this checkpoint runs without one"),
         ("lance", {}, PP2, "Lance's layers are not split over stages"),
         ("lance", {"vae_stage": True}, PP2 | TP2, "Lance's layers are not split over stages"),
         ("diffusers_pipeline", {}, PP2, "runs one process on one device"),

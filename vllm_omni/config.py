@@ -81,9 +81,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("target_fps and degradations need scheduling 'deadline'")
         if len(set(self.degradations)) != len(self.degradations):
             raise ValueError(f"degradations must differ, got {list(self.degradations)}")
-        ahead = "pipeline 'temporal'" if self.pipeline == "temporal" else f"chunks_in_flight {self.chunks_in_flight}"
-        if self.vae_stage and (self.pipeline == "temporal" or self.chunks_in_flight > 1):
-            raise ValueError(f"{ahead} is not built together with vae_stage: drop one of them")
+        if self.vae_stage and self.ahead is not None:
+            raise ValueError(f"{self.ahead} is not built together with vae_stage: drop one of them")
         if self.pipeline == "temporal" and self.pipeline_partition is not None:
             raise ValueError("pipeline 'temporal': every stage holds all layers, so there is no pipeline_partition")
 
@@ -91,6 +90,13 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def partition(self) -> tuple[int, ...]:
         """Layers of each stage as they are loaded; () = as even as possible."""
         return self.pipeline_partition if isinstance(self.pipeline_partition, tuple) else ()
+
+    @property
+    def ahead(self) -> str | None:
+        """The option, as a user would name it, that lets a session's next chunk begin early; None = neither is set."""
+        if self.pipeline == "temporal":
+            return "pipeline 'temporal'"
+        return f"chunks_in_flight {self.chunks_in_flight}" if self.chunks_in_flight > 1 else None
 
     @property
     def max_area(self) -> int:
@@ -108,6 +114,13 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError(
                 f"omni.pipeline_partition names {len(self.partition)} stages, {stages} hold layers "
                 f"(--pipeline-parallel-size {pipeline_parallel_size}{vae})"
+            )
+
+    def refuse_chunks_in_flight(self, model: str) -> None:
+        """Raise ValueError if chunks in flight are asked for, which `model` (its name for users) cannot have."""
+        if self.ahead is not None:
+            raise ValueError(
+                f"omni.{self.ahead}: {model} cannot do that: its next chunk needs the one before it complete"
             )
 
     @classmethod

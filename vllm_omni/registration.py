@@ -142,7 +142,7 @@ def check_steps(omni: OmniConfig, vllm_config: "VllmConfig") -> None:
 
     Whether the model can do it, it says itself (`interfaces.check_chunks_in_flight`).
     """
-    if omni.chunks_in_flight == 1 and omni.pipeline == "blocks":
+    if omni.ahead is None:
         return
     if omni.pipeline == "temporal" and vllm_config.parallel_config.pipeline_parallel_size == 1:
         raise ValueError(

@@ -241,15 +241,13 @@ class SupportsChunksInFlight(Protocol):
 
 def check_chunks_in_flight(model: object, omni: OmniConfig, num_stages: int) -> int:
     """Return the model's `steps_behind`. Raises ValueError, with the reason, unless it can do what `omni` asks for."""
-    temporal = omni.pipeline == "temporal"
-    if omni.chunks_in_flight == 1 and not temporal:
+    if omni.ahead is None:
         return 1
     reason: str | None = "its next chunk needs the one before it complete"
     if isinstance(model, SupportsChunksInFlight):
         reason = model.refuse_chunks_in_flight()
-        if reason is None and temporal:
+        if reason is None and omni.pipeline == "temporal":
             reason = model.refuse_temporal_pipeline(num_stages)
         if reason is None:
             return model.steps_behind
-    option = 'pipeline "temporal"' if temporal else f"chunks_in_flight {omni.chunks_in_flight}"
-    raise ValueError(f"omni.{option}: {type(model).__name__} cannot do that: {reason}")
+    raise ValueError(f"omni.{omni.ahead}: {type(model).__name__} cannot do that: {reason}")

@@ -42,13 +42,12 @@ def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages
     transformer, plan = _plan(config, omni)
     options = CausalWanOptions.parse(omni.model)
     reason = None
-    if omni.chunks_in_flight > 1 or omni.pipeline == "temporal":
+    if omni.ahead is not None:
         reason = in_flight.refuse_chunks_in_flight(options, plan)
     if reason is None and omni.pipeline == "temporal":
         reason = in_flight.refuse_temporal_pipeline(options, stages)
     if reason is not None:
-        option = 'pipeline "temporal"' if omni.pipeline == "temporal" else f"chunks_in_flight {omni.chunks_in_flight}"
-        raise ValueError(f"omni.{option}: causal Wan cannot do that: {reason}")
+        raise ValueError(f"omni.{omni.ahead}: causal Wan cannot do that: {reason}")
     check_split(transformer, omni, ranks, stages, sequence_parallel=options.sequence_parallel)
 
 

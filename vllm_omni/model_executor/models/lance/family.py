@@ -36,6 +36,7 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
 
 
 def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
+    omni.refuse_chunks_in_flight("Lance")
     check_stages(stages)
 
 

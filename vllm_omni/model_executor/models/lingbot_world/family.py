@@ -15,7 +15,7 @@ from vllm_omni.model_executor.models.lingbot_world.config import (
 )
 from vllm_omni.model_executor.models.registry import ModelFamily
 from vllm_omni.model_executor.models.wan.chunk_plan import VAE_SPATIAL, VAE_TEMPORAL
-from vllm_omni.model_executor.models.wan.splits import check_split, refuse_chunks_in_flight
+from vllm_omni.model_executor.models.wan.splits import check_split
 
 
 def _make_tiny(out: Path, seed: int, layout: str) -> None:
@@ -44,7 +44,7 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
 def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
     transformer, _ = _plan(config, omni)
     options = LingBotOptions.parse(omni.model, config["lingbot_world"]["version"])
-    refuse_chunks_in_flight(omni, "LingBot World")
+    omni.refuse_chunks_in_flight("LingBot World")
     check_split(transformer, omni, ranks, stages, sequence_parallel=options.sequence_parallel)
 
 

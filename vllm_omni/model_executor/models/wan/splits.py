@@ -38,10 +38,3 @@ def check_split(config: Sizes, omni: OmniConfig, ranks: int, stages: int, *, seq
             f"--pipeline-parallel-size {stages}: {config.num_layers} layers can not be cut into {layer_stages} stages"
         )
     place.layers(config.num_layers)
-
-
-def refuse_chunks_in_flight(omni: OmniConfig, model: str) -> None:
-    """Raise ValueError if a model that cannot have several chunks of a session in flight is asked for them."""
-    if omni.pipeline == "temporal" or omni.chunks_in_flight > 1:
-        option = 'pipeline "temporal"' if omni.pipeline == "temporal" else f"chunks_in_flight {omni.chunks_in_flight}"
-        raise ValueError(f"omni.{option}: {model} cannot do that: its next chunk needs the one before it complete")

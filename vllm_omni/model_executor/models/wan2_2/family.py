@@ -7,7 +7,7 @@ from typing import Any
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities, Task
 from vllm_omni.model_executor.models.registry import ModelFamily
-from vllm_omni.model_executor.models.wan.splits import check_split, refuse_chunks_in_flight
+from vllm_omni.model_executor.models.wan.splits import check_split
 from vllm_omni.model_executor.models.wan2_2.checkpoint import hf_config, is_checkpoint
 from vllm_omni.model_executor.models.wan2_2.config import (
     Kind,
@@ -39,7 +39,7 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
 
 def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
     options = Wan22Options.parse(omni.model)
-    refuse_chunks_in_flight(omni, "Wan 2.2")
+    omni.refuse_chunks_in_flight("Wan 2.2")
     if options.cfg_parallel:
         check_guidance_ranks(ranks)
         ranks = 1
