@@ -28,7 +28,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "PP 2": {"pipeline_parallel_size": 2},
     "CFG 2": {"tensor_parallel_size": 2, "cfg_parallel": True},
     "VAE stage": {"pipeline_parallel_size": 2, "vae_stage": True},
+    "PP 2 + VAE stage": {"pipeline_parallel_size": 3, "vae_stage": True},
+    "PP 2 x TP 2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+    "PP 2 x Ulysses 2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True},
     "PP 2 x CFG 2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "cfg_parallel": True},
+    "VAE stage x TP 2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "vae_stage": True},
+    "VAE stage x Ulysses 2": {
+        "pipeline_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "sequence_parallel": True,
+        "vae_stage": True,
+    },
+    "VAE stage x CFG 2": {
+        "pipeline_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "cfg_parallel": True,
+        "vae_stage": True,
+    },
 }
 TOLERANCE = {name: 1e-4 if "tensor_parallel_size" in flags else 0.0 for name, flags in SETTINGS.items()}
 """Ranks that share layers, or a request's branches, sum in another order; pipeline stages run the same products."""
