@@ -46,6 +46,15 @@ def test_equal_results_pass_and_report_the_largest_difference(record: Recorder) 
     assert "OK: 1 scenarios, 1 stages within tolerance" in report.to_text()
 
 
+def test_a_file_with_nothing_to_compare_fails(record: Recorder, tmp_path: Path) -> None:
+    """Also beside a file that passes."""
+    record(in0=torch.ones(2), out0=torch.full((2,), 2.0))
+    save_file({}, tmp_path / "empty.safetensors")
+    report = verify(tmp_path)
+    assert not report.ok
+    assert [row.scenario for row in report.rows if not row.ok] == ["empty"]
+
+
 @pytest.mark.parametrize("wrong", [2.1, float("nan"), float("inf")])
 def test_a_wrong_value_fails(record: Recorder, wrong: float) -> None:
     report = verify(record(in0=torch.ones(2), out0=torch.tensor([2.0, wrong])))

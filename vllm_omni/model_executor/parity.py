@@ -138,10 +138,12 @@ class Scenario:
         self.compare(stage, ours, self.get(name), tolerance)
 
     def finish(self) -> None:
-        """Raise ValueError if a recorded tensor was compared with nothing."""
+        """Raise ValueError if a recorded tensor was compared with nothing, or nothing was compared at all."""
         if self._untaken:
             left = sorted(self._untaken)
             raise ValueError(f"{len(left)} recorded tensors are not understood: {', '.join(left[:3])}")
+        if not any(row.scenario == self.name and row.compared for row in self.report.rows):
+            raise ValueError("the file holds nothing to compare")
 
     def _row(self, stage: str, tolerance: float) -> Stage:
         for row in self.report.rows:

@@ -61,7 +61,7 @@ class Reference:
         self.cfg = cfg
         self.w = {name: tensor.double() for name, tensor in weights.items()}
         self.sink = cfg["sink_size"] * tokens_per_frame
-        self.cache_tokens = cache_tokens
+        self.cache_tokens = self.attention_tokens = cache_tokens
         self.cache = [(torch.zeros(0), torch.zeros(0))] * cfg["num_layers"]
 
     def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -170,15 +170,27 @@ class Reference:
             evicted = max(0, len(old) + len(fresh) - self.cache_tokens)
             kept.append(torch.cat((old[: self.sink], old[self.sink + evicted :], fresh)))
         self.cache[n] = (kept[0], kept[1])
-        return self.cache[n]
+        return kept[0][-self.attention_tokens :], kept[1][-self.attention_tokens :]
 
 
 def record(
-    directory: Path, cfg: dict[str, Any], *, chunk: int, chunks: int, height: int, width: int, seed: int
+    directory: Path,
+    cfg: dict[str, Any],
+    *,
+    chunk: int,
+    chunks: int,
+    height: int,
+    width: int,
+    seed: int,
+    attention: int | None = None,
+    stored: torch.dtype = torch.float32,
 ) -> None:
-    """Write weights, inputs and one scenario with the original's schedule (t truncated to integers)."""
+    """Write weights, inputs and one scenario with the original's schedule (t truncated to integers).
+
+    attention: of the newest tokens that are seen; None = all that are kept. stored: dtype of weights and inputs.
+    """
     generator = torch.Generator().manual_seed(seed)
-    weights = random_weights(cfg, generator)
+    weights = {name: tensor.to(stored) for name, tensor in random_weights(cfg, generator).items()}
     frames = chunk * chunks
     inputs = {
         "noise": torch.randn(16, frames, height, width, generator=generator),
@@ -186,9 +198,11 @@ def record(
         "camera": torch.randn(1, 384, frames, height, width, generator=generator),
         "context": torch.randn(cfg["text_len"] - 2, cfg["text_dim"], generator=generator),
     }
+    inputs = {name: tensor.to(stored) for name, tensor in inputs.items()}
     frame_tokens = height * width // 4
     cache_tokens = (frames if cfg["local_attn_size"] == -1 else cfg["local_attn_size"]) * frame_tokens
     reference = Reference(cfg, weights, frame_tokens, cache_tokens)
+    reference.attention_tokens = attention or cache_tokens
     shift, indices = 4.0, (0, 333, 777)
     table = [float(torch.tensor(0.999).item()) * (1 - i / 1000) for i in range(1000)]
     table = [shift * s / (1 + (shift - 1) * s) for s in table]
@@ -197,7 +211,7 @@ def record(
     for k in range(chunks):
         part = slice(k * chunk, (k + 1) * chunk)
         row = (inputs["y"][:, part], inputs["camera"][0][:, part], inputs["context"].double())
-        x = inputs["noise"][:, part]
+        x = inputs["noise"][:, part].float()
         for i, index in enumerate(indices):
             same = [j for j, t in enumerate(times) if t == times[index]]
             flow = reference.forward(x, *row, float(times[index]), k * chunk, new=i == 0).float()
@@ -226,7 +240,7 @@ def record(
         "shift": str(shift),
         "frame_seqlen": str(frame_tokens),
         "kv_size": str(cache_tokens),
-        "max_attention_size": str(cache_tokens),
+        "max_attention_size": str(attention or cache_tokens),
         "dtype": "float32",
         "lat_hw": json.dumps([height, width]),
     }

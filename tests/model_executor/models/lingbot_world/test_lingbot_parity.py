@@ -115,6 +115,38 @@ def test_recorded_bf16_stays_bf16() -> None:
     assert load_file(GOLDEN / "dit_global_c3_bf16.safetensors")["c0.kv1.k"].dtype == torch.bfloat16
 
 
+def test_files_stored_in_bf16_are_read(tmp_path: Path) -> None:
+    """Inputs and weights may be stored in bf16; the run is fp32 as the scenario's metadata says."""
+    with torch.no_grad():
+        record(tmp_path, {**BASE, **SMALL}, seed=3, stored=torch.bfloat16, **SMALL_RUN)
+    assert load_file(tmp_path / "dit_inputs.safetensors")["noise"].dtype == torch.bfloat16
+    report = verify(tmp_path)
+    assert report.ok, report.to_text()
+
+
+def test_a_file_that_holds_nothing_is_a_failure(tmp_path: Path) -> None:
+    path = copy(tmp_path, "dit_window9_sink3_c3.safetensors", "camera.safetensors") / "camera.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    save_file({}, path, metadata)
+    assert "camera run" in " ".join(verify(tmp_path).to_text().split())
+    assert not verify(tmp_path).ok
+
+
+def test_a_second_vae_recording_is_run(tmp_path: Path) -> None:
+    """Scenario files may have names of their own: `vae_*.safetensors` like `dit_*.safetensors`."""
+    copy(tmp_path, "vae.safetensors")
+    (tmp_path / "vae.safetensors").rename(tmp_path / "vae_other.safetensors")
+    report = verify(tmp_path)
+    assert report.ok, report.to_text()
+    assert {row.scenario for row in report.rows} == {"vae_other"}
+
+
+SMALL = {"dim": 8, "num_heads": 1, "num_layers": 1, "ffn_dim": 24, "freq_dim": 8, "text_dim": 5, "text_len": 4} | {
+    "local_attn_size": 4,
+    "sink_size": 0,
+}
+SMALL_RUN = {"chunk": 4, "chunks": 3, "height": 4, "width": 2}
 BASE = {
     "model_type": "i2v",
     "control_type": "cam",
@@ -135,10 +167,11 @@ BASE = {
             | {"local_attn_size": 5, "sink_size": 1},
             {"chunk": 2, "chunks": 5, "height": 2, "width": 6},
         ),
+        (SMALL, SMALL_RUN),
         (
-            {"dim": 8, "num_heads": 1, "num_layers": 1, "ffn_dim": 24, "freq_dim": 8, "text_dim": 5, "text_len": 4}
-            | {"local_attn_size": 4, "sink_size": 0},
-            {"chunk": 4, "chunks": 3, "height": 4, "width": 2},
+            {"dim": 24, "num_heads": 2, "num_layers": 2, "ffn_dim": 24, "freq_dim": 8, "text_dim": 5, "text_len": 4}
+            | {"local_attn_size": 9, "sink_size": 4},
+            {"chunk": 3, "chunks": 5, "height": 2, "width": 4, "attention": 13},
         ),
         (
             {"dim": 32, "num_heads": 4, "num_layers": 2, "ffn_dim": 64, "freq_dim": 12, "text_dim": 24, "text_len": 9}
@@ -146,7 +179,7 @@ BASE = {
             {"chunk": 1, "chunks": 4, "height": 6, "width": 4},
         ),
     ],
-    ids=["three heads, window 5, sink 1", "one head, no sink", "global, one frame a chunk"],
+    ids=["three heads, window 5, sink 1", "one head, no sink", "part of a frame is seen", "global, one frame a chunk"],
 )
 def test_an_architecture_never_seen_before_is_verified(
     sizes: dict[str, int], run: dict[str, int], tmp_path: Path

@@ -227,6 +227,8 @@ def _split(name: str) -> tuple[Task, str]:
 
 def compare_text(scenario: Scenario, model: ToyModel, judge: "_Fp32 | _Bf16") -> None:
     """A text prefill layer by layer, its keys and values, its logits, and greedy decoding behind it."""
+    if "a.input_ids" not in scenario:
+        return
     ids = scenario.get("a.input_ids").tolist()
     context = [PlacedSegment(Segment("text", ids=tuple(ids)), scenario.get("a.position_ids")[:, 0])]
     decoder = model.network.language_model
@@ -241,6 +243,8 @@ def compare_text(scenario: Scenario, model: ToyModel, judge: "_Fp32 | _Bf16") ->
     hidden = decoder(pack)["und"]
     judge("text: final hidden", hidden, "a.hidden_final", _STAGE)
     judge("text: logits", decoder.logits(hidden, model.config.vocab_size), "a.logits", _STAGE)
+    if "a.greedy_tokens" not in scenario:
+        return
     steps = len(scenario.get("a.greedy_tokens"))
     tokens, logits = _greedy(model, context, Visuals(), steps + 1, end_token=-1)
     judge("text: greedy tokens", tokens[:steps], "a.greedy_tokens", 0.0)
@@ -270,6 +274,8 @@ def _greedy(
 
 def compare_velocity(scenario: Scenario, model: ToyModel, judge: "_Fp32 | _Bf16") -> None:
     """One velocity behind a short context, stage by stage; the context must not grow."""
+    if "b.x_t" not in scenario:
+        return
     network, writer = model.network, model.stepper.writer
     ids = scenario.get("b.ctx_ids").tolist()
     where = scenario.get("b.query_position_ids")[:, 0]
@@ -379,7 +385,8 @@ class TaskInputs:
             reference = scenario.get(f"{task}.ref_latent")
         target = None
         if task not in READING_TASKS:
-            recorded = scenario.get(f"{task}.kv.latent")
+            path = "kv" if f"{task}.kv.latent" in scenario else "nokv"
+            recorded = scenario.get(f"{task}.{path}.latent")
             target = tuple(recorded.shape[:3])
             noise = scenario.get(f"{task}.noise")[-recorded.shape[:3].numel() :]
         if f"{task}.cond_latent" in scenario:
@@ -427,12 +434,14 @@ def compare_packing(scenario: Scenario, model: ToyModel, inputs: TaskInputs) -> 
         equal("ids", ids, f"{task}.prompt_ids")
         equal("ids", ids, f"{task}.packed_text_ids", len(ids))
         equal("splits", [segment.length for segment in cond[:2]], f"{task}.split_lens", 2)
-        answer = len(ids) - 1 + torch.arange(len(scenario.get(f"{task}.ce_loss_indexes")))
-        equal("answer's place", answer, f"{task}.ce_loss_indexes")
-        where = torch.cat(positions(cond), dim=1)
-        behind = scenario.get(f"{task}.mrope").shape[2] - len(ids)
-        following = int(where[0, -1]) + 1 + torch.arange(behind).expand(3, -1)
-        equal("positions", torch.cat((where, following), dim=1).unsqueeze(1), f"{task}.mrope")
+        if f"{task}.ce_loss_indexes" in scenario:
+            answer = len(ids) - 1 + torch.arange(len(scenario.get(f"{task}.ce_loss_indexes")))
+            equal("answer's place", answer, f"{task}.ce_loss_indexes")
+        if f"{task}.mrope" in scenario:
+            where = torch.cat(positions(cond), dim=1)
+            behind = scenario.get(f"{task}.mrope").shape[2] - len(ids)
+            following = int(where[0, -1]) + 1 + torch.arange(behind).expand(3, -1)
+            equal("positions", torch.cat((where, following), dim=1).unsqueeze(1), f"{task}.mrope")
     else:
         uncond = [*inputs.prompt.uncond, closing]
         equal("ids", ids, f"{task}.packed_text_ids")
@@ -494,7 +503,7 @@ def _compare_drawing(
 ) -> None:
     """Sample with the recorded noise. The full-sequence path equals ours with positions of their own."""
     cached = recorded.endswith(".kv")
-    steps = sum(name.startswith(f"{inputs.task}.kv.x_t") for name in scenario.tensors)
+    steps = _num_steps(scenario, inputs.task)
     plan = plan_drawing(inputs.prompt, "cond" if cached else "own")
     sizes = plan.capacities()
     guidance = _VARIANTS[variant]
@@ -533,6 +542,14 @@ def _compare_drawing(
         raise ValueError(f"{recorded}: a denoise step moved the end of a context")
     final = drawing.latents[0].view(*plan.grid, -1)
     judge(f"{label}: final latents ({recorded.rpartition('.')[2]})", final, f"{recorded}.latent", _LATENT)
+
+
+def _num_steps(scenario: Scenario, task: Task) -> int:
+    """Return how many steps a task was sampled with: one recorded `x_t` each, on either path."""
+    steps = max(sum(name.startswith(f"{task}.{path}.x_t") for name in scenario.tensors) for path in ("kv", "nokv"))
+    if steps == 0:
+        raise ValueError(f"{task} has no x_t: the number of its steps is unknown")
+    return steps
 
 
 def _compare_answer(scenario: Scenario, model: ToyModel, inputs: TaskInputs, judge: "_Fp32 | _Bf16") -> None:

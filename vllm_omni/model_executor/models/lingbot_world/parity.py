@@ -49,7 +49,7 @@ def verify(golden_dir: Path) -> Report:
             "dit_*.safetensors": run_rollout,
             "camera*.safetensors": run_camera,
             "schedule*.json": run_schedules,
-            "vae.safetensors": run_vae,
+            "vae*.safetensors": run_vae,
             "vae_key_map.json": run_vae_names,
             "vae_dec_cache_shapes.json": run_vae_cache_shapes,
         },
@@ -64,10 +64,10 @@ def run_rollout(scenario: Scenario) -> None:
     """Roll a tiny transformer out over several chunks with the recorded noise and compare every recorded stage."""
     values = json.loads(scenario.meta("cfg"))
     config = LingBotWorldConfig.from_checkpoint(values)
-    bf16 = "bf16" in scenario.meta("dtype")
+    bf16 = any(name in scenario.meta("dtype") for name in ("bf16", "bfloat16"))
     dtype = torch.bfloat16 if bf16 else torch.float32
     model = _load_transformer(scenario.directory / _DIT_WEIGHTS, config, dtype)
-    inputs, _ = read_tensors(scenario.directory / _DIT_INPUTS)
+    inputs = {name: tensor.float() for name, tensor in read_tensors(scenario.directory / _DIT_INPUTS)[0].items()}
     window = _window(scenario, values, config, dtype)
     schedule = _recorded_schedule(scenario)
     chunk_frames = int(scenario.meta("chunk"))
