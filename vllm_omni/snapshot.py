@@ -178,7 +178,7 @@ def plan(described: Sequence[RankDescription], package_version: str, owner: Mapp
     for number, rank in enumerate(described):
         starts = {}
         for name, (dtype, shape) in rank.tensors.items():
-            end = position + _SIZES[dtype] * torch.Size(shape).numel()
+            end = position + _SIZES[dtype] * math.prod(shape)
             entries[f"rank{number}.{name}"] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
             starts[name] = position
             position = end
@@ -339,6 +339,9 @@ class OpenSnapshot:
             for name, entry in self._table.items()
             if name.startswith(prefix)
         }
+        room = os.fstat(self._file).st_size - self._start
+        if any(stored.data_offsets[1] > room for stored in left.values()):
+            raise RequestFailed("invalid_snapshot", "the snapshot is damaged or truncated")
         return SavedTensors(self._file, self._start, left, frozenset(part.channels_last))
 
 

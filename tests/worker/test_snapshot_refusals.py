@@ -143,6 +143,17 @@ def test_a_snapshot_that_does_not_fit_is_refused_by_name(
     assert reason in failure.message
 
 
+def test_a_worker_believes_no_header_that_its_file_does_not_bear_out(worker: Worker, snapshot: Path) -> None:
+    """A file that shrank, or that another machine sees differently, after the front end looked: no memory is taken."""
+    whole = snapshot.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    for broken in (whole[:-1], whole[: 8 + length], whole[: length // 2], (1 << 62).to_bytes(8, "little") + whole[8:]):
+        snapshot.write_bytes(broken)
+        (answer,) = worker.rpc("restore_session", ("b", str(snapshot)))
+        assert answer["error"][0] == "invalid_snapshot", answer
+        assert len(worker.runner.sessions) == 0
+
+
 def test_a_session_too_large_for_the_server_is_refused(
     worker: Worker, snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
