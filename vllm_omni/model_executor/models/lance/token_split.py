@@ -10,6 +10,8 @@ Held by tests/model_executor/models/lance/test_lance_parallel.py.
 
 # T tokens, t of them on this rank, N query heads, K key/value heads, H head dim, D width; _r: this rank's part
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
@@ -20,22 +22,46 @@ from vllm_omni.model_executor.models.lance.pack import Expert, Pack
 Rope = tuple[torch.Tensor, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class HeadShare:
+    """One rank's query heads and the key/value heads that they read: how many, and the first of each."""
+
+    heads: int
+    kv_heads: int
+    first_head: int
+    first_kv_head: int
+
+    @property
+    def kv(self) -> slice:
+        return slice(self.first_kv_head, self.first_kv_head + self.kv_heads)
+
+
+def head_share(config: LanceConfig, size: int, rank: int) -> HeadShare | None:
+    """Return the share of `rank` of `size`, None when heads do not divide over so many.
+
+    With more ranks than key/value heads, ranks whose query heads read the same one hold it each.
+    """
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % size or (kv_heads % size and size % kv_heads):
+        return None
+    return HeadShare(heads // size, max(1, kv_heads // size), rank * (heads // size), rank * kv_heads // size)
+
+
 class TokenSplit:
     """Raises ValueError if heads do not divide over the sequence-parallel ranks."""
 
     def __init__(self, config: LanceConfig, parallel: ParallelContext) -> None:
-        heads, kv_heads, size = config.num_heads, config.num_kv_heads, parallel.size
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        size = parallel.size if parallel.sequence_parallel else 1
         self._parallel = parallel
-        if parallel.sequence_parallel and (heads % size or (kv_heads % size and size % kv_heads)):
+        shares = [share for rank in range(size) if (share := head_share(config, size, rank)) is not None]
+        if not shares:
             raise ValueError(
                 f"{heads} heads and {kv_heads} key/value heads do not divide over {size} sequence-parallel ranks; use "
                 f"a --tensor-parallel-size that divides {heads}"
             )
-        self._heads = heads // size
-        self._kv_heads = max(1, kv_heads // size)
-        # Ranks beyond the number of key/value heads share them, in the order of the query heads that read them.
-        first = [rank * kv_heads // size for rank in range(size)]
-        self._kv_of_rank = [range(start, start + self._kv_heads) for start in first]
+        self._shares = shares
+        self._heads, self._kv_heads = shares[0].heads, shares[0].kv_heads
 
     @property
     def active(self) -> bool:
@@ -62,16 +88,15 @@ class TokenSplit:
         """Return this rank's heads of all `num_tokens` tokens: q [T, N_r, H], k and v [T, K_r, H]."""
         if not self.active:
             return q_tNH, k_tKH, v_tKH
-        rank = self._parallel.rank
         if expert == "und":
-            kv = self._kv_of_rank[rank]
-            own = slice(rank * self._heads, (rank + 1) * self._heads)
-            return q_tNH[:, own], k_tKH[:, kv.start : kv.stop], v_tKH[:, kv.start : kv.stop]
+            share = self._shares[self._parallel.rank]
+            own = slice(share.first_head, share.first_head + share.heads)
+            return q_tNH[:, own], k_tKH[:, share.kv], v_tKH[:, share.kv]
         queries = q_tNH.split(self._heads, dim=1)
         sent = [
             part
-            for q, kv in zip(queries, self._kv_of_rank, strict=True)
-            for part in (q, k_tKH[:, kv.start : kv.stop], v_tKH[:, kv.start : kv.stop])
+            for q, share in zip(queries, self._shares, strict=True)
+            for part in (q, k_tKH[:, share.kv], v_tKH[:, share.kv])
         ]
         traded = self._parallel.tokens_to_heads(torch.cat(sent, dim=1).unsqueeze(0), num_tokens)[0]
         q, k, v = traded.split([self._heads, self._kv_heads, self._kv_heads], dim=1)

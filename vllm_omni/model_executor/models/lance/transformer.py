@@ -22,7 +22,7 @@ from vllm_omni.model_executor.layers.parallel import CheckpointSlot, ParallelCon
 from vllm_omni.model_executor.models.lance.chains import Chains
 from vllm_omni.model_executor.models.lance.config import LATENT_CHANNELS, TIMESTEP_FREQUENCIES, LanceConfig
 from vllm_omni.model_executor.models.lance.pack import BranchCache, Expert, Pack
-from vllm_omni.model_executor.models.lance.token_split import Rope, TokenSplit
+from vllm_omni.model_executor.models.lance.token_split import HeadShare, Rope, TokenSplit, head_share
 
 _EXPERTS: tuple[Expert, ...] = ("und", "gen")
 _SUFFIX: dict[Expert, str] = {"und": "", "gen": "_moe_gen"}
@@ -36,8 +36,9 @@ class ExpertLayer(ShardedModule):
     def __init__(self, config: LanceConfig, expert: Expert, parallel: ParallelContext) -> None:
         super().__init__()
         self.config, self.suffix = config, _SUFFIX[expert]
-        heads = split_heads(config, parallel)
-        self.num_heads, self.num_kv_heads, self._first_head, self._first_kv_head = heads
+        share = split_heads(config, parallel)
+        self.num_heads, self.num_kv_heads = share.heads, share.kv_heads
+        self._first_head, self._first_kv_head = share.first_head, share.first_kv_head
         width, head_dim = config.hidden_size, config.head_dim
         self.columns = config.intermediate_size // parallel.tensor_size
         self._first_column = self.columns * parallel.tensor_rank
@@ -342,26 +343,17 @@ class LanceNetwork(nn.Module):
         return self.llm2vae(hidden_TD).float()
 
 
-def split_heads(config: LanceConfig, parallel: ParallelContext) -> tuple[int, int, int, int]:
-    """Return this rank's (query heads, key/value heads, first query head, first key/value head).
-
-    With more ranks than key/value heads, ranks that share one hold it each. Raises ValueError when nothing fits.
-    """
-    size, rank = parallel.tensor_size, parallel.tensor_rank
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    fits = heads % size == 0 and config.intermediate_size % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-    if not fits:
+def split_heads(config: LanceConfig, parallel: ParallelContext) -> HeadShare:
+    """Return this rank's share of heads under tensor parallelism. Raises ValueError when nothing fits."""
+    size = parallel.tensor_size
+    share = head_share(config, size, parallel.tensor_rank)
+    if share is None or config.intermediate_size % size:
         raise ValueError(
-            f"{heads} heads, {kv_heads} key/value heads and {config.intermediate_size} columns do not divide over "
-            f"{size} ranks; use a --tensor-parallel-size that divides {heads} and {config.intermediate_size}"
+            f"{config.num_heads} heads, {config.num_kv_heads} key/value heads and {config.intermediate_size} columns "
+            f"do not divide over {size} ranks; use a --tensor-parallel-size that divides {config.num_heads} and "
+            f"{config.intermediate_size}"
         )
-    local_kv = max(1, kv_heads // size)
-    return (
-        heads // size,
-        local_kv,
-        rank * (heads // size),
-        rank * kv_heads // size if size > kv_heads else rank * local_kv,
-    )
+    return share
 
 
 def _empty(*shape: int) -> nn.Parameter:
