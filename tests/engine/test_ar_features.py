@@ -151,7 +151,7 @@ def test_torchrun_tensor_parallel(tiny_language_model: Path, tmp_path: Path) -> 
     torchrun(tiny_language_model, tmp_path, "tensor_parallel_size")
 
 
-@feature("external launcher (torchrun, PP 2)")
+@feature("external launcher (torchrun, PP 2)", note="stock V2 has none: vLLM takes V1 there by itself")
 def test_torchrun_pipeline_parallel(tiny_language_model: Path, tmp_path: Path) -> None:
     """The last stage shows its rows to the first, whose scheduler answers too."""
     torchrun(tiny_language_model, tmp_path, "pipeline_parallel_size")
