@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from engine_client import EngineClient, running_engine
-from test_stage_hybrids import WINDOW, stream_chunk, world_chunk
+from test_stage_hybrids import LEVELS, PP2, PP3, TP2, U2, VAE, WINDOW, stream_chunk, world_chunk
+from test_stage_hybrids import engine as engine_of
 
 from vllm_omni.model_executor.models.registry import get_family
 
@@ -30,7 +31,7 @@ async def walk(client: EngineClient, chunks: Callable[[int, int], Any], moves: b
     for number, partition in enumerate(PARTITIONS):
         if moves:
             answers = await client.engine.collective_rpc("rebalance_pipeline", args=(partition,))
-            assert answers == [{"ok": partition}] * 2
+            assert answers == [{"ok": partition}] * len(answers)
         frames += [await chunk(client, 3 + 2 * number + step, chunks) for step in range(2)]
     return frames
 
@@ -64,5 +65,26 @@ def test_sessions_go_on_after_a_move(tmp_path: Path, family: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
             if family == "causal_wan":
                 await refused(client)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("flags", "levels"),
+    [(PP3 | VAE, 0), (PP2 | TP2, LEVELS), (PP2 | U2, LEVELS)],
+    ids=["VAE stage", "TP 2", "Ulysses 2"],
+)
+def test_layers_move_beside_a_vae_stage_and_on_ranks_that_share_them(
+    causal_wan: Path, flags: dict[str, Any], levels: int
+) -> None:
+    """Moved by measured time at start, then by hand."""
+
+    async def scenario() -> None:
+        async with running_engine(causal_wan, {"model": WINDOW}, dtype="float32") as client:
+            expected = await walk(client, stream_chunk, moves=False)
+        async with engine_of(causal_wan, flags | {"pipeline_partition": "measured"}) as client:
+            got = await walk(client, stream_chunk, moves=True)
+        for ours, theirs in zip(got, expected, strict=True):
+            assert (ours.int() - theirs.int()).abs().max().item() <= levels
 
     asyncio.run(scenario())
