@@ -11,8 +11,9 @@ Life of one chunk (one request), each line one engine step under `StreamBatchSch
     ... then, after the last step: post_decode, commit
 
 A strict causal model's clean-context pass is simply its last step (`DiffusionRequest.clean_passes`); `post_decode` then
-comes before it, since the latents are final. Nothing of a session that can influence a later
-chunk may change before `commit`; `commit` only moves references and counters, so it cannot fail half-way.
+comes before it, since the latents are final, unless the model objects (`decode_early`). Nothing of a session that can
+influence a later chunk may change before `commit`; `commit` only moves references and counters, so it cannot fail
+half-way.
 """
 
 from abc import ABC, abstractmethod
@@ -96,6 +97,8 @@ class DiffusionRequest:
     """Forward passes this chunk needs; set by `prepare_encode` (0 = not prepared)."""
     clean_passes: int = 0
     """How many of them come last and leave the latents as they are; set by `prepare_encode`."""
+    decode_early: bool = True
+    """Whether `post_decode` may come before the clean passes, for which nobody waits then; set by `prepare_encode`."""
     step: int = 0
     state: Any = None
     """The model's working set for this chunk: latents, noise, conditions. Dropped with the request."""
@@ -151,7 +154,7 @@ class SupportsStepExecution(Protocol):
     def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Last stage, first tensor rank only: `(meta, tensors)` of the result, e.g. `{"frames": uint8 [T,H,W,3]}`.
 
-        Called when the latents are final: clean passes still follow, and find everything they need in place.
+        Called when the latents are final: clean passes may still follow, and find everything they need in place.
         On CUDA it may run on a stream of its own, beside the session's next chunk: it must not wait for the device, and
         `request.state` must keep everything it reads or replaces until the request is dropped.
         """

@@ -396,7 +396,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
             request = state.chunk
             assert request is not None
             first_clean = request.clean_passes and request.step == request.num_steps - request.clean_passes
-            if first_clean and self._decodes and self._in_flight.is_next(request):
+            if first_clean and request.decode_early and self._decodes and self._in_flight.is_next(request):
                 self._decode(state)
 
     def _decode(self, state: RequestState) -> None:

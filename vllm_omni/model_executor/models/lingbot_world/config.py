@@ -160,10 +160,14 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     residual_dtype: `fp32` residual stream (original) or the model's type (faster, less close).
     camera_scale: `constant` divides camera translations by `camera_translation_unit` (interactive),
         `chunk_max` by the chunk's largest one. A request's option `camera_scale` overrides both.
+    camera_first_frame: with actions, a session's first latent frame `moves` by its own action, or only gives the later
+        ones their reference and `stands` still (SGLang).
     text_encoder_device: None = beside the transformer; `cpu` saves 10.6 GiB of device memory.
     vae_dtype: type of the VAE's decoder and encoder; None = the transformer's (the original uses fp32).
     vae_frames_per_call: how many of a latent frame's 4 video frames the decoder's largest levels take at a time (1
         halves what a decode needs beside its cache; 4 is a little faster).
+    decode_before_clean_pass: make a chunk's frames before its clean-context pass, which then delays nobody (345 of 2006
+        ms on an H200), beside several GiB of camera terms that are still held then.
     sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead.
     reprime_on_prompt_switch: recompute the window's keys and values under a new prompt (one extra pass for every
         chunk in the window, and a second window buffer while that chunk runs).
@@ -184,9 +188,11 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     residual_dtype: Literal["fp32", "model"] = "fp32"
     camera_scale: Literal["constant", "chunk_max"] = "constant"
     camera_translation_unit: Annotated[float, msgspec.Meta(gt=0)] = 0.05
+    camera_first_frame: Literal["moves", "stands"] = "moves"
     text_encoder_device: Literal["cpu"] | None = None
     vae_dtype: Literal["fp32", "bf16"] | None = None
     vae_frames_per_call: Annotated[int, msgspec.Meta(ge=1, le=4)] = 1
+    decode_before_clean_pass: bool = False
     sequence_parallel: bool = False
     reprime_on_prompt_switch: bool = False
     compile: bool | None = None

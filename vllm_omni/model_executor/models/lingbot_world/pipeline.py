@@ -262,6 +262,7 @@ class LingBotWorld(nn.Module):
         )
         request.num_steps = len(replay) + self.schedule.num_steps + 1
         request.clean_passes = 1
+        request.decode_early = self.options.decode_before_clean_pass
 
     def batch_key(self, request: DiffusionRequest) -> Hashable:
         chunk = _chunk_of(request)
@@ -298,6 +299,8 @@ class LingBotWorld(nn.Module):
     @torch.no_grad()
     def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         session, chunk = _session_of(request), _chunk_of(request)
+        if request.step == request.num_steps:
+            chunk.camera = None  # several GiB at full size, and no pass comes after this
         pixel_frames = self.plan.pixel_frames(session.chunk_index)
         meta = {
             "first_frame": pixel_frames.start,
@@ -324,7 +327,7 @@ class LingBotWorld(nn.Module):
         session.window.commit(chunk.frames.stop)
         session.prompt, session.seed, session.tail = chunk.prompt, chunk.seed, chunk.tail
         session.cross_kv, session.condition = chunk.cross_kv, chunk.condition
-        chunk.camera = None  # several GiB at full size, and no pass comes after this
+        chunk.camera = None  # a rank that does not decode, or did so early, lets go of it here
         session.decoder_cache = chunk.decoder_cache
         session.chunk_index += 1
         if self.options.reprime_on_prompt_switch and not self.parallel.is_vae_stage:
