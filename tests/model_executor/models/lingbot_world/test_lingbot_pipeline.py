@@ -22,7 +22,9 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState, SupportsStepExecution
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail, integrate_actions
+from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
+from vllm_omni.model_executor.models.lingbot_world.request import read_chunk
 from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession
 from vllm_omni.model_executor.models.lingbot_world.tiny import make_tiny
 from vllm_omni.outputs import RequestFailed
@@ -426,3 +428,18 @@ def test_warm_up_runs_the_largest_shape(world: LingBotWorld) -> None:
             step(world, [request])
         counts.append(len(finish(world, request)[1]["frames"]))
     assert counts == [9, 12]
+
+
+def test_the_first_frame_moves_or_stands_as_served(world: LingBotWorld) -> None:
+    """`camera_first_frame: stands` is SGLang's convention: the first action gives the later ones their reference."""
+    session = open_session(world, "first-frame")
+    assert isinstance(session, LingBotSession)
+    request = make_request(world, session, prompt="a beach", actions=[["w"], ["w", "j"], ["i"]])
+    moves, stands = (
+        read_chunk(request, session, LingBotOptions.parse({"camera_first_frame": choice}))
+        for choice in ("moves", "stands")
+    )
+    assert float(moves.relative_F44[0, :3, 3].norm()) == pytest.approx(1.0)
+    assert torch.equal(stands.relative_F44[0], torch.eye(4, dtype=torch.float64))
+    assert torch.equal(stands.relative_F44[1:], moves.relative_F44[1:])
+    assert torch.equal(stands.tail.pose_44, moves.tail.pose_44)

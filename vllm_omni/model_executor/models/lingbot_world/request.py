@@ -143,8 +143,10 @@ def _read_camera(
 
     before = session.tail
     if actions is not None:
-        before = before or cam.CameraTail.origin()
-        path, tail = cam.integrate_actions(cam.read_actions(actions, len(frames)), before)
+        start = before or cam.CameraTail.origin()
+        path, tail = cam.integrate_actions(cam.read_actions(actions, len(frames)), start)
+        if served.camera_first_frame == "moves":
+            before = start
     else:
         assert poses is not None
         path = cam.latent_rows(cam.read_poses(poses, pixel_frames), frames)
