@@ -36,9 +36,9 @@ class StreamModel:
 
     parameters: of the transformer. window, sinks, chunk, first_chunk: latent frames. denoise: steps; clean: passes
     after them, 1 with the strict cache, 0 where each step keeps a window of its own (noise-matched). waits_for_clean:
-    frames come after the clean pass, as they did in early versions. in_flight: chunks of one session at work at once.
-    cuda_graphs: full windows are launched as graphs. camera: has camera layers, and an image condition with an encoder
-    stream. moving_sinks: sinks are kept twice. text_on_cpu: the text encoder is on the host.
+    frames come after the clean pass, not before it; with a VAE stage they never do. in_flight: chunks of one session at
+    work at once. cuda_graphs: full windows are launched as graphs. camera: has camera layers, and an image condition
+    with an encoder stream. moving_sinks: sinks are kept twice. text_on_cpu: the text encoder is on the host.
     """
 
     name: str
@@ -281,7 +281,7 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     if model.camera:  # the start picture through the VAE's encoder, with the chunk's grey frames behind it
         setup += 1e3 * _ENCODE_TFLOP * (1 + model.first_chunk) * model.area / card.vae_tflops
     # Sessions that begin together are set up one after the other, before the first of their steps.
-    before_decode = model.passes if model.waits_for_clean else model.denoise
+    before_decode = model.passes if model.waits_for_clean and not split.vae_stage else model.denoise
     first_pass = max(pass_latency_ms(model, card, split, model.first_chunk))
     first = sessions * (setup + request) + before_decode * first_pass + camera
     first += decode_ms(model, card, first=True) + 1e3 * (card.first_frame_s + card.first_decode_s)
