@@ -139,6 +139,20 @@ def test_every_choice_of_every_prompt_has_its_rows(server: Server) -> None:
         assert_equal_transformers(server, states)
 
 
+def test_a_choice_without_rows_gets_nobody_elses(server: Server) -> None:
+    """The first prompt stops at its first token, so it has no `generated` row; the second's stay under number 1."""
+    prompts = ["sea", "the sky"]
+    first = server.post("/v1/completions", prompt=prompts, max_tokens=1, return_token_ids=True).json()["choices"]
+    stop, goes_on = (choice["token_ids"][0] for choice in first)
+    assert stop != goes_on
+    asked = {"omni": json.dumps({"hidden_states": "generated"})}
+    answer = server.post(
+        "/v1/completions", prompt=prompts, max_tokens=3, stop_token_ids=[stop], vllm_xargs=asked
+    ).json()
+    assert server.fetch(answer["id"], 0).status_code == 404
+    assert server.states(answer["id"], 1).positions.tolist()[:1] == [len("the sky")]
+
+
 @pytest.mark.parametrize(
     ("omni", "status", "named"),
     [
