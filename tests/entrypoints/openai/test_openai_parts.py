@@ -2,23 +2,32 @@
 """Bodies, field checks, errors, pictures and masks of the OpenAI routes, without a server."""
 
 import asyncio
+import base64
 import io
 import json
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instant_engine import InstantEngine
 from PIL import Image
 from starlette.requests import Request
 
+from vllm_omni.entrypoints.media import encode_mp4
 from vllm_omni.entrypoints.openai.body import Body, read_body
+from vllm_omni.entrypoints.openai.chat import ChatRoutes
+from vllm_omni.entrypoints.openai.clips import is_clip, read_clip
 from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, from_failure
+from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.pictures import encode_picture, read_mask, read_upload
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest, read_request
+from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.outputs import RequestFailed
 
 LIMITS = DoorLimits(max_image_pixels=100 * 100)
@@ -243,3 +252,66 @@ def test_png_is_lossless() -> None:
     back = np.asarray(Image.open(io.BytesIO(encode_picture(image, "png", None, None))))
     assert np.array_equal(image, back)
     assert len(encode_picture(image, "jpeg", 5, None)) < len(encode_picture(image, "jpeg", None, None))
+
+
+def clip(frames: int, fps: int) -> bytes:
+    return encode_mp4(np.random.default_rng(0).integers(0, 256, (frames, 64, 96, 3), dtype=np.uint8), fps=fps)
+
+
+@pytest.mark.parametrize(
+    ("frames", "fps", "most", "read"), [(9, 12, 72, 9), (30, 30, 72, 12), (48, 12, 17, 17), (1, 12, 72, 1)]
+)
+def test_a_clip_is_read_at_the_models_rate(frames: int, fps: int, most: int, read: int) -> None:
+    """At most 12 frames a second and as many as the model takes, from a file as from a data: URL."""
+    data = clip(frames, fps)
+    assert is_clip(data)
+    assert read_clip(data, 12.0, most, "input_reference").shape == (read, 64, 96, 3)
+    url = "data:video/mp4;base64," + base64.b64encode(data).decode()
+    assert is_clip(url) and read_clip(url, 12.0, most, "messages").shape == (read, 64, 96, 3)
+
+
+@pytest.mark.parametrize("wrong", [clip(9, 12)[:300], b"\0\0\0\x18ftypnothing", "data:video/mp4;base64,%%%"])
+def test_what_is_no_clip_is_refused(wrong: bytes | str) -> None:
+    assert is_clip(wrong)
+    with pytest.raises(ApiError) as refused:
+        read_clip(wrong, 12.0, 72, "input_reference")
+    assert (refused.value.status, refused.value.code, refused.value.param) == (400, "invalid_video", "input_reference")
+
+
+def test_a_picture_is_no_clip() -> None:
+    for name in ("PNG", "JPEG", "WEBP"):
+        buffer = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(buffer, name)
+        assert not is_clip(buffer.getvalue())
+    assert not is_clip("data:image/png;base64,AAAA")
+
+
+def test_a_client_that_leaves_a_whole_answer_ends_it() -> None:
+    """The question has arrived, the answer is being decoded, the connection goes: the engine's request is cancelled."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
+    messages = [{"role": "user", "content": content}]
+    pieces = [
+        {"type": "http.request", "body": json.dumps({"messages": messages}).encode(), "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> dict[str, Any]:
+        if len(pieces) == 1:
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+        return pieces.pop(0)
+
+    async def ask() -> None:
+        engine.release = asyncio.Event()  # never set: the answer would take for ever
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+        with ThreadPoolExecutor(1) as executor:
+            routes = ChatRoutes(engine, served, MediaLimits(), LIMITS, executor)
+            await asyncio.wait([asyncio.create_task(routes.completions(Request(scope, receive)))], timeout=20)
+
+    engine = InstantEngine()
+    served = ServedModel(("m",), Capabilities(tasks=("text_to_image",), reads=("image",)), 96, 64, 96 * 64, 4)
+    asyncio.run(ask())
+    assert (len(engine.requests), engine.cancelled) == (1, 1)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from vllm_omni.entrypoints.openai.errors import ApiError
-from vllm_omni.entrypoints.openai.plan import fit_size, plan_pictures, plan_video
+from vllm_omni.entrypoints.openai.plan import fit_size, plan_pictures, plan_video, plan_video_edit
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest, read_request
 from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.model_executor.models.capabilities import Capabilities, PictureSizes
@@ -151,6 +151,23 @@ def test_a_model_that_needs_a_start_image_says_so() -> None:
     assert plan_video(request, model, has_image=True).num_frames == 81
     with pytest.raises(ApiError, match="cannot start a video from an image"):
         plan_video(request, served(), has_image=True)
+
+
+@pytest.mark.parametrize(("clip_frames", "num_frames"), [(1, 1), (9, 9), (12, 9), (72, 69)])
+def test_an_edited_video_is_as_long_as_the_clip(clip_frames: int, num_frames: int) -> None:
+    """Cut to 1 + 4 k frames, at the model's rate."""
+    model = served(tasks=("text_to_video", "video_edit"), fps=12.0)
+    plan = plan_video_edit(read_request(VideoRequest, {"prompt": "p"}), model, clip_frames)
+    assert (plan.num_frames, plan.fps) == (num_frames, 12.0)
+
+
+@pytest.mark.parametrize("fields", [{"seconds": "4"}, {"num_frames": 9}, {"fps": 24}])
+def test_what_an_edited_video_cannot_be_told_is_refused(fields: dict[str, Any]) -> None:
+    request = read_request(VideoRequest, {"prompt": "p", **fields})
+    with pytest.raises(ApiError, match="follows the video that is edited"):
+        plan_video_edit(request, served(tasks=("text_to_video", "video_edit")), 9)
+    with pytest.raises(ApiError, match="cannot edit a video"):
+        plan_video_edit(request, served(), 9)
 
 
 def test_the_model_may_be_called_by_any_of_its_names() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients that leave while an answer is made: the work behind it is cancelled.
 
-Held by tests/entrypoints/openai/test_openai_served.py.
+Held by tests/entrypoints/openai/test_openai_served.py and test_openai_parts.py.
 """
 
 import asyncio
