@@ -98,3 +98,8 @@ def test_several_ranks_add_up_and_one_with_room_is_enough() -> None:
     assert [rank["sessions"] for rank in reply["ranks"]] == [2, 1]
     engine.other_ranks[0].update(sessions=2, bytes=80)
     assert ask(engine)[1]["status"] == "capacity"
+
+
+def test_a_pipeline_that_keeps_no_sessions_is_ready() -> None:
+    status, body = ask(StatsEngine(sessions=0, max_sessions=0, bytes=0, max_bytes=None), can_make_room=None)
+    assert (status, body["status"], body["sessions"], body["max_sessions"]) == (200, "ready", 0, 0)

@@ -16,6 +16,7 @@ from vllm.v1.executor import abstract
 from vllm_omni.executor import DiffusersPipelineExecutor
 from vllm_omni.executor.diffusers_pipeline_executor import PipelineWorker
 from vllm_omni.outputs import RequestFailed, unpack
+from vllm_omni.worker.sessions import SessionStore
 
 # Worker methods that a pipeline engine can never be asked for, each with the reason.
 UNREACHABLE = {
@@ -83,6 +84,12 @@ def test_start_up_answers(executor: Any) -> None:
     executor.check_health()
     info = executor.collective_rpc("pipeline_info")[0]
     assert info["pipeline"] == "QwenImagePipeline" and info["requests_at_once"] == 1 and info["bytes"] > 0
+
+
+def test_its_session_statistics_are_a_workers(executor: Any) -> None:
+    """`/omni/ready` and the metrics read them from whatever serves."""
+    (stats,) = executor.collective_rpc("session_stats")
+    assert stats.keys() == SessionStore(max_sessions=1, idle_s=1.0).stats().keys()
 
 
 def test_rpcs_by_name_callable_and_future(executor: Any) -> None:

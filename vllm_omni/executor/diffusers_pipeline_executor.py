@@ -138,8 +138,8 @@ class PipelineWorker:
         return self.runner.request_progress()
 
     def session_stats(self) -> dict[str, Any]:
-        """A pipeline keeps nothing between requests."""
-        return {"sessions": 0, "bytes": 0, "chunks": {}}
+        """As a worker's (`SessionStore.stats`): a pipeline keeps nothing between requests."""
+        return {"sessions": 0, "max_sessions": 0, "bytes": 0, "max_bytes": None, "chunks": {}}
 
     def close_session(self, session_id: str) -> bool:
         return False
