@@ -136,7 +136,9 @@ class OpenAIRoutes:
             "/v1/videos",
             self._create_video,
             body={
-                "application/json": _schema(VideoRequest, {"input_reference": {"oneOf": [_REFERENCE, _CLIP]}}),
+                "application/json": _schema(
+                    VideoRequest, {"input_reference": {"oneOf": [_REFERENCE, _CLIP, {"type": "null"}]}}
+                ),
                 "multipart/form-data": _schema(VideoRequest, {"input_reference": _BINARY}),
             },
             reply=Video,
