@@ -14,8 +14,6 @@ from vllm_omni.outputs import RequestFailed
 
 CHUNKS, STREAMS = 7, 3
 ABORTED = 3
-TOLERANCE = 2e-4
-"""fp32 latents of order 1 after seven chunks, of ranks that share layers: they sum in another order."""
 
 
 def options(steps: int) -> dict[str, Any]:
@@ -93,7 +91,7 @@ async def with_aborts(client: EngineClient, expected: list[torch.Tensor]) -> set
         await tasks[1]  # the next one is about to end, the one after it is at work
         await client.engine.abort(f"{name}-{ABORTED}")
         tasks[ABORTED].cancel()
-        outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 240)
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, RequestFailed):
                 codes.add(outcome.code)
@@ -174,26 +172,6 @@ def test_two_stages_equal_one_rank(causal_wan: Path, two_steps: list[list[torch.
             assert_equal(await everything(client, steps=2), two_steps)
 
     asyncio.run(scenario())
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 4, reason="this machine has too few GPUs")
-@pytest.mark.parametrize("pipeline", ["temporal", "blocks"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["TP 2", "Ulysses 2"])
-def test_ranks_that_share_each_stage(
-    causal_wan: Path, two_steps: list[list[torch.Tensor]], pipeline: str, sequence_parallel: bool
-) -> None:
-    """Two stages of two ranks: streams equal themselves bit for bit, aborts and all, and one rank within tolerance."""
-    omni = {"pipeline": pipeline, "model": options(2) | {"sequence_parallel": sequence_parallel}}
-    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
-
-    async def scenario() -> list[list[torch.Tensor]]:
-        async with engine(causal_wan, 2, chunks_in_flight=2, omni=omni, **sizes) as client:
-            return await everything(client, steps=2)
-
-    for got, expected in zip(asyncio.run(scenario()), two_steps, strict=True):
-        for ours, theirs in zip(got, expected, strict=True):
-            assert (ours - theirs).abs().max().item() <= TOLERANCE
 
 
 @pytest.mark.nightly

@@ -314,7 +314,7 @@ def splits(model: StreamModel, gpus: int) -> list[Split]:
     """Every split over at most `gpus` GPUs that the model's heads, layers and cache allow."""
     found = [Split()]
     for ranks in range(1, gpus + 1):
-        if model.heads % ranks:
+        if model.heads % ranks or (ranks > 1 and model.in_flight > 1):  # chunks in flight: not with shared layers
             continue
         for stages in range(1, gpus // ranks + 1):
             if ranks * stages == 1 or stages > model.layers:
