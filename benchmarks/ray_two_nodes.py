@@ -79,7 +79,7 @@ def measure(run: str, executor: str, more: list[str], address: str, timeout_s: f
                 ended = "timeout"
         files = list(Path(folder).glob("*.json"))
         if ended != 0 or not files:
-            return {"failed": ended, "log": log.read_text(errors="replace")[-6000:]}
+            return {"failed": ended, "log": log.read_text(errors="replace")[-40_000:]}
         return json.loads(files[0].read_text())["result"]
 
 
@@ -95,7 +95,7 @@ def main() -> None:
             }
             results[run] = pair
             if failed := [name for name, result in pair.items() if "failed" in result]:
-                print(f"{run}: failed with {failed}: {pair[failed[0]]['log']}", flush=True)
+                print(f"{run}: failed with {failed}: {pair[failed[0]]['log'][-4000:]}", flush=True)
                 continue
             pair["equal"] = pair["mp"]["latents_digests"] == pair["ray"]["latents_digests"]
             times = {name: pair[name]["chunk_interval_ms"] for name in ("mp", "ray")}
