@@ -65,6 +65,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.image is None and args.session_id is None:
         parser.error("--image is needed to start a session (--session-id continues one)")
+    if args.output.suffix not in (".mp4", ".npy"):
+        parser.error(f"--output must end in .mp4 or .npy, got {args.output}")
     console = Console(stderr=True)
     try:
         frames_THWC, fps = walk(args, console)
@@ -107,7 +109,7 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
                 "extra_body": extra_body(args),
                 **steering,
             }
-            if number == 0 and args.session_id is None:
+            if number == 0 and args.image is not None:
                 request["image"] = args.image.read_bytes()
             task = progress.add_task(f"call {number + 1}", total=None)
             arrived_s = time.monotonic()

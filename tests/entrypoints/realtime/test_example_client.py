@@ -58,6 +58,21 @@ def test_keys_and_every_codec(door: DoorServer, engine: FakeEngine, image: Path,
     assert [call.params.actions for call in engine.chunks] == [[["w"], ["w"], ["w", "l"]], [[], ["j"], []]]
 
 
+def test_a_session_may_be_named_when_it_begins(
+    door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path
+) -> None:
+    """An image that is given is sent, whoever named the session."""
+    arguments = ("--image", image, "--session-id", "mine", "--keys", "w*3", "--output", tmp_path / "walk.npy")
+    finished = run(door, *arguments)
+    assert finished.returncode == 0, finished.stderr
+    assert "image" in engine.chunks[0].arrays
+
+
+def test_an_output_of_another_kind_is_refused_before_anything_is_made(door: DoorServer, image: Path) -> None:
+    finished = run(door, "--image", image, "--keys", "w*3", "--output", "walk.gif")
+    assert finished.returncode == 2 and "must end in .mp4 or .npy" in finished.stderr
+
+
 def test_a_refusal_is_one_line_and_status_1(door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path) -> None:
     """The server's own words."""
 
