@@ -432,7 +432,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         assert params is not None
         try:
             if state.is_session_operation:
-                outputs[state.request_id] = pack(self._session_operation(state))
+                outputs[state.request_id] = pack(self.sessions.operate(params))
                 return
             if params.one_shot and params.session_id in self.sessions:
                 raise RequestFailed(
@@ -472,21 +472,6 @@ class DiffusionGPUModelRunner(RunnerSurface):
             state.failure = as_failure(error)
             self._drop_unborn_session(state)
 
-    def _session_operation(self, state: RequestState) -> dict[str, Any]:
-        params = state.params
-        assert params is not None
-        if params.op == "fork":
-            if params.fork_to is None or params.fork_to in self.sessions:
-                raise RequestFailed("invalid_request", f"fork_to must name a new session, got {params.fork_to!r}")
-            source = self.sessions.get(params.session_id)
-            self.sessions.make_room(source.nbytes)
-            copy = source.fork(params.fork_to)
-            copy.failure = source.failure
-            self.sessions.add(copy)
-            return {"op": "fork", "session_id": params.fork_to, "chunk_index": source.chunk_index}
-        existed = self.sessions.close(params.session_id)  # `reset`: the next chunk starts afresh under the same id
-        return {"op": params.op, "session_id": params.session_id, "existed": existed}
-
     def _close(self, state: RequestState | None) -> None:
         """The scheduler has finished or aborted this request: let go of everything it held."""
         if state is None:
@@ -500,15 +485,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self._drop_unborn_session(state)
 
     def request_progress(self) -> dict[str, list[int]]:
-        """`{session id: [steps done, steps in all]}` of the chunks in flight (vLLM renames request ids)."""
-        found: dict[str, list[int]] = {}
-        for state in self.requests:  # oldest first: of several chunks of a session, the one that is done next
-            if state.chunk is not None:
-                session_id = state.chunk.session.session_id
-                step, num_steps = found.get(session_id, (0, 0))
-                if step >= num_steps:
-                    found[session_id] = [state.chunk.step, state.chunk.num_steps]
-        return found
+        return self.requests.progress()
 
     def settle(self, session_id: str) -> None:
         """Earlier stage: take in the last stage's answers to this session's finished chunks, and so commit them."""

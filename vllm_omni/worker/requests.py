@@ -93,6 +93,17 @@ class RequestStates:
         self._states[data.req_id] = state
         return state
 
+    def progress(self) -> dict[str, list[int]]:
+        """`{session id: [steps done, steps in all]}` of the chunks in flight (vLLM renames request ids)."""
+        found: dict[str, list[int]] = {}
+        for state in self:  # oldest first: of several chunks of a session, the one that is done next
+            if state.chunk is not None:
+                session_id = state.chunk.session.session_id
+                step, num_steps = found.get(session_id, (0, 0))
+                if step >= num_steps:
+                    found[session_id] = [state.chunk.step, state.chunk.num_steps]
+        return found
+
     def remove(self, request_id: str) -> RequestState | None:
         """Forget a request (finished or aborted); idempotent."""
         return self._states.pop(request_id, None)

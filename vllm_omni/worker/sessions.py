@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.outputs import RequestFailed
 
@@ -90,6 +91,20 @@ class SessionStore:
         assert session.session_id not in self._sessions
         self._sessions[session.session_id] = session
         self._last_used[session.session_id] = self._clock()
+
+    def operate(self, params: DiffusionParams) -> dict[str, Any]:
+        """Carry out `params.op` (close, reset or fork); returns the result's meta."""
+        if params.op == "fork":
+            if params.fork_to is None or params.fork_to in self:
+                raise RequestFailed("invalid_request", f"fork_to must name a new session, got {params.fork_to!r}")
+            source = self.get(params.session_id)
+            self.make_room(source.nbytes)
+            copy = source.fork(params.fork_to)
+            copy.failure = source.failure
+            self.add(copy)
+            return {"op": "fork", "session_id": params.fork_to, "chunk_index": source.chunk_index}
+        existed = self.close(params.session_id)  # `reset`: the next chunk starts afresh under the same id
+        return {"op": params.op, "session_id": params.session_id, "existed": existed}
 
     def pin(self, session_id: str) -> None:
         """A chunk of this session is in flight: it may not be evicted."""
