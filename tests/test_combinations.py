@@ -54,7 +54,7 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, int]) -> None:
         ("causal_wan", {**TEMPORAL, "model": MATCHED}, PP3, "pass --pipeline-parallel-size 2, got 3"),
         ("causal_wan", {**TEMPORAL, "model": MATCHED}, {}, "pass --pipeline-parallel-size"),
         ("causal_wan", {**TEMPORAL, "model": MATCHED, "vae_stage": True}, PP3, "not built together with vae_stage"),
-        ("causal_wan", {**TEMPORAL, "model": MATCHED}, PP2 | TP2, "do not begin chunks alike"),
+        ("causal_wan", {**TEMPORAL, "model": MATCHED}, PP2 | TP2, "ranks that share layers"),
         (
             "causal_wan",
             {"chunks_in_flight": 2, "model": MATCHED | {"sequence_parallel": True}},

@@ -44,7 +44,7 @@ from vllm_omni.worker.rebalance import StageTimes, measured_partition, rebalance
 from vllm_omni.worker.requests import RequestState, RequestStates, as_failure
 from vllm_omni.worker.runner_surface import RunnerSurface
 from vllm_omni.worker.sessions import SessionStore
-from vllm_omni.worker.stage_messages import unpack_whole, whole
+from vllm_omni.worker.stage_messages import together, unpack
 from vllm_omni.worker.step_batch import group_requests
 from vllm_omni.worker.temporal import TemporalStage
 from vllm_omni.worker.vae_stage import VAEStage, hand_over
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)
 
 _WARM_UP = "warm-up"
+_HIDDEN = "hidden"
 _MAX_STEP_BYTES = 20 << 20
 """vLLM's worker-to-engine ring takes 24 MiB per message; beyond it a message takes a path about ten times slower."""
 
@@ -278,20 +279,23 @@ class DiffusionGPUModelRunner(RunnerSurface):
         limit = 1 if self.omni.batch_invariant else self.omni.max_requests_per_step
         groups = group_requests(self.model, [state.chunk for state in alive if state.chunk], limit)
         by_id = {state.request_id: state for state in alive}
-        handed_on: dict[str, torch.Tensor] = {}
-        for number, group in enumerate(groups):
-            hidden = unpack_whole(f"hidden.{number}", received.tensors) if received is not None else None
+        arrived: Sequence[torch.Tensor | None] = [None] * len(groups)
+        if received is not None:
+            arrived = unpack(_HIDDEN, received.tensors)
+        handed_on: list[torch.Tensor] = []
+        for group, hidden in zip(groups, arrived, strict=True):
             self._decode_before_clean_pass([by_id[request.request_id] for request in group])
             result = self._forward([by_id[request.request_id] for request in group], hidden)
             if not self._ends_steps:
                 assert result is not None
-                handed_on |= whole(f"hidden.{number}", result, self.tp.world_size)
+                handed_on.append(result)
                 assert self._channel is not None
                 self._channel.expect(group, self.model)
             else:
                 self._after_step([by_id[request.request_id] for request in group], outputs)
         if not self._ends_steps:
-            return IntermediateTensors(handed_on | self._agreement.mask(chunks, alive, waiting))
+            hidden_states = together(_HIDDEN, handed_on, self.tp.world_size)
+            return IntermediateTensors(hidden_states | self._agreement.mask(chunks, alive, waiting))
         if self.omni.vae_stage:
             failed = [state for state in states if state.failure is not None and state not in alive]
             return hand_over(self.model, [*alive, *failed], self.tp.world_size)

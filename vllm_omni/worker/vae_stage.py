@@ -26,7 +26,7 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.overlap import PendingResult, ResultStream
 from vllm_omni.worker.requests import RequestState, as_failure
 from vllm_omni.worker.sessions import SessionStore
-from vllm_omni.worker.stage_messages import ChunkNote, StageNote, unpack_whole
+from vllm_omni.worker.stage_messages import ChunkNote, StageNote
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -45,7 +45,7 @@ def hand_over(model: "StageModel", states: Sequence[RequestState], ranks: int) -
     """The last stage with layers, after a step in which `states` took part or failed."""
     chunks: list[ChunkNote] = []
     failures: dict[str, tuple[str, str]] = {}
-    latents: dict[int, torch.Tensor] = {}
+    latents: list[torch.Tensor] = []
     for state in states:
         request = state.chunk
         if state.failure is None and state.finite is not None and state.finite.known:
@@ -58,7 +58,7 @@ def hand_over(model: "StageModel", states: Sequence[RequestState], ranks: int) -
         elif request is not None:
             clean = request.step == request.num_steps - request.clean_passes
             if clean:
-                latents[len(chunks)] = model.latents(request)
+                latents.append(model.latents(request))
             chunks.append(
                 ChunkNote(
                     state.request_id,
@@ -94,13 +94,13 @@ class VAEStage:
         for state in states:
             state.failure = state.failure or note.failure(state.request_id)
         done = []
-        for position, entry in enumerate(note.chunks):
+        latents = note.latents(tensors)
+        for entry in note.chunks:
             state = by_id[entry.request_id]
             try:
                 self._follow(state, entry)
                 if entry.clean and state.failure is None and state.chunk is not None:
-                    latents = unpack_whole(f"latents.{position}", tensors)
-                    self._model.take_over(state.chunk, latents, entry.facts)
+                    self._model.take_over(state.chunk, latents[entry.request_id], entry.facts)
                     self._decode(state)
             except Exception as error:
                 state.failure = as_failure(error)
