@@ -56,6 +56,21 @@ def test_two_ranks_equal_one(null_world: Path, one_rank: list[list[torch.Tensor]
     asyncio.run(scenario())
 
 
+@pytest.mark.nightly
+def test_more_batches_in_a_step_than_a_hand_over_takes_tensors(null_world: Path) -> None:
+    """Twelve sessions, each a batch of its own: vLLM's ranks on one host's CPUs hand over eight tensors at most."""
+
+    async def scenario() -> None:
+        omni = {"batch_invariant": True, "max_sessions": 24, "max_requests_per_step": 12}
+        async with running_engine(null_world, omni, pipeline_parallel_size=2, max_num_seqs=64) as client:
+            names = [f"s{number}" for number in range(24)]
+            results = await asyncio.gather(*(client.chunks(name, 2, seed=3) for name in names))
+            for result in results[1:]:
+                assert_equal([result], results[:1])
+
+    asyncio.run(scenario())
+
+
 def assert_equal(got: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> None:
     for mine, theirs in zip(got, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
