@@ -66,10 +66,9 @@ class StreamModel:
     def passes(self) -> int:
         return self.denoise + self.clean
 
-    @property
-    def graphs(self) -> bool:
-        """Whether full windows are launched as graphs: with chunks in flight they are not."""
-        return self.cuda_graphs and self.in_flight == 1
+    def launches_graphs(self, split: "Split") -> bool:
+        """Whether full windows are launched as graphs: not with chunks in flight, nor where ranks share layers."""
+        return self.cuda_graphs and self.in_flight == 1 and split.ranks == 1
 
     @property
     def tokens_per_frame(self) -> int:
@@ -211,7 +210,9 @@ def pass_latency_ms(model: StreamModel, card: Card, split: Split, window: int) -
     device = pass_ms(model, card, window) / split.ranks + exchange_ms(model, card, split)
     if split.stages > 1:
         device += (1 if split.temporal else split.stages) * hop_ms(model, card, split)
-    host = split.layer_parts * host_ms(model, card, split, graphs=model.graphs and window == model.window)
+    host = split.layer_parts * host_ms(
+        model, card, split, graphs=model.launches_graphs(split) and window == model.window
+    )
     return device, host + (1e3 * card.stage_step_s if split.vae_stage else 0.0)
 
 
@@ -274,7 +275,7 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     all_passes = model.passes * max(one_pass) + camera
     latency = all_passes + request + decode_beside * min(1.0, steps / split.layer_stages / all_passes)
     passes_of_a_stage = model.passes / split.layer_stages if split.temporal else model.passes
-    host = passes_of_a_stage * host_ms(model, card, split, graphs=model.graphs) + request
+    host = passes_of_a_stage * host_ms(model, card, split, graphs=model.launches_graphs(split)) + request
     device = max(steps / split.layer_stages + decode_beside + request, decode)
     per_chunk = max(device, host, latency / (sessions * model.in_flight))
     setup = 1e3 * card.text_encoder_cpu_s if model.text_on_cpu else 0.0

@@ -57,7 +57,8 @@ def plan_text(model: StreamModel, card: Card, gpus: int, sessions: int) -> str:
             f"{_HOST if each.host_bound else ''}"
         )
     if any(each.host_bound for each in found):
-        graphs = "" if model.cuda_graphs or model.camera else "; --cuda-graphs takes most of that away"
+        helps = not (model.cuda_graphs or model.camera) and any(e.host_bound and e.split.ranks == 1 for e in found)
+        graphs = "; --cuda-graphs takes most of that away where no ranks share layers" if helps else ""
         lines.append(f"{_HOST.strip()}: passes wait for the host that launches their kernels{graphs}")
     lines.append(f"best: {found[0].split} {' '.join(_flags(model, found[0].split))}".rstrip())
     return "\n".join(lines)
@@ -67,7 +68,7 @@ def _served(model: StreamModel) -> str:
     """What of the model is not as by default."""
     parts = [] if model.clean else [f"noise-matched, {model.denoise} steps"]
     parts += [f"{model.in_flight} chunks in flight"] if model.in_flight > 1 else []
-    parts += ["CUDA graphs"] if model.graphs else []
+    parts += ["CUDA graphs"] if model.launches_graphs(Split()) else []
     return "".join(f", {part}" for part in parts)
 
 
@@ -88,7 +89,7 @@ def _flags(model: StreamModel, split: Split) -> list[str]:
         options["chunks_in_flight"] = str(model.in_flight)
     if not model.clean:
         options["model.cache"] = "noise_matched"
-    if model.graphs:
+    if model.launches_graphs(split):
         options["model.cuda_graphs"] = "true"
     return flags + [f"--additional-config.omni.{name} {value}" for name, value in options.items()]
 
