@@ -25,6 +25,7 @@ from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.executor.cpu_threads import CpuThreads
 from vllm_omni.executor.pipeline_host import PipelineHost
 from vllm_omni.executor.pipeline_runner import PipelineRunner
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions, LoraSource
@@ -117,6 +118,7 @@ class PipelineWorker:
         self.device = _device(vllm_config)
         dtype = vllm_config.model_config.dtype
         assert isinstance(dtype, torch.dtype), "vLLM resolves dtype names before it makes an executor"
+        self._cpu_threads = CpuThreads(self.device)
         host = PipelineHost(
             Path(vllm_config.model_config.model),
             DiffusersOptions.parse(omni.model),
@@ -124,7 +126,11 @@ class PipelineWorker:
             dtype,
             random_weights=vllm_config.load_config.load_format == "dummy",
         )
-        self.runner = PipelineRunner(host, step_at_a_time=steps_one_at_a_time(vllm_config))
+        self.runner = PipelineRunner(
+            host,
+            step_at_a_time=steps_one_at_a_time(vllm_config),
+            on_lane_start=self._cpu_threads.give_to_lane,
+        )
         self._profiler: Any = None
         self._shut_down = False
 
@@ -307,6 +313,7 @@ class PipelineWorker:
         self._shut_down = True
         self.runner.close()
         self.runner.host.close()
+        self._cpu_threads.take_back()
 
 
 def _device(vllm_config: "VllmConfig") -> torch.device:

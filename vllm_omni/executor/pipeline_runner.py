@@ -55,21 +55,28 @@ class RunningCall:
 
 
 class PipelineRunner:
-    """All methods are called from one thread. step_at_a_time: False = a whole request per engine step."""
+    """All methods are called from one thread. step_at_a_time: False = a whole request per engine step.
 
-    def __init__(self, host: PipelineHost, *, step_at_a_time: bool) -> None:
+    on_lane_start: called first on the thread of every lane.
+    """
+
+    def __init__(
+        self, host: PipelineHost, *, step_at_a_time: bool, on_lane_start: Callable[[], None] = lambda: None
+    ) -> None:
         self.host = host
         self.facts = PipelineFacts.of(host.pipeline)
         self.requests = RequestStates()
         self.step_at_a_time = step_at_a_time
         self._running: dict[str, RunningCall] = {}
+        self._on_lane_start = on_lane_start
         self._lanes: list[Lane[Result]] = [
-            Lane(f"pipeline-{number}", self._choose_device) for number in range(host.options.interleave)
+            Lane(f"pipeline-{number}", self._start_lane) for number in range(host.options.interleave)
         ]
         self.on_turn: Callable[[], None] = lambda: None
         """Called after each step, on the lane's thread (a profiler counts them there)."""
 
-    def _choose_device(self) -> None:
+    def _start_lane(self) -> None:
+        self._on_lane_start()
         if self.host.device.type == "cuda":
             torch.cuda.set_device(self.host.device)
 
