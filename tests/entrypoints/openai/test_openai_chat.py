@@ -3,6 +3,7 @@
 
 import base64
 import io
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,8 @@ def question(part: dict[str, Any] | None, text: str = "What is it?") -> list[dic
 IMAGE = {"type": "image_url", "image_url": {"url": data_url(png(), "image/png")}}
 VIDEO = {"type": "video_url", "video_url": {"url": data_url(mp4(), "video/mp4")}}
 SMALL_READING = {"extra_params": {"resolution": "image_256res"}}
+LONG: dict[str, Any] = {"max_tokens": 2000, "temperature": 0}
+"""The likeliest tokens of this random model never end an answer; drawn ones may at any time."""
 
 
 def ask(server: Served, part: dict[str, Any] | None, **fields: Any) -> Any:
@@ -148,8 +151,20 @@ def test_a_system_message_and_a_stop_text_matter(server: Served) -> None:
     assert (stopped.message.content, stopped.finish_reason) == (plain[: plain.index(plain[2:4])], "stop")
 
 
+def test_a_client_that_leaves_a_whole_answer_frees_the_engine(server: Served) -> None:
+    """The answer is not streamed, so the server has nothing to write and must notice by itself."""
+    start = time.monotonic()
+    assert ask(server, IMAGE, **LONG).choices[0].finish_reason == "length"
+    whole_s = time.monotonic() - start
+    with pytest.raises(openai.APITimeoutError):
+        server.client.with_options(timeout=whole_s / 4, max_retries=0).chat.completions.create(
+            model="null", messages=question(IMAGE), extra_body=SMALL_READING, **LONG
+        )
+    assert wait_until(lambda: server.ready()[1]["sessions"] == 0) < whole_s / 2
+
+
 def test_a_client_that_leaves_frees_its_session(server: Served) -> None:
-    stream = ask(server, IMAGE, stream=True, max_tokens=2000)
+    stream = ask(server, IMAGE, stream=True, **LONG)
     next(iter(stream))
     wait_until(lambda: server.ready()[1]["sessions"] == 1)
     stream.close()
