@@ -20,6 +20,9 @@ from functools import cache
 from typing import Literal
 
 import numpy as np
+import torch
+
+from vllm_omni.model_executor.noise import ChunkNoise
 
 TRAIN_STEPS = 1000
 _SIGMA_MAX = float(np.float32(0.999))
@@ -43,6 +46,14 @@ class FewStepSchedule:
     @property
     def num_steps(self) -> int:
         return len(self.timesteps)
+
+    def advance(self, latents: torch.Tensor, flow: torch.Tensor, step: int, noise: ChunkNoise) -> torch.Tensor:
+        """Return the latents that `step` leaves, fp32: its x0, noised again by the next step's draw if one follows."""
+        x0 = latents.double() - self.sigmas_x0[step] * flow.double()
+        if step + 1 < self.num_steps:
+            sigma = self.sigmas_noise[step + 1]
+            x0 = (1 - sigma) * x0.float().double() + sigma * noise.draw(step + 1).double()
+        return x0.float()
 
 
 def every_second_step(schedule: FewStepSchedule) -> FewStepSchedule:

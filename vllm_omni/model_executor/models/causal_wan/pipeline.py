@@ -26,12 +26,10 @@ from torch import nn
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.narrow_view import NarrowView, narrow_frames
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.causal_wan import in_flight
 from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
@@ -255,7 +253,7 @@ class CausalWan(nn.Module):
             schedule=every_second_step(schedule) if "fewer_steps" in request.degradations else schedule,
             latents=latents,
             noise=noise,
-            rope=self._rope(frames, size),
+            rope=self.transformer.rope(frames, size),
             text=text,
             cache=cache,
             replay=replay,
@@ -323,13 +321,8 @@ class CausalWan(nn.Module):
             chunk, step = _chunk_of(request), _denoise_index(request)
             if step is None:
                 continue
-            schedule = chunk.schedule
             assert chunk.noise is not None
-            x0 = chunk.latents.double() - schedule.sigmas_x0[step] * flow.double()
-            if step + 1 < schedule.num_steps:
-                sigma = schedule.sigmas_noise[step + 1]
-                x0 = (1 - sigma) * x0.float().double() + sigma * chunk.noise.draw(step + 1).double()
-            chunk.latents = x0.float()
+            chunk.latents = chunk.schedule.advance(chunk.latents, flow, step, chunk.noise)
 
     def latents(self, request: DiffusionRequest) -> torch.Tensor:
         return _chunk_of(request).latents
@@ -428,12 +421,6 @@ class CausalWan(nn.Module):
         switched = session.prompt is not None and prompt != session.prompt
         return session.past if switched and self.options.recache_on_prompt_switch else ()
 
-    def _rope(self, frames: range, size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's rotations of a chunk of latent `size` [16, F, h, w], on the device."""
-        cos, sin = rope_tables(self.config.head_dim, frames, size[2] // 2, size[3] // 2)
-        own, device = self.parallel.token_slice(len(cos)), self.transformer.device
-        return to_device(cos[own], device), to_device(sin[own], device)
-
     def _row(self, request: DiffusionRequest, step: int | None = None) -> ChunkRow:
         """What a forward needs of a chunk: at its next step, or at denoise step `step`."""
         chunk = _chunk_of(request)
@@ -445,7 +432,7 @@ class CausalWan(nn.Module):
             latents=chunk.latents if past is None else past.latents,
             timestep=self.options.context_timestep if step is None else chunk.schedule.timesteps[step],
             frames=chunk.frames if past is None else past.frames,
-            rope=chunk.rope if past is None else self._rope(past.frames, past.latents.shape),
+            rope=chunk.rope if past is None else self.transformer.rope(past.frames, past.latents.shape),
             cross_kv=chunk.cross_kv,
             window=narrow or chunk.cache.at(clean if step is None else step),
         )

@@ -29,7 +29,6 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, Sessio
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.lingbot_world.camera import camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition, prepare_image
@@ -43,7 +42,7 @@ from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
-from vllm_omni.model_executor.noise import standard_normal
+from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.vllm_model import StepPipeline, default_dtype
 from vllm_omni.outputs import RequestFailed
@@ -231,10 +230,7 @@ class LingBotWorld(nn.Module):
             request.state = Chunk.to_decode(frames, size, session.window, inputs)
             request.num_steps = 1  # the ranks with layers know
             return
-        draws = [
-            standard_normal(size, inputs.seed, session.chunk_index, step) for step in range(self.schedule.num_steps)
-        ]
-        noise = torch.stack(draws).to(device)
+        noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
         with request.timer.stage("text"):
             known = inputs.prompt == session.prompt and session.cross_kv is not None
             text = None if known else self.text_encoder.encode(inputs.prompt, device)
@@ -245,10 +241,10 @@ class LingBotWorld(nn.Module):
         replay = self._replay(session, inputs.prompt)
         request.state = Chunk(
             frames=frames,
-            latents=noise[0],
-            renoise=noise[1:],
+            latents=noise.draw(0),
+            noise=noise,
             y=y,
-            rope=self._rope(frames, size),
+            rope=self.transformer.rope(frames, size),
             camera_map=rays,
             text=text,
             window=session.window.rebuild(rebuilt_from(replay)) if replay else session.window,
@@ -284,11 +280,8 @@ class LingBotWorld(nn.Module):
             chunk, step = _chunk_of(request), _denoise_index(request, self.schedule)
             if step is None:
                 continue
-            x0 = chunk.latents.double() - self.schedule.sigmas_x0[step] * flow.double()
-            if step + 1 < self.schedule.num_steps:
-                sigma = self.schedule.sigmas_noise[step + 1]
-                x0 = (1 - sigma) * x0.float().double() + sigma * chunk.renoise[step].double()
-            chunk.latents = x0.float()
+            assert chunk.noise is not None
+            chunk.latents = self.schedule.advance(chunk.latents, flow, step, chunk.noise)
 
     def latents(self, request: DiffusionRequest) -> torch.Tensor:
         return _chunk_of(request).latents
@@ -366,12 +359,6 @@ class LingBotWorld(nn.Module):
         switched = session.prompt is not None and prompt != session.prompt
         return session.past if switched and self.options.reprime_on_prompt_switch else ()
 
-    def _rope(self, frames: range, size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's rotations of a chunk of latent `size` [16, F, h, w], on the device."""
-        cos, sin = rope_tables(self.config.head_dim, frames, size[2] // 2, size[3] // 2)
-        own, device = self.parallel.token_slice(len(cos)), self.transformer.device
-        return cos[own].to(device), sin[own].to(device)
-
     def _row(self, request: DiffusionRequest) -> ChunkRow:
         chunk = _chunk_of(request)
         assert chunk.camera is not None and chunk.cross_kv is not None
@@ -399,7 +386,7 @@ class LingBotWorld(nn.Module):
             condition=past.y,
             timestep=0.0,
             frames=past.frames,
-            rope=self._rope(past.frames, past.latents.shape),
+            rope=self.transformer.rope(past.frames, past.latents.shape),
             camera=self.transformer.camera_modulation(rays),
             cross_kv=chunk.cross_kv,
             window=chunk.window,

@@ -25,6 +25,7 @@ from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk
 from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.replay import saved_chunks
 from vllm_omni.model_executor.models.wan.vae import VAECache
+from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
 
@@ -174,16 +175,17 @@ class LingBotSession(SessionState):
 class Chunk:
     """One chunk in flight. The first group is made by `prepare_encode`, the second by the first denoise step.
 
-    latents: fp32 [16, F, h, w]. renoise: fp32 [steps - 1, 16, F, h, w], what re-enters before steps 1, 2, ...
-    y: [20, F, h, w], None on stages that embed no patches. camera_map: [384, F, h, w], dropped once `camera` is there.
-    text: the encoded prompt, None if the session's `cross_kv` still stands. window: where the chunk writes its K/V,
-    the session's own or, after `replay` has filled it, the one that will replace it. relative_F44, intrinsics_F4: the
-    camera behind `camera_map`. The others are what the session becomes when the chunk succeeds.
+    latents: fp32 [16, F, h, w]. noise: what the first of them were, and what re-enters before steps 1, 2, ...; None
+    where no step is run. y: [20, F, h, w], None on stages that embed no patches. camera_map: [384, F, h, w], dropped
+    once `camera` is there. text: the encoded prompt, None if the session's `cross_kv` still stands. window: where the
+    chunk writes its K/V, the session's own or, after `replay` has filled it, the one that will replace it.
+    relative_F44, intrinsics_F4: the camera behind `camera_map`. The others are what the session becomes when the chunk
+    succeeds.
     """
 
     frames: range
     latents: torch.Tensor
-    renoise: torch.Tensor
+    noise: ChunkNoise | None
     y: torch.Tensor | None
     rope: tuple[torch.Tensor, torch.Tensor]
     camera_map: torch.Tensor | None
@@ -210,7 +212,7 @@ class Chunk:
         return cls(
             frames=frames,
             latents=nothing,
-            renoise=nothing,
+            noise=None,
             y=None,
             rope=(nothing, nothing),
             camera_map=None,

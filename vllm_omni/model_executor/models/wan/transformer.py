@@ -23,8 +23,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
+from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.layers import (
     AttentionRow,
@@ -182,6 +184,13 @@ class WanTransformer(nn.Module, Generic[Config]):
     def num_tokens(self, latents: torch.Tensor) -> int:
         """Return L of a [channels, F, h, w] chunk."""
         return latents[0].numel() // (self.config.patch_size[1] * self.config.patch_size[2])
+
+    def rope(self, frames: range, size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's rotations (cos_TC, sin_TC), fp32, of a chunk of latent `size` [channels, F, h, w]."""
+        _, patch_height, patch_width = self.config.patch_size
+        cos, sin = rope_tables(self.config.head_dim, frames, size[2] // patch_height, size[3] // patch_width)
+        own = self.parallel.token_slice(len(cos))
+        return to_device(cos[own], self.device), to_device(sin[own], self.device)
 
     def channels(self, row: Any) -> torch.Tensor:
         """Return what the first stage embeds of a row, contiguous [in_channels, F, h, w]."""
