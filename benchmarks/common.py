@@ -28,6 +28,14 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-save", action="store_true", help="print only")
 
 
+def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
+    """How the engine that is measured serves."""
+    parser.add_argument("--eager", action="store_true", help="no torch.compile")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
+    parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside sizes and model")
+
+
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Lets malloc ask for huge pages: a 14.4 MB result otherwise costs thousands of page faults in every process."""
 

@@ -28,7 +28,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, run_request, running_engine, save
+from common import add_output_arguments, add_serving_arguments, run_request, running_engine, save
 
 ORIGINAL_MS = 3073
 """The original code on an H200: denoise and context passes of one chunk at 480x832, window 18, sink 9."""
@@ -165,10 +165,7 @@ def main() -> None:
     parser.add_argument(
         "--disable-custom-all-reduce", action="store_true", help="vLLM's flag: all-reduces by NCCL only"
     )
-    parser.add_argument("--eager", action="store_true", help="no torch.compile")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside sizes and model")
-    parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
+    add_serving_arguments(parser)
     parser.add_argument("--name", default="lingbot_world", help="name of the result file")
     add_output_arguments(parser)
     args = parser.parse_args()

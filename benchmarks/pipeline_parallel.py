@@ -37,6 +37,7 @@ import streaming_wan
 from common import (
     HUGE_PAGES,
     add_output_arguments,
+    add_serving_arguments,
     chunk_rate,
     command_line,
     restart_with,
@@ -231,10 +232,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--warm-chunks", type=int, default=6, help="chunks before the window is full")
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--eager", action="store_true", help="no torch.compile")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
-    parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside sizes and model")
+    add_serving_arguments(parser)
     parser.add_argument("--name", help="name of the result file (default: pipeline_parallel_MODEL)")
     add_output_arguments(parser)
     return parser

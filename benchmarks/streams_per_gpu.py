@@ -36,7 +36,16 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
 import streaming_wan
-from common import HUGE_PAGES, add_output_arguments, restart_with, run_chunks, run_request, running_engine, save
+from common import (
+    HUGE_PAGES,
+    add_output_arguments,
+    add_serving_arguments,
+    restart_with,
+    run_chunks,
+    run_request,
+    running_engine,
+    save,
+)
 
 MAX_GAP_CHUNKS = 1.5
 MIN_RATE = 0.98
@@ -236,10 +245,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--sink", type=int, default=3)
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--eager", action="store_true", help="no torch.compile")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
-    parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside sizes and model")
+    add_serving_arguments(parser)
     parser.add_argument("--name", help="name of the result file (default: streams_per_gpu_DECODER)")
     add_output_arguments(parser)
     return parser

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ar_engine import SCHEDULER, WORKER
+from ar_engine import SCHEDULER, WORKER, params
 from safetensors.torch import save_file
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from vllm_omni.hidden_states import hidden_states_of
 
@@ -131,6 +132,16 @@ class Reference:
 def distance(rows: torch.Tensor, expected: torch.Tensor) -> float:
     """Relative to the size of what is expected."""
     return float((rows - expected).norm() / expected.norm())
+
+
+def check_ngram_drafts(model: Path, reference: Reference, runner: str) -> None:
+    """ngram drafts on the GPU, async: accepted rows only, equal to transformers'."""
+    speculative = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    with Engine(model, runner, speculative_config=speculative) as running:
+        for mode in ("all", "generated", "last"):
+            asked = params(mode, max_tokens=40, output_kind=RequestOutputKind.FINAL_ONLY)
+            [[output]] = running.run((PROMPTS[3], asked))
+            reference.check(output, mode)
 
 
 def write_adapter(model: Path, folder: Path, rank: int = 8) -> Callable[[Any], None]:

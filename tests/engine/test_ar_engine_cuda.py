@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ar_compatibility import feature
-from ar_cuda import PROMPTS, WIDTH, Engine, Reference, write_adapter, write_model
+from ar_cuda import PROMPTS, WIDTH, Engine, Reference, check_ngram_drafts, write_adapter, write_model
 from ar_engine import params
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.lora.request import LoRARequest
@@ -202,12 +202,7 @@ def test_a_stop_string_cuts_rows_with_tokens(exact: Engine, reference: Reference
 
 @feature("speculative decoding (ngram)", "V2")
 def test_rejected_drafts_have_no_row(model: Path, reference: Reference) -> None:
-    """ngram drafts on the GPU, async: accepted rows only, equal to transformers'."""
-    speculative = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    with Engine(model, "V2", speculative_config=speculative) as running:
-        for mode in ("all", "generated", "last"):
-            [[output]] = running.run((PROMPTS[3], params(mode, max_tokens=40, output_kind=FINAL)))
-            reference.check(output, mode)
+    check_ngram_drafts(model, reference, "V2")
 
 
 @feature("LoRA", "V2")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ar_compatibility import feature
-from ar_cuda import PROMPTS, Engine, Reference, write_model
+from ar_cuda import PROMPTS, Engine, Reference, check_ngram_drafts, write_model
 from ar_engine import params
 from vllm.sampling_params import RequestOutputKind
 
@@ -50,11 +50,7 @@ def check_all_modes(engine: Engine, reference: Reference, layers: tuple[int, ...
 
 
 def test_rejected_drafts_have_no_row_on_v1(model: Path, reference: Reference) -> None:
-    speculative = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    with Engine(model, "V1", speculative_config=speculative) as running:
-        for mode in ("all", "generated", "last"):
-            [[output]] = running.run((PROMPTS[3], params(mode, max_tokens=40, output_kind=FINAL)))
-            reference.check(output, mode)
+    check_ngram_drafts(model, reference, "V1")
 
 
 def test_rows_in_fp32_are_transformers_rows_on_v1(model: Path, reference: Reference) -> None:

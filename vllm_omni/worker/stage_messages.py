@@ -46,7 +46,7 @@ class StageNote(msgspec.Struct, frozen=True):
     def message(self, latents: Sequence[torch.Tensor], ranks: int) -> dict[str, torch.Tensor]:
         """The tensors to send. latents: of the clean `chunks`, in order. ranks: that share a stage's layers."""
         text = msgspec.json.encode(self)
-        text += b" " * (-len(text) % ranks + (ranks > 1))
+        text += b" " * padding(len(text), ranks)
         return {_NOTE: torch.frombuffer(bytearray(text), dtype=torch.uint8), **together(_LATENTS, latents, ranks)}
 
     @classmethod
@@ -63,6 +63,11 @@ class StageNote(msgspec.Struct, frozen=True):
         return None if known is None else RequestFailed(*known)
 
 
+def padding(length: int, ranks: int) -> int:
+    """How much longer to make what `ranks` ranks may not cut into shards."""
+    return -length % ranks + 1 if ranks > 1 else 0
+
+
 def together(name: str, tensors: Sequence[torch.Tensor], ranks: int) -> dict[str, torch.Tensor]:
     """Any number of tensors of one type under `name`, such that each of `ranks` ranks sends its own to its counterpart.
 
@@ -72,10 +77,10 @@ def together(name: str, tensors: Sequence[torch.Tensor], ranks: int) -> dict[str
         return {}
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
     if ranks > 1 and flat.numel() % ranks == 0:
-        flat = torch.cat((flat, flat.new_zeros(1)))
+        flat = torch.cat((flat, flat.new_zeros(padding(flat.numel(), ranks))))
     numbers = [number for tensor in tensors for number in (tensor.dim(), *tensor.shape)]
-    padding = (-len(numbers) % ranks + 1) if ranks > 1 else 0
-    return {name: flat, f"{name}.shapes": torch.tensor([*numbers, *[-1] * padding], dtype=torch.int64)}
+    numbers += [-1] * padding(len(numbers), ranks)
+    return {name: flat, f"{name}.shapes": torch.tensor(numbers, dtype=torch.int64)}
 
 
 def unpack(name: str, received: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
