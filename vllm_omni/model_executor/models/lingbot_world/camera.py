@@ -11,13 +11,15 @@ Two conventions differ in what a chunk's first frame is relative to and in the s
 - interactive: the previous chunk's last pose, so every frame's action takes effect; a constant unit of translation;
 - trajectory: nothing (the clip's first frame stands still); the clip's largest translation.
 
+`request.py` puts them together as the server's options say.
+
 Held by tests/model_executor/models/lingbot_world/test_lingbot_camera.py.
 """
 
 # N frames; poses_N44 camera-to-world; intrinsics_N4 = fx, fy, cx, cy in pixels
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,10 +44,19 @@ _LAST_ROW_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class CameraTail:
-    """Where the camera is: the last pose of a session, and the pitch that look keys have accumulated."""
+    """Where the camera is: the last pose of a session, and the pitch that look keys have accumulated.
+
+    largest_step: the longest way from one latent frame to the next so far.
+    """
 
     pose_44: torch.Tensor
     pitch_degrees: float
+    largest_step: float = 0.0
+
+    def after(self, relative_F44: torch.Tensor, before: "CameraTail | None") -> "CameraTail":
+        """Return this tail with the longest way of `before` and of a chunk's poses, not yet scaled."""
+        sofar = 0.0 if before is None else before.largest_step
+        return replace(self, largest_step=max(sofar, _largest_step(relative_F44)))
 
     @classmethod
     def origin(cls) -> "CameraTail":
@@ -249,10 +260,14 @@ def _inverse(poses_N44: torch.Tensor) -> torch.Tensor:
 def scaled_translations(relative_N44: torch.Tensor, scale: float | None = None) -> torch.Tensor:
     """Divide translations by `scale`; None = by the largest of them (if any frame moved at all)."""
     if scale is None:
-        scale = float(relative_N44[:, :3, 3].norm(dim=1).max()) or 1.0
+        scale = _largest_step(relative_N44) or 1.0
     out = relative_N44.clone()
     out[:, :3, 3] /= scale
     return out
+
+
+def _largest_step(relative_N44: torch.Tensor) -> float:
+    return float(relative_N44[:, :3, 3].norm(dim=1).max())
 
 
 # -- the camera map ----------------------------------------------------------------------------------------------------
@@ -276,16 +291,17 @@ def camera_map(
     height: int,
     width: int,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """Return the ray map [384, N, height/8, width/8], fp32: origin and unit direction of every pixel's ray.
 
     Channel c * 64 + (v mod 8) * 8 + (u mod 8) of cell (v div 8, u div 8) is component c of pixel (u, v); components
-    are origin x y z, direction x y z. intrinsics_N4 are at the output size. Computed on `device` in fp64.
+    are origin x y z, direction x y z. intrinsics_N4 are at the output size. Computed on `device` in `dtype`.
     """
-    relative_N44, intrinsics_N4 = relative_N44.to(device).double(), intrinsics_N4.to(device).double()
+    relative_N44, intrinsics_N4 = relative_N44.to(device, dtype), intrinsics_N4.to(device, dtype)
     fx, fy, cx, cy = (value.view(-1, 1) for value in intrinsics_N4.unbind(1))
-    u = (torch.arange(width, dtype=torch.float64, device=device) + 0.5 - cx) / fx
-    v = (torch.arange(height, dtype=torch.float64, device=device) + 0.5 - cy) / fy
+    u = (torch.arange(width, dtype=dtype, device=device) + 0.5 - cx) / fx
+    v = (torch.arange(height, dtype=dtype, device=device) + 0.5 - cy) / fy
     shape = (len(relative_N44), height, width)
     x, y = u.unsqueeze(1).expand(shape), v.unsqueeze(2).expand(shape)
     rays = torch.stack((x, y, torch.ones_like(x)), dim=1)

@@ -4,19 +4,24 @@
 The original encodes image and grey frames as one clip; here the causal encoder is streamed chunk by chunk, which gives
 the same bits without knowing the length in advance. After the image the encoder settles: once a latent frame comes out
 as the one before it and leaves the encoder's cache as it was, every later one must be equal, so it is kept and the
-encoder is not run again. Held by tests/model_executor/models/lingbot_world/test_condition.py.
+encoder is not run again. Other implementations stop encoding earlier, or begin afresh: `config.LaterCondition`.
+Held by tests/model_executor/models/lingbot_world/test_condition.py and test_lingbot_alternatives.py.
 """
 
 # C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import nn
 
+from vllm_omni.model_executor.models.lingbot_world.config import LaterCondition
+from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot import SavedTensors
 
 MASK_CHANNELS = 4
 _SIZE_MULTIPLE = 16
@@ -27,38 +32,76 @@ _SIZE_MULTIPLE = 16
 class ConditionState:
     """Where a session's condition stream stands. Immutable; shared by forks.
 
-    cache: the encoder's cache, None once settled. settled_1C1hw: the latent frame that all later ones equal, fp32.
-    last_1C1hw: the newest latent frame, to compare the next one with. Exactly one of cache and settled is set.
+    cache: the encoder's cache; None once settled, and when nothing will be encoded behind the image.
+    last_1CFhw: the newest latent frame, to compare the next one with, fp32; of a settled state what all later chunks
+    are made of: one latent frame, or a whole chunk. num_encoded: latent frames since the image that were encoded.
     """
 
     height: int
     width: int
     cache: VAECache | None
-    last_1C1hw: torch.Tensor
+    last_1CFhw: torch.Tensor
     settled: bool = False
+    num_encoded: int = 1
 
     @property
     def nbytes(self) -> int:
-        return self.last_1C1hw.nbytes + (self.cache.nbytes if self.cache is not None else 0)
+        return self.last_1CFhw.nbytes + (self.cache.nbytes if self.cache is not None else 0)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors by stable name, for digests and snapshots."""
         cached = self.cache.tensors() if self.cache is not None else {}
-        return {"last": self.last_1C1hw, **cached}
+        return {"last": self.last_1CFhw, **cached}
+
+    @classmethod
+    def restore(
+        cls,
+        saved: SavedTensors,
+        size: tuple[int, int],
+        chunk_frames: int,
+        device: torch.device | str,
+        *,
+        settled: bool,
+        num_encoded: int,
+    ) -> "ConditionState":
+        """Take the state of a session of `size` (height, width) out of a snapshot. Raises `RequestFailed`."""
+        cache = VAECache.restore(saved, "", device)
+        last_1CFhw = saved.take("last", device, torch.float32)
+        cells = (size[0] // VAE_SPATIAL, size[1] // VAE_SPATIAL)
+        if last_1CFhw.shape not in {(1, LATENT_CHANNELS, frames, *cells) for frames in (1, chunk_frames)}:
+            raise RequestFailed(
+                "invalid_snapshot",
+                f"the snapshot's condition has the shape {list(last_1CFhw.shape)}, not its session's",
+            )
+        return cls(*size, cache, last_1CFhw, settled, num_encoded)
 
     def to(self, device: torch.device | str) -> "ConditionState":
         """Return the state on `device`; the same tensors if they are there already."""
         cache = self.cache.to(device) if self.cache is not None else None
-        return ConditionState(self.height, self.width, cache, self.last_1C1hw.to(device), self.settled)
+        return replace(self, cache=cache, last_1CFhw=self.last_1CFhw.to(device))
 
 
 class GreyCondition:
-    """Makes the condition of one chunk after another. Owns no session; `vae` needs its encoder."""
+    """Makes the condition of one chunk after another. Owns no session; `vae` needs its encoder.
 
-    def __init__(self, vae: StreamingWanVAE) -> None:
+    chunk_frames: latent frames of every chunk but a session's first. encoded_frames: video frames, the image included,
+    after which `last_frame` stops encoding; 4 n + 1.
+    """
+
+    def __init__(
+        self,
+        vae: StreamingWanVAE,
+        later: LaterCondition = "streamed",
+        *,
+        chunk_frames: int = 3,
+        encoded_frames: int = 61,
+    ) -> None:
         if not vae.has_encoder:
             raise ValueError("the condition is made by the VAE's encoder; build the VAE with encoder=True")
         self.vae = vae
+        self.later = later
+        self.chunk_frames = chunk_frames
+        self.most_encoded = (encoded_frames - 1) // vae.config.temporal_factor + 1
 
     def next(
         self, image_1CTHW: torch.Tensor | None, num_latents: int, state: ConditionState | None
@@ -72,35 +115,74 @@ class GreyCondition:
             raise ValueError(f"num_latents must be at least 1, got {num_latents}")
         starts = image_1CTHW is not None
         if image_1CTHW is not None:
-            height, width = image_1CTHW.shape[3:]
-            latent, cache = self.vae.encode(image_1CTHW, None)
-            state = ConditionState(height, width, cache, latent)
+            latents, state = self._start(image_1CTHW, num_latents)
         elif state is None:
             raise ValueError("a condition starts with an image, got neither image nor state")
-        latents = [state.last_1C1hw] if starts else []
-        while len(latents) < num_latents:
-            state = self._grey(state)
-            latents.append(state.last_1C1hw)
+        elif self.later in ("second_chunk", "fresh_grey"):
+            latents, state = self._repeat(state, num_latents)
+        else:
+            latents, state = self._stream(state, num_latents)
         cond_CFhw = torch.cat(latents, dim=2)[0]
         mask_CFhw = cond_CFhw.new_zeros(MASK_CHANNELS, *cond_CFhw.shape[1:])
         mask_CFhw[:, : int(starts)] = 1
         return torch.cat([mask_CFhw, cond_CFhw]), state
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Most bytes a state of this size holds (until it settles); runs nothing."""
+        """Most bytes a state of this size holds; runs nothing."""
         cells = (height // self.vae.config.spatial_factor) * (width // self.vae.config.spatial_factor)
-        return self.vae.encoder_cache_nbytes(height, width) + 4 * self.vae.config.z_dim * cells
+        frame = 4 * self.vae.config.z_dim * cells
+        if self.later == "fresh_grey":
+            return self.chunk_frames * frame
+        streaming = self.vae.encoder_cache_nbytes(height, width) + frame
+        return max(streaming, self.chunk_frames * frame) if self.later == "second_chunk" else streaming
+
+    def _start(self, image_1CTHW: torch.Tensor, num_latents: int) -> tuple[list[torch.Tensor], ConditionState]:
+        height, width = image_1CTHW.shape[3:]
+        latent, cache = self.vae.encode(image_1CTHW, None)
+        state = self._encoded(ConditionState(height, width, cache, latent))
+        later, state = self._stream(state, num_latents - 1)
+        if self.later == "fresh_grey":
+            state = replace(state, cache=None, settled=False)
+        return [latent, *later], state
+
+    def _stream(self, state: ConditionState, num_latents: int) -> tuple[list[torch.Tensor], ConditionState]:
+        """Go on with so many latent frames of grey behind what was encoded."""
+        latents = []
+        for _ in range(num_latents):
+            state = self._grey(state)
+            latents.append(state.last_1CFhw)
+        return latents, state
+
+    def _repeat(self, state: ConditionState, num_latents: int) -> tuple[list[torch.Tensor], ConditionState]:
+        """Return the chunk that all later ones equal, encoded when it is first asked for."""
+        if not state.settled:
+            afresh = self.later == "fresh_grey"
+            kept, _ = self.vae.encode(self._grey_frames(state, num_latents, first=afresh), state.cache)
+            state = replace(state, cache=None, last_1CFhw=kept[:, :, -num_latents:].contiguous(), settled=True)
+        if state.last_1CFhw.shape[2] == 1:  # also if the stream had settled in the image's chunk
+            return [state.last_1CFhw] * num_latents, state
+        assert state.last_1CFhw.shape[2] == num_latents, "chunks after the first are of one size"
+        return [state.last_1CFhw], state
 
     def _grey(self, state: ConditionState) -> ConditionState:
         """Advance by one latent frame of grey."""
         if state.settled or state.cache is None:
             return state
-        frames = self.vae.config.temporal_factor
-        grey_1CTHW = torch.zeros(1, 3, frames, state.height, state.width, device=state.last_1C1hw.device)
-        latent, cache = self.vae.encode(grey_1CTHW, state.cache)
-        if torch.equal(latent, state.last_1C1hw) and cache.equal(state.cache):
-            return ConditionState(state.height, state.width, None, latent, settled=True)
-        return ConditionState(state.height, state.width, cache, latent)
+        latent, cache = self.vae.encode(self._grey_frames(state, 1), state.cache)
+        if torch.equal(latent, state.last_1CFhw) and cache.equal(state.cache):
+            return replace(state, cache=None, last_1CFhw=latent, settled=True)
+        return self._encoded(replace(state, cache=cache, last_1CFhw=latent, num_encoded=state.num_encoded + 1))
+
+    def _encoded(self, state: ConditionState) -> ConditionState:
+        """Settle a state after the last frame that is to be encoded."""
+        if self.later == "last_frame" and state.num_encoded >= self.most_encoded:
+            return replace(state, cache=None, settled=True)
+        return state
+
+    def _grey_frames(self, state: ConditionState, num_latents: int, *, first: bool = False) -> torch.Tensor:
+        """Return grey video frames that encode to so many latent frames; with one more in front if they are a clip."""
+        frames = int(first) + num_latents * self.vae.config.temporal_factor
+        return torch.zeros(1, 3, frames, state.height, state.width, device=state.last_1CFhw.device)
 
 
 def prepare_image(

@@ -15,7 +15,7 @@ import torch
 
 from vllm_omni.config import parse_options
 from vllm_omni.model_executor.models.wan.architecture import read_architecture
-from vllm_omni.model_executor.models.wan.chunk_plan import VAE_SPATIAL, WanChunkPlan, check_sliding
+from vllm_omni.model_executor.models.wan.chunk_plan import VAE_SPATIAL, VAE_TEMPORAL, WanChunkPlan, check_sliding
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule
 
 LATENT_CHANNELS = 16
@@ -24,6 +24,15 @@ NATIVE_HEIGHT, NATIVE_WIDTH = 480, 832
 """The size camera intrinsics are expressed for."""
 
 Version = Literal["v1", "v2"]
+
+LaterCondition = Literal["streamed", "second_chunk", "last_frame", "fresh_grey"]
+"""What chunks after the image's are conditioned on, F latent frames each:
+
+- `streamed`: what the whole clip's encoding has there (the original, vLLM-Omni);
+- `second_chunk`: the second chunk's, again and again (SGLang);
+- `last_frame`: as streamed for so many video frames, then the last latent frame again and again (SGLang's lazy encode);
+- `fresh_grey`: 1 + 4 F grey frames encoded as a clip of their own, without its first latent (PR 3701's extension).
+"""
 
 _DENOISE_INDICES: dict[Version, tuple[int, ...]] = {"v1": (0, 179, 358, 679), "v2": (0, 250, 500, 750)}
 _SHIFTS: dict[Version, float] = {"v1": 10.0, "v2": 5.0}
@@ -158,10 +167,18 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         `global_frames`). None = what the checkpoint says, else 18. sink_frames: first frames kept for ever.
     max_attention_frames: see only that many of the newest frames of the window (drops sinks first).
     residual_dtype: `fp32` residual stream (original) or the model's type (faster, less close).
-    camera_scale: `constant` divides camera translations by `camera_translation_unit` (interactive),
-        `chunk_max` by the chunk's largest one. A request's option `camera_scale` overrides both.
+    camera_scale: `constant` divides camera translations by `camera_translation_unit` (interactive), `chunk_max` by
+        the chunk's largest one, `session_max` by the session's largest so far. A request's option `camera_scale`
+        overrides all.
     camera_first_frame: with actions, a session's first latent frame `moves` by its own action, or only gives the later
-        ones their reference and `stands` still (SGLang).
+        ones their reference and `stands` still (SGLang); with `stands_each_chunk` every chunk's first does, under
+        poses as well (PR 3701's extension).
+    camera_dtype: `fp32` = poses and rays in fp64, rounded once; `bf16` = all of it in bf16 (SGLang 0.5.23).
+    later_condition: what later chunks are conditioned on (`LaterCondition`). condition_video_frames: how many
+        frames `last_frame` encodes, the image included.
+    vae_continuation: the decoder goes on from its `cache`, or begins again two latent frames early at each chunk
+        (`restart`).
+    prompt_switch: a new prompt takes effect from the next chunk on, or is ignored after a session's first chunk.
     text_encoder_device: None = beside the transformer; `cpu` saves 10.6 GiB of device memory.
     vae_dtype: type of the VAE's decoder and encoder; None = the transformer's (the original uses fp32).
     vae_frames_per_call: how many of a latent frame's 4 video frames the decoder's largest levels take at a time (1
@@ -186,9 +203,14 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     global_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 21
     max_attention_frames: Annotated[int, msgspec.Meta(ge=1)] | None = None
     residual_dtype: Literal["fp32", "model"] = "fp32"
-    camera_scale: Literal["constant", "chunk_max"] = "constant"
+    camera_scale: Literal["constant", "chunk_max", "session_max"] = "constant"
     camera_translation_unit: Annotated[float, msgspec.Meta(gt=0)] = 0.05
-    camera_first_frame: Literal["moves", "stands"] = "moves"
+    camera_first_frame: Literal["moves", "stands", "stands_each_chunk"] = "moves"
+    camera_dtype: Literal["fp32", "bf16"] = "fp32"
+    later_condition: LaterCondition = "streamed"
+    condition_video_frames: Annotated[int, msgspec.Meta(ge=1, le=4097)] = 61
+    vae_continuation: Literal["cache", "restart"] = "cache"
+    prompt_switch: Literal["refresh", "ignore"] = "refresh"
     text_encoder_device: Literal["cpu"] | None = None
     vae_dtype: Literal["fp32", "bf16"] | None = None
     vae_frames_per_call: Annotated[int, msgspec.Meta(ge=1, le=4)] = 1
@@ -207,12 +229,24 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ValueError(f"omni.model: {error}") from error
         if parsed.window_frames == 0:
             raise ValueError("omni.model: window_frames must be -1 (global) or >= 1, got 0")
+        if (parsed.condition_video_frames - 1) % VAE_TEMPORAL:
+            raise ValueError(
+                f"omni.model: condition_video_frames must be 1 + a multiple of {VAE_TEMPORAL}, "
+                f"got {parsed.condition_video_frames}"
+            )
+        if parsed.prompt_switch == "ignore" and parsed.reprime_on_prompt_switch:
+            raise ValueError("omni.model: reprime_on_prompt_switch needs prompt_switch 'refresh', got 'ignore'")
         return parsed
 
     def denoise_schedule(self) -> FewStepSchedule:
         shift = _SHIFTS[self.version or "v1"] if self.shift is None else self.shift
         indices = _DENOISE_INDICES[self.version or "v1"] if self.denoise_indices is None else self.denoise_indices
         return few_step_schedule(self.schedule, shift, indices)
+
+    @property
+    def camera_torch_dtype(self) -> torch.dtype:
+        """The type in which poses become rays; what comes out is fp32 in any case."""
+        return {"fp32": torch.float64, "bf16": torch.bfloat16}[self.camera_dtype]
 
     def vae_torch_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, None: model_dtype}[self.vae_dtype]

@@ -15,7 +15,6 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,20 +27,21 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
-from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.camera import camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition, prepare_image
-from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan, LingBotOptions, LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
+from vllm_omni.model_executor.models.lingbot_world.decoder import ChunkDecoder
 from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk, past_nbytes
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, SessionShape
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
+from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.vllm_model import StepPipeline, default_dtype
@@ -49,52 +49,6 @@ from vllm_omni.outputs import RequestFailed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-@dataclass(frozen=True)
-class WorldSetup:
-    """Everything a `LingBotWorld` is built from, resolved and checked. dtype: the transformer's.
-
-    compiled: what `options.compile` comes to.
-    """
-
-    config: LingBotWorldConfig
-    vae_config: VAEConfig
-    text_config: Mapping[str, Any]
-    tokenizer: Path | None
-    options: LingBotOptions
-    omni: OmniConfig
-    parallel: ParallelContext
-    dtype: torch.dtype
-    compiled: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        checkpoint: Mapping[str, Any],
-        layout: CheckpointLayout,
-        omni: OmniConfig,
-        dtype: torch.dtype,
-        parallel: ParallelContext | None = None,
-        eager: bool = True,
-    ) -> "WorldSetup":
-        """Read a checkpoint's `hf_config(...)["lingbot_world"]`; `parallel` None = vLLM's groups. Raises ValueError.
-
-        eager: the engine was told not to compile anything.
-        """
-        options = LingBotOptions.parse(omni.model, checkpoint["version"])
-        compiled = (torch.cuda.is_available() and not eager) if options.compile is None else options.compile
-        return cls(
-            config=LingBotWorldConfig.from_checkpoint(checkpoint["transformer"]),
-            vae_config=VAEConfig.from_dict(checkpoint["vae"]),
-            text_config=checkpoint["umt5"],
-            tokenizer=layout.tokenizer,
-            options=options,
-            omni=omni,
-            parallel=parallel or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition),
-            dtype=dtype,
-            compiled=compiled,
-        )
 
 
 class LingBotWorld(nn.Module):
@@ -139,7 +93,15 @@ class LingBotWorld(nn.Module):
             compiled=setup.compiled,
             frames_per_call=setup.options.vae_frames_per_call,
         )
-        self.condition = GreyCondition(self.vae) if setup.parallel.first_stage else None
+        self.decoder = ChunkDecoder(self.vae, setup.options.vae_continuation) if decodes else None
+        self.condition: GreyCondition | None = None
+        if setup.parallel.first_stage:
+            self.condition = GreyCondition(
+                self.vae,
+                setup.options.later_condition,
+                chunk_frames=self.plan.chunk_frames,
+                encoded_frames=setup.options.condition_video_frames,
+            )
         self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
@@ -190,8 +152,8 @@ class LingBotWorld(nn.Module):
         total = self.transformer.cross_kv_nbytes
         if self.condition is not None:
             total += self.condition.state_nbytes(shape.height, shape.width)
-        if self.vae.has_decoder and shape.output == "rgb":
-            total += self.vae.decoder_cache_nbytes(shape.height, shape.width)
+        if self.decoder is not None and shape.output == "rgb":
+            total += self.decoder.state_nbytes(shape.height, shape.width)
         if self.options.reprime_on_prompt_switch and not self.parallel.is_vae_stage:
             latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
             channels = self.config.out_channels + (self.config.condition_channels if self.condition is not None else 0)
@@ -237,7 +199,7 @@ class LingBotWorld(nn.Module):
         with request.timer.stage("condition"):
             y, condition = self._condition(inputs.image, session, frames)
         with request.timer.stage("camera"):
-            rays = camera_map(inputs.relative_F44, inputs.intrinsics_F4, shape.height, shape.width, device)
+            rays = self._camera_map(inputs.relative_F44, inputs.intrinsics_F4, shape)
         replay = self._replay(session, inputs.prompt)
         request.state = Chunk(
             frames=frames,
@@ -304,8 +266,9 @@ class LingBotWorld(nn.Module):
         }
         if session.shape.output == "latents":
             return meta, {"latents": chunk.latents}
+        assert self.decoder is not None, "this rank does not decode"
         chunk.decoded_from = session.decoder_cache
-        pixels, chunk.decoder_cache = self.vae.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
+        pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
         return meta, {"frames": to_uint8(pixels)}
 
     def hand_over(self, request: DiffusionRequest) -> dict[str, Any]:
@@ -346,6 +309,10 @@ class LingBotWorld(nn.Module):
             pixels = prepare_image(image.to(self.transformer.device), session.shape.height, session.shape.width)
         return self.condition.next(pixels, len(frames), session.condition)
 
+    def _camera_map(self, relative_F44: torch.Tensor, intrinsics_F4: torch.Tensor, shape: SessionShape) -> torch.Tensor:
+        dtype = self.options.camera_torch_dtype
+        return camera_map(relative_F44, intrinsics_F4, shape.height, shape.width, self.transformer.device, dtype)
+
     def _condition_blocks(self, request: DiffusionRequest) -> None:
         """Compute what every block needs of camera and prompt, once per chunk (collective under tensor parallelism)."""
         session, chunk = _session_of(request), _chunk_of(request)
@@ -380,7 +347,7 @@ class LingBotWorld(nn.Module):
         """The clean-context pass of an earlier chunk, under this chunk's prompt."""
         chunk, shape = _chunk_of(request), _session_of(request).shape
         assert chunk.cross_kv is not None
-        rays = camera_map(past.relative_F44, past.intrinsics_F4, shape.height, shape.width, self.transformer.device)
+        rays = self._camera_map(past.relative_F44, past.intrinsics_F4, shape)
         return ChunkRow(
             latents=past.latents,
             condition=past.y,

@@ -76,7 +76,8 @@ def read_chunk(request: DiffusionRequest, session: LingBotSession, served: LingB
     unknown = sorted(set(request.tensors) - set(_TENSORS))
     if unknown:
         raise RequestFailed("invalid_request", f"unknown tensors {unknown[:3]}; this model takes {', '.join(_TENSORS)}")
-    prompt = session.prompt if params.prompt is None else params.prompt
+    keeps_prompt = params.prompt is None or (served.prompt_switch == "ignore" and session.prompt is not None)
+    prompt = session.prompt if keeps_prompt else params.prompt
     if not prompt:
         raise RequestFailed("invalid_request", "prompt must not be empty; a session's first chunk needs one")
     seed = session.seed if params.seed is None else params.seed
@@ -141,7 +142,7 @@ def _read_camera(
     else:
         raise RequestFailed("missing_camera", f"poses need intrinsics: [{pixel_frames}, 4] of fx, fy, cx, cy")
 
-    before = session.tail
+    before = last = session.tail
     if actions is not None:
         start = before or cam.CameraTail.origin()
         path, tail = cam.integrate_actions(cam.read_actions(actions, len(frames)), start)
@@ -151,18 +152,24 @@ def _read_camera(
         assert poses is not None
         path = cam.latent_rows(cam.read_poses(poses, pixel_frames), frames)
         tail = cam.CameraTail.at(path[-1])
-    relative = cam.relative_poses(path, None if before is None else before.pose_44)
-    return cam.scaled_translations(relative, _camera_scale(request.params, served)), intrinsics_F4, tail
+    if served.camera_first_frame == "stands_each_chunk":
+        before = None
+    dtype = served.camera_torch_dtype
+    relative = cam.relative_poses(path.to(dtype), None if before is None else before.pose_44.to(dtype))
+    tail = tail.after(relative, last)
+    relative = cam.scaled_translations(relative, _camera_scale(request.params, served, tail))
+    return relative.double(), intrinsics_F4, tail
 
 
-def _camera_scale(params: DiffusionParams, served: LingBotOptions) -> float | None:
-    """Return what translations are divided by; None = the chunk's largest."""
+def _camera_scale(params: DiffusionParams, served: LingBotOptions, tail: cam.CameraTail) -> float | None:
+    """Return what translations are divided by; None = the chunk's largest. tail: after this chunk."""
     try:
         scale = parse_options(ChunkOptions, params.options, "options").camera_scale
     except ValueError as error:
         raise RequestFailed("invalid_request", str(error)) from error
     if scale is None:
-        return served.camera_translation_unit if served.camera_scale == "constant" else None
+        scales = {"constant": served.camera_translation_unit, "session_max": tail.largest_step or 1.0}
+        return scales.get(served.camera_scale)
     if not (math.isfinite(scale) and scale > 0):
         raise RequestFailed("invalid_camera", f"options.camera_scale must be finite and > 0, got {scale}")
     return scale

@@ -22,7 +22,6 @@ from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState
 from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
 from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk
-from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.replay import saved_chunks
 from vllm_omni.model_executor.models.wan.vae import VAECache
 from vllm_omni.model_executor.noise import ChunkNoise
@@ -54,7 +53,9 @@ class LingBotScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     width: int
     output: str
     pitch_degrees: float
+    largest_step: float = 0.0
     condition_settled: bool | None
+    condition_encoded: int = 1
 
 
 class LingBotSession(SessionState):
@@ -112,7 +113,9 @@ class LingBotSession(SessionState):
             "width": self.shape.width,
             "output": self.shape.output,
             "pitch_degrees": None if self.tail is None else self.tail.pitch_degrees,
+            "largest_step": 0.0 if self.tail is None else self.tail.largest_step,
             "condition_settled": None if self.condition is None else self.condition.settled,
+            "condition_encoded": 1 if self.condition is None else self.condition.num_encoded,
         }
 
     def opening_params(self) -> DiffusionParams:
@@ -130,22 +133,25 @@ class LingBotSession(SessionState):
         device = self.window.buffer.device
         self.chunk_index, self.prompt, self.seed = kept.chunk_index, kept.prompt, kept.seed
         frames = self.next_frames()
-        if kept.committed_frames != frames.start or not math.isfinite(kept.pitch_degrees):
+        camera = math.isfinite(kept.pitch_degrees) and 0 <= kept.largest_step < math.inf
+        if kept.committed_frames != frames.start or not camera:
             raise RequestFailed("invalid_snapshot", "the snapshot's chunk, frames and camera do not belong together")
         self.window.restore(saved, kept.committed_frames, kept.written_from, len(frames))
         self.decoder_cache = VAECache.restore(saved, "decoder.", device)
-        self.tail = CameraTail(saved.take("camera.pose", "cpu", torch.float64, [4, 4]), kept.pitch_degrees)
+        pose_44 = saved.take("camera.pose", "cpu", torch.float64, [4, 4])
+        self.tail = CameraTail(pose_44, kept.pitch_degrees, kept.largest_step)
+        size = (self.shape.height, self.shape.width)
         if kept.condition_settled is not None:
-            cells = (self.shape.height // VAE_SPATIAL, self.shape.width // VAE_SPATIAL)
-            self.condition = ConditionState(
-                self.shape.height,
-                self.shape.width,
-                VAECache.restore(saved, "condition.", device),
-                saved.take("condition.last", device, torch.float32, [1, LATENT_CHANNELS, 1, *cells]),
-                kept.condition_settled,
+            self.condition = ConditionState.restore(
+                saved.under("condition."),
+                size,
+                self.plan.chunk_frames,
+                device,
+                settled=kept.condition_settled,
+                num_encoded=kept.condition_encoded,
             )
         self.past = tuple(
-            PastChunk.restore(saved, self.plan.frames(index), (self.shape.height, self.shape.width), device)
+            PastChunk.restore(saved, self.plan.frames(index), size, device)
             for index in saved_chunks(saved, self.plan, self.chunk_index)
         )
 
