@@ -22,6 +22,10 @@ def test_nothing_given_means_all_defaults() -> None:
         ({"vae_stage": True, "chunks_in_flight": 2}, "chunks_in_flight 2 is not built together with vae_stage"),
         ({"vae_stage": True, "pipeline": "temporal"}, "pipeline 'temporal' is not built together with vae_stage"),
         ({"pipeline": "temporal", "pipeline_partition": [2, 2]}, "there is no pipeline_partition"),
+        ({"scheduling": "lifo"}, "allowed values: 'deadline', 'fifo'"),
+        ({"scheduling": 3}, "allowed values: 'deadline', 'fifo'"),
+        ({"degradations": ["worse"]}, "allowed values: 'fewer_steps', 'smaller_window', 'tiny_vae'"),
+        ({"pipeline_partition": "even"}, "allowed values: 'measured'"),
     ],
 )
 def test_mistakes_are_named_with_the_allowed_keys(omni: dict[str, object], told: str) -> None:

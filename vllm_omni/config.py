@@ -6,6 +6,7 @@ values out of range are errors that say what is allowed. Options of one model li
 parsed by that model's own frozen dataclass. Held by tests/test_config.py.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -139,4 +140,17 @@ def parse_options(cls: type[T], options: Mapping[str, Any], where: str) -> T:
         return msgspec.convert(dict(options), cls)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         allowed = ", ".join(field.name for field in msgspec.structs.fields(cls))
-        raise ValueError(f"{where}: {error}; allowed keys: {allowed}") from error
+        raise ValueError(f"{where}: {error}{_named_values(cls, str(error))}; allowed keys: {allowed}") from error
+
+
+def _named_values(cls: type[msgspec.Struct], error: str) -> str:
+    """What the field that an error points at may be named, as an addition to it; "" if it takes no names."""
+    place = re.search(r"`\$\.(\w+)(\[\d+\])?`$", error)
+    field = next((field for field in msgspec.structs.fields(cls) if place and field.name == place[1]), None)
+    if field is None:
+        return ""
+    kind = msgspec.inspect.type_info(field.type)
+    kinds = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
+    items = [kind.item_type if isinstance(kind, msgspec.inspect.VarTupleType) else kind for kind in kinds]
+    values = [value for item in items if isinstance(item, msgspec.inspect.LiteralType) for value in item.values]
+    return f"; allowed values: {', '.join(map(repr, values))}" if values else ""
