@@ -22,7 +22,9 @@ from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
+from vllm_omni.model_executor.models.lingbot_world.condition import MASK_CHANNELS, GreyCondition
 from vllm_omni.model_executor.models.lingbot_world.config import NATIVE_HEIGHT, NATIVE_WIDTH, LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.decoder import ChunkDecoder
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.models.wan.weights import VAE_RULES, load_vae
@@ -339,17 +341,17 @@ def run_vae(scenario: Scenario) -> None:
             frames = to_uint8(whole).permute(3, 0, 1, 2).unsqueeze(0)
             scenario.compare_recorded("uint8 frames", frames, "decoded_whole_u8_round", 1.0)
     if "pr3701_ext_cond_latent" in scenario:  # a continuation that re-encodes grey frames and drops the first latent
-        expected = scenario.get("pr3701_ext_cond_latent")
-        size = [vae.config.spatial_factor * cells for cells in expected.shape[3:]]
-        grey_clip = torch.zeros(1, 3, 1 + vae.config.temporal_factor * expected.shape[2], *size)
-        grey_latents, _ = vae.encode(grey_clip, None)
-        scenario.compare_recorded("encode grey clip", grey_latents[:, :, 1:], "pr3701_ext_cond_latent", _VAE)
+        frames, *cells = scenario.get("pr3701_ext_cond_latent").shape[2:]
+        image = torch.zeros(1, 3, 1, *(vae.config.spatial_factor * cell for cell in cells))
+        condition = GreyCondition(vae, "fresh_grey", chunk_frames=frames)
+        y, _ = condition.next(None, frames, condition.next(image, frames, None)[1])
+        scenario.compare_recorded("encode grey clip", y[None, MASK_CHANNELS:], "pr3701_ext_cond_latent", _VAE)
     if "pr3701_warm_decode_chunk1" in scenario:  # a decode restarted two latents early, warm-up frames dropped
-        expected = scenario.get("pr3701_warm_decode_chunk1")
-        chunk = expected.shape[2] // vae.config.temporal_factor
-        restarted, _ = vae.decode(scenario.get("latents")[:, :, chunk - 2 : 2 * chunk], None)
-        ours = restarted[:, :, -expected.shape[2] :]
-        scenario.compare_recorded("decode restarted", ours, "pr3701_warm_decode_chunk1", _VAE)
+        chunk = scenario.get("pr3701_warm_decode_chunk1").shape[2] // vae.config.temporal_factor
+        first, second = scenario.get("latents")[:, :, : 2 * chunk].split(chunk, dim=2)
+        decoder = ChunkDecoder(vae, "restart")
+        restarted, _ = decoder.decode(second, decoder.decode(first, None)[1])
+        scenario.compare_recorded("decode restarted", restarted, "pr3701_warm_decode_chunk1", _VAE)
 
 
 def run_vae_names(scenario: Scenario) -> None:
