@@ -1,26 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """One machine with two GPUs as two Ray nodes: LingBot World over Ray against vLLM's own processes, result and time.
 
-    python benchmarks/ray_two_nodes.py                                              # full size, two GPUs
-    python benchmarks/ray_two_nodes.py --no-gpu --runs pipeline -- --layers 2 --height 64 --width 96 --eager
+    python benchmarks/ray_two_nodes.py                                # full size, two GPUs
+    python benchmarks/ray_two_nodes.py --no-gpu -- --chunks 4 --warm-chunks 2   # the tiny model, to try the script
 
 Each node is a Ray node of its own with one GPU, so two ranks are on two nodes: control messages go over TCP, tensors
 over NCCL. Runs benchmarks/lingbot_world.py once per way to split and executor; what is behind `--` goes to it. The
 latents of both executors must be equal bit for bit. Needs the extra `[ray]`.
 
 Real nodes are not on one machine, and vLLM notices: ranks that share its memory try the all-reduces that are made for
-one machine, for which each needs to see the other's GPU. So both executors run with NCCL's alone.
+one machine, for which each needs to see the other's GPU. So both executors run with NCCL's alone. Ray's memory monitor
+is off: two nodes on one machine share its memory, and it kills workers by what the kernel counts as total, which on a
+virtual machine may grow only as it is used. Needs no network: nodes on a machine without one speak over 127.0.0.1.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import add_output_arguments, save
@@ -31,13 +39,24 @@ RUNS = {
     "tensor": ["--tensor-parallel", "2"],
 }
 
+TINY = ["--tiny", "--height", "64", "--width", "96", "--eager"]
+"""What runs without GPUs: two ranks of the full-size model, if only two layers of it, fill 24 GiB of host memory."""
 
-def start_nodes(on_gpus: bool) -> Any:
-    """Two Ray nodes, GPU 0 and GPU 1 (or, without GPUs, one slot for a worker each)."""
+OBJECT_STORE_BYTES = 96 << 20
+"""vLLM's executor sends nothing through Ray's object store but its configuration."""
+
+ERROR = re.compile(r"Error\b|Exception\b|assert|\bkilled\b|SIGSEGV|out of memory", re.IGNORECASE)
+
+
+def start_nodes(on_gpus: bool, folder: Path) -> Any:
+    """Two Ray nodes, GPU 0 and GPU 1 (or, without GPUs, one slot for a worker each).
+
+    folder: for sockets and logs; its path must be short, as a socket's has at most 107 characters.
+    """
+    node = {"num_cpus": 4, "num_gpus": 1, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_memory_monitor_refresh_ms="0", RAY_TMPDIR=str(folder))
     from ray.cluster_utils import Cluster
 
-    node = {"num_cpus": 4, "num_gpus": 1, "include_dashboard": False, "object_store_memory": 512 << 20}
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if not on_gpus:
         os.environ.update(VLLM_OMNI_RAY_ON_CPU="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -59,13 +78,42 @@ def start_nodes(on_gpus: bool) -> Any:
     return cluster
 
 
-def measure(run: str, executor: str, more: list[str], address: str, timeout_s: float) -> dict[str, Any]:
+def ray_errors(folder: Path, since: float) -> str:
+    """The ends of Ray's logs that were written to since then and tell of an error."""
+    parts = []
+    for path in sorted(folder.glob("ray/session_latest/logs/*")):
+        if not path.is_file() or path.stat().st_mtime < since:
+            continue
+        lines = path.read_text(errors="replace").splitlines()
+        first = next((number for number, line in enumerate(lines) if ERROR.search(line)), None)
+        if first is not None:
+            parts += [f"== {path.name}", *lines[max(first - 2, 0) : first + 8], "...", *lines[-12:]]
+    return "\n".join(parts)
+
+
+def dump_stacks(group: int, cluster: Any) -> None:
+    """End what hangs, the engine's processes and Ray's workers, so that each writes to its log where it was."""
+    os.killpg(group, signal.SIGABRT)
+    for node in cluster.list_all_nodes():
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        for process in raylet.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name().startswith("ray::"):
+                    process.send_signal(signal.SIGABRT)
+    time.sleep(5)
+
+
+def measure(
+    run: str, executor: str, more: list[str], cluster: Any, timeout_s: float, ray_folder: Path
+) -> dict[str, Any]:
     """Run lingbot_world.py once; returns its result, or how it ended ("timeout" = it hung)."""
+    began = time.time()
     script = Path(__file__).with_name("lingbot_world.py")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(script), *RUNS[run], "--executor", executor, "--out", folder, *more]
         command.append("--disable-custom-all-reduce")
-        environ = {**os.environ, "RAY_ADDRESS": address, "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+        environ = {**os.environ, "RAY_ADDRESS": cluster.address, "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+        environ["PYTHONFAULTHANDLER"] = "1"
         log = Path(folder) / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -74,34 +122,49 @@ def measure(run: str, executor: str, more: list[str], address: str, timeout_s: f
             try:
                 ended: int | str = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
+                dump_stacks(process.pid, cluster)
                 os.killpg(process.pid, signal.SIGKILL)  # its engine's processes as well; Ray ends its own
                 process.wait()
                 ended = "timeout"
         files = list(Path(folder).glob("*.json"))
         if ended != 0 or not files:
-            return {"failed": ended, "log": log.read_text(errors="replace")[-40_000:]}
+            failed = {"failed": ended, "log": log.read_text(errors="replace")[-40_000:]}
+            if executor == "ray":
+                failed["ray_log"] = ray_errors(ray_folder, began)[-20_000:]
+            return failed
         return json.loads(files[0].read_text())["result"]
+
+
+def explain(run: str, executor: str, failed: dict[str, Any]) -> None:
+    """Print how a run ended, its first error and the end of its log, and what Ray's logs say."""
+    lines = failed["log"].splitlines()
+    errors = [line[:400] for line in lines if ERROR.search(line)]
+    print(f"{run}: {executor} failed ({failed['failed']}); its errors:", *errors[:6], "its end:", sep="\n")
+    print(*(line[:400] for line in lines[-12:]), failed.get("ray_log", "")[-6000:], sep="\n", flush=True)
 
 
 def main() -> None:
     args = make_parser().parse_args()
-    cluster = start_nodes(not args.no_gpu)
+    more = args.more if not args.no_gpu else [*TINY, *args.more]
+    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
     results: dict[str, Any] = {}
+    cluster = start_nodes(not args.no_gpu, folder)
     try:
         for run in args.runs:
             pair = {
-                executor: measure(run, executor, args.more, cluster.address, args.timeout_s)
-                for executor in ("mp", "ray")
+                executor: measure(run, executor, more, cluster, args.timeout_s, folder) for executor in ("mp", "ray")
             }
             results[run] = pair
             if failed := [name for name, result in pair.items() if "failed" in result]:
-                print(f"{run}: failed with {failed}: {pair[failed[0]]['log'][-4000:]}", flush=True)
+                for executor in failed:
+                    explain(run, executor, pair[executor])
                 continue
+            times = {name: result["chunk_interval_ms"] for name, result in pair.items()}
             pair["equal"] = pair["mp"]["latents_digests"] == pair["ray"]["latents_digests"]
-            times = {name: pair[name]["chunk_interval_ms"] for name in ("mp", "ray")}
             print(f"{run}: {times} ms per chunk, latents {'equal' if pair['equal'] else 'DIFFER'}", flush=True)
     finally:
         cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
     save("ray_two_nodes", {"result": results}, args)
     sys.exit(not all(pair.get("equal") for pair in results.values()))
 
@@ -109,7 +172,7 @@ def main() -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="ways to split the model")
-    parser.add_argument("--no-gpu", action="store_true", help="nodes without GPUs, to try the script")
+    parser.add_argument("--no-gpu", action="store_true", help="nodes without GPUs and the tiny model")
     parser.add_argument("--timeout-s", type=float, default=280, help="for each run (default: %(default)s)")
     parser.add_argument("more", nargs="*", help="arguments for lingbot_world.py, behind --")
     add_output_arguments(parser)
