@@ -137,7 +137,7 @@ def measure(
 
 def explain(run: str, executor: str, failed: dict[str, Any]) -> None:
     """Print how a run ended, its first error and the end of its log, and what Ray's logs say."""
-    lines = failed["log"].splitlines()
+    lines = [line for line in failed["log"].splitlines() if not line.startswith("Extension modules")]
     errors = [line[:400] for line in lines if ERROR.search(line)]
     print(f"{run}: {executor} failed ({failed['failed']}); its errors:", *errors[:6], "its end:", sep="\n")
     print(*(line[:400] for line in lines[-12:]), failed.get("ray_log", "")[-6000:], sep="\n", flush=True)
