@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lance against golden files: decoder, latent bridge, packing, sampling of every task, vision tower, autoencoder.
+
+Everything is driven by the recordings and their metadata, so any directory of the same layout can be verified: other
+sizes, layers, heads, prompts, seeds. `recorded` says how results are judged.
+"""
+
+from pathlib import Path
+
+import torch
+
+from vllm_omni.model_executor.models.lance.config import TASKS, Task
+from vllm_omni.model_executor.models.lance.parity.autoencoder import VAE_WEIGHTS, run_report, run_vae
+from vllm_omni.model_executor.models.lance.parity.recorded import WEIGHTS, Bf16Judge, Fp32Judge, ToyModel
+from vllm_omni.model_executor.models.lance.parity.stages import compare_tables, compare_text, compare_velocity
+from vllm_omni.model_executor.models.lance.parity.tasks import VARIANTS, TaskInputs, compare_packing, compare_task
+from vllm_omni.model_executor.parity import Report, Scenario, run_scenarios
+
+
+def verify(golden_dir: Path) -> Report:
+    """Run every scenario file of `golden_dir`."""
+    return run_scenarios(
+        "lance",
+        golden_dir,
+        {
+            "golden_fp32.safetensors": run_fp32,
+            "golden_bf16.safetensors": run_bf16,
+            "golden_vae.safetensors": run_vae,
+            "report_vae_vit.json": run_report,
+        },
+        auxiliary=("README*", ".*", "meta_*.json", WEIGHTS, VAE_WEIGHTS),
+    )
+
+
+def run_fp32(scenario: Scenario) -> None:
+    model = ToyModel(scenario.directory, "fp32", torch.float32)
+    compare_text(scenario, model, Fp32Judge(scenario))
+    compare_velocity(scenario, model, Fp32Judge(scenario))
+    compare_tables(scenario, model)
+    for name in _recorded(scenario):
+        task, variant = _split(name)
+        inputs = TaskInputs.read(scenario, model, task)
+        if not variant:
+            compare_packing(scenario, model, inputs)
+        compare_task(scenario, model, inputs, variant, Fp32Judge(scenario))
+
+
+def run_bf16(scenario: Scenario) -> None:
+    """End results only; inputs come from the fp32 recording beside it."""
+    inputs_file = Scenario(scenario.directory / "golden_fp32.safetensors", Report("lance", "inputs"))
+    model = ToyModel(scenario.directory, "bf16", torch.bfloat16)
+    judge = Bf16Judge(scenario, inputs_file)
+    compare_text(inputs_file, model, judge)
+    compare_velocity(inputs_file, model, judge)
+    for name in _recorded(scenario):
+        task, variant = _split(name)
+        compare_task(inputs_file, model, TaskInputs.read(inputs_file, model, task), variant, judge)
+
+
+def _recorded(scenario: Scenario) -> list[str]:
+    prefixes = {name.split(".")[0] for name in scenario.tensors} - {"a", "b", "c"}
+    return sorted(prefixes, key=lambda name: (len(name.split("_")), name))
+
+
+def _split(name: str) -> tuple[Task, str]:
+    for task in TASKS:
+        variant = name.removeprefix(task).removeprefix("_")
+        if name.startswith(task) and variant in VARIANTS:
+            return task, variant
+    raise ValueError(f"{name!r} is no task of this model")

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recorded tiny Lance, how a result is judged in each precision, and the tolerances.
+
+Tolerances. fp32: 2e-5 per stage, 1e-4 for final latents; ids, masks, positions and greedy tokens exactly. bf16:
+relative L2 distance to the recorded bf16 result, allowed 2 % or twice what that result is away from the recorded fp32
+one (two independent roundings of that size). Greedy tokens in bf16 are compared up to the first step that bf16 cannot
+decide: its two best logits are nearer than 2 % of the largest.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_omni.model_executor.layers.parallel import checkpoint_slots
+from vllm_omni.model_executor.models.lance.config import LanceConfig, default_dtype
+from vllm_omni.model_executor.models.lance.context import PlacedSegment, Visuals
+from vllm_omni.model_executor.models.lance.prompt import VISION_END, VISION_START, PromptTokens
+from vllm_omni.model_executor.models.lance.reading import AnswerRules, Reading
+from vllm_omni.model_executor.models.lance.sampling import TokenChoice
+from vllm_omni.model_executor.models.lance.stepper import Stepper
+from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
+from vllm_omni.model_executor.models.lance.vision import VisionTower
+from vllm_omni.model_executor.parity import Scenario, read_tensors
+
+STAGE, LATENT, TABLE, VAE = 2e-5, 1e-4, 1e-6, 2e-5
+_BF16 = 2e-2
+WEIGHTS = "state_dict.safetensors"
+
+
+class ToyModel:
+    """The recorded tiny model and its vocabulary."""
+
+    def __init__(self, directory: Path, precision: str, dtype: torch.dtype) -> None:
+        meta = json.loads((directory / f"meta_{precision}.json").read_text())
+        values = meta["config"]
+        latent = values["latent"]
+        self.packing: dict[str, Any] = meta.get("packing", {})
+        self.special: dict[str, int] = values["specials"]
+        self.vocabulary: dict[str, int] = {**meta["toy_vocab"], **self.special}
+        self.config = LanceConfig.from_checkpoint(
+            values["llm"],
+            values["vit"],
+            max_latent_size=latent["max_latent_size"],
+            max_latent_frames=1 + (latent["max_num_frames"] - 1) // 4,
+        )
+        with default_dtype(dtype):
+            self.network = LanceNetwork(self.config)
+            self.vision = VisionTower(self.config.vision)
+        weights, _ = read_tensors(directory / WEIGHTS)
+        self.table = weights.pop("latent_pos_embed.pos_embed")
+        slots = checkpoint_slots(self.network) | {
+            f"vit_model.{name}": slot for name, slot in checkpoint_slots(self.vision.tower).items()
+        }
+        if slots.keys() != weights.keys():
+            raise ValueError(f"{WEIGHTS}: names differ from the model's: {sorted(slots.keys() ^ weights.keys())[:3]}")
+        for name, slot in slots.items():
+            slot.load(weights[name])
+        markers = (self.special[VISION_START], self.special[VISION_END])
+        self.stepper = Stepper(self.network, markers, self.config.vocab_size)
+
+    @cached_property
+    def words(self) -> dict[int, str]:
+        return {number: word for word, number in self.vocabulary.items()}
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenise with the recorded vocabulary, the longest word first."""
+        ids = []
+        while text:
+            word = max((word for word in self.vocabulary if text.startswith(word)), key=len, default=None)
+            if word is None:
+                raise ValueError(f"the recorded vocabulary has no word for {text[:20]!r}")
+            ids.append(self.vocabulary[word])
+            text = text[len(word) :]
+        return ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        return "".join(self.words[number] for number in ids)
+
+    @property
+    def tokens(self) -> PromptTokens:
+        return PromptTokens(self.encode, self.encode)
+
+
+class Fp32Judge:
+    """Compares a stage with its fp32 recording; a name that is not recorded is passed over."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+
+    def __call__(self, stage: str, ours: torch.Tensor, name: str, tolerance: float, rows: slice = slice(None)) -> None:
+        if name not in self.scenario:
+            return
+        self.scenario.compare(stage, ours, self.scenario.get(name)[rows], tolerance)
+
+
+class Bf16Judge:
+    """Compares a stage's relative L2 distance, and tokens as far as they are decided."""
+
+    def __init__(self, scenario: Scenario, fp32: Scenario) -> None:
+        self.scenario, self.fp32 = scenario, fp32
+
+    def __call__(self, stage: str, ours: torch.Tensor, name: str, tolerance: float, rows: slice = slice(None)) -> None:
+        if name not in self.scenario:
+            return
+        recorded, exact = self.scenario.get(name)[rows], self.fp32.get(name)[rows]
+        if not recorded.is_floating_point():
+            if size := self._decided(name.replace("tokens", "logits")):
+                self.scenario.compare(f"{stage} (decided)", ours[:size], recorded[:size], 0.0)
+            return
+        size = min(len(recorded), self._decided(name) + 1 if "x2t" in name else len(recorded))
+        allowed = max(_BF16, 2.0 * _distance(recorded[:size], exact[:size]))
+        distance = torch.tensor(_distance(ours[:size], recorded[:size]))
+        self.scenario.compare(f"{stage} (relative L2)", distance, torch.tensor(0.0), allowed)
+
+    def _decided(self, logits: str) -> int:
+        """How many leading steps of an answer bf16 can decide."""
+        chosen_by = self.fp32.get(logits)
+        if logits == "a.greedy_logits":  # recorded after each token was fed: the prompt's last row chose the first
+            chosen_by = torch.cat((self.fp32.get("a.logits")[-1:], chosen_by[:-1]))
+        best = chosen_by.topk(2, dim=-1).values
+        clear = best[:, 0] - best[:, 1] > _BF16 * best[:, 0].abs()
+        return int(clear.int().cumprod(0).sum())
+
+
+Judge = Fp32Judge | Bf16Judge
+
+
+def _distance(ours: torch.Tensor, recorded: torch.Tensor) -> float:
+    return float((ours.double() - recorded.double()).norm() / recorded.double().norm())
+
+
+def greedy(
+    model: ToyModel, context: Sequence[PlacedSegment], visuals: Visuals, steps: int, end_token: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode greedily, one token a step; returns (tokens, logits of each)."""
+    capacity = sum(placed.segment.length for placed in context) + steps
+    reading = Reading(
+        cache=model.network.language_model.new_cache(capacity),
+        rules=AnswerRules(TokenChoice(0.0, 1.0), seed=0, max_tokens=steps, end_token=end_token),
+        chunk_tokens=steps,
+        context=context,
+        visuals=visuals,
+    )
+    logits = []
+    while not reading.done:
+        model.stepper.step([], [reading])
+        reading.settle(lambda ids: "")
+        assert reading.logits is not None
+        logits.append(reading.logits)
+    return torch.tensor(reading.progress.tokens), torch.stack(logits)

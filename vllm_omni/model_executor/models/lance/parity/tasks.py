@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lance's tasks against recordings: prompts and their packing, sampling, answers, the vision tower.
+
+Prompts are rebuilt from this package's templates with the recorded vocabulary.
+Held by tests/model_executor/models/lance/test_lance_parity.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_omni.model_executor.models.lance.config import READING_TASKS, Task
+from vllm_omni.model_executor.models.lance.context import Visuals, place
+from vllm_omni.model_executor.models.lance.drawing import Drawing, plan_drawing
+from vllm_omni.model_executor.models.lance.layout import Grid, Segment, attention_allowed, positions, raw_positions
+from vllm_omni.model_executor.models.lance.parity.recorded import LATENT, STAGE, Fp32Judge, Judge, ToyModel, greedy
+from vllm_omni.model_executor.models.lance.prompt import (
+    IM_END,
+    VISION_END,
+    VISION_PAD,
+    VISION_START,
+    Prompt,
+    build_prompt,
+)
+from vllm_omni.model_executor.models.lance.sampling import Guidance, flow_timesteps
+from vllm_omni.model_executor.models.lance.vision import decoder_grid, to_patches
+from vllm_omni.model_executor.parity import Scenario
+
+_SHIFT, _SCALE, _INTERVAL = 3.5, 4.0, (0.4, 1.0)
+VARIANTS = {
+    "": Guidance(_SCALE, _INTERVAL, "global", 0.0),
+    "cfg1": Guidance(1.0, _INTERVAL, "global", 0.0),
+    "interval": Guidance(_SCALE, (0.6, 1.0), "global", 0.0),
+    "channel": Guidance(_SCALE, _INTERVAL, "channel", 0.0),
+    "norenorm": Guidance(_SCALE, _INTERVAL, "none", 0.0),
+}
+"""What the recorded variants of a task change; the recordings do not state it."""
+
+
+@dataclass(frozen=True)
+class TaskInputs:
+    """A recorded task: its prompt rebuilt from text, and what fills its blocks."""
+
+    task: Task
+    prompt: Prompt
+    vit_grid: Grid | None
+    reference: torch.Tensor | None
+    noise: torch.Tensor | None
+    first_frame: torch.Tensor | None
+    visuals: Visuals
+
+    @classmethod
+    def read(cls, scenario: Scenario, model: ToyModel, task: Task) -> "TaskInputs":
+        ids = scenario.get(f"{task}.packed_text_ids").tolist()
+        vit_grid = reference = noise = first_frame = None
+        rows = None
+        if f"{task}.vit_grid_thw" in scenario:
+            patches = tuple(scenario.get(f"{task}.vit_grid_thw")[0].tolist())
+            vit_grid = decoder_grid(patches)
+            rows = model.vision(scenario.get(f"{task}.vit_pixels"), patches)
+        if f"{task}.ref_latent" in scenario:
+            reference = scenario.get(f"{task}.ref_latent")
+        target = None
+        if task not in READING_TASKS:
+            path = "kv" if f"{task}.kv.latent" in scenario else "nokv"
+            recorded = scenario.get(f"{task}.{path}.latent")
+            target = tuple(recorded.shape[:3])
+            noise = scenario.get(f"{task}.noise")[-recorded.shape[:3].numel() :]
+        if f"{task}.cond_latent" in scenario:
+            first_frame = scenario.get(f"{task}.cond_latent")[0].flatten(0, 1)
+        user, system = _texts(scenario, model, task, ids)
+        prompt = build_prompt(
+            task,
+            model.tokens,
+            user,
+            system_prompt=system,
+            vit=vit_grid,
+            reference=None if reference is None else tuple(reference.shape[:3]),  # type: ignore[arg-type]
+            noise=target,  # type: ignore[arg-type]
+        )
+        visuals = Visuals(rows, None if reference is None else reference.flatten(0, 2))
+        return cls(task, prompt, vit_grid, reference, noise, first_frame, visuals)
+
+
+def _texts(scenario: Scenario, model: ToyModel, task: Task, ids: list[int]) -> tuple[str, str | None]:
+    """Return what the user wrote and, for reading tasks (whose system prompt is the request's), the system prompt."""
+    if task not in READING_TASKS:
+        modality = scenario.get(f"{task}.sample_modality").tolist()
+        return model.text([number for number, kind in zip(ids, modality, strict=True) if kind == 0]), None
+    end = model.special[IM_END]
+    vision_end = len(ids) - 1 - ids[::-1].index(model.special[VISION_END])
+    user = ids[vision_end + 1 : ids.index(end, vision_end)]
+    return model.text(user), model.text(ids[3 : ids.index(end)])
+
+
+def compare_packing(scenario: Scenario, model: ToyModel, inputs: TaskInputs) -> None:
+    """Token ids, modalities, split lengths and modes, positions, masks: exactly."""
+    task = inputs.task
+
+    def equal(stage: str, ours: Any, name: str, size: int | None = None) -> None:
+        if name in scenario:
+            recorded = scenario.get(name)
+            recorded = recorded if size is None else recorded[..., :size]
+            scenario.compare(f"{task}: {stage}", torch.as_tensor(ours).reshape(recorded.shape), recorded, 0.0)
+
+    reading = task in READING_TASKS
+    closing = Segment("text", ids=(model.special[IM_END],))
+    cond = [*inputs.prompt.cond] if reading else [*inputs.prompt.cond, closing]
+    ids = [number for segment in cond for number in _ids(segment, model)]
+    if reading:
+        equal("ids", ids, f"{task}.prompt_ids")
+        equal("ids", ids, f"{task}.packed_text_ids", len(ids))
+        equal("splits", [segment.length for segment in cond[:2]], f"{task}.split_lens", 2)
+        if f"{task}.ce_loss_indexes" in scenario:
+            answer = len(ids) - 1 + torch.arange(len(scenario.get(f"{task}.ce_loss_indexes")))
+            equal("answer's place", answer, f"{task}.ce_loss_indexes")
+        if f"{task}.mrope" in scenario:
+            where = torch.cat(positions(cond), dim=1)
+            behind = scenario.get(f"{task}.mrope").shape[2] - len(ids)
+            following = int(where[0, -1]) + 1 + torch.arange(behind).expand(3, -1)
+            equal("positions", torch.cat((where, following), dim=1).unsqueeze(1), f"{task}.mrope")
+    else:
+        uncond = [*inputs.prompt.uncond, closing]
+        equal("ids", ids, f"{task}.packed_text_ids")
+        modality = [segment.modality for segment in cond for _ in range(segment.length)]
+        equal("modality", modality, f"{task}.sample_modality")
+        equal("splits", [segment.length for segment in cond], f"{task}.split_lens")
+        equal("positions", torch.cat(raw_positions(cond), dim=1).unsqueeze(1), f"{task}.mrope_raw")
+        equal("positions", torch.cat(positions(cond), dim=1).unsqueeze(1), f"{task}.mrope_shifted")
+        equal("positions", torch.cat(positions(uncond), dim=1).unsqueeze(1), f"{task}.mrope_uncond")
+        equal("mask", attention_allowed(cond).to(torch.uint8), f"{task}.attn_allowed")
+    packing = model.packing.get(f"{task}.")
+    if packing is not None:
+        modes = [segment.mode for segment in cond]
+        if modes != packing["attn_modes"]:
+            raise ValueError(f"{task}: attention modes are {modes}, recorded {packing['attn_modes']}")
+    blocks = [segment for segment in cond if segment.kind in ("reference", "noise")]
+    equal("grids", _grids(inputs, blocks), f"{task}.video_grid_thw")
+    sizes = [(1 + 4 * (block.grid[0] - 1), 16 * block.grid[1], 16 * block.grid[2]) for block in blocks]
+    equal("sizes", sizes, f"{task}.video_sizes")
+    if inputs.first_frame is not None:
+        start = sum(segment.length for segment in cond[:-2]) + 1
+        free = torch.arange(start + len(inputs.first_frame), start + cond[-2].num_cells)
+        equal("free tokens", free, f"{task}.mse_loss_indexes")
+    if inputs.visuals.vit is not None:
+        judge = Fp32Judge(scenario)
+        judge(f"{task}: vision tower", inputs.visuals.vit, f"{task}.vit_embed", STAGE)
+        if f"{task}.vit_video_cthw" in scenario:
+            patches, _ = to_patches(scenario.get(f"{task}.vit_video_cthw"))
+            judge(f"{task}: patches", patches, f"{task}.vit_pixels", 0.0)
+
+
+def _ids(segment: Segment, model: ToyModel) -> list[int]:
+    if segment.kind == "text":
+        return list(segment.ids)
+    pad = model.special[VISION_PAD]
+    return [model.special[VISION_START], *([pad] * segment.num_cells), model.special[VISION_END]]
+
+
+def _grids(inputs: TaskInputs, blocks: Sequence[Segment]) -> list[Grid]:
+    """The original's grids: vision in patches, latents with both sides doubled."""
+    vision = [] if inputs.vit_grid is None else [(inputs.vit_grid[0], 2 * inputs.vit_grid[1], 2 * inputs.vit_grid[2])]
+    return [*vision, *((block.grid[0], 2 * block.grid[1], 2 * block.grid[2]) for block in blocks)]
+
+
+def compare_task(scenario: Scenario, model: ToyModel, inputs: TaskInputs, variant: str, judge: Judge) -> None:
+    if inputs.task in READING_TASKS:
+        _compare_answer(scenario, model, inputs, judge)
+        return
+    name = inputs.task if not variant else f"{inputs.task}_{variant}"
+    for path in ("kv", "nokv"):
+        if f"{name}.{path}.latent" in judge.scenario:
+            _compare_drawing(scenario, model, inputs, variant, f"{name}.{path}", judge)
+
+
+def _compare_drawing(
+    scenario: Scenario, model: ToyModel, inputs: TaskInputs, variant: str, recorded: str, judge: Judge
+) -> None:
+    """Sample with the recorded noise. The full-sequence path equals ours with positions of their own."""
+    cached = recorded.endswith(".kv")
+    steps = _num_steps(scenario, inputs.task)
+    plan = plan_drawing(inputs.prompt, "cond" if cached else "own")
+    sizes = plan.capacities()
+    guidance = VARIANTS[variant]
+    decoder = model.network.language_model
+    assert inputs.noise is not None
+    latents = inputs.noise.float().clone()
+    pinned = 0
+    if inputs.first_frame is not None:
+        pinned = len(inputs.first_frame)
+        latents[:pinned] = inputs.first_frame
+    drawing = Drawing(
+        plan=plan,
+        visuals=inputs.visuals,
+        guidance=guidance,
+        timesteps=flow_timesteps(steps, _SHIFT),
+        latents=latents[None],
+        cond=[decoder.new_cache(sizes[0])],
+        uncond=[decoder.new_cache(sizes[1])] if guidance.enabled else [],
+        pinned=pinned,
+        renorm_pinned=cached,
+    )
+    model.stepper.step([drawing], [])
+    drawing.advance()
+    label, forward = recorded.rpartition(".")[0], 0
+    tail, cells = slice(-plan.num_latents, None), slice(1, -1)
+    context = [cache.length for cache in (*drawing.cond, *drawing.uncond)]
+    for step in range(steps):
+        judge(f"{label}: noisy latents", drawing.latents[0], f"{recorded}.x_t{step}", STAGE, tail)
+        model.stepper.step([drawing], [])
+        assert drawing.prediction is not None
+        for velocity in drawing.prediction[:, 0]:
+            judge(f"{label}: velocity", velocity, f"{recorded}.llm2vae{forward}", STAGE, cells)
+            forward += 1
+        drawing.advance()
+    if context != [cache.length for cache in (*drawing.cond, *drawing.uncond)]:
+        raise ValueError(f"{recorded}: a denoise step moved the end of a context")
+    final = drawing.latents[0].view(*plan.grid, -1)
+    judge(f"{label}: final latents ({recorded.rpartition('.')[2]})", final, f"{recorded}.latent", LATENT)
+
+
+def _num_steps(scenario: Scenario, task: Task) -> int:
+    """Return how many steps a task was sampled with: one recorded `x_t` each, on either path."""
+    steps = max(sum(name.startswith(f"{task}.{path}.x_t") for name in scenario.tensors) for path in ("kv", "nokv"))
+    if steps == 0:
+        raise ValueError(f"{task} has no x_t: the number of its steps is unknown")
+    return steps
+
+
+def _compare_answer(scenario: Scenario, model: ToyModel, inputs: TaskInputs, judge: Judge) -> None:
+    context = place(inputs.prompt.cond, positions(inputs.prompt.cond))
+    for path in ("kv", "nokv"):
+        name = f"{inputs.task}.{path}"
+        if f"{name}.tokens" not in judge.scenario:
+            continue
+        steps = len(judge.scenario.get(f"{name}.tokens"))
+        tokens, logits = greedy(model, context, inputs.visuals, steps, model.special[IM_END])
+        judge(f"{inputs.task}: tokens ({path})", tokens, f"{name}.tokens", 0.0)
+        judge(f"{inputs.task}: logits ({path})", logits, f"{name}.logits", STAGE)
