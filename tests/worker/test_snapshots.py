@@ -44,11 +44,34 @@ def video_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> d
 
 Chunk = Callable[..., dict[str, torch.Tensor]]
 SMALL = {"window_frames": 7, "sink_frames": 2}
+SGLANG = {
+    "later_condition": "second_chunk",
+    "camera_first_frame": "stands",
+    "camera_scale": "session_max",
+    "camera_dtype": "bf16",
+}
+PR3701 = {
+    "later_condition": "fresh_grey",
+    "vae_continuation": "restart",
+    "camera_first_frame": "stands_each_chunk",
+    "camera_scale": "chunk_max",
+    "prompt_switch": "ignore",
+}
 CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "null world": ("null_world", {}, text_chunk, 3),
     "world, before its window is full": ("lingbot_world", {}, world_chunk, 1),
     "world, ring and sinks": ("lingbot_world", SMALL, world_chunk, 4),
     "world that recomputes its window": ("lingbot_world", {**SMALL, "reprime_on_prompt_switch": True}, world_chunk, 4),
+    "world as SGLang's": ("lingbot_world", {**SMALL, **SGLANG}, world_chunk, 3),
+    "world as SGLang's, before it repeats": ("lingbot_world", {**SMALL, **SGLANG}, world_chunk, 1),
+    "world as SGLang's, lazy": (
+        "lingbot_world",
+        {**SMALL, **SGLANG, "later_condition": "last_frame", "condition_video_frames": 33},
+        world_chunk,
+        2,
+    ),
+    "world as PR 3701's": ("lingbot_world", {**SMALL, **PR3701}, world_chunk, 3),
+    "world as PR 3701's, before it repeats": ("lingbot_world", {**SMALL, **PR3701}, world_chunk, 1),
     "stream, moving sinks": ("causal_wan", SMALL, text_chunk, 4),
     "stream, video in": ("causal_wan", SMALL, video_chunk, 3),
     "stream that recomputes its window": ("causal_wan", {**SMALL, "recache_on_prompt_switch": True}, text_chunk, 4),
@@ -63,7 +86,13 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
 }
 
 
-DAILY = ("world, ring and sinks", "stream, moving sinks", "stream, renewed sinks")
+DAILY = (
+    "world, ring and sinks",
+    "world as SGLang's, lazy",
+    "world as PR 3701's",
+    "stream, moving sinks",
+    "stream, renewed sinks",
+)
 
 
 @pytest.mark.parametrize(

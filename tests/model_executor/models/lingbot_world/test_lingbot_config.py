@@ -125,7 +125,15 @@ def test_options_win_over_the_checkpoint_and_that_over_defaults(
         ({"shift": 0}, "shift"),
         ({"denoise_indices": [3, 1]}, "strictly increasing"),
         ({"window_frames": 0}, "window_frames must be -1"),
-        ({"residual_dtype": "fp16"}, "residual_dtype"),
+        ({"residual_dtype": "fp16"}, "residual_dtype.*allowed values: 'fp32', 'model'"),
+        ({"later_condition": "repeat"}, "allowed values: 'fresh_grey', 'last_frame', 'second_chunk', 'streamed'"),
+        ({"condition_video_frames": 60}, "condition_video_frames must be 1 \\+ a multiple of 4, got 60"),
+        ({"vae_continuation": True}, "vae_continuation.*allowed values: 'cache', 'restart'"),
+        ({"camera_dtype": "fp16"}, "allowed values: 'bf16', 'fp32'"),
+        ({"camera_scale": "clip_max"}, "allowed values: 'chunk_max', 'constant', 'session_max'"),
+        ({"camera_first_frame": "stays"}, "allowed values: 'moves', 'stands', 'stands_each_chunk'"),
+        ({"prompt_switch": "queue"}, "allowed values: 'ignore', 'refresh'"),
+        ({"prompt_switch": "ignore", "reprime_on_prompt_switch": True}, "needs prompt_switch 'refresh'"),
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -157,6 +165,18 @@ def test_a_first_chunk_of_another_size_shifts_all_later_ones() -> None:
     plan = ChunkPlan.resolve(LingBotWorldConfig(), LingBotOptions.parse({"first_chunk_latent_frames": 1}))
     assert [len(plan.pixel_frames(index)) for index in range(3)] == [1, 12, 12]
     assert plan.frames(2) == range(4, 7)
+
+
+def test_defaults_are_the_recommended_choices() -> None:
+    """Streamed condition, persistent decoder, interactive camera in fp32/fp64, prompts that take effect."""
+    options = LingBotOptions.parse({})
+    assert (options.later_condition, options.vae_continuation, options.prompt_switch) == (
+        "streamed",
+        "cache",
+        "refresh",
+    )
+    assert (options.camera_first_frame, options.camera_scale, options.camera_dtype) == ("moves", "constant", "fp32")
+    assert options.camera_torch_dtype == torch.float64
 
 
 def test_versions_differ_in_schedule() -> None:

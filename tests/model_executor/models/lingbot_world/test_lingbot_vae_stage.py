@@ -4,6 +4,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lingbot_world_driver import HEIGHT, WIDTH, load_world, make_request, open_session, run_chunk, step
 
@@ -12,18 +13,28 @@ from vllm_omni.model_executor.interfaces import SupportsVAEStage
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 
 OPTIONS: dict[str, Any] = {"window_frames": 7, "sink_frames": 2, "reprime_on_prompt_switch": True}
+PR3701: dict[str, Any] = {
+    "window_frames": 7,
+    "sink_frames": 2,
+    "later_condition": "fresh_grey",
+    "vae_continuation": "restart",
+    "camera_first_frame": "stands_each_chunk",
+    "camera_scale": "chunk_max",
+}
 PROMPTS = ("a beach", None, "a town at night", None)
 
 
-def test_frames_are_those_of_one_rank(lingbot_world: Path) -> None:
+@pytest.mark.parametrize("options", [OPTIONS, PR3701], ids=["cache", "restart"])
+def test_frames_are_those_of_one_rank(lingbot_world: Path, options: dict[str, Any]) -> None:
     """Over a prompt switch that runs chunks again, which the decoding rank need not know of."""
-    one = load_world(lingbot_world, **OPTIONS)
-    layers = load_world(lingbot_world, ParallelContext(vae_stage=True), **OPTIONS)
-    vae = load_world(lingbot_world, ParallelContext(stage=1, vae_stage=True), **OPTIONS)
+    one = load_world(lingbot_world, **options)
+    layers = load_world(lingbot_world, ParallelContext(vae_stage=True), **options)
+    vae = load_world(lingbot_world, ParallelContext(stage=1, vae_stage=True), **options)
     assert isinstance(vae, SupportsVAEStage)
     sessions = [open_session(world) for world in (one, layers, vae)]
     params = DiffusionParams(session_id="a", prompt="a beach")
-    assert vae.session_nbytes(params) == vae.vae.decoder_cache_nbytes(HEIGHT, WIDTH) > 0
+    assert vae.decoder is not None
+    assert vae.session_nbytes(params) == vae.decoder.state_nbytes(HEIGHT, WIDTH) > 0
     assert layers.session_nbytes(params) + vae.session_nbytes(params) == one.session_nbytes(params)
     for prompt in PROMPTS:
         _, expected = run_chunk(one, sessions[0], prompt=prompt)
