@@ -2,7 +2,7 @@
 """One stream, or several, over GPUs in every way that is built: a table of frames a second, end to end.
 
     python benchmarks/pipeline_parallel.py --model causal_wan_1_3b --rows one_gpu vae_stage ulysses pp2
-    python benchmarks/pipeline_parallel.py --model lingbot_world --rows ulysses4 ulysses2_vae_stage
+    python benchmarks/pipeline_parallel.py --model lingbot_world --rows ulysses4 ulysses4_vae_parallel
     python benchmarks/pipeline_parallel.py --model causal_wan_14b      # every row that the machine has GPUs for
     python benchmarks/pipeline_parallel.py --tiny                      # try it without a GPU
 
@@ -49,7 +49,8 @@ from common import (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """How the GPUs are used. ranks: of each stage, sharing every layer by `tensor` or by `sequence` (Ulysses).
+    """How the GPUs are used. ranks: of each stage, sharing every layer by `tensor` or by `sequence` (Ulysses), and with
+    `vae_parallel` also the decode; without, the first of them decodes alone.
 
     matched_steps: a noise-matched stream of so many denoise steps (causal Wan), with `chunks_in_flight` chunks at work;
     temporal: each stage owns one of the steps. 0 = the model's own cache and steps.
@@ -58,6 +59,7 @@ class Row:
     ranks: int = 1
     stages: int = 1
     vae_stage: bool = False
+    vae_parallel: bool = False
     sequence: bool = True
     sessions: int = 1
     matched_steps: int = 0
@@ -81,15 +83,19 @@ ROWS = {
     "one_gpu": Row(),
     "vae_stage": Row(stages=2, vae_stage=True),
     "ulysses": Row(ranks=2),
+    "ulysses_vae_parallel": Row(ranks=2, vae_parallel=True),
     "tensor": Row(ranks=2, sequence=False),
+    "tensor_vae_parallel": Row(ranks=2, sequence=False, vae_parallel=True),
     "pp2": Row(stages=2),
     "pp2_2_sessions": Row(stages=2, sessions=2),
     "vae_stage_2_sessions": Row(stages=2, vae_stage=True, sessions=2),
     "pp2_vae_stage_2_sessions": Row(stages=3, vae_stage=True, sessions=2),
     "ulysses2_vae_stage": Row(ranks=2, stages=2, vae_stage=True),
+    "ulysses2_vae_stage_vae_parallel": Row(ranks=2, stages=2, vae_stage=True, vae_parallel=True),
     "pp2_ulysses2_2_sessions": Row(ranks=2, stages=2, sessions=2),
     "pp2_tensor2_2_sessions": Row(ranks=2, stages=2, sequence=False, sessions=2),
     "ulysses4": Row(ranks=4),
+    "ulysses4_vae_parallel": Row(ranks=4, vae_parallel=True),
     "pp4_4_sessions": Row(stages=4, sessions=4),
     "ulysses4_vae_stage": Row(ranks=4, stages=2, vae_stage=True),
     "matched2_one_gpu": Row(matched_steps=2),
@@ -162,6 +168,7 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
         "model": options,
         "max_sessions": row.sessions + 1,
         "vae_stage": row.vae_stage,
+        "vae_parallel": row.vae_parallel,
         "chunks_in_flight": row.chunks_in_flight,
         "pipeline": "temporal" if row.temporal else "blocks",
         **json.loads(args.omni_options),

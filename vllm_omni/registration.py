@@ -75,6 +75,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         heed_executor(vllm_config.model_config, parallel.distributed_executor_backend)
         omni = check_options(vllm_config.model_config.hf_config, vllm_config.additional_config)
         omni.check_stages(parallel.pipeline_parallel_size)
+        omni.check_ranks(parallel.tensor_parallel_size)
         family = get_family(vllm_config.model_config.hf_config.omni_family)
         if family.check_parallel is not None:
             sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size

@@ -56,15 +56,20 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the engine is split; every rank's part fits only the same rank of the same split."""
+    """How the engine is split; every rank's part fits only the same rank of the same split.
+
+    decode: tensor-parallel ranks decode together, each with a cache of its own rows (`omni.vae_parallel`).
+    """
 
     tensor: int
     pipeline: int
     sequence: bool = False
+    decode: bool = False
 
     def __str__(self) -> str:
         ulysses = " (as sequence parallel)" if self.sequence else ""
-        return f"tensor parallel {self.tensor}{ulysses} x pipeline parallel {self.pipeline}"
+        bands = ", VAE decode in parallel" if self.decode else ""
+        return f"tensor parallel {self.tensor}{ulysses} x pipeline parallel {self.pipeline}{bands}"
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -31,6 +31,7 @@ TP2, U2, PP2, PP3 = (
     {"pipeline_parallel_size": 3},
 )
 VAE: dict[str, Any] = {"vae_stage": True}
+BANDS: dict[str, Any] = {"vae_parallel": True}
 SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
     # flags, bit for bit
     "vae_stage": (PP2 | VAE, True),
@@ -41,6 +42,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
     "PP2 x U2": (PP2 | U2, False),
     "vae_stage x U2": (PP2 | U2 | VAE, False),
     "vae_stage x TP2": (PP2 | TP2 | VAE, False),
+    "TP2, decode in parallel": (TP2 | BANDS, False),
+    "U2, decode in parallel": (U2 | BANDS, False),
+    "U2, decode in parallel, late results": (U2 | BANDS | {"overlap_decode": True}, False),
+    "PP2 x U2, decode in parallel": (PP2 | U2 | BANDS, False),
+    "vae_stage x U2, decode in parallel": (PP2 | U2 | VAE | BANDS, False),
 }
 Results = dict[str, list[torch.Tensor]]
 
@@ -157,6 +163,7 @@ def test_causal_wan(causal_wan: Path, streams: Results, setting: str, tmp_path: 
     [
         *("vae_stage", "PP2 + vae_stage", "PP3, partition"),
         *("PP2 x TP2", "PP2 x U2", "vae_stage x TP2", "vae_stage x U2"),
+        *("U2, decode in parallel", "vae_stage x U2, decode in parallel"),
     ],
 )
 def test_lingbot_world(lingbot_world: Path, worlds: Results, setting: str, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class Pair:
             if ours.done:
                 ours.finite.require("latents")
                 self.layers._commit(ours.chunk)
-            message = hand_over(self.layers.model, [ours], 2)
+            message = hand_over(self.layers.model, [ours], 1)
             done = self.stage.advance([theirs], message)
             for state in done:
                 self.vae._in_flight.end(state.chunk)

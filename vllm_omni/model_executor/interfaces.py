@@ -152,7 +152,9 @@ class SupportsStepExecution(Protocol):
         """Other stages take over what the last stage computed (they need latents to start the next step)."""
 
     def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Last stage, first tensor rank only: `(meta, tensors)` of the result, e.g. `{"frames": uint8 [T,H,W,3]}`.
+        """Last stage: `(meta, tensors)` of the result, e.g. `{"frames": uint8 [T,H,W,3]}`.
+
+        On the first of the ranks that share layers only, unless they decode together (`SupportsParallelDecode`).
 
         Called when the latents are final: clean passes may still follow, and find everything they need in place.
         On CUDA it may run on a stream of its own, beside the session's next chunk: it must not wait for the device, and
@@ -182,6 +184,17 @@ class SupportsVAEStage(Protocol):
 
 
 @runtime_checkable
+class SupportsParallelDecode(Protocol):
+    """A model whose decode the ranks that share layers can do together, each a part of it (`omni.vae_parallel`)."""
+
+    @property
+    def shares_decode(self) -> bool:
+        """Whether they do. `post_decode` is then collective: each of these ranks calls it for the same chunks in the
+        same order. Only the first one's result is used, the others may leave the tensors out.
+        """
+
+
+@runtime_checkable
 class SupportsLayerMoves(Protocol):
     """A model whose layers can move from one pipeline stage to another while no chunk is in flight."""
 
@@ -203,6 +216,15 @@ class SupportsDegradation(Protocol):
 
     def refuse_degradation(self, name: str) -> str | None:
         """Why this model, as it is configured, cannot do without `name` (`omni.degradations`); None if it can."""
+
+
+def check_parallel_decode(model: object, omni: OmniConfig) -> bool:
+    """Return whether ranks that share layers decode together. Raises ValueError if they are asked to and cannot."""
+    if isinstance(model, SupportsParallelDecode):
+        return model.shares_decode
+    if omni.vae_parallel:
+        raise ValueError(f"omni.vae_parallel: the decode of {type(model).__name__} cannot be split over ranks")
+    return False
 
 
 def check_degradations(model: object, names: Sequence[str]) -> None:

@@ -78,6 +78,11 @@ class RankAgreement:
         padding = -len(flags) % self._tensor.world_size + 1
         return {_MASK: torch.tensor([*flags, *([_REFUSED] * padding)], dtype=torch.uint8)}
 
+    def agree(self, state: RequestState) -> None:
+        """Before something that every tensor-parallel rank takes part in or none: one that has failed fails on all."""
+        if not self.all_fine(state.failure is None) and state.failure is None:
+            state.failure = RequestFailed("engine_error", "another tensor-parallel rank failed on this chunk")
+
     def all_fine(self, fine: bool) -> bool:
         """Whether every tensor-parallel rank says so."""
         return fine if self._tensor.world_size == 1 else self._everywhere([fine])[0]

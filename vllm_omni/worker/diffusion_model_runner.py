@@ -31,6 +31,7 @@ from vllm_omni.model_executor.interfaces import (
     SupportsVAEStage,
     check_chunks_in_flight,
     check_degradations,
+    check_parallel_decode,
 )
 from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed, pack, pack_error
@@ -88,7 +89,9 @@ class DiffusionGPUModelRunner(RunnerSurface):
         overlap = several_gpus if self.omni.overlap_decode is None else self.omni.overlap_decode
         self.overlap_decode = overlap and self.step_at_a_time
         self._results = ResultStream(device, self.overlap_decode, beside_steps=not self.omni.vae_stage)
-        self._decodes = self._ends_steps and self.tp.is_first_rank and not self.omni.vae_stage
+        self.shares_decode = False
+        """Whether the ranks that share layers decode together, each its part."""
+        self._decodes = False
         """Whether frames are made on this rank, beside its layers."""
         self._pacer = StepPacer(device, stages=self.pp.world_size > 1)
         self._denoised: list[str] = []
@@ -111,6 +114,9 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.model: Any = model if in_steps else WholeRequestModel(model)
         check_degradations(model, self.omni.degradations)
         self._in_flight.steps_behind = check_chunks_in_flight(model, self.omni, self.pp.world_size)
+        self.shares_decode = check_parallel_decode(model, self.omni)
+        decodes = self.tp.is_first_rank or self.shares_decode
+        self._decodes = decodes and self._ends_steps and not self.omni.vae_stage
         if self.omni.vae_stage:
             self._vae_stage = self._make_vae_stage(model)
 
@@ -127,8 +133,10 @@ class DiffusionGPUModelRunner(RunnerSurface):
     def _make_vae_stage(self, model: Any) -> VAEStage | None:
         if not isinstance(model, SupportsVAEStage):
             raise ValueError(f"omni.vae_stage: the decoder of {type(model).__name__} cannot be a stage of its own")
-        results = self._results if self.tp.is_first_rank else None
-        return VAEStage(self.model, self.sessions, results) if self.pp.is_last_rank else None
+        if not self.pp.is_last_rank:
+            return None
+        results = self._results if self.tp.is_first_rank or self.shares_decode else None
+        return VAEStage(self.model, self.sessions, results, self._agreement if self.shares_decode else None)
 
     def get_model(self) -> Any:
         return self.model
@@ -375,16 +383,18 @@ class DiffusionGPUModelRunner(RunnerSurface):
         try:
             assert state.finite is not None
             state.finite.require("the chunk's latents")
-            if self._decodes and state.pending is None and state.decode_failure is None:
-                self._decode(state)
+        except Exception as error:
+            state.failure = as_failure(error)
+        if self._decodes and state.pending is None and state.decode_failure is None:
+            self._decode(state)
+        try:
             if state.decode_failure is not None:
                 raise state.decode_failure
             if state.pending is not None and not self.overlap_decode:
                 outputs[state.request_id] = state.pending.envelope()
         except Exception as error:
             state.failure = as_failure(error)
-        if not self._agreement.all_fine(state.failure is None) and state.failure is None:
-            state.failure = RequestFailed("engine_error", "another tensor-parallel rank failed on this chunk")
+        self._agreement.agree(state)
         if state.failure is not None:
             outputs.pop(state.request_id, None)
             return
@@ -404,11 +414,20 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 self._decode(state)
 
     def _decode(self, state: RequestState) -> None:
-        """Launch the decode. If that fails the chunk ends with it: until then other ranks rely on this one's passes."""
+        """Launch the decode, unless the chunk has failed.
+
+        If that fails the chunk ends with it: until then other ranks rely on this one's passes.
+        """
         assert state.chunk is not None
+        if self.shares_decode:
+            self._agreement.agree(state)
+        if state.failure is not None:
+            return
         try:
             state.pending = self._results.decode(self.model, state.chunk, state.started_s)
         except Exception as error:
+            if self.shares_decode:
+                raise  # other ranks are inside this decode's collectives: only a clean death is left
             state.decode_failure = as_failure(error)
 
     def _commit(self, request: DiffusionRequest) -> None:

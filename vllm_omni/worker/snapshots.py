@@ -141,7 +141,7 @@ class SessionSnapshots:
 
     def _identity(self) -> ModelIdentity:
         if self._model is None:
-            self._model = model_identity(self._runner.vllm_config)
+            self._model = model_identity(self._runner.vllm_config, self._runner.shares_decode)
         return self._model
 
     def _weights_digest(self) -> str:
@@ -150,7 +150,7 @@ class SessionSnapshots:
         return self._weights
 
 
-def model_identity(vllm_config: "VllmConfig") -> ModelIdentity:
+def model_identity(vllm_config: "VllmConfig", shares_decode: bool) -> ModelIdentity:
     """What must be equal for a session to go on bit for bit, but for the weights."""
     hf_config = vllm_config.model_config.hf_config
     omni = vllm_config.additional_config.get("omni", {}) if isinstance(vllm_config.additional_config, dict) else {}
@@ -176,6 +176,7 @@ def model_identity(vllm_config: "VllmConfig") -> ModelIdentity:
             parallel.tensor_parallel_size,
             parallel.pipeline_parallel_size,
             bool(options.get("sequence_parallel", False)),
+            shares_decode,
         ),
     )
 

@@ -23,6 +23,7 @@ from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.interfaces import SupportsStepExecution, SupportsVAEStage
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.agreement import RankAgreement
 from vllm_omni.worker.overlap import PendingResult, ResultStream
 from vllm_omni.worker.requests import RequestState, as_failure
 from vllm_omni.worker.sessions import SessionStore
@@ -42,13 +43,17 @@ _MAX_DECODES = 3
 
 
 def hand_over(model: "StageModel", states: Sequence[RequestState], ranks: int) -> IntermediateTensors:
-    """The last stage with layers, after a step in which `states` took part or failed."""
+    """The last stage with layers, after a step in which `states` took part or failed.
+
+    ranks: that share a stage's layers. Each of several hands over to its counterpart, and all must say the same: what
+    one of them happens to know earlier (`FiniteCheck.known`) waits for the chunk's end, where they agree.
+    """
     chunks: list[ChunkNote] = []
     failures: dict[str, tuple[str, str]] = {}
     latents: list[torch.Tensor] = []
     for state in states:
         request = state.chunk
-        if state.failure is None and state.finite is not None and state.finite.known:
+        if ranks == 1 and state.failure is None and state.finite is not None and state.finite.known:
             try:
                 state.finite.require("the chunk's latents")
             except RequestFailed as failure:
@@ -75,12 +80,23 @@ def hand_over(model: "StageModel", states: Sequence[RequestState], ranks: int) -
 
 
 class VAEStage:
-    """The VAE stage's rank. results: where it decodes, None on a rank that only follows (`ParallelContext.decodes`)."""
+    """The VAE stage's rank.
 
-    def __init__(self, model: "StageModel", sessions: SessionStore, results: ResultStream | None) -> None:
+    results: where it decodes, None on a rank that only follows (`ParallelContext.decodes`). agreement: with the ranks
+    beside it, where they decode together (`SupportsParallelDecode`); None = this rank decodes, or follows, by itself.
+    """
+
+    def __init__(
+        self,
+        model: "StageModel",
+        sessions: SessionStore,
+        results: ResultStream | None,
+        agreement: RankAgreement | None = None,
+    ) -> None:
         self._model = model
         self._sessions = sessions
         self._results = results
+        self._agreement = agreement
         self._decoding: deque[PendingResult] = deque()
 
     def advance(self, states: Sequence[RequestState], received: IntermediateTensors) -> list[RequestState]:
@@ -101,9 +117,10 @@ class VAEStage:
                 self._follow(state, entry)
                 if entry.clean and state.failure is None and state.chunk is not None:
                     self._model.take_over(state.chunk, latents[entry.request_id], entry.facts)
-                    self._decode(state)
             except Exception as error:
                 state.failure = as_failure(error)
+            if entry.clean:
+                self._decode(state)
             if entry.done and state.failure is None and state.chunk is not None:
                 self._model.commit(state.chunk)
                 state.chunk.timer.add(entry.timings_ms)
@@ -130,14 +147,22 @@ class VAEStage:
         request.step, request.num_steps = entry.step, entry.num_steps
 
     def _decode(self, state: RequestState) -> None:
-        if self._results is None:
+        """Launch the decode, unless the chunk has failed."""
+        if self._agreement is not None:
+            self._agreement.agree(state)
+        if self._results is None or state.failure is not None or state.chunk is None:
             return
-        assert state.chunk is not None
         while self._decoding and self._decoding[0].ready():
             self._decoding.popleft()
         if len(self._decoding) >= _MAX_DECODES:
             self._decoding.popleft().wait()
-        state.pending = self._results.decode(self._model, state.chunk, state.started_s)
+        try:
+            state.pending = self._results.decode(self._model, state.chunk, state.started_s)
+        except Exception as error:
+            if self._agreement is not None:
+                raise  # other ranks are inside this decode's collectives: only a clean death is left
+            state.failure = as_failure(error)
+            return
         self._decoding.append(state.pending)
 
     def _lose(self, state: RequestState) -> None:

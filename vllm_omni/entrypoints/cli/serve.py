@@ -180,6 +180,7 @@ def check(flags: "ServeFlags") -> "ModelFamily":
         if family.check_options is not None:
             family.check_options(hf_config, omni)
         omni.check_stages(flags.count("pipeline-parallel-size", "pp"))
+        omni.check_ranks(flags.count("tensor-parallel-size", "tp"))
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
     if family.executor_cls is not None:

@@ -30,6 +30,9 @@ class ParallelContext:
 
     stage, num_stages: of the stages that hold layers; the VAE stage, if there is one, comes after them.
     partition: layers of each stage, () = as even as possible.
+    decode_group: the same ranks as `group`, which then decode together (`omni.vae_parallel`); None = the first decodes
+    alone. A group of its own: a decode may run on another CUDA stream, beside the steps, and what two streams put into
+    one group waits for each other in the order of issue.
     """
 
     rank: int = 0
@@ -41,15 +44,26 @@ class ParallelContext:
     sequence_parallel: bool = False
     vae_stage: bool = False
     partition: tuple[int, ...] = ()
+    decode_group: dist.ProcessGroup | None = None
 
     @classmethod
     def from_vllm(
-        cls, sequence_parallel: bool = False, vae_stage: bool = False, partition: Sequence[int] = ()
+        cls,
+        sequence_parallel: bool = False,
+        vae_stage: bool = False,
+        partition: Sequence[int] = (),
+        vae_parallel: bool = False,
     ) -> "ParallelContext":
-        """Use vLLM's tensor-parallel and pipeline-parallel groups, which the worker has initialised."""
+        """Use vLLM's tensor-parallel and pipeline-parallel groups, which the worker has initialised.
+
+        vae_parallel: collective over all ranks of the engine; it makes a process group.
+        """
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         tensor, pipeline = get_tp_group(), get_pp_group()
+        decode_group = None
+        if vae_parallel and tensor.world_size > 1:
+            decode_group = _another_group(tensor.ranks, tensor.device_group)
         return cls(
             rank=tensor.rank_in_group,
             size=tensor.world_size,
@@ -60,6 +74,7 @@ class ParallelContext:
             sequence_parallel=sequence_parallel and tensor.world_size > 1,
             vae_stage=vae_stage,
             partition=tuple(partition),
+            decode_group=decode_group,
         )
 
     @property
@@ -77,8 +92,13 @@ class ParallelContext:
 
     @property
     def decodes(self) -> bool:
-        """Whether this rank turns latents into frames."""
-        return self.rank == 0 and (self.is_vae_stage if self.vae_stage else self.last_stage)
+        """Whether this rank turns latents into frames, or its part of them."""
+        return (self.rank == 0 or self.shares_decode) and (self.is_vae_stage if self.vae_stage else self.last_stage)
+
+    @property
+    def shares_decode(self) -> bool:
+        """Whether the ranks that share layers, or stand beside each other on the VAE stage, decode together."""
+        return self.decode_group is not None
 
     @property
     def tensor_size(self) -> int:
@@ -181,6 +201,15 @@ class ParallelContext:
         parts = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part[:, :n] for part, n in zip(parts, lengths, strict=True)], dim=1)
+
+
+def _another_group(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Make a second `group` of the same `ranks`; every rank of the world does so at the same point, for its own."""
+    everybody: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everybody, list(ranks))
+    backend = dist.get_backend(group)
+    made = {each: dist.new_group(each, backend=backend) for each in sorted({tuple(members) for members in everybody})}
+    return made[tuple(ranks)]
 
 
 def split_evenly(total: int, parts: int) -> list[int]:

@@ -41,6 +41,7 @@ from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
 from vllm_omni.model_executor.models.causal_wan.weights import load_pipeline_weights
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
+from vllm_omni.model_executor.models.wan.split_decode import RowBands, splits_decode, whole_frames
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
@@ -88,6 +89,9 @@ class StreamSetup:
         """
         options = CausalWanOptions.parse(omni.model)
         compiled = (torch.cuda.is_available() and not eager) if options.compile is None else options.compile
+        if options.decoder == "tiny" and omni.vae_parallel:
+            raise ValueError("omni.vae_parallel splits decoder 'wan' over ranks; decoder 'tiny' is too small to gain")
+        vae_parallel = splits_decode(omni.vae_parallel) and options.decoder == "wan"
         return cls(
             config=CausalWanConfig.from_checkpoint(checkpoint["transformer"]),
             vae_config=VAEConfig.from_dict(checkpoint["vae"]),
@@ -95,7 +99,8 @@ class StreamSetup:
             tokenizer=layout.tokenizer,
             options=options,
             omni=omni,
-            parallel=parallel or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition),
+            parallel=parallel
+            or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, vae_parallel),
             dtype=dtype,
             tiny_vae_channels=tiny_vae_channels(layout.tiny_vae) if options.decoder == "tiny" else None,
             compiled=compiled,
@@ -153,6 +158,7 @@ class CausalWan(nn.Module):
             dtype=vae_dtype,
             compiled=setup.compiled,
             frames_per_call=options.vae_frames_per_call,
+            bands=RowBands.of(parallel),
         )
         self.tiny_vae: TinyVAEDecoder | None = None
         if decodes and setup.tiny_vae_channels is not None:
@@ -176,6 +182,10 @@ class CausalWan(nn.Module):
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
+    @property
+    def shares_decode(self) -> bool:
+        return self.parallel.shares_decode
+
     def session_nbytes(self, params: DiffusionParams) -> int:
         shape = self._read_shape(params)
         return self.sizes.cache_nbytes(shape) + self._reserved_bytes(shape)
@@ -191,6 +201,7 @@ class CausalWan(nn.Module):
         shape = read_shape(params, self.config, self.omni)
         if shape.source == "video" and not self.options.video_input:
             raise RequestFailed("invalid_request", "this server makes video from text only (omni.model.video_input)")
+        self.vae.check_height(shape.height)
         return shape
 
     def _reserved_bytes(self, shape: StreamShape) -> int:
@@ -345,10 +356,10 @@ class CausalWan(nn.Module):
             meta["noise_scale"] = chunk.noise_scale
         if session.shape.output == "latents":
             return meta, {"latents": chunk.latents}
-        assert self.decoder is not None, "only one rank of the last stage decodes"
+        assert self.decoder is not None, "ranks of the last stage decode: one, or all of them together"
         chunk.decoded_from = session.decoder_cache
         pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
-        return meta, {"frames": to_uint8(pixels)}
+        return meta, whole_frames(to_uint8(pixels), self.vae.bands)
 
     def hand_over(self, request: DiffusionRequest) -> dict[str, Any]:
         return {"noise_scale": _chunk_of(request).noise_scale}

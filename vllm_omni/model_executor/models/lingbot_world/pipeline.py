@@ -40,6 +40,7 @@ from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
+from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
@@ -92,6 +93,7 @@ class LingBotWorld(nn.Module):
             dtype=setup.options.vae_torch_dtype(setup.dtype),
             compiled=setup.compiled,
             frames_per_call=setup.options.vae_frames_per_call,
+            bands=RowBands.of(setup.parallel),
         )
         self.decoder = ChunkDecoder(self.vae, setup.options.vae_continuation) if decodes else None
         self.condition: GreyCondition | None = None
@@ -112,8 +114,13 @@ class LingBotWorld(nn.Module):
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
+    @property
+    def shares_decode(self) -> bool:
+        return self.parallel.shares_decode
+
     def session_nbytes(self, params: DiffusionParams) -> int:
         shape = read_shape(params, self.config, self.omni)
+        self.vae.check_height(shape.height)
         window = kv_window_nbytes(
             num_layers=self.transformer.num_local_layers,
             window_frames=self.plan.window_frames,
@@ -269,7 +276,7 @@ class LingBotWorld(nn.Module):
         assert self.decoder is not None, "this rank does not decode"
         chunk.decoded_from = session.decoder_cache
         pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
-        return meta, {"frames": to_uint8(pixels)}
+        return meta, whole_frames(to_uint8(pixels), self.vae.bands)
 
     def hand_over(self, request: DiffusionRequest) -> dict[str, Any]:
         return {}

@@ -24,6 +24,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, Wa
 from torch import nn
 
 from vllm_omni.model_executor.models.wan.components import VAEConfig
+from vllm_omni.model_executor.models.wan.split_decode import RowBands, split_decoder
 from vllm_omni.outputs import empty_result
 from vllm_omni.snapshot import SavedTensors
 
@@ -79,6 +80,7 @@ class StreamingWanVAE(nn.Module):
     compiled: fuse the decoder with torch.compile (all but a stream's first latent, which has its own control flow).
     frames_per_call: how many of a latent frame's 4 video frames go through the decoder's two largest levels at a time;
     None = all. Fewer need less memory beside the cache and a little more time; the frames are the same.
+    bands: this rank decodes its band of rows only, together with the other ranks (`split_decode`); None = all rows.
     On CUDA, convolutions run channels-last, the layout their kernels are fastest in.
     """
 
@@ -94,9 +96,11 @@ class StreamingWanVAE(nn.Module):
         dtype: torch.dtype = torch.float32,
         compiled: bool = False,
         frames_per_call: int | None = None,
+        bands: RowBands | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self.bands = bands
         self.dtype = dtype
         common: dict[str, Any] = {"dim_mult": list(config.dim_mult), "num_res_blocks": config.num_res_blocks}
         if encoder:
@@ -114,7 +118,10 @@ class StreamingWanVAE(nn.Module):
                 z_dim=config.z_dim,
                 temperal_upsample=list(reversed(config.temporal_downsample)),
                 **common,
-            ).to(dtype)
+            )
+            if bands is not None:
+                split_decoder(self.decoder, bands)
+            self.decoder.to(dtype)
         for name, values in (("latents_mean", config.latents_mean), ("latents_std", config.latents_std)):
             buffer = torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1, 1)
             self.register_buffer(name, buffer, persistent=False)
@@ -168,9 +175,12 @@ class StreamingWanVAE(nn.Module):
         """Decode the next latents of a stream; `cache` None starts one.
 
         latents_1CTHW: [1, 16, n, h, w], normalised, any float dtype, n >= 1. Returns pixels [1, 3, T, 8h, 8w] in
-        [-1, 1] in the VAE's dtype, T = 4n (4n - 3 at a start), and the next cache.
+        [-1, 1] in the VAE's dtype, T = 4n (4n - 3 at a start), and the next cache; both of this rank's rows only if it
+        decodes in bands.
         """
         factor = self.config.spatial_factor
+        if self.bands is not None:
+            latents_1CTHW = self.bands.take(latents_1CTHW)
         shapes = _cache_shapes(self.config, "decoder", latents_1CTHW.shape[3] * factor, latents_1CTHW.shape[4] * factor)
         assert self._decode_latent is not None, "this VAE was built without a decoder"
         features = None if cache is None else list(cache.features)
@@ -187,8 +197,16 @@ class StreamingWanVAE(nn.Module):
         """Bytes of an encoder cache for a stream of `height` x `width` pixels; runs nothing."""
         return cache_nbytes(self.config, "encoder", height, width, self.dtype)
 
+    def check_height(self, height: int) -> None:
+        """Raise `RequestFailed` for a stream too low for the ranks that decode in bands; on all ranks alike."""
+        if self.bands is not None:
+            self.bands.rows(height // self.config.spatial_factor)
+
     def decoder_cache_nbytes(self, height: int, width: int) -> int:
-        """Bytes of a decoder cache for a stream of `height` x `width` pixels; runs nothing."""
+        """Bytes of this rank's decoder cache for a stream of `height` x `width` pixels; runs nothing."""
+        if self.bands is not None:
+            factor = self.config.spatial_factor
+            height = factor * len(self.bands.rows(height // factor))
         return cache_nbytes(self.config, "decoder", height, width, self.dtype)
 
 
