@@ -13,6 +13,9 @@ import pytest
 import torch
 from engine_client import STOCK_SCHEDULER, EngineClient, SharedEngine, running_engine, shared_engine
 
+from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout, hf_config
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
+from vllm_omni.model_executor.models.wan.weights import load_vae
 from vllm_omni.outputs import RequestFailed
 
 CHUNKS, SESSIONS = 4, 2
@@ -20,6 +23,13 @@ TOLERANCE = 2e-4
 """fp32 latents of order 1 after four chunks of five passes; sums are ordered differently on several ranks."""
 SMALL_WINDOW = {"window_frames": 7, "sink_frames": 2}
 """Full after the third chunk, and no multiple of the chunk: eviction and ring wrap are exercised."""
+PR3701 = {
+    "later_condition": "fresh_grey",
+    "vae_continuation": "restart",
+    "camera_first_frame": "stands_each_chunk",
+    "camera_scale": "chunk_max",
+    "prompt_switch": "ignore",
+}
 
 
 def image() -> torch.Tensor:
@@ -154,3 +164,66 @@ def test_two_ranks_agree_with_one(
             assert difference <= (0.0 if "pipeline_parallel_size" in parallel else TOLERANCE)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="this machine has a single GPU")
+@pytest.mark.parametrize("vae_stage", [False, True], ids=["one rank", "a stage for the VAE"])
+def test_a_world_as_pr_3701_serves_it(lingbot_world: Path, alone: list[list[torch.Tensor]], vae_stage: bool) -> None:
+    """Frames are the engine's latents decoded two latents early, a later prompt changes nothing, bytes stay the same.
+
+    The frames' session is told another prompt with every chunk, the latents' session is not.
+    """
+    vae = StreamingWanVAE(VAEConfig.from_dict(hf_config(lingbot_world)["lingbot_world"]["vae"]))
+    weights = find_layout(lingbot_world).vae
+    assert weights is not None
+    load_vae(vae, weights)
+
+    async def frames(client: EngineClient, name: str, seed: int) -> list[torch.Tensor]:
+        pictures = []
+        for index in range(CHUNKS):
+            fields = {"prompt": f"a field in season {seed}", "seed": seed} if index == 0 else {"prompt": "ignored"}
+            keys = [["w"], ["w", "j"]] if seed % 2 else [["d"], ["l"]]
+            start = {"image": image()} if index == 0 else None
+            _, tensors = await client.send(
+                start, session_id=name, chunk_index=index, actions=[keys[index % 2]] * 3, **fields
+            )
+            pictures.append(tensors["frames"].clone())
+        return pictures
+
+    async def scenario() -> None:
+        omni = {"model": {**SMALL_WINDOW, **PR3701}, "vae_stage": vae_stage}
+        arguments: dict[str, Any] = {"pipeline_parallel_size": 2} if vae_stage else {}
+        async with running_engine(lingbot_world, omni, dtype="float32", **arguments) as client:
+            latents = await walk(client, "latents", 1)
+            assert largest_difference([latents], [alone[1]]) > 0.01
+            pictures, others = await asyncio.gather(frames(client, "frames", 1), frames(client, "others", 2))
+            held = [rank["bytes"] for rank in await client.engine.collective_rpc("session_stats")]
+            clip = torch.cat(latents, dim=1)[None]
+            for index, ours in enumerate(pictures):
+                again = 2 if index else 0
+                pixels, _ = vae.decode(clip[:, :, 3 * index - again : 3 * index + 3], None)
+                expected = to_uint8(pixels)[5 if index else 0 :]
+                assert (ours.int() - expected.int()).abs().max() <= 1
+            assert not torch.equal(others[1], pictures[1])
+            await client.send(session_id="frames", op="fork", fork_to="copy")
+            both = [
+                (await client.send(session_id=name, chunk_index=CHUNKS, actions=[["w"]] * 3))[1]["frames"].clone()
+                for name in ("frames", "copy")
+            ]
+            assert torch.equal(*both)
+            await client.send(session_id="copy", op="close")
+            assert [rank["bytes"] for rank in await client.engine.collective_rpc("session_stats")] == held
+
+    asyncio.run(scenario())
+
+
+def test_an_unknown_choice_is_refused_at_start(lingbot_world: Path) -> None:
+    """In the front end, before a process is started: one line with the allowed values."""
+
+    async def scenario() -> None:
+        async with running_engine(lingbot_world, {"model": {"vae_continuation": "resume"}}, dtype="float32"):
+            pass
+
+    with pytest.raises(ValueError, match=r"vae_continuation.*allowed values: 'cache', 'restart'"):
+        asyncio.run(scenario())
