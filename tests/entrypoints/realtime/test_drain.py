@@ -110,6 +110,32 @@ def test_a_live_stream_ends_after_its_chunk_and_is_saved_before_its_client_hears
     scenario(test)
 
 
+def test_draining_lasts_until_the_last_client_is_told() -> None:
+    """The server's end would close the socket with another code, before or in the middle of the last words."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        engine.delay_s = 0.02
+        run = session.submit(job(FIRST + 9 * LATER, "r", image=True))
+        told: list[str] = []
+
+        async def deliver(payload: bytes) -> None:
+            pass
+
+        async def answer() -> None:
+            try:
+                await run.follow(deliver, object(), manager.pace(None))
+            except DoorError as error:
+                await asyncio.sleep(0.2)  # the message, then the close frame
+                told.append(error.code)
+
+        manager.spawn(answer())
+        await until(lambda: run.completed == 1)
+        await manager.drain.run(manager)
+        assert told == ["draining"]
+
+    scenario(test)
+
+
 def test_an_idle_session_is_saved_once_and_an_empty_one_not() -> None:
     """Two sessions, of which one has no world."""
 

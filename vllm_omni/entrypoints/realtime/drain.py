@@ -70,7 +70,10 @@ class SessionDrain:
             logger.warning("a session could not be saved: %s", error)
 
     async def run(self, manager: "SessionManager") -> None:
-        """Stop taking work, and return when all that was begun is done, delivered and saved."""
+        """Stop taking work, and return when all that was begun is done, delivered and saved, and connections closed.
+
+        Whoever is told `draining` is closed with 1013 by the task that tells him, not by the server's end (1012).
+        """
         self._begun.set()
         manager.gate.is_draining = True
         while any(_works(session) for session in manager.sessions()):
@@ -80,6 +83,8 @@ class SessionDrain:
                 await self.save(session)
         if self._saving:
             await asyncio.wait(set(self._saving))
+        while manager.is_working:
+            await asyncio.sleep(_POLL_S)
 
 
 def _works(session: "Session") -> bool:

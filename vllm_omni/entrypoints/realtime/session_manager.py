@@ -194,6 +194,11 @@ class SessionManager:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    @property
+    def is_working(self) -> bool:
+        """Whether a task runs, apart from the one that closes idle sessions."""
+        return any(task is not self._sweeper for task in self._tasks)
+
     async def off_loop(self, function: Any, *args: Any) -> Any:
         """Run CPU work on the executor's threads."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
