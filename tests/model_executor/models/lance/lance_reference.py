@@ -369,6 +369,13 @@ def record(directory: Path, sizes: dict[str, Any], *, seed: int, steps: int) -> 
     tensors |= {f"image_edit.{name}": value for name, value in seen.items()}
     tensors["image_edit.ref_latent"] = reference.view(*picture, 48)
     tensors |= model.read(steps=7)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, directory / "golden_fp32.safetensors")
+    write_model(directory, model)
+
+
+def write_model(directory: Path, model: Reference) -> None:
+    """Write `state_dict` and `meta_fp32.json`, what a recording is replayed with."""
+    sizes = model.sizes
     llm = {
         "vocab_size": model.vocab_size,
         "hidden_size": sizes["hidden"],
@@ -386,4 +393,3 @@ def record(directory: Path, sizes: dict[str, Any], *, seed: int, steps: int) -> 
     meta = {"precision": "fp32", "config": config, "toy_vocab": model.vocabulary}
     (directory / "meta_fp32.json").write_text(json.dumps(meta))
     save_file({name: value.contiguous() for name, value in model.w.items()}, directory / "state_dict.safetensors")
-    save_file({name: value.contiguous() for name, value in tensors.items()}, directory / "golden_fp32.safetensors")

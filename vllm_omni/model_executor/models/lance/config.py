@@ -219,16 +219,28 @@ def check_stages(stages: int) -> None:
 
 
 class LanceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`omni.model` of a Lance server.
+    """`omni.model` of a Lance server. Choices between public implementations default to the original's.
 
     max_image_pixels, max_video_pixels (width x height), max_video_frames: the largest drawing that is accepted; device
     memory is planned for it. max_new_tokens: the longest text of one understanding request.
+    drawing_prompt: text-to-image and text-to-video write the chat `template`, or the template `wrapped` once more
+    between <|im_start|> and <|im_end|>, as BAGEL's prompts are.
+    uncond_context: of text-to-image and text-to-video: the `template` without the user's text, or an `empty` one
+    (nothing for an image, <|im_start|><|im_end|> for a video, a negative prompt between those two).
+    edit_apostrophe: in the system prompts of edits, U+2019 (`typographic`) or `ascii`.
     uncond_positions: positions of the text behind the user's in the unconditional context: those of the conditional
     one (`cond`, what the published results used) or recomputed (`own`).
     i2v_renorm: guidance norms over all tokens or only those that are not pinned to the first frame.
+    i2v_noise_place: positions of the block that is drawn follow all text (`behind_text`), or start where the user's
+    text starts (`before_text`).
+    understanding_video: a clip that is read goes to a `bucket` at 12 frames a second, or through Qwen2-VL's
+    `smart_resize`, every frame, up to max_video_frames of them.
     understanding_vit_time: the vision block's time positions run on (`running`) or start at 1000 (`origin`).
     position_table: `computed` rebuilds the 3-D table, `checkpoint` uses the stored one.
     reference_latent: the reference's latents are the encoder's `mean`, or a `sample` around it.
+    vision_weights: of the vision tower, from its own file (`separate`) or from the decoder's (`bundled`); where only
+    one of them has it, from that one.
+    pixel_rounding: levels of decoded pixels are the nearest (`round`), or the next lower (`truncate`).
     vae_dtype: of the autoencoder; None = the model's. compile: fuse elementwise chains with torch.compile; None = on
     CUDA unless --enforce-eager. tokens_per_step: text tokens that an understanding request decodes in one engine step.
     sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism of latents instead.
@@ -238,11 +250,18 @@ class LanceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_video_pixels: Positive = 480 * 848
     max_video_frames: Positive = 121
     max_new_tokens: Positive = 2048
+    drawing_prompt: Literal["template", "wrapped"] = "template"
+    uncond_context: Literal["template", "empty"] = "template"
+    edit_apostrophe: Literal["typographic", "ascii"] = "typographic"
     uncond_positions: Literal["cond", "own"] = "cond"
     i2v_renorm: Literal["all", "unpinned"] = "all"
+    i2v_noise_place: Literal["behind_text", "before_text"] = "behind_text"
+    understanding_video: Literal["bucket", "smart_resize"] = "bucket"
     understanding_vit_time: Literal["running", "origin"] = "running"
     position_table: Literal["computed", "checkpoint"] = "computed"
     reference_latent: Literal["mean", "sample"] = "mean"
+    vision_weights: Literal["separate", "bundled"] = "separate"
+    pixel_rounding: Literal["round", "truncate"] = "round"
     vae_dtype: Literal["bfloat16", "float32"] | None = None
     compile: bool | None = None
     tokens_per_step: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4

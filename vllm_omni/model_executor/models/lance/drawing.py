@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from vllm_omni.model_executor.models.lance.context import ContextWriter, PlacedSegment, Rope, Visuals, place
-from vllm_omni.model_executor.models.lance.layout import Grid, Segment, positions
+from vllm_omni.model_executor.models.lance.layout import Grid, Segment, block_positions, positions
 from vllm_omni.model_executor.models.lance.pack import BranchCache, PackBuilder
 from vllm_omni.model_executor.models.lance.prompt import Prompt
 from vllm_omni.model_executor.models.lance.sampling import Guidance
@@ -48,23 +48,32 @@ class DrawingPlan:
         return _length(self.cond) + block, _length(self.uncond) + block
 
 
-def plan_drawing(prompt: Prompt, uncond_positions: Literal["cond", "own"]) -> DrawingPlan:
+def plan_drawing(
+    prompt: Prompt, uncond_positions: Literal["cond", "own"], noise_before_text: bool = False
+) -> DrawingPlan:
     """Place both contexts of a prompt.
 
-    uncond_positions: `cond` gives the text behind the user's the conditional context's positions, as long as nothing
-    (no negative prompt) stands in the user's place; the drawn block always has positions of its own context.
+    uncond_positions: `cond` gives the text behind the user's the conditional context's positions, as long as both
+    contexts end with that text and nothing (no negative prompt) stands in the user's place; the drawn block always has
+    positions of its own context. noise_before_text: in both contexts the drawn block's positions start where the
+    user's text starts; it still sees all of the text.
     """
     cond = place(prompt.cond, positions(prompt.cond))
     uncond = place(prompt.uncond, positions(prompt.uncond))
     shared = _common(prompt.cond, prompt.uncond)
     has_negative = any(segment.user for segment in prompt.uncond)
-    if uncond_positions == "cond" and not has_negative:
+    same_end = prompt.uncond[-2:] == prompt.cond[-2:]
+    if uncond_positions == "cond" and same_end and not has_negative:
         uncond = [*uncond[:-2], PlacedSegment(uncond[-2].segment, cond[-2].positions_3T), uncond[-1]]
+    cond_block, uncond_block = cond[-1].positions_3T, uncond[-1].positions_3T
+    if noise_before_text:
+        user = next(placed for placed in cond if placed.segment.user)
+        cond_block = uncond_block = block_positions(int(user.positions_3T[0, 0]), prompt.cond[-1].grid)
     return DrawingPlan(
         cond=cond[:-1],
         uncond=uncond[:-1],
-        cond_block=cond[-1].positions_3T,
-        uncond_block=uncond[-1].positions_3T,
+        cond_block=cond_block,
+        uncond_block=uncond_block,
         shared=shared,
         grid=prompt.cond[-1].grid,
     )

@@ -14,7 +14,7 @@ from vllm_omni.model_executor.models.lance.config import (
     LanceOptions,
     check_stages,
 )
-from vllm_omni.model_executor.models.lance.request import default_size
+from vllm_omni.model_executor.models.lance.sizes import default_size
 from vllm_omni.model_executor.models.registry import ModelFamily
 
 
@@ -47,6 +47,9 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
     pictures, limit = default_size(False, options), options.max_image_pixels
     height, width = default_size(True, options) if videos else pictures
     longest = min(options.max_video_frames, lance.max_frames)
+    readable = round(DEFAULTS.fps * DEFAULTS.video_seconds)
+    if options.understanding_video == "smart_resize":  # every frame that arrives is read
+        readable = min(readable, options.max_video_frames)
     return Capabilities(
         tasks=(
             ("text_to_image", "image_edit", "text_to_video", "image_to_video", "video_edit")
@@ -68,7 +71,7 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
         fps=DEFAULTS.fps,
         images_per_request=4,
         reads=("image", "video"),
-        read_frames=round(DEFAULTS.fps * DEFAULTS.video_seconds),
+        read_frames=readable,
     )
 
 

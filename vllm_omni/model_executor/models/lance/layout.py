@@ -63,7 +63,7 @@ def raw_positions(segments: Sequence[Segment]) -> list[torch.Tensor]:
             positions = torch.arange(counter, counter + segment.length).expand(3, -1)
             counter += segment.length
         else:
-            positions = _block(counter, segment.grid)
+            positions = block_positions(counter, segment.grid)
             counter = int(positions[0, -1]) + 1
         result.append(positions)
     return result
@@ -87,7 +87,8 @@ def positions(segments: Sequence[Segment], *, anchor_vit: bool | None = None) ->
     return placed
 
 
-def _block(start: int, grid: Grid) -> torch.Tensor:
+def block_positions(start: int, grid: Grid) -> torch.Tensor:
+    """Return a visual block's positions, int64 [3, length], markers included, if its start marker stands at `start`."""
     frames, height, width = grid
     first = start + 1
     cells = torch.stack(

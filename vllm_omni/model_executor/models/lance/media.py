@@ -2,7 +2,8 @@
 """Pictures and clips of any size -> the sizes the model was trained on, on the model's device.
 
 A picture goes to the nearest of six aspect ratios (a "bucket") of a preset's area: centre-cropped to the ratio,
-resized with antialiased bicubic filtering, and for the vision tower cropped to whole patches.
+resized with antialiased bicubic filtering, and for the vision tower cropped to whole patches. Qwen2-VL's resize, an
+alternative for clips that are read, is transformers'.
 Held by tests/model_executor/models/lance/test_lance_media.py.
 """
 
@@ -88,12 +89,17 @@ def fit(frames_THWC: torch.Tensor, resized: Size, final: Size | None = None) -> 
     """
     top, left, height, width = crop_box((frames_THWC.shape[1], frames_THWC.shape[2]), resized)
     window = frames_THWC[:, top : top + height, left : left + width].permute(0, 3, 1, 2).float()
-    if (height, width) != resized:
-        window = functional.interpolate(window, size=resized, mode="bicubic", antialias=True).round_().clamp_(0, 255)
+    window = _resize(window, resized)
     if final is not None and final != resized:
         top, left = (resized[0] - final[0]) // 2, (resized[1] - final[1]) // 2
         window = window[:, :, top : top + final[0], left : left + final[1]]
     return window.transpose(0, 1)
+
+
+def _resize(frames_TCHW: torch.Tensor, size: Size) -> torch.Tensor:
+    if tuple(frames_TCHW.shape[2:]) == size:
+        return frames_TCHW
+    return functional.interpolate(frames_TCHW, size=size, mode="bicubic", antialias=True).round_().clamp_(0, 255)
 
 
 def for_vae(frames_THWC: torch.Tensor, size: Size) -> torch.Tensor:
@@ -101,13 +107,37 @@ def for_vae(frames_THWC: torch.Tensor, size: Size) -> torch.Tensor:
     return fit(frames_THWC, size) / 127.5 - 1
 
 
-def for_vit(frames_THWC: torch.Tensor, preset: Preset) -> torch.Tensor:
-    """uint8 frames -> fp32 pixels [3, T, h, w] of a vision bucket, with CLIP's mean and deviation."""
-    resized = buckets(preset.vit, _STRIDE)
-    index = nearest_bucket((frames_THWC.shape[1], frames_THWC.shape[2]), resized)
-    pixels = fit(frames_THWC, resized[index], buckets(preset.vit, VISION_MULTIPLE)[index]) / 255
+def for_vit(frames_THWC: torch.Tensor, preset: Preset | None) -> torch.Tensor:
+    """uint8 frames -> fp32 pixels [3, T, h, w] for the vision tower, with CLIP's mean and deviation.
+
+    preset: of the bucket; None = Qwen2-VL's `smart_size`, which scales both sides and crops nothing.
+    """
+    size = (frames_THWC.shape[1], frames_THWC.shape[2])
+    if preset is None:
+        pixels = _resize(frames_THWC.permute(0, 3, 1, 2).float(), smart_size(size)).transpose(0, 1) / 255
+    else:
+        resized = buckets(preset.vit, _STRIDE)
+        index = nearest_bucket(size, resized)
+        pixels = fit(frames_THWC, resized[index], buckets(preset.vit, VISION_MULTIPLE)[index]) / 255
     mean, std = (torch.tensor(values, device=pixels.device).view(3, 1, 1, 1) for values in (_CLIP_MEAN, _CLIP_STD))
     return (pixels - mean) / std
+
+
+@cache
+def smart_limits() -> tuple[int, int]:
+    """Return the fewest and the most pixels of a frame that Qwen2-VL's video processor resizes to."""
+    from transformers import Qwen2VLVideoProcessor  # the command line, which asks for buckets only, starts without it
+
+    return Qwen2VLVideoProcessor.size["shortest_edge"], Qwen2VLVideoProcessor.size["longest_edge"]
+
+
+def smart_size(size: Size) -> Size:
+    """Return the size that Qwen2-VL's video processor gives a frame. Raises ValueError for sides beyond 200 to 1."""
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
+
+    fewest, most = smart_limits()
+    height, width = smart_resize(*size, factor=VISION_MULTIPLE, min_pixels=fewest, max_pixels=most)
+    return height, width
 
 
 def sampled_frames(num_frames: int, fps: float | None) -> torch.Tensor:

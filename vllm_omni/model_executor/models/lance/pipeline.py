@@ -40,28 +40,22 @@ from vllm_omni.model_executor.models.lance.config import (
     check_stages,
     default_dtype,
 )
-from vllm_omni.model_executor.models.lance.context import Visuals, place
-from vllm_omni.model_executor.models.lance.drawing import Drawing, plan_drawing
-from vllm_omni.model_executor.models.lance.layout import positions
-from vllm_omni.model_executor.models.lance.media import Preset, for_vae, for_vit
+from vllm_omni.model_executor.models.lance.drawing import Drawing
 from vllm_omni.model_executor.models.lance.prompt import (
-    IM_END,
     VISION_END,
     VISION_START,
     LanceTokenizer,
-    build_prompt,
 )
-from vllm_omni.model_executor.models.lance.reading import AnswerRules, Reading
+from vllm_omni.model_executor.models.lance.reading import Reading
 from vllm_omni.model_executor.models.lance.request import (
     DrawInputs,
-    ReadInputs,
     find_task,
     largest_needs,
     parse_request_options,
     read_drawing,
     read_question,
 )
-from vllm_omni.model_executor.models.lance.sampling import flow_timesteps
+from vllm_omni.model_executor.models.lance.starting import Starter, continue_reading
 from vllm_omni.model_executor.models.lance.state import Answer, LanceSession
 from vllm_omni.model_executor.models.lance.stepper import Stepper
 from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
@@ -69,20 +63,15 @@ from vllm_omni.model_executor.models.lance.vae import (
     LanceVAEConfig,
     LanceWanVAE,
     from_tokens,
-    to_tokens,
     to_uint8,
 )
-from vllm_omni.model_executor.models.lance.vision import VisionTower, decoder_grid, to_patches
+from vllm_omni.model_executor.models.lance.vision import VisionTower
 from vllm_omni.model_executor.models.lance.weights import load_network, load_vae, load_vision
-from vllm_omni.model_executor.noise import noise_seed, standard_normal
 from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.model_executor.vllm_model import StepPipeline
-from vllm_omni.outputs import RequestFailed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-_WARM_UP_FRAME_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -160,6 +149,7 @@ class Lance(nn.Module):
         self.vae = LanceWanVAE(setup.vae_config, setup.dtype if vae_dtype is None else getattr(torch, vae_dtype))
         markers = (self.tokenizer.ids[VISION_START], self.tokenizer.ids[VISION_END])
         self.stepper = Stepper(self.network, markers, self.tokenizer.size)
+        self.starter = Starter(self.tokenizer, self.vision, self.vae, self.network, self.options)
 
     @property
     def device(self) -> torch.device:
@@ -172,7 +162,8 @@ class Lance(nn.Module):
         source = open_tensors(layout.weights)
         load_network(self.network, source, self.config)
         separate = layout.vision_weights
-        load_vision(self.vision, self.config.vision, None if separate is None else open_tensors(separate), source)
+        own = None if separate is None else open_tensors(separate)
+        load_vision(self.vision, self.config.vision, own, source, self.options.vision_weights)
         load_vae(self.vae, open_tensors(layout.vae))
 
     # -- sessions ------------------------------------------------------------------------------------------------------
@@ -197,7 +188,7 @@ class Lance(nn.Module):
     def prepare_encode(self, request: DiffusionRequest) -> None:
         session, params = _session_of(request), request.params
         if session.answer is not None:
-            reading = self._continue(session.answer, request)
+            reading = continue_reading(session.answer, request)
             request.state = Work(session.answer.task, reading=reading)
             request.num_steps = self._reading_steps(reading)
             return
@@ -205,12 +196,13 @@ class Lance(nn.Module):
         task = find_task(params, options, request.tensors)
         if task in READING_TASKS:
             question = read_question(params, options, task, request.tensors, self.options)
-            reading = self._start_reading(question, request, options.chunk_tokens)
+            reading = self.starter.reading(question, options.chunk_tokens, request.timer)
             request.state = Work(task, reading=reading)
             request.num_steps = self._reading_steps(reading)
         else:
             inputs = read_drawing(params, options, task, request.tensors, self.config, self.options)
-            request.state = Work(task, drawing=self._start_drawing(inputs, request), inputs=inputs)
+            drawing = self.starter.drawing(inputs, session.reserved_bytes, request.timer)
+            request.state = Work(task, drawing=drawing, inputs=inputs)
             request.num_steps = 1 + inputs.num_steps
 
     def batch_key(self, request: DiffusionRequest) -> Hashable:
@@ -271,7 +263,8 @@ class Lance(nn.Module):
         latents = [from_tokens(tokens, drawing.plan.grid) for tokens in drawing.latents]
         if request.params.output == "latents":
             return meta, {"latents": torch.stack(latents).contiguous()}
-        pictures = [to_uint8(self.vae.decode_video(latent.unsqueeze(0))[0]) for latent in latents]
+        rounding = self.options.pixel_rounding
+        pictures = [to_uint8(self.vae.decode_video(latent.unsqueeze(0))[0], rounding) for latent in latents]
         return meta, {"frames": pictures[0]} if video else {"images": torch.cat(pictures)}
 
     def commit(self, request: DiffusionRequest) -> None:
@@ -310,118 +303,7 @@ class Lance(nn.Module):
             )
         return inputs
 
-    # -- drawings ------------------------------------------------------------------------------------------------------
-
-    def _start_drawing(self, inputs: DrawInputs, request: DiffusionRequest) -> Drawing:
-        reads_source = inputs.task in ("image_edit", "video_edit")
-        vit = reference = None
-        visuals, grid = Visuals(), None
-        first = None
-        if inputs.source is not None:
-            source = inputs.source.to(self.device)
-            if reads_source:
-                rows, grid = self._see(source, inputs.preset, request)
-                with request.timer.stage("reference"):
-                    reference = to_tokens(self._encode(for_vae(source, inputs.size), inputs.seed))
-                visuals, vit = Visuals(rows, reference), grid
-            else:
-                with request.timer.stage("reference"):
-                    first = to_tokens(self._encode(for_vae(source, inputs.size), inputs.seed))
-        prompt = build_prompt(
-            inputs.task,
-            self.tokenizer.tokens,
-            inputs.prompt,
-            system_prompt=inputs.system_prompt,
-            negative_prompt=inputs.negative_prompt,
-            vit=vit,
-            reference=inputs.grid if reads_source else None,
-            noise=inputs.grid,
-        )
-        plan = plan_drawing(prompt, self.options.uncond_positions)
-        noise = torch.stack(
-            [
-                standard_normal((plan.num_latents, self.vae.z_channels), inputs.seed + picture, 0, 0)
-                for picture in range(inputs.num_images)
-            ]
-        ).to(self.device)
-        if first is not None:
-            noise[:, : len(first)] = first
-        cond, uncond = plan.capacities()
-        branches = inputs.num_images * (cond + uncond)
-        decoder = self.network.language_model
-        if decoder.cache_nbytes(branches) > _session_of(request).reserved_bytes:
-            raise RequestFailed("capacity", "the request needs more memory than its parameters announced")
-        return Drawing(
-            plan=plan,
-            visuals=visuals,
-            guidance=inputs.guidance,
-            timesteps=flow_timesteps(inputs.num_steps, inputs.shift),
-            latents=noise,
-            cond=[decoder.new_cache(cond) for _ in range(inputs.num_images)],
-            uncond=[decoder.new_cache(uncond) for _ in range(inputs.num_images)] if inputs.guidance.enabled else [],
-            pinned=0 if first is None else len(first),
-            renorm_pinned=self.options.i2v_renorm == "all",
-        )
-
-    def _encode(self, pixels_CTHW: torch.Tensor, seed: int) -> torch.Tensor:
-        """Pixels -> normalised latents [C, t, h, w], fp32."""
-        generator = None
-        if self.options.reference_latent == "sample":
-            generator = torch.Generator().manual_seed(noise_seed(seed, 0, 1))
-        return self.vae.encode_video(pixels_CTHW.unsqueeze(0), generator)[0]
-
-    def _see(
-        self, source: torch.Tensor, preset: Preset, request: DiffusionRequest
-    ) -> tuple[torch.Tensor, tuple[int, int, int]]:
-        """Frames -> (decoder rows, their grid)."""
-        with request.timer.stage("vision"):
-            patches, grid = to_patches(for_vit(source, preset))
-            return self.vision(patches, grid), decoder_grid(grid)
-
     # -- answers -------------------------------------------------------------------------------------------------------
-
-    def _start_reading(self, inputs: ReadInputs, request: DiffusionRequest, chunk_tokens: int | None) -> Reading:
-        rows, grid = self._see(inputs.source.to(self.device), inputs.preset, request)
-        prompt = build_prompt(
-            inputs.task, self.tokenizer.tokens, inputs.prompt, system_prompt=inputs.system_prompt, vit=grid
-        )
-        anchored = self.options.understanding_vit_time == "origin"
-        context = place(prompt.cond, positions(prompt.cond, anchor_vit=anchored))
-        prompt_tokens = sum(placed.segment.length for placed in context)
-        return Reading(
-            cache=self.network.language_model.new_cache(prompt_tokens + inputs.max_tokens),
-            rules=AnswerRules(
-                choice=inputs.choice,
-                seed=inputs.seed,
-                max_tokens=inputs.max_tokens,
-                end_token=self.tokenizer.ids[IM_END],
-                stop=inputs.stop,
-            ),
-            chunk_tokens=inputs.max_tokens if chunk_tokens is None else chunk_tokens,
-            context=context,
-            visuals=Visuals(rows),
-            prompt_tokens=prompt_tokens,
-        )
-
-    def _continue(self, answer: Answer, request: DiffusionRequest) -> Reading:
-        """The next piece of an answer. Raises `RequestFailed` if there is none or something else is asked for."""
-        params = request.params
-        if params.prompt is not None or params.options or request.tensors:
-            raise RequestFailed(
-                "invalid_request",
-                "this session is in the middle of an answer: go on without prompt, options and tensors, or use another "
-                "session",
-            )
-        if answer.progress.finish_reason is not None:
-            raise RequestFailed("out_of_order", "the answer of this session has ended; close it and use another one")
-        return Reading(
-            cache=answer.cache,
-            rules=answer.rules,
-            chunk_tokens=answer.chunk_tokens,
-            progress=answer.progress,
-            prompt_tokens=answer.prompt_tokens,
-            first_token=len(answer.progress.tokens),
-        )
 
     def _reading_steps(self, reading: Reading) -> int:
         """The most engine steps that the chunk may take."""

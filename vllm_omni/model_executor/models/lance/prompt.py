@@ -4,8 +4,9 @@
     <|im_start|>system\\n SYSTEM <|im_end|>\\n<|im_start|>user\\n [vision] [reference] USER <|im_end|>\\n
     <|im_start|>assistant\\n [noise | the answer]
 
-The unconditional context is the same without USER (or with a negative prompt in its place). Text of a user never
-becomes a special token. Held by tests/model_executor/models/lance/test_lance_prompt.py and the golden files.
+The unconditional context is the same without USER (or with a negative prompt in its place); `LanceOptions` names what
+other implementations write instead. Text of a user never becomes a special token.
+Held by tests/model_executor/models/lance/test_lance_prompt.py, test_lance_choices.py and the golden files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from vllm_omni.model_executor.models.lance.config import READING_TASKS, Task
+from vllm_omni.model_executor.models.lance.config import READING_TASKS, LanceOptions, Task
 from vllm_omni.model_executor.models.lance.layout import Grid, Segment
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -49,6 +50,9 @@ CAPTION_PROMPT = (
     "Generate a detailed and accurate description of the {}, including all the key moments and visual details."
 )
 
+_TEXT_TO_PICTURES: tuple[Task, ...] = ("t2i", "t2v")
+_ORIGINAL = LanceOptions()
+
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -68,6 +72,12 @@ class Prompt:
     uncond: tuple[Segment, ...]
 
 
+def system_prompt_of(task: Task, served: LanceOptions) -> str:
+    """Return a task's own system prompt, with the apostrophes of edits as served."""
+    prompt = SYSTEM_PROMPTS[task]
+    return prompt if served.edit_apostrophe == "typographic" else prompt.replace("\u2019", "'")
+
+
 def build_prompt(
     task: Task,
     tokens: PromptTokens,
@@ -78,13 +88,16 @@ def build_prompt(
     vit: Grid | None = None,
     reference: Grid | None = None,
     noise: Grid | None = None,
+    served: LanceOptions = _ORIGINAL,
 ) -> Prompt:
     """Put a request's segments in order. Grids are in decoder tokens (T, h, w)."""
-    system = SYSTEM_PROMPTS[task] if system_prompt is None else system_prompt
+    system = system_prompt_of(task, served) if system_prompt is None else system_prompt
     encode = tokens.encode_template
+    from_text = task in _TEXT_TO_PICTURES
+    wrapped = from_text and served.drawing_prompt == "wrapped"
     prefix = _text(
         (
-            *encode(f"{IM_START}system\n"),
+            *encode(f"{IM_START * wrapped}{IM_START}system\n"),
             *(encode if system_prompt is None else tokens.encode_user)(system),
             *encode(f"{IM_END}\n{IM_START}user\n"),
         )
@@ -95,13 +108,17 @@ def build_prompt(
     if reference is not None:
         context.append(Segment("reference", grid=reference))
     user = _text(tokens.encode_user(user_text), user=True)
-    separator = _text(encode(f"{IM_END}\n{IM_START}assistant\n"))
+    separator = _text(encode(f"{IM_END}\n{IM_START}assistant\n{IM_END * wrapped}"))
     block = [] if noise is None else [Segment("noise", grid=noise)]
     if task in READING_TASKS:
         joined = _text((*user.ids, *separator.ids))
         return Prompt((*context, joined), ())
     negative = [] if not negative_prompt else [_text(tokens.encode_user(negative_prompt), user=True)]
-    return Prompt((*context, user, separator, *block), (*context, *negative, separator, *block))
+    uncond = [*context, *negative, separator]
+    if from_text and served.uncond_context == "empty":
+        bare = task == "t2i" and not negative
+        uncond = [] if bare else [_text(encode(IM_START)), *negative, _text(encode(IM_END))]
+    return Prompt((*context, user, separator, *block), (*uncond, *block))
 
 
 def _text(ids: Sequence[int], user: bool = False) -> Segment:

@@ -31,14 +31,17 @@ from vllm_omni.model_executor.models.lance.layout import Grid
 from vllm_omni.model_executor.models.lance.media import (
     LATENT_MULTIPLE,
     PRESETS,
+    VISION_MULTIPLE,
     Preset,
     Size,
     buckets,
-    nearest_bucket,
     sampled_frames,
+    smart_limits,
+    smart_size,
 )
-from vllm_omni.model_executor.models.lance.prompt import CAPTION_PROMPT, SYSTEM_PROMPTS
+from vllm_omni.model_executor.models.lance.prompt import CAPTION_PROMPT, system_prompt_of
 from vllm_omni.model_executor.models.lance.sampling import RENORM_TYPES, Guidance, TokenChoice
+from vllm_omni.model_executor.models.lance.sizes import drawing_grid, reference_grid
 from vllm_omni.outputs import RequestFailed
 
 _MIN_SIDE, _MAX_SIDE = 28, 8192
@@ -111,13 +114,16 @@ class DrawInputs:
 
 @dataclass(frozen=True)
 class ReadInputs:
-    """A checked question. source: uint8 [T, H, W, 3]; an image has one frame."""
+    """A checked question. source: uint8 [T, H, W, 3]; an image has one frame.
+
+    preset: for the vision tower; None = the frames are scaled as Qwen2-VL's processor does.
+    """
 
     task: Task
     prompt: str
     system_prompt: str | None
     source: torch.Tensor
-    preset: Preset
+    preset: Preset | None
     choice: TokenChoice
     seed: int
     max_tokens: int
@@ -258,19 +264,44 @@ def read_question(
         raise _invalid("understanding takes no negative_prompt, num_images or output")
     source = _clip(tensors)
     assert source is not None
-    if task == "x2t_video":
+    preset: Preset | None = PRESETS[options.resolution or ("video_480p" if task == "x2t_video" else "image_768res")]
+    if _keeps_frames(task, served):
+        _check_kept_clip(source, options, served)
+        preset = None
+    elif task == "x2t_video":
         source = source[sampled_frames(source.shape[0], options.origin_fps)]
     return ReadInputs(
         task=task,
         prompt=prompt,
         system_prompt=options.system_prompt,
         source=source,
-        preset=PRESETS[options.resolution or ("video_480p" if task == "x2t_video" else "image_768res")],
+        preset=preset,
         choice=TokenChoice(options.temperature, options.top_p),
         seed=DEFAULTS.seed if params.seed is None else params.seed,
         max_tokens=answer_tokens(options, served),
         stop=tuple(options.stop),
     )
+
+
+def _keeps_frames(task: Task, served: LanceOptions) -> bool:
+    """Whether a clip is read as Qwen2-VL's video processor hands it over: every frame, scaled, not cropped."""
+    return task == "x2t_video" and served.understanding_video == "smart_resize"
+
+
+def _check_kept_clip(clip_THWC: torch.Tensor, options: RequestOptions, served: LanceOptions) -> None:
+    if options.resolution is not None:
+        raise _invalid("options.resolution names buckets; this server reads clips with smart_resize: leave it out")
+    frames, height, width, _ = clip_THWC.shape
+    if frames > served.max_video_frames:
+        raise RequestFailed(
+            "invalid_video",
+            f"video has {frames} frames; this server reads every frame of a clip (smart_resize) and allows 1 to "
+            f"{served.max_video_frames}",
+        )
+    try:
+        smart_size((height, width))
+    except ValueError as error:
+        raise RequestFailed("invalid_video", f"video is {width}x{height}: {error}") from error
 
 
 def answer_tokens(options: RequestOptions, served: LanceOptions) -> int:
@@ -279,59 +310,6 @@ def answer_tokens(options: RequestOptions, served: LanceOptions) -> int:
     if wanted > served.max_new_tokens:
         raise _invalid(f"options.max_tokens {wanted} is above this server's {served.max_new_tokens}")
     return wanted
-
-
-def drawing_grid(params: DiffusionParams, task: Task, config: LanceConfig, served: LanceOptions) -> Grid:
-    """Return the latent grid of a drawing without a reference. Raises `RequestFailed("unsupported_size", ...)`."""
-    video = task in VIDEO_TASKS
-    height, width = default_size(video, served)
-    height = height if params.height is None else params.height
-    width = width if params.width is None else params.width
-    limit = served.max_video_pixels if video else served.max_image_pixels
-    if height % PIXELS_PER_LATENT or width % PIXELS_PER_LATENT or max(height, width) > config.max_side:
-        raise _size(height, width, video, config, limit)
-    if height * width > limit:
-        raise _size(height, width, video, config, limit)
-    if not video:
-        return 1, height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT
-    longest = min(served.max_video_frames, config.max_frames)
-    frames = min(DEFAULTS.num_frames, longest) if params.num_frames is None else params.num_frames
-    if frames > longest:
-        raise RequestFailed(
-            "unsupported_size",
-            f"num_frames {frames} is above {longest}; a video has 1 + {FRAMES_PER_LATENT} k frames, others are rounded "
-            "down",
-        )
-    latent_frames = 1 + (frames - 1) // FRAMES_PER_LATENT
-    return latent_frames, height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT
-
-
-def default_size(video: bool, served: LanceOptions) -> Size:
-    """The released default, or the largest square that this server allows."""
-    size, limit = (
-        (DEFAULTS.video_size, served.max_video_pixels) if video else (DEFAULTS.image_size, served.max_image_pixels)
-    )
-    if size[0] * size[1] <= limit:
-        return size
-    side = math.isqrt(limit) // PIXELS_PER_LATENT * PIXELS_PER_LATENT
-    return side, side
-
-
-def _size(height: int, width: int, video: bool, config: LanceConfig, limit: int) -> RequestFailed:
-    preset = PRESETS["video_480p" if video else "image_768res"]
-    trained = ", ".join(f"{w}x{h}" for h, w in buckets(preset.vae, LATENT_MULTIPLE, config.max_side))
-    return RequestFailed(
-        "unsupported_size",
-        f"{width}x{height} arrived; width and height must be multiples of {PIXELS_PER_LATENT} from {PIXELS_PER_LATENT} "
-        f"to {config.max_side} with at most {limit} pixels, e.g. {trained}",
-    )
-
-
-def reference_grid(shape: tuple[int, ...], preset: Preset, config: LanceConfig) -> Grid:
-    """Return the latent grid of a reference [T, H, W, 3]: its nearest bucket."""
-    sizes = buckets(preset.vae, LATENT_MULTIPLE, config.max_side)
-    height, width = sizes[nearest_bucket((shape[1], shape[2]), sizes)]
-    return 1 + (shape[0] - 1) // FRAMES_PER_LATENT, height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT
 
 
 def _clip(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -378,13 +356,16 @@ def largest_needs(
     user = count_tokens(params.prompt or CAPTION_PROMPT) + count_tokens(params.negative_prompt or "")
     slots = latents = 0
     for task in possible_tasks(params, options):
-        text = user + _TEMPLATE_TOKENS + count_tokens(options.system_prompt or SYSTEM_PROMPTS[task])
+        text = user + _TEMPLATE_TOKENS + count_tokens(options.system_prompt or system_prompt_of(task, served))
         video = task in ("video_edit", "x2t_video")
         preset = PRESETS[options.resolution or ("video_480p" if video else "image_768res")]
         frames = len(sampled_frames(_MAX_CLIP_FRAMES, DEFAULTS.fps)) if video else 1
         vision = 0
         if task in (*EDIT_TASKS, *READING_TASKS):
-            cells = max(h * w for h, w in buckets(preset.vit, LATENT_MULTIPLE)) // 28**2
+            largest_frame = max(h * w for h, w in buckets(preset.vit, LATENT_MULTIPLE))
+            if _keeps_frames(task, served):
+                largest_frame, frames = smart_limits()[1], served.max_video_frames
+            cells = largest_frame // VISION_MULTIPLE**2
             vision = cells * -(-frames // 2) + 2
         if task in READING_TASKS:
             slots = max(slots, text + vision + answer_tokens(options, served))

@@ -10,7 +10,7 @@ normalisation. Latents are normalised, fp32 and in the order [B, C, T, h, w] at 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -176,7 +176,9 @@ def from_tokens(tokens_NC: torch.Tensor, grid: tuple[int, int, int]) -> torch.Te
     return tokens_NC.view(*grid, -1).permute(3, 0, 1, 2)
 
 
-def to_uint8(pixels_CTHW: torch.Tensor) -> torch.Tensor:
-    """Pixels [3, T, H, W] in [-1, 1] -> uint8 [T, H, W, 3]: clamped, scaled to 255 and rounded in fp32."""
-    levels = ((pixels_CTHW.float().clamp(-1.0, 1.0) * 0.5 + 0.5) * 255).round_()
+def to_uint8(pixels_CTHW: torch.Tensor, rounding: Literal["round", "truncate"] = "round") -> torch.Tensor:
+    """Pixels [3, T, H, W] in [-1, 1] -> uint8 [T, H, W, 3]: clamped, scaled to 255 and rounded (or cut) in fp32."""
+    levels = (pixels_CTHW.float().clamp(-1.0, 1.0) * 0.5 + 0.5) * 255
+    if rounding == "round":
+        levels = levels.round_()
     return levels.permute(1, 2, 3, 0).to(torch.uint8).contiguous()

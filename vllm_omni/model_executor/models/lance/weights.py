@@ -9,6 +9,7 @@ Held by tests/model_executor/models/lance/test_lance_weights.py.
 import logging
 from collections.abc import Mapping
 from functools import cache
+from typing import Literal
 
 import torch
 
@@ -115,22 +116,28 @@ def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfi
 
 
 def load_vision(
-    vision: VisionTower, config: VisionConfig, separate: TensorSource | None, bundled: TensorSource | None
+    vision: VisionTower,
+    config: VisionConfig,
+    separate: TensorSource | None,
+    bundled: TensorSource | None,
+    preferred: Literal["separate", "bundled"] = "separate",
 ) -> None:
-    """Load the vision tower from its own file or, without one, from the decoder's.
+    """Load the vision tower from its own file or from the decoder's, whichever there is.
 
-    With both, the own file is used and a few tensors are compared: training kept the tower frozen, so a difference is
-    worth a warning. Raises ValueError when there is neither.
+    With both, the preferred one is used; if that is the own file, a few tensors are compared: training kept the tower
+    frozen, so a difference is worth a warning. Raises ValueError when there is neither.
     """
-    if separate is None:
-        if bundled is None or not bundles_vision(bundled):
-            raise ValueError("the checkpoint has no vision tower: neither Qwen2.5-VL-ViT/ nor vit_model.* tensors")
+    if bundled is not None and not bundles_vision(bundled):
+        bundled = None
+    if bundled is not None and (separate is None or preferred == "bundled"):
         others = [name for name in bundled.shapes if not name.startswith(BUNDLED_VISION)]
         rules = ((rf"^{BUNDLED_VISION.replace('.', '[.]')}", ""),)
         load_strict(vision.tower, bundled, vision_shapes(config), rules, what="vision tower", ignored=others)
         return
+    if separate is None:
+        raise ValueError("the checkpoint has no vision tower: neither Qwen2.5-VL-ViT/ nor vit_model.* tensors")
     load_strict(vision.tower, separate, vision_shapes(config), what="vision tower")
-    if bundled is not None and bundles_vision(bundled):
+    if bundled is not None:
         _warn_if_different(vision, bundled)
 
 

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which latent grid a drawing gets: what was asked for, the server's default, or a reference's bucket.
+
+A size outside what the position table and the server cover is refused with what is allowed.
+Held by tests/model_executor/models/lance/test_lance_request.py.
+"""
+
+import math
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.models.lance.config import (
+    DEFAULTS,
+    FRAMES_PER_LATENT,
+    PIXELS_PER_LATENT,
+    VIDEO_TASKS,
+    LanceConfig,
+    LanceOptions,
+    Task,
+)
+from vllm_omni.model_executor.models.lance.layout import Grid
+from vllm_omni.model_executor.models.lance.media import (
+    LATENT_MULTIPLE,
+    PRESETS,
+    Preset,
+    Size,
+    buckets,
+    nearest_bucket,
+)
+from vllm_omni.outputs import RequestFailed
+
+
+def drawing_grid(params: DiffusionParams, task: Task, config: LanceConfig, served: LanceOptions) -> Grid:
+    """Return the latent grid of a drawing without a reference. Raises `RequestFailed("unsupported_size", ...)`."""
+    video = task in VIDEO_TASKS
+    height, width = default_size(video, served)
+    height = height if params.height is None else params.height
+    width = width if params.width is None else params.width
+    limit = served.max_video_pixels if video else served.max_image_pixels
+    if height % PIXELS_PER_LATENT or width % PIXELS_PER_LATENT or max(height, width) > config.max_side:
+        raise _size(height, width, video, config, limit)
+    if height * width > limit:
+        raise _size(height, width, video, config, limit)
+    if not video:
+        return 1, height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT
+    longest = min(served.max_video_frames, config.max_frames)
+    frames = min(DEFAULTS.num_frames, longest) if params.num_frames is None else params.num_frames
+    if frames > longest:
+        raise RequestFailed(
+            "unsupported_size",
+            f"num_frames {frames} is above {longest}; a video has 1 + {FRAMES_PER_LATENT} k frames, others are rounded "
+            "down",
+        )
+    latent_frames = 1 + (frames - 1) // FRAMES_PER_LATENT
+    return latent_frames, height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT
+
+
+def default_size(video: bool, served: LanceOptions) -> Size:
+    """The released default, or the largest square that this server allows."""
+    size, limit = (
+        (DEFAULTS.video_size, served.max_video_pixels) if video else (DEFAULTS.image_size, served.max_image_pixels)
+    )
+    if size[0] * size[1] <= limit:
+        return size
+    side = math.isqrt(limit) // PIXELS_PER_LATENT * PIXELS_PER_LATENT
+    return side, side
+
+
+def _size(height: int, width: int, video: bool, config: LanceConfig, limit: int) -> RequestFailed:
+    preset = PRESETS["video_480p" if video else "image_768res"]
+    trained = ", ".join(f"{w}x{h}" for h, w in buckets(preset.vae, LATENT_MULTIPLE, config.max_side))
+    return RequestFailed(
+        "unsupported_size",
+        f"{width}x{height} arrived; width and height must be multiples of {PIXELS_PER_LATENT} from {PIXELS_PER_LATENT} "
+        f"to {config.max_side} with at most {limit} pixels, e.g. {trained}",
+    )
+
+
+def reference_grid(shape: tuple[int, ...], preset: Preset, config: LanceConfig) -> Grid:
+    """Return the latent grid of a reference [T, H, W, 3]: its nearest bucket."""
+    sizes = buckets(preset.vae, LATENT_MULTIPLE, config.max_side)
+    height, width = sizes[nearest_bucket((shape[1], shape[2]), sizes)]
+    return 1 + (shape[0] - 1) // FRAMES_PER_LATENT, height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT

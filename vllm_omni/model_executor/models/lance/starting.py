@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checked request becomes a `Drawing` or a `Reading`: references encoded, tokens placed, noise drawn, caches made.
+
+Runs the vision tower and the autoencoder's encoder, never the decoder. Knows no session beyond an answer's progress.
+Held by tests/model_executor/models/lance/test_lance_pipeline.py and test_lance_choices.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.models.lance.config import EDIT_TASKS, LanceOptions
+from vllm_omni.model_executor.models.lance.context import Visuals, place
+from vllm_omni.model_executor.models.lance.drawing import Drawing, plan_drawing
+from vllm_omni.model_executor.models.lance.layout import Grid, positions
+from vllm_omni.model_executor.models.lance.media import Preset, for_vae, for_vit
+from vllm_omni.model_executor.models.lance.prompt import IM_END, LanceTokenizer, build_prompt
+from vllm_omni.model_executor.models.lance.reading import AnswerRules, Reading
+from vllm_omni.model_executor.models.lance.request import DrawInputs, ReadInputs
+from vllm_omni.model_executor.models.lance.sampling import flow_timesteps
+from vllm_omni.model_executor.models.lance.state import Answer
+from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
+from vllm_omni.model_executor.models.lance.vae import LanceWanVAE, to_tokens
+from vllm_omni.model_executor.models.lance.vision import VisionTower, decoder_grid, to_patches
+from vllm_omni.model_executor.noise import noise_seed, standard_normal
+from vllm_omni.model_executor.stage_timer import StageTimer
+from vllm_omni.outputs import RequestFailed
+
+
+@dataclass(frozen=True)
+class Starter:
+    """The parts of a `Lance` that a request passes before its first step."""
+
+    tokenizer: LanceTokenizer
+    vision: VisionTower
+    vae: LanceWanVAE
+    network: LanceNetwork
+    options: LanceOptions
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.language_model.device
+
+    def drawing(self, inputs: DrawInputs, reserved_bytes: int, timer: StageTimer) -> Drawing:
+        """Raises `RequestFailed("capacity", ...)` if the caches would exceed what the session announced."""
+        reads_source = inputs.task in EDIT_TASKS
+        vit = reference = None
+        visuals, grid = Visuals(), None
+        first = None
+        if inputs.source is not None:
+            source = inputs.source.to(self.device)
+            if reads_source:
+                rows, grid = self._see(source, inputs.preset, timer)
+                with timer.stage("reference"):
+                    reference = to_tokens(self._encode(for_vae(source, inputs.size), inputs.seed))
+                visuals, vit = Visuals(rows, reference), grid
+            else:
+                with timer.stage("reference"):
+                    first = to_tokens(self._encode(for_vae(source, inputs.size), inputs.seed))
+        prompt = build_prompt(
+            inputs.task,
+            self.tokenizer.tokens,
+            inputs.prompt,
+            system_prompt=inputs.system_prompt,
+            negative_prompt=inputs.negative_prompt,
+            vit=vit,
+            reference=inputs.grid if reads_source else None,
+            noise=inputs.grid,
+            served=self.options,
+        )
+        before_text = inputs.task == "i2v" and self.options.i2v_noise_place == "before_text"
+        plan = plan_drawing(prompt, self.options.uncond_positions, before_text)
+        noise = torch.stack(
+            [
+                standard_normal((plan.num_latents, self.vae.z_channels), inputs.seed + picture, 0, 0)
+                for picture in range(inputs.num_images)
+            ]
+        ).to(self.device)
+        if first is not None:
+            noise[:, : len(first)] = first
+        cond, uncond = plan.capacities()
+        branches = inputs.num_images * (cond + uncond)
+        decoder = self.network.language_model
+        if decoder.cache_nbytes(branches) > reserved_bytes:
+            raise RequestFailed("capacity", "the request needs more memory than its parameters announced")
+        return Drawing(
+            plan=plan,
+            visuals=visuals,
+            guidance=inputs.guidance,
+            timesteps=flow_timesteps(inputs.num_steps, inputs.shift),
+            latents=noise,
+            cond=[decoder.new_cache(cond) for _ in range(inputs.num_images)],
+            uncond=[decoder.new_cache(uncond) for _ in range(inputs.num_images)] if inputs.guidance.enabled else [],
+            pinned=0 if first is None else len(first),
+            renorm_pinned=self.options.i2v_renorm == "all",
+        )
+
+    def reading(self, inputs: ReadInputs, chunk_tokens: int | None, timer: StageTimer) -> Reading:
+        """chunk_tokens: None = the whole answer in one chunk."""
+        rows, grid = self._see(inputs.source.to(self.device), inputs.preset, timer)
+        prompt = build_prompt(
+            inputs.task,
+            self.tokenizer.tokens,
+            inputs.prompt,
+            system_prompt=inputs.system_prompt,
+            vit=grid,
+            served=self.options,
+        )
+        anchored = self.options.understanding_vit_time == "origin"
+        context = place(prompt.cond, positions(prompt.cond, anchor_vit=anchored))
+        prompt_tokens = sum(placed.segment.length for placed in context)
+        return Reading(
+            cache=self.network.language_model.new_cache(prompt_tokens + inputs.max_tokens),
+            rules=AnswerRules(
+                choice=inputs.choice,
+                seed=inputs.seed,
+                max_tokens=inputs.max_tokens,
+                end_token=self.tokenizer.ids[IM_END],
+                stop=inputs.stop,
+            ),
+            chunk_tokens=inputs.max_tokens if chunk_tokens is None else chunk_tokens,
+            context=context,
+            visuals=Visuals(rows),
+            prompt_tokens=prompt_tokens,
+        )
+
+    def _encode(self, pixels_CTHW: torch.Tensor, seed: int) -> torch.Tensor:
+        """Pixels -> normalised latents [C, t, h, w], fp32."""
+        generator = None
+        if self.options.reference_latent == "sample":
+            generator = torch.Generator().manual_seed(noise_seed(seed, 0, 1))
+        return self.vae.encode_video(pixels_CTHW.unsqueeze(0), generator)[0]
+
+    def _see(self, source: torch.Tensor, preset: Preset | None, timer: StageTimer) -> tuple[torch.Tensor, Grid]:
+        """Frames -> (decoder rows, their grid)."""
+        with timer.stage("vision"):
+            patches, grid = to_patches(for_vit(source, preset))
+            return self.vision(patches, grid), decoder_grid(grid)
+
+
+def continue_reading(answer: Answer, request: DiffusionRequest) -> Reading:
+    """Return the next piece of an answer. Raises `RequestFailed` if there is none or something else is asked for."""
+    params = request.params
+    if params.prompt is not None or params.options or request.tensors:
+        raise RequestFailed(
+            "invalid_request",
+            "this session is in the middle of an answer: go on without prompt, options and tensors, or use another "
+            "session",
+        )
+    if answer.progress.finish_reason is not None:
+        raise RequestFailed("out_of_order", "the answer of this session has ended; close it and use another one")
+    return Reading(
+        cache=answer.cache,
+        rules=answer.rules,
+        chunk_tokens=answer.chunk_tokens,
+        progress=answer.progress,
+        prompt_tokens=answer.prompt_tokens,
+        first_token=len(answer.progress.tokens),
+    )
