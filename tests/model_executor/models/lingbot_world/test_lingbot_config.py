@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Architecture from checkpoints in both key styles, options, and how they make a chunk plan."""
 
+import json
+import re
+import typing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import vllm_omni.model_executor.models.lingbot_world as lingbot_world
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
 from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan, LingBotOptions, LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
 
+assert lingbot_world.__file__ is not None
+README = Path(lingbot_world.__file__).with_name("README.md")
 ORIGINAL = {
     "_class_name": "WanModelFast",
     "model_type": "i2v",
@@ -177,6 +184,36 @@ def test_defaults_are_the_recommended_choices() -> None:
     )
     assert (options.camera_first_frame, options.camera_scale, options.camera_dtype) == ("moves", "constant", "fp32")
     assert options.camera_torch_dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "schedule",
+        "residual_dtype",
+        "camera_first_frame",
+        "camera_scale",
+        "camera_dtype",
+        "later_condition",
+        "vae_continuation",
+        "prompt_switch",
+    ],
+)
+def test_the_models_notes_name_every_value_of_a_choice(option: str) -> None:
+    """In the table of choices, each in its own row, from the option's row on."""
+    kind = typing.get_type_hints(LingBotOptions)[option]
+    rows = [line for line in README.read_text().splitlines() if line.startswith("|")]
+    start = next(index for index, row in enumerate(rows) if f": `{option}` |" in row)
+    stop = next((index for index in range(start + 1, len(rows)) if not rows[index].startswith("| |")), len(rows))
+    named = {row.split("|")[2].split("`")[1] for row in rows[start:stop] if row.split("|")[2].strip().startswith("`")}
+    assert named == set(typing.get_args(kind))
+
+
+def test_the_models_notes_show_options_that_exist() -> None:
+    """Its JSON blocks: how SGLang and PR 3701 serve the model."""
+    blocks = re.findall(r"```json\n(.*?)```", README.read_text(), re.DOTALL)
+    sglang, pr3701 = (LingBotOptions.parse(json.loads(block)) for block in blocks)
+    assert (sglang.later_condition, pr3701.vae_continuation) == ("second_chunk", "restart")
 
 
 def test_versions_differ_in_schedule() -> None:
