@@ -69,9 +69,10 @@ class RowBands:
 
     def with_neighbours(self, x: torch.Tensor) -> torch.Tensor:
         """[B, C, ..., R, W] -> [B, C, ..., R + 2, W]: the neighbours' adjoining rows around this band's, or zeros."""
-        own = torch.stack((x.select(-2, 0), x.select(-2, -1))).movedim(2, -1)  # channels last, as the device likes them
+        # Channels last: on CUDA `x` lies so, and joining it with rows of another layout would turn it round.
+        own = torch.stack([x.select(-2, row).movedim(1, -1) for row in (0, -1)])
         rows = own.new_empty(2 * self.size, *own.shape[1:])
-        _all_gather(rows, own.contiguous(), group=self.group)
+        _all_gather(rows, own, group=self.group)
         nothing = own.new_zeros(own.shape[1:])
         above = rows[2 * self.rank - 1] if self.rank > 0 else nothing
         below = rows[2 * self.rank + 2] if self.rank < self.size - 1 else nothing

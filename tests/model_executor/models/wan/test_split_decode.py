@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode shared by ranks in bands of rows gives the whole decoder's frames (fp32, gloo, a process a rank)."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.interfaces import check_parallel_decode
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.wan.split_decode import RowBands, splits_decode, whole_frames
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache, VAEConfig, cache_nbytes, to_uint8
+from vllm_omni.outputs import RequestFailed
+
+CONFIG = VAEConfig(base_dim=4)
+WIDTH = 6
+TOLERANCE = 1e-5
+"""Pixels in [-1, 1]; kernels sum a band of another height in another order (not bit for bit: measured 1e-6)."""
+CUTS = [1, 3, 2]
+
+
+def build(bands: RowBands | None = None, **options: Any) -> StreamingWanVAE:
+    vae = StreamingWanVAE(CONFIG, encoder=False, bands=bands, **options)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in vae.named_parameters():
+        scale = 0.6 / parameter[0].numel() ** 0.5 if parameter.dim() > 1 else 0.6
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * scale + ("gamma" in name))
+    return vae
+
+
+def latents(height: int) -> torch.Tensor:
+    return torch.randn(1, 16, sum(CUTS), height, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def decode_stream(vae: StreamingWanVAE, x: torch.Tensor) -> tuple[torch.Tensor, VAECache]:
+    pixels, cache = [], None
+    for piece in x.split(CUTS, dim=2):
+        frames, cache = vae.decode(piece, cache)
+        pixels.append(frames)
+    assert cache is not None
+    return torch.cat(pixels, dim=2), cache
+
+
+def check_bands(bands: RowBands, heights: list[int], options: dict[str, Any]) -> None:
+    """Streams of several heights on one decoder, in pieces: pixels, cache, its bytes, and joined frames."""
+    whole, mine = build(), build(bands, **options)
+    assert dict(mine.named_parameters()).keys() == dict(whole.named_parameters()).keys()
+    for height in heights:
+        expected, expected_cache = decode_stream(whole, latents(height))
+        pixels, cache = decode_stream(mine, latents(height))
+        rows = bands.rows(height)
+        ours = slice(8 * rows.start, 8 * rows.stop)
+        assert expected.std() > 0.1, "frames that differ from place to place"
+        torch.testing.assert_close(pixels, expected[:, :, :, ours], atol=TOLERANCE, rtol=0)
+        assert cache.nbytes == mine.decoder_cache_nbytes(8 * height, 8 * WIDTH)
+        assert cache.nbytes == cache_nbytes(CONFIG, "decoder", 8 * len(rows), 8 * WIDTH, torch.float32)
+        for feature, of_all in zip(cache.features, expected_cache.features, strict=True):
+            start = rows.start * of_all.shape[3] // height
+            band = of_all[:, :, :, start : start + feature.shape[3]]
+            torch.testing.assert_close(feature, band, atol=1e-4, rtol=1e-4)
+        frames = whole_frames(to_uint8(pixels), bands)
+        if bands.rank:
+            assert not frames
+        else:
+            assert (frames["frames"].int() - to_uint8(expected).int()).abs().max() <= 1
+
+
+def check_one_piece(bands: RowBands) -> None:
+    """How a stream is cut changes nothing of a band, bit for bit."""
+    mine = build(bands)
+    whole_clip, cache = mine.decode(latents(5), None)
+    pieces, last = decode_stream(mine, latents(5))
+    assert torch.equal(pieces, whole_clip) and last.equal(cache)
+
+
+def check_layout(bands: RowBands) -> None:
+    """Neighbours' rows leave a channels-last picture channels-last, and stand where they belong."""
+    rows = torch.arange(4.0) + 10 * bands.rank
+    for shape, layout in (((1, 3, 2, 4, 5), torch.channels_last_3d), ((2, 3, 4, 5), torch.channels_last)):
+        x = rows.view(-1, 1).expand(shape).contiguous(memory_format=layout)
+        out = bands.with_neighbours(x)
+        assert out.is_contiguous(memory_format=layout)
+        above = 10.0 * bands.rank - 7 if bands.rank else 0.0
+        below = 10.0 * bands.rank + 10 if bands.rank < bands.size - 1 else 0.0
+        expected = torch.cat((torch.tensor([above]), rows, torch.tensor([below])))
+        assert torch.equal(out, expected.view(-1, 1).expand(out.shape))
+
+
+def check_graph(bands: RowBands) -> None:
+    """The exchanges are part of the graph that torch.compile makes of a latent frame's decode."""
+    mine = build(bands)
+    x = latents(4)
+    _, cache = mine.decode(x[:, :, :1], None)
+    piece = mine.post_quant_conv(bands.take(x[:, :, 1:2]))
+    with torch.inference_mode():
+        expected = mine.decoder(piece, feat_cache=list(cache.features), feat_idx=[0])
+        compiled = torch.compile(mine.decoder.forward, backend="aot_eager", fullgraph=True, dynamic=False)
+        torch.testing.assert_close(compiled(piece, feat_cache=list(cache.features), feat_idx=[0]), expected)
+
+
+def _rank(rank: int, size: int, rendezvous: str, checks: list[tuple[Any, ...]]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    try:
+        for check, *arguments in checks:
+            check(RowBands(rank, size, dist.group.WORLD), *arguments)
+        dist.barrier()  # a rank that has what it needs must not hang up on one that is still sending
+    finally:
+        dist.destroy_process_group()
+
+
+def run(size: int, rendezvous: Path, *checks: tuple[Any, ...]) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(_rank, (size, str(rendezvous), list(checks)), nprocs=size)
+
+
+@pytest.mark.parametrize(
+    ("size", "heights"),
+    [
+        pytest.param(1, [4], marks=pytest.mark.nightly),
+        (2, [4, 5, 4]),
+        pytest.param(3, [7, 3], marks=pytest.mark.nightly),
+        pytest.param(4, [4, 6], marks=pytest.mark.nightly),
+    ],
+)
+def test_bands_equal_the_whole_decoder(tmp_path: Path, size: int, heights: list[int]) -> None:
+    """Also where rows do not divide over the ranks, and where a rank has a single one."""
+    run(size, tmp_path / "rendezvous", (check_bands, heights, {}))
+
+
+def test_parts_of_a_latent_frame_pieces_of_a_stream_and_memory_layout(tmp_path: Path) -> None:
+    run(
+        2,
+        tmp_path / "rendezvous",
+        (check_bands, [4], {"frames_per_call": 1}),
+        (check_one_piece,),
+        (check_layout,),
+    )
+
+
+@pytest.mark.nightly
+def test_exchanges_do_not_break_the_graph(tmp_path: Path) -> None:
+    run(2, tmp_path / "rendezvous", (check_graph,))
+
+
+def test_every_rank_needs_a_row() -> None:
+    """A stream with fewer latent rows than ranks is refused, on ranks without a decoder too."""
+    bands: Any = RowBands(1, 4, None)  # type: ignore[arg-type]
+    vae = StreamingWanVAE(CONFIG, encoder=False, decoder=False, bands=bands)
+    vae.check_height(32)
+    with pytest.raises(RequestFailed, match="height must be at least 32, got 24") as failure:
+        vae.check_height(24)
+    assert failure.value.code == "unsupported_size"
+
+
+def test_rows_are_all_taken_once() -> None:
+    for size in (1, 2, 3, 4):
+        bands = [RowBands(rank, size, None).rows(61) for rank in range(size)]  # type: ignore[arg-type]
+        assert [row for rows in bands for row in rows] == list(range(61))
+        assert max(map(len, bands)) - min(map(len, bands)) <= 1
+
+
+def test_who_decodes() -> None:
+    """Of ranks that share layers all or the first; with a VAE stage, those beside each other there."""
+    group: Any = object()
+    for decode_group, decoding in ((None, [True, False]), (group, [True, True])):
+        alone = [ParallelContext(rank, 2, group, decode_group=decode_group) for rank in range(2)]
+        assert [rank.decodes for rank in alone] == decoding
+        assert [rank.shares_decode for rank in alone] == [decode_group is not None] * 2
+        for stage in range(2):
+            stages = [
+                ParallelContext(rank, 2, group, stage=stage, num_stages=1, vae_stage=True, decode_group=decode_group)
+                for rank in range(2)
+            ]
+            assert [rank.decodes for rank in stages] == (decoding if stage else [False, False])
+
+
+def test_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None = where there is CUDA; asking for it with one rank, or of a model that cannot, is refused."""
+    for cuda in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        assert [splits_decode(option) for option in (None, True, False)] == [cuda, True, False]
+    asked = OmniConfig(vae_parallel=True)
+    asked.check_ranks(2)
+    with pytest.raises(ValueError, match="--tensor-parallel-size 2 or more"):
+        asked.check_ranks(1)
+    with pytest.raises(ValueError, match="the decode of object cannot be split"):
+        check_parallel_decode(object(), asked)
+    assert not check_parallel_decode(object(), OmniConfig())
