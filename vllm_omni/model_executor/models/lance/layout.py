@@ -8,7 +8,7 @@ Positions (time, height, width) come from a running counter P: text of n tokens 
 with grid (T, h, w) takes (P, P, P) for its start, (P+1+2t, P+1+i, P+1+j) for its cells and one past the largest for its
 end. Sequences with a reference are re-anchored: vision blocks start at time 1000, and a target whose grid equals the
 reference's takes over the reference's positions.
-Held by the golden files (`parity.py`) and tests/model_executor/models/lance/test_lance_layout.py.
+Held by the golden files (`parity/`) and tests/model_executor/models/lance/test_lance_layout.py.
 """
 
 from collections.abc import Sequence
