@@ -341,10 +341,10 @@ def run_vae(scenario: Scenario) -> None:
             frames = to_uint8(whole).permute(3, 0, 1, 2).unsqueeze(0)
             scenario.compare_recorded("uint8 frames", frames, "decoded_whole_u8_round", 1.0)
     if "pr3701_ext_cond_latent" in scenario:  # a continuation that re-encodes grey frames and drops the first latent
-        frames, *cells = scenario.get("pr3701_ext_cond_latent").shape[2:]
+        latents, *cells = scenario.get("pr3701_ext_cond_latent").shape[2:]
         image = torch.zeros(1, 3, 1, *(vae.config.spatial_factor * cell for cell in cells))
-        condition = GreyCondition(vae, "fresh_grey", chunk_frames=frames)
-        y, _ = condition.next(None, frames, condition.next(image, frames, None)[1])
+        condition = GreyCondition(vae, "fresh_grey", chunk_frames=latents)
+        y, _ = condition.next(None, latents, condition.next(image, latents, None)[1])
         scenario.compare_recorded("encode grey clip", y[None, MASK_CHANNELS:], "pr3701_ext_cond_latent", _VAE)
     if "pr3701_warm_decode_chunk1" in scenario:  # a decode restarted two latents early, warm-up frames dropped
         chunk = scenario.get("pr3701_warm_decode_chunk1").shape[2] // vae.config.temporal_factor
