@@ -148,7 +148,7 @@ def _measured(model: str, *splits: str) -> Curve:
 def _lingbot() -> Curves:
     name, model = "LingBot World", model_of("lingbot_world")
     frames = 1e3 * model.frames_per_chunk
-    one, decode = pass_ms(model, H200, model.window), decode_ms(model, H200)
+    one, decode = pass_ms(model, H200, model.window), decode_ms(model, H200, Split())
 
     def simulated(**fields: Any) -> float:
         return frames / chunk_period_ms(Pipeline(one, decode, **fields))

@@ -23,6 +23,8 @@ _LATENT_CELL = 8
 _VAE_PIXELS = 480 * 832
 _DECODE_TFLOP, _DECODE_FIRST_TFLOP, _ENCODE_TFLOP = 13.55, 4.35, 8.05
 """Of one latent frame at 480x832: a later one (4 pixel frames), a stream's first (1), and to encode 4 pixel frames."""
+_DECODE_EXCHANGES = 34
+"""Of one latent frame, between ranks that decode together: a row before each of 33 convolutions, the attention's K/V."""
 _DECODER_CACHE, _ENCODER_CACHE = 1801 * 2**20, 1070 * 2**20
 """Bytes at 480x832, bf16: what the causal convolutions remember."""
 _VAE_WEIGHTS, _TEXT_WEIGHTS = 0.25e9, 11.4e9
@@ -89,7 +91,8 @@ class Split:
     """ulysses x pipeline ranks; `tensor` means tensor parallelism in the place of Ulysses.
 
     vae_stage: the last stage holds no layer and decodes (`omni.vae_stage`). temporal: each stage holds all layers and
-    one denoise step (`omni.pipeline` "temporal").
+    one denoise step (`omni.pipeline` "temporal"). vae_parallel: the `ranks` of a stage also decode together
+    (`omni.vae_parallel`), else the first of them alone.
     """
 
     ranks: int = 1
@@ -97,6 +100,11 @@ class Split:
     tensor: bool = False
     vae_stage: bool = False
     temporal: bool = False
+    vae_parallel: bool = False
+
+    @property
+    def decode_ranks(self) -> int:
+        return self.ranks if self.vae_parallel else 1
 
     @property
     def layer_stages(self) -> int:
@@ -233,10 +241,12 @@ def window_bytes(model: StreamModel, frames: int) -> float:
     return 2 * _BF16 * frames * model.tokens_per_frame * model.dim * model.layers
 
 
-def decode_ms(model: StreamModel, card: Card, *, first: bool = False) -> float:
+def decode_ms(model: StreamModel, card: Card, split: Split, *, first: bool = False) -> float:
+    """A chunk's decode, on each rank that takes part."""
     frames = model.first_chunk if first else model.chunk
     tflop = _DECODE_TFLOP * (frames - first) + _DECODE_FIRST_TFLOP * first
-    return 1e3 * tflop * model.area / card.vae_tflops
+    exchanges = frames * _DECODE_EXCHANGES if split.decode_ranks > 1 else 0
+    return 1e3 * (tflop * model.area / card.vae_tflops / split.decode_ranks + exchanges * card.link_latency_s)
 
 
 def cross_kv_bytes(model: StreamModel, split: Split) -> float:
@@ -250,7 +260,8 @@ def session_bytes(model: StreamModel, split: Split) -> float:
     frames = model.window + (model.sinks if model.moving_sinks else 0) + (model.in_flight - 1) * model.chunk
     windows = 1 if model.clean or split.temporal else model.denoise
     window = windows * window_bytes(model, frames) / (split.ranks * split.layer_parts)
-    caches = ((0 if split.vae_stage else _DECODER_CACHE) + (_ENCODER_CACHE if model.camera else 0)) * model.area
+    decoder = 0.0 if split.vae_stage else _DECODER_CACHE / split.decode_ranks
+    caches = (decoder + (_ENCODER_CACHE if model.camera else 0)) * model.area
     return window + cross_kv_bytes(model, split) + caches
 
 
@@ -266,7 +277,7 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     ends a chunk every max(busiest stage, one session's own latency / sessions). Chunks in flight fill them as sessions
     do. A stage is as busy as its device or its host, whichever has more to do for a chunk.
     """
-    steps, decode = chunk_steps_ms(model, card, split, model.window), decode_ms(model, card)
+    steps, decode = chunk_steps_ms(model, card, split, model.window), decode_ms(model, card, split)
     request = 1e3 * card.request_s
     decode_beside = 0.0 if split.vae_stage else decode
     camera = camera_ms(model, card) / split.ranks
@@ -285,12 +296,13 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     before_decode = model.passes if model.waits_for_clean and not split.vae_stage else model.denoise
     first_pass = max(pass_latency_ms(model, card, split, model.first_chunk))
     first = sessions * (setup + request) + before_decode * first_pass + camera
-    first += decode_ms(model, card, first=True) + 1e3 * (card.first_frame_s + card.first_decode_s)
+    first += decode_ms(model, card, split, first=True) + 1e3 * (card.first_frame_s + card.first_decode_s)
     each = session_bytes(model, split)
-    fixed = weight_bytes(model, split) + (0.0 if split.vae_stage else card.workspace_bytes * model.area)
+    workspace = card.workspace_bytes * model.area / split.decode_ranks
+    fixed = weight_bytes(model, split) + (0.0 if split.vae_stage else workspace)
     # A VAE stage's rank: the decoder, its caches, and up to three decodes at once.
-    decoding = _VAE_WEIGHTS + card.workspace_bytes * model.area
-    caches = _DECODER_CACHE * model.area
+    decoding = _VAE_WEIGHTS + workspace
+    caches = _DECODER_CACHE * model.area / split.decode_ranks
     room = 0.95 * card.memory_bytes
     most = (room - fixed) // each
     if split.vae_stage:
@@ -312,7 +324,7 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
 
 
 def splits(model: StreamModel, gpus: int) -> list[Split]:
-    """Every split over at most `gpus` GPUs that the model's heads, layers and cache allow."""
+    """Every split over at most `gpus` GPUs that the model's heads, layers and cache allow, as served by default."""
     found = [Split()]
     for ranks in range(1, gpus + 1):
         if model.heads % ranks or (ranks > 1 and model.in_flight > 1):  # chunks in flight: not with shared layers
@@ -322,7 +334,12 @@ def splits(model: StreamModel, gpus: int) -> list[Split]:
                 continue
             tensors = (False, True) if ranks > 1 else (False,)
             vae_stages = (False, True) if stages > 1 and model.in_flight == 1 else (False,)
-            found += [Split(ranks, stages, tensor, vae_stage) for vae_stage in vae_stages for tensor in tensors]
+            together = ranks > 1
+            found += [
+                Split(ranks, stages, tensor, vae_stage, vae_parallel=together)
+                for vae_stage in vae_stages
+                for tensor in tensors
+            ]
             if not model.clean and stages == model.denoise and stages > 1:
-                found += [Split(ranks, stages, tensor, temporal=True) for tensor in tensors]
+                found += [Split(ranks, stages, tensor, temporal=True, vae_parallel=together) for tensor in tensors]
     return found

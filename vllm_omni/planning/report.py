@@ -132,6 +132,7 @@ def _compare_one(run: str, result: Mapping[str, Any], parallel: Mapping[str, int
         tensor > sequence,
         vae_stage=result.get("vae_stage", False),
         temporal=result.get("temporal", False),
+        vae_parallel=result.get("vae_parallel", False),  # runs of before there was such a thing do not say
     )
     sessions = result["sessions"] if "sessions" in result else result["streams"]
     wanted = predict(model, card, split, sessions)
