@@ -13,7 +13,7 @@ Two conventions differ in what a chunk's first frame is relative to and in the s
 
 `request.py` puts them together as the server's options say.
 
-Held by tests/model_executor/models/lingbot_world/test_lingbot_camera.py.
+Held by tests/model_executor/models/lingbot_world/test_lingbot_camera.py and test_lingbot_camera_choices.py.
 """
 
 # N frames; poses_N44 camera-to-world; intrinsics_N4 = fx, fy, cx, cy in pixels

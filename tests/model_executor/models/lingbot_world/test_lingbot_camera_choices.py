@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How public implementations read a camera path, each selected by name: against recordings, or computed here again."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lingbot_world_driver import HEIGHT, WIDTH, load_world, make_request, open_session
+from safetensors.torch import load_file
+
+from vllm_omni.model_executor.models.lingbot_world.camera import action_intrinsics, camera_map
+from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions
+from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
+from vllm_omni.model_executor.models.lingbot_world.request import read_chunk
+from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
+
+
+@pytest.fixture(scope="module")
+def world(lingbot_world: Path) -> LingBotWorld:
+    return load_world(lingbot_world, window_frames=7, sink_frames=2)
+
+
+def new_session(world: LingBotWorld) -> LingBotSession:
+    session = open_session(world)
+    assert isinstance(session, LingBotSession)
+    return session
+
+
+def ray_maps(world: LingBotWorld, session: LingBotSession, chunks: list[dict[str, Any]], **options: Any) -> list[Any]:
+    """Walk with the camera alone: (relative poses, ray map) of each chunk, as `options` have it."""
+    served = LingBotOptions.parse(options)
+    maps = []
+    for fields in chunks:
+        inputs = read_chunk(make_request(world, session, prompt="a beach", **fields), session, served)
+        rays = camera_map(
+            inputs.relative_F44, inputs.intrinsics_F4, HEIGHT, WIDTH, dtype=served.camera_torch_dtype
+        ).unsqueeze(0)
+        maps.append((inputs.relative_F44, rays))
+        session.tail = inputs.tail
+        session.chunk_index += 1
+    return maps
+
+
+@pytest.mark.parametrize(
+    ("recording", "options"),
+    [
+        ("sglang", {"camera_first_frame": "stands", "camera_scale": "session_max"}),
+        ("vllm_action", {"camera_scale": "chunk_max"}),
+        ("vllm_realtime", {}),
+    ],
+)
+def test_held_keys_give_the_ray_maps_of_each_implementation(
+    world: LingBotWorld, recording: str, options: dict[str, Any]
+) -> None:
+    """Recorded from them over three chunks (tests/golden/lingbot, 1e-5)."""
+    golden = load_file(GOLDEN / "camera.safetensors")
+    keys = [["w"], ["w", "j"], ["w", "l", "i"], [], ["a", "k"], ["s"], ["d", "i"], ["w", "a"], ["l"]]
+    session = new_session(world)
+    chunks = [{"actions": keys[start : start + 3]} for start in (0, 3, 6)]
+    for index, (_, rays) in enumerate(ray_maps(world, session, chunks, **options)):
+        torch.testing.assert_close(rays, golden[f"act.{recording}_chunk{index}"], atol=1e-5, rtol=0)
+
+
+def test_each_chunk_by_itself_is_relative_to_its_own_first_pose(world: LingBotWorld) -> None:
+    """PR 3701's extension: the first frame stands, translations are divided by the segment's own largest."""
+    generator = torch.Generator().manual_seed(4)
+    chunks = []
+    for pixel_frames in (9, 12, 12):
+        poses = torch.eye(4, dtype=torch.float64).repeat(pixel_frames, 1, 1)
+        turns = 0.2 * torch.randn(pixel_frames, 3, 3, generator=generator, dtype=torch.float64)
+        poses[:, :3, :3] = torch.linalg.matrix_exp(turns - turns.mT)
+        poses[:, :3, 3] = torch.randn(pixel_frames, 3, generator=generator, dtype=torch.float64)
+        chunks.append({"tensors": {"poses": poses, "intrinsics": torch.tensor([416.0, 416.0, 416.0, 240.0])}})
+    session = new_session(world)
+    maps = ray_maps(world, session, chunks, camera_first_frame="stands_each_chunk", camera_scale="chunk_max")
+    for index, (relative, _) in enumerate(maps):
+        path = chunks[index]["tensors"]["poses"][[0, 4, 8] if index == 0 else [3, 7, 11]]
+        anchored = torch.linalg.inv(path[0]) @ path
+        expected = torch.stack(
+            [torch.eye(4, dtype=torch.float64), *(torch.linalg.inv(a) @ b for a, b in itertools.pairwise(anchored))]
+        )
+        expected[:, :3, 3] /= expected[:, :3, 3].norm(dim=1).max()
+        torch.testing.assert_close(relative, expected, atol=1e-9, rtol=0)
+
+
+def test_session_max_is_the_longest_step_so_far(world: LingBotWorld) -> None:
+    """A diagonal step of sqrt(2) units scales all that come after it, in later chunks too; a request's scale wins."""
+    session = new_session(world)
+    chunks: list[dict[str, Any]] = [
+        {"actions": [[], [], []]},
+        {"actions": [["w"], ["w"], ["w"]]},
+        {"actions": [["w", "d"], ["w"], []]},
+        {"actions": [["w"], ["w"], ["w"]]},
+        {"actions": [["w"], ["w"], ["w"]], "options": {"camera_scale": 0.5}},
+    ]
+    lengths = [
+        [round(float(length), 4) for length in relative[:, :3, 3].norm(dim=1)]
+        for relative, _ in ray_maps(world, session, chunks, camera_scale="session_max")
+    ]
+    assert lengths == [[0, 0, 0], [1, 1, 1], [1, 0.7071, 0], [0.7071] * 3, [0.1, 0.1, 0.1]]
+
+
+def test_bf16_rays_are_each_operation_in_bf16() -> None:
+    """Of a camera that stands still, computed again operation by operation; integer pixels above 256 already round."""
+    height, width = 480, 832
+    ours = camera_map(torch.eye(4)[None], action_intrinsics(1, height, width), height, width, dtype=torch.bfloat16)
+    u = (torch.arange(width).bfloat16() + 0.5 - width / 2) / 500
+    v = (torch.arange(height).bfloat16() + 0.5 - height / 2) / 500
+    x, y = u[None, :].expand(height, width), v[:, None].expand(height, width)
+    rays = torch.stack((x, y, torch.ones_like(x)))
+    rays = rays / rays.float().square().sum(0).sqrt().bfloat16()
+    planes = torch.cat((torch.zeros_like(rays), rays)).float()
+    expected = (
+        planes.view(6, height // 8, 8, width // 8, 8).permute(0, 2, 4, 1, 3).reshape(384, height // 8, width // 8)
+    )
+    assert torch.equal(ours[:, 0], expected)
+    exact = camera_map(torch.eye(4)[None], action_intrinsics(1, height, width), height, width)
+    assert 1e-3 < float((ours - exact).abs().max()) < 2e-2
+
+
+def test_a_bf16_camera_loses_small_steps_far_from_the_origin(world: LingBotWorld) -> None:
+    """Poses are rounded before they are compared: thirty frames on, steps are off by up to 0.2 of their length."""
+    keys = [["w", "l"] if index % 3 else ["w"] for index in range(30)]
+    chunks = [{"actions": keys[start : start + 3]} for start in range(0, 30, 3)]
+    found = {
+        dtype: torch.cat([relative for relative, _ in ray_maps(world, new_session(world), chunks, camera_dtype=dtype)])
+        for dtype in ("fp32", "bf16")
+    }
+    off = (found["bf16"] - found["fp32"]).abs()
+    assert 0.02 < float(off[:, :3, 3].max()) < 0.3
+    assert 1e-4 < float(off[:, :3, :3].max()) < 2e-2
