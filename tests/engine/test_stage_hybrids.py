@@ -123,6 +123,19 @@ def worlds(lingbot_world: Path) -> Results:
     return asyncio.run(one_rank(lingbot_world, WORLDS))
 
 
+async def aborts_cost_one_chunk(client: EngineClient, name: str, chunks: Chunks) -> None:
+    """Wherever the abort finds the chunk, every rank leaves it: the next ones are made and agree."""
+    for number, delay_s in enumerate((0.0, 0.02, 0.1, 0.3)):
+        fields, tensors = chunks(CHUNKS, 1)
+        request_id = f"left-{number}"
+        left = asyncio.create_task(client.send(tensors, request_id, session_id=name, output="rgb", **fields))
+        await asyncio.sleep(delay_s)
+        await client.engine.abort(request_id)
+        left.cancel()
+        await asyncio.wait([left])
+    await client.send(session_id=name, op="close")
+
+
 def check(got: Results, expected: Results, exact: bool) -> None:
     for name, theirs in expected.items():
         for ours, one in zip(got[name], theirs, strict=True):
@@ -154,6 +167,9 @@ def test_causal_wan(causal_wan: Path, streams: Results, setting: str, tmp_path: 
         async with engine(causal_wan, flags) as client:
             check(await side_by_side(client, STREAMS), streams, exact)
             await goes_on(client, "frames", stream_chunk, tmp_path / "stream.safetensors")
+            await aborts_cost_one_chunk(client, "video", video_chunk)
+            again = await session(client, "again", 1, stream_chunk, "rgb")
+            check({"frames": again}, {"frames": streams["frames"]}, exact)
 
     asyncio.run(scenario())
 

@@ -115,6 +115,7 @@ def test_a_longer_file_and_other_safetensors_are_refused(worker: Worker, snapsho
         (lambda h, t: h["model"].update(family="another_world"), "foreign_snapshot", "another_world"),
         (lambda h, t: h["model"].update(config="0" * 64), "foreign_snapshot", "configuration"),
         (lambda h, t: h["model"]["parallel"].update(tensor=2), "foreign_snapshot", "tensor parallel 2"),
+        (lambda h, t: h["model"]["parallel"].update(decode=True), "foreign_snapshot", "VAE decode in parallel"),
         (lambda h, t: h["ranks"][0].update(weights="0" * 64), "foreign_snapshot", "weights"),
         (lambda h, t: h.update(ranks=[]), "invalid_snapshot", "rank 0"),
         (lambda h, t: h.update(more=1), "invalid_snapshot", "more"),

@@ -11,7 +11,9 @@ from scheduling import new_request
 
 from vllm_omni.outputs import unpack
 from vllm_omni.worker import vae_stage
+from vllm_omni.worker.agreement import RankAgreement
 from vllm_omni.worker.overlap import PendingResult, ResultStream
+from vllm_omni.worker.stage_messages import StageNote
 from vllm_omni.worker.vae_stage import VAEStage, hand_over
 
 STEPS = 5
@@ -115,6 +117,47 @@ def test_a_failure_of_the_other_rank_arrives_with_its_reason(pair: Pair) -> None
     for _ in range(STEPS - 1):
         pair.step(ours, theirs)
     assert theirs.failure.code == "non_finite" and theirs.pending is None
+
+
+def share_decode(pair: Pair, others_fine: bool) -> None:
+    """The VAE stage's rank decodes together with another one, which is fine or not."""
+    agreement = RankAgreement(None, None)
+    agreement.all_fine = lambda fine: fine and others_fine  # type: ignore[method-assign]
+    pair.stage = VAEStage(pair.vae.model, pair.vae.sessions, pair.results, agreement)
+
+
+@pytest.mark.parametrize("others_fine", [True, False])
+def test_ranks_that_decode_together_decode_or_fail_together(pair: Pair, others_fine: bool) -> None:
+    """Before the clean pass, so that the chunk can be sent again."""
+    share_decode(pair, others_fine)
+    ours, theirs = pair.admit("r", 0, options={"clean_pass": True})
+    for _ in range(STEPS - 1):
+        pair.step(ours, theirs)
+    assert (theirs.pending is not None) == others_fine
+    assert theirs.failure is None if others_fine else theirs.failure.code == "engine_error"
+    assert theirs.chunk.session.chunk_index == 0
+
+
+def test_an_error_inside_a_shared_decode_is_not_kept(pair: Pair) -> None:
+    """Other ranks are waiting inside its collectives: the engine must end."""
+    share_decode(pair, True)
+    ours, theirs = pair.admit("r", 0, options={"clean_pass": True, "fail_in": "decode"})
+    for _ in range(STEPS - 2):
+        pair.step(ours, theirs)
+    with pytest.raises(RuntimeError, match="injected failure"):
+        pair.step(ours, theirs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_several_ranks_hand_over_the_same(pair: Pair, ranks: int) -> None:
+    """What one of them knows of its device before the others do waits until they agree."""
+    ours, _ = pair.admit("r", 0, options={"nan_at": 3, "clean_pass": True})
+    with torch.inference_mode():
+        for _ in range(STEPS - 1):
+            pair.layers._forward([ours], None)
+        note = StageNote.read(hand_over(pair.layers.model, [ours], ranks).tensors)
+    assert [chunk.clean for chunk in note.chunks] == ([True] if ranks > 1 else [])
+    assert (note.failure("r") is None) == (ranks > 1)
 
 
 class Slow(PendingResult):

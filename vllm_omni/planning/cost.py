@@ -24,7 +24,7 @@ _VAE_PIXELS = 480 * 832
 _DECODE_TFLOP, _DECODE_FIRST_TFLOP, _ENCODE_TFLOP = 13.55, 4.35, 8.05
 """Of one latent frame at 480x832: a later one (4 pixel frames), a stream's first (1), and to encode 4 pixel frames."""
 _DECODE_EXCHANGES = 34
-"""Of one latent frame, between ranks that decode together: a row before each of 33 convolutions, the attention's K/V."""
+"""Of one latent frame, if ranks decode together: rows before each of 33 convolutions, and the attention's K/V."""
 _DECODER_CACHE, _ENCODER_CACHE = 1801 * 2**20, 1070 * 2**20
 """Bytes at 480x832, bf16: what the causal convolutions remember."""
 _VAE_WEIGHTS, _TEXT_WEIGHTS = 0.25e9, 11.4e9
