@@ -53,6 +53,8 @@ def main(args: argparse.Namespace) -> None:
         model=str(args.model),
         config_format="omni",
         skip_tokenizer_init=True,
+        # By default models that this package serves itself (Wan) go to their own worker.
+        distributed_executor_backend="vllm_omni.executor.DiffusersPipelineExecutor",
         dtype=args.dtype,
         additional_config={"omni": {"model": args.model_options}},
     )
