@@ -2,7 +2,7 @@
 """What the diffusion worker changes in vLLM's worker, shared by its CUDA and CPU classes.
 
 The worker stays vLLM's: device and process-group set-up, weight pools for sleep mode, pipeline send and receive, RPCs.
-Only the runner, warm-up and what sleep does to sessions are ours.
+Only the runner, warm-up, what sleep does to sessions and what a failed rank does to the others are ours.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,14 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
-from vllm_omni.worker.rank_watch import watch_other_ranks
+from vllm_omni.worker.rank_watch import answers_steps, failing_together, watch_other_ranks
 from vllm_omni.worker.rebalance import rebalance
 from vllm_omni.worker.snapshots import SessionSnapshots
 from vllm_omni.worker.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 else:
     _Worker = object
@@ -43,11 +45,16 @@ class DiffusionWorkerMixin(_Worker):
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Run the largest shape once and fix the bytes that sessions may hold."""
-        seconds = self.model_runner.warm_up()
+        with failing_together(heard=get_world_group().rank == 0):  # replies are read in order of rank
+            seconds = self.model_runner.warm_up()
         timeout_s = self.model_runner.omni.rank_timeout_s
         if timeout_s is not None and get_world_group().world_size > 1:
             self._watchdog = watch_other_ranks(timeout_s)
         return CompilationTimes(language_model=seconds, encoder=0.0)
+
+    def execute_model(self, scheduler_output: "SchedulerOutput") -> "ModelRunnerOutput | AsyncModelRunnerOutput | None":
+        with failing_together(heard=answers_steps()):
+            return super().execute_model(scheduler_output)
 
     def shutdown(self) -> None:
         if self._watchdog is not None:

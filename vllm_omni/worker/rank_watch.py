@@ -1,18 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the watchdog between the ranks of one engine: who they are comes from vLLM's process groups.
+"""The ranks of one engine end together: the watchdog between them, and what a failure of one rank's work does.
 
-Held by tests/engine/test_dead_stage.py.
+Who they are comes from vLLM's process groups. Knows no model. Held by tests/worker/test_rank_watch.py and
+tests/engine/test_dead_stage.py.
 """
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group, get_world_group
 from vllm.utils.network_utils import get_ip
 
-from vllm_omni.worker.watchdog import Peer, Watchdog, machine_id
+from vllm_omni.worker.watchdog import Peer, Watchdog, end_rank, machine_id
+
+
+@contextlib.contextmanager
+def failing_together(*, heard: bool) -> Iterator[None]:
+    """Around work that other ranks take part in: an exception ends this process, so that nobody waits for it.
+
+    vLLM's workers log an exception and wait for the next call. One rank's is the engine's answer; of another's the
+    engine never learns, and the others wait in their collectives. heard: this is the rank whose exception is the
+    answer: it is raised as usual, and so it is on an engine's only rank.
+    """
+    try:
+        yield
+    except Exception as error:
+        world = get_world_group()
+        if world.world_size > 1 and not heard:
+            end_rank(world.rank, f"{type(error).__name__} in work that other ranks wait for", error)
+        raise
+
+
+def answers_steps() -> bool:
+    """Whether vLLM's executors take a step's result, or its exception, from this rank."""
+    return get_pp_group().is_last_rank and get_tp_group().is_first_rank
 
 
 def watch_other_ranks(timeout_s: float) -> Watchdog:

@@ -19,6 +19,7 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm_omni.model_executor.interfaces import SupportsLayerMoves
 from vllm_omni.model_executor.layers.layer_moves import LayerMove, balanced_partition, stage_costs
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.rank_watch import failing_together
 
 if TYPE_CHECKING:
     from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
@@ -39,7 +40,8 @@ def rebalance(runner: "DiffusionGPUModelRunner", partition: Sequence[int]) -> li
     model, pp = runner.model, runner.pp
     stages = len(partition)
     if pp.rank_in_group < stages and list(partition) != list(model.partition):
-        _move(runner, LayerMove(pp.ranks[:stages], pp.rank_in_group, model.partition, partition, pp.device_group))
+        with failing_together(heard=False):  # half-moved layers are nothing to go on with
+            _move(runner, LayerMove(pp.ranks[:stages], pp.rank_in_group, model.partition, partition, pp.device_group))
     # What this engine's snapshots are taken with, and need.
     options = runner.vllm_config.additional_config
     assert isinstance(options, dict)

@@ -8,7 +8,8 @@ kills the silent one if it is on this machine, and ends itself at once: vLLM's e
 
 What the thread proves is that its process runs, not that the main thread makes progress: a step that hangs in the
 device is left to vLLM (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was itself stopped (a debugger, Ctrl-Z, a
-paused machine) starts counting afresh. Knows no model, no scheduler and no torch. Held by
+paused machine) starts counting afresh. `end_rank` is the one way in which a rank ends itself, also when its own work
+has failed (`rank_watch.failing_together`). Knows no model, no scheduler and no torch. Held by
 tests/worker/test_watchdog.py and tests/engine/test_dead_stage.py.
 """
 
@@ -22,6 +23,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -120,12 +122,17 @@ class Watchdog:
     def _give_up(self, reason: str, silent: Sequence[Peer]) -> None:
         if self._stop.is_set():
             return
-        logger.critical("rank %d ends itself, so that the engine is reported dead: %s", self.rank, reason)
         for peer in silent:
             if peer.machine == self.machine:
                 with contextlib.suppress(OSError):
                     os.kill(peer.pid, signal.SIGKILL)
-        os._exit(EXIT_CODE)
+        end_rank(self.rank, reason)
+
+
+def end_rank(rank: int, reason: str, error: BaseException | None = None) -> NoReturn:
+    """Log why, with the traceback of `error`, and end this process at once: nothing is cleaned up or waited for."""
+    logger.critical("rank %d ends itself, so that the engine is reported dead: %s", rank, reason, exc_info=error)
+    os._exit(EXIT_CODE)
 
 
 def machine_id() -> str:
