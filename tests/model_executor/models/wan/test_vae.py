@@ -9,11 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file
+from torch._dynamo.exc import TorchDynamoException
 from torch.profiler import ProfilerActivity, profile
 
 from vllm_omni.model_executor.models.wan.vae import (
@@ -304,3 +306,57 @@ def test_configs_of_other_autoencoders_are_refused(changed, message):
     """A config of another network is an error that names the key, never a silently different VAE."""
     with pytest.raises(ValueError, match=message):
         VAEConfig.from_dict({**VAEConfig().to_dict(), **changed})
+
+
+@pytest.mark.parametrize("frames_per_call", [None, 1])
+def test_later_latents_are_one_graph_for_each_part(
+    monkeypatch: pytest.MonkeyPatch, weights: dict[str, torch.Tensor], frames_per_call: int | None
+) -> None:
+    """`fullgraph`: what the compiler cannot trace is an error, which the decoder would answer by not compiling."""
+    plain = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, frames_per_call=frames_per_call)
+    compile_for_real, graphs = torch.compile, []
+
+    def traced(network: Any, **options: Any) -> Any:
+        assert options == {"dynamic": False, "fullgraph": True}
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        return compile_for_real(network, backend=backend, **options)
+
+    monkeypatch.setattr(torch, "compile", traced)
+    in_graphs = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, compiled=True, frames_per_call=frames_per_call)
+    decoder = {name: tensor for name, tensor in weights.items() if name in plain.state_dict()}
+    for vae in (plain, in_graphs):
+        vae.load_state_dict(decoder)
+    latents = torch.randn(1, 16, 3, 2, 3, generator=torch.Generator().manual_seed(0))
+    expected, _ = decode_stream(plain, latents, [1, 1, 1])
+    frames, _ = decode_stream(in_graphs, latents, [1, 1, 1])
+    assert torch.equal(frames, expected)
+    parts = 1 if frames_per_call is None else 3
+    assert len(graphs) <= 2 * parts, "on a CPU a first latent's features lie otherwise than later ones'"
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, weights: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = []
+
+    def fails(network: Any, **options: Any) -> Any:
+        def compiled(x: torch.Tensor, **rest: Any) -> torch.Tensor:
+            attempts.append(x.shape)
+            raise TorchDynamoException("the pass manager failed")
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", fails)
+    vaes = [StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, compiled=compiled) for compiled in (False, True)]
+    decoder = {name: tensor for name, tensor in weights.items() if name in vaes[0].state_dict()}
+    latents = torch.randn(1, 16, 6, 2, 3, generator=torch.Generator().manual_seed(0))
+    for vae in vaes:
+        vae.load_state_dict(decoder)
+    (expected, _), (frames, _) = (decode_stream(vae, latents, [3, 3]) for vae in vaes)
+    assert torch.equal(frames, expected)
+    assert len(attempts) == 2, "it tries once more, and then no longer"
+    assert "runs as it is" in caplog.text

@@ -14,6 +14,8 @@ Held by tests/model_executor/models/wan/test_vae.py.
 """
 
 import itertools
+import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,16 +24,22 @@ from typing import Any, Literal
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanDecoder3d, WanEncoder3d
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 
 from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, split_decoder
+from vllm_omni.model_executor.models.wan.streamed_layers import cached_convolution, stream_upsamplers
 from vllm_omni.outputs import empty_result
 from vllm_omni.snapshot import SavedTensors
+
+logger = logging.getLogger("vllm." + __name__)
 
 Part = Literal["encoder", "decoder"]
 Shape = tuple[int, ...]
 Network = Callable[..., torch.Tensor]
 """(x, feat_cache, feat_idx) -> x, as diffusers' encoder and decoder; replaces the features of `feat_cache` in place."""
+_COMPILE_ATTEMPTS = 2
+"""For one shape."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +127,7 @@ class StreamingWanVAE(nn.Module):
                 temperal_upsample=list(reversed(config.temporal_downsample)),
                 **common,
             )
+            stream_upsamplers(self.decoder)
             if bands is not None:
                 split_decoder(self.decoder, bands)
             self.decoder.to(dtype)
@@ -255,7 +264,7 @@ def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) ->
         raise ValueError(f"frames_per_call must be at least 1, got {frames_per_call}")
 
     def small_levels(x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]) -> torch.Tensor:
-        x_1CTHW = _cached_convolution(decoder.conv_in, x_1CTHW, feat_cache, feat_idx)
+        x_1CTHW = cached_convolution(decoder.conv_in, x_1CTHW, feat_cache, feat_idx)
         for level in (decoder.mid_block, *decoder.up_blocks[:-2]):
             x_1CTHW = level(x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
         return x_1CTHW
@@ -267,7 +276,7 @@ def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) ->
     def largest_level(x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]) -> torch.Tensor:
         x_1CTHW = decoder.up_blocks[-1](x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
         x_1CTHW = decoder.nonlinearity(decoder.norm_out(x_1CTHW))
-        return _cached_convolution(decoder.conv_out, x_1CTHW, feat_cache, feat_idx)
+        return cached_convolution(decoder.conv_out, x_1CTHW, feat_cache, feat_idx)
 
     parts: list[Network] = [small_levels, second_largest_level, largest_level]
     if compiled:
@@ -295,17 +304,6 @@ def _keeps_frames(module: nn.Module) -> bool:
     return isinstance(module, WanCausalConv3d) and module.kernel_size[0] > 1
 
 
-def _cached_convolution(
-    convolution: WanCausalConv3d, x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
-) -> torch.Tensor:
-    """Convolve frames behind those of the cache, and keep the newest of both (as many as there were) for the next."""
-    index = feat_idx[0]
-    past = feat_cache[index]
-    feat_cache[index] = torch.cat((past, x_1CTHW), dim=2)[:, :, -past.shape[2] :].clone()
-    feat_idx[0] += 1
-    return convolution(x_1CTHW, past)
-
-
 def _channels_last_on_cuda(module: nn.Module) -> None:
     """Lay convolution weights on a CUDA device out channels-last; activations and caches follow the weights."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -318,11 +316,20 @@ def _compiled(network: Network) -> Network:
     """Compile for one shape after another; features end in memory of their own.
 
     Compiled code hands out some features as parts of the buffer that a convolution was given, which they would keep.
+    What cannot be compiled (kernels are made for the device, which has failed by chance) runs as it is; nothing has run
+    by then, since the network is one graph.
     """
-    compiled: Network = torch.compile(network, dynamic=False)
+    compiled: Network = torch.compile(network, dynamic=False, fullgraph=True)
+    failures: Counter[torch.Size] = Counter()
 
     def call(x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]) -> torch.Tensor:
-        out_1CTHW = compiled(x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
+        run = compiled if failures[x_1CTHW.shape] < _COMPILE_ATTEMPTS else network
+        try:
+            out_1CTHW = run(x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
+        except TorchDynamoException:
+            failures[x_1CTHW.shape] += 1
+            logger.exception("a part of the VAE's decoder was not compiled for %s: it runs as it is", x_1CTHW.shape)
+            out_1CTHW = network(x_1CTHW, feat_cache=feat_cache, feat_idx=feat_idx)
         for index, feature in enumerate(feat_cache):
             if feature.untyped_storage().nbytes() > feature.nbytes:
                 feat_cache[index] = feature.clone()
@@ -335,11 +342,14 @@ def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
     """Give a feature of the first latent its final shape; zero frames in front are what the convolution pads with.
 
     The first latent leaves one frame where later ones leave two, and a text marker instead of a tensor in the temporal
-    up-samplers, which skip their convolution once.
+    up-samplers, which skip their convolution once. On CUDA it gets its final layout too: joined with one of another
+    layout, every later call's frames would be turned round before their convolution.
     """
-    if not isinstance(feature, torch.Tensor):
-        return like.new_zeros(shape)
-    return nn.functional.pad(feature, (0, 0, 0, 0, shape[2] - feature.shape[2], 0))
+    if isinstance(feature, torch.Tensor):
+        feature = nn.functional.pad(feature, (0, 0, 0, 0, shape[2] - feature.shape[2], 0))
+    else:
+        feature = like.new_zeros(shape)
+    return feature.contiguous(memory_format=torch.channels_last_3d) if feature.is_cuda else feature
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of diffusers' Wan decoder in the form in which a stream's later latents go through them.
+
+A stream's first latent leaves marks of another kind in diffusers' feature cache (None, a text); every later call finds
+a tensor and leaves one of the same shape. Knowing that, a call needs no question that `torch.compile` cannot trace:
+before torch 2.13 diffusers' comparison of a tensor with its text splits the decoder into more than a dozen graphs.
+Held by tests/model_executor/models/wan/test_vae.py.
+"""
+
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResample
+from torch import nn
+
+# C channels, T frames, H rows, W columns
+
+
+def cached_convolution(
+    convolution: WanCausalConv3d, x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
+) -> torch.Tensor:
+    """Convolve frames behind those of the cache, and keep the newest of both (as many as there were) for the next."""
+    index = feat_idx[0]
+    past = feat_cache[index]
+    feat_cache[index] = torch.cat((past, x_1CTHW), dim=2)[:, :, -past.shape[2] :].clone()
+    feat_idx[0] += 1
+    return convolution(x_1CTHW, past)
+
+
+class StreamedUpsample(WanResample):
+    """Upsampling of one stream in space, and in time if the mode says so. Takes over the layers of `whole`.
+
+    Its result lies channels-last, also in a dimension of one frame, if convolutions give that (on CUDA). Of diffusers'
+    own, torch would conclude otherwise and turn round all that the next convolution remembers.
+    """
+
+    def __init__(self, whole: WanResample) -> None:
+        nn.Module.__init__(self)
+        self.dim, self.mode = whole.dim, whole.mode
+        self.resample = whole.resample
+        if self.mode == "upsample3d":
+            self.time_conv = whole.time_conv
+
+    def forward(
+        self, x_1CTHW: torch.Tensor, feat_cache: list[Any] | None = None, feat_idx: list[int] | None = None
+    ) -> torch.Tensor:
+        """[1, C, T, H, W] -> [1, C / 2, T or 2 T, 2 H, 2 W]; a stream's first latent is not upsampled in time."""
+        frames = x_1CTHW[0].transpose(0, 1)
+        if self.mode == "upsample3d":
+            if feat_cache is None or feat_idx is None or not isinstance(feat_cache[feat_idx[0]], torch.Tensor):
+                return super().forward(x_1CTHW, feat_cache, feat_idx)
+            pairs_2CTHW = cached_convolution(self.time_conv, x_1CTHW, feat_cache, feat_idx)[0].unflatten(0, (2, -1))
+            frames = pairs_2CTHW.permute(2, 0, 1, 3, 4).flatten(0, 1)
+        return self.resample(frames).unsqueeze(0).transpose(1, 2)
+
+
+def stream_upsamplers(decoder: nn.Module) -> None:
+    """Replace, in place, what upsamples in a `WanDecoder3d`."""
+    for parent in list(decoder.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, WanResample) and layer.mode in ("upsample2d", "upsample3d"):
+                setattr(parent, name, StreamedUpsample(layer))
