@@ -84,7 +84,6 @@ async def one_session(engine: Any, name: str, args: argparse.Namespace, chunks: 
 
 
 async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    from vllm_omni.model_executor.models.wan.split_decode import splits_decode
 
     options: dict[str, Any] = json.loads(args.model_options)
     ranks = args.tensor_parallel
@@ -132,7 +131,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "executor": args.executor,
         "sessions": args.sessions,
         "model_options": options,
-        "vae_parallel": ranks > 1 and splits_decode(json.loads(args.omni_options).get("vae_parallel")),
+        "vae_parallel": json.loads(args.omni_options).get("vae_parallel", False),
         "omni_options": json.loads(args.omni_options),
         "layers": None if args.tiny else args.layers,
         "tiny": args.tiny,

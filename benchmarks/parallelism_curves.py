@@ -96,7 +96,7 @@ _TITLES = {"causal_wan_1_3b": "causal Wan 1.3B", "causal_wan_14b": "causal Wan 1
 def _table_rows() -> dict[tuple[str, str], dict[str, Any]]:
     """(model, row) -> what benchmarks/pipeline_parallel.py measured on H200, the newest of each."""
     found = {}
-    for path in sorted(RESULTS.glob("*_pipeline_parallel_*.json")):
+    for path in sorted(path for path in RESULTS.glob("*_pipeline_parallel_*.json") if "_before_" not in path.stem):
         run = json.loads(path.read_text())
         result = run["result"]
         if result["model"] in _TITLES and all("H200" in gpu for gpu in run["hardware"]["gpus"]):

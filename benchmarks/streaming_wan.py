@@ -116,7 +116,6 @@ async def one_stream(engine: Any, name: str, args: argparse.Namespace, plan: Any
 
 async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
-    from vllm_omni.model_executor.models.wan.split_decode import splits_decode
 
     options: dict[str, Any] = {
         "window_frames": args.window,
@@ -178,7 +177,6 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         },
         "chunks_in_flight": args.chunks_in_flight,
         "model_options": options,
-        "vae_parallel": ranks > 1 and parsed.decoder == "wan" and splits_decode(None),
         "eager": args.eager,
         "chunks": args.chunks,
         "frames_per_chunk": frames,

@@ -34,8 +34,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     on the others. pipeline_partition: layers of each stage that holds some; None = as even as possible, "measured" =
     such that the slowest stage, its decode included, is as fast as can be (measured at start).
     vae_parallel: the ranks of `--tensor-parallel-size` (Ulysses too) decode each frame together, a band of rows each.
-    None = on CUDA, where the model can: the decode is then as many times faster as there are ranks, but for a few
-    milliseconds of exchange. False = the first of them decodes alone, which keeps frames bit for bit those of one GPU.
+    False = the first of them decodes alone, which keeps frames bit for bit those of one GPU.
     chunks_in_flight: chunks of one session that may be at work at once, each a step behind the one before it; for
     models whose chunks see earlier ones as noisy as themselves (docs/user_guide/parallelism.md). pipeline: what a stage
     of `--pipeline-parallel-size` owns: `blocks` of the network's layers, or (`temporal`) one denoise step.
@@ -65,7 +64,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     overlap_decode: bool | None = None
     vae_stage: bool = False
     pipeline_partition: tuple[Positive, ...] | Literal["measured"] | None = None
-    vae_parallel: bool | None = None
+    vae_parallel: bool = False
     scheduling: Literal["fifo", "deadline"] = "fifo"
     target_fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
     patience_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 0.5

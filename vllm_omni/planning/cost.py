@@ -324,7 +324,7 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
 
 
 def splits(model: StreamModel, gpus: int) -> list[Split]:
-    """Every split over at most `gpus` GPUs that the model's heads, layers and cache allow, as served by default."""
+    """Every split over at most `gpus` GPUs that heads, layers and cache allow; ranks of one stage decode together."""
     found = [Split()]
     for ranks in range(1, gpus + 1):
         if model.heads % ranks or (ranks > 1 and model.in_flight > 1):  # chunks in flight: not with shared layers

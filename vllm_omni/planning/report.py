@@ -83,6 +83,8 @@ def _flags(model: StreamModel, split: Split) -> list[str]:
         flags.append(f"--pipeline-parallel-size {split.stages}")
     if split.vae_stage:
         options["vae_stage"] = "true"
+    if split.vae_parallel:
+        options["vae_parallel"] = "true"
     if split.temporal:
         options["pipeline"] = "temporal"
     if model.in_flight > 1:

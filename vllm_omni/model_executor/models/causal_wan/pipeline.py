@@ -41,7 +41,7 @@ from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
 from vllm_omni.model_executor.models.causal_wan.weights import load_pipeline_weights
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
-from vllm_omni.model_executor.models.wan.split_decode import RowBands, splits_decode, whole_frames
+from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
@@ -91,7 +91,6 @@ class StreamSetup:
         compiled = (torch.cuda.is_available() and not eager) if options.compile is None else options.compile
         if options.decoder == "tiny" and omni.vae_parallel:
             raise ValueError("omni.vae_parallel splits decoder 'wan' over ranks; decoder 'tiny' is too small to gain")
-        vae_parallel = splits_decode(omni.vae_parallel) and options.decoder == "wan"
         return cls(
             config=CausalWanConfig.from_checkpoint(checkpoint["transformer"]),
             vae_config=VAEConfig.from_dict(checkpoint["vae"]),
@@ -100,7 +99,7 @@ class StreamSetup:
             options=options,
             omni=omni,
             parallel=parallel
-            or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, vae_parallel),
+            or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel),
             dtype=dtype,
             tiny_vae_channels=tiny_vae_channels(layout.tiny_vae) if options.decoder == "tiny" else None,
             compiled=compiled,

@@ -17,7 +17,6 @@ from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig
 from vllm_omni.model_executor.models.wan.components import VAEConfig
-from vllm_omni.model_executor.models.wan.split_decode import splits_decode
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,7 @@ class WorldSetup:
             options=options,
             omni=omni,
             parallel=parallel
-            or ParallelContext.from_vllm(
-                options.sequence_parallel, omni.vae_stage, omni.partition, splits_decode(omni.vae_parallel)
-            ),
+            or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel),
             dtype=dtype,
             compiled=compiled,
         )

@@ -155,16 +155,6 @@ class BandAttention(WanAttentionBlock):
         return x + self.proj(seen).view(batch, time, channels, rows, width).transpose(1, 2)
 
 
-def splits_decode(vae_parallel: bool | None) -> bool:
-    """What `omni.vae_parallel` comes to where several ranks share layers.
-
-    By default GPUs do: a chunk's decode needs some hundred exchanges, of less than 0.1 ms each over NVLink, and every
-    further rank saves a part of 150 ms (480x832, H200), which the others would wait for. Ranks on CPUs share one
-    memory and mostly its processors too: nothing to gain.
-    """
-    return torch.cuda.is_available() if vae_parallel is None else vae_parallel
-
-
 def whole_frames(frames_THWC: torch.Tensor, bands: RowBands | None) -> dict[str, torch.Tensor]:
     """A decode's result tensors; in bands, empty on all ranks but the first."""
     whole = frames_THWC if bands is None else bands.join_frames(frames_THWC)
