@@ -387,10 +387,10 @@ class DiffusionGPUModelRunner(RunnerSurface):
             state.failure = as_failure(error)
         if self._decodes and state.pending is None and state.decode_failure is None:
             self._decode(state)
+        if state.failure is None:  # of bad latents the decode's error says less than the check's
+            state.failure = state.decode_failure
         try:
-            if state.decode_failure is not None:
-                raise state.decode_failure
-            if state.pending is not None and not self.overlap_decode:
+            if state.failure is None and state.pending is not None and not self.overlap_decode:
                 outputs[state.request_id] = state.pending.envelope()
         except Exception as error:
             state.failure = as_failure(error)
