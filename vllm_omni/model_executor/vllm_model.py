@@ -50,6 +50,11 @@ class StepPipeline(nn.Module, VllmModelForPooling, IsAttentionFree, SupportsPP, 
         raise NotImplementedError
 
 
+def compiles(asked: bool | None, eager: bool) -> bool:
+    """Return what `omni.model.compile` comes to; None = on CUDA, unless the engine was told not to compile anything."""
+    return (torch.cuda.is_available() and not eager) if asked is None else asked
+
+
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Create parameters in `dtype`."""

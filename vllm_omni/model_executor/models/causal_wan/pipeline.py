@@ -47,7 +47,7 @@ from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_ti
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import every_second_step
-from vllm_omni.model_executor.vllm_model import StepPipeline, default_dtype
+from vllm_omni.model_executor.vllm_model import StepPipeline, compiles, default_dtype
 from vllm_omni.outputs import RequestFailed
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ class StreamSetup:
         eager: the engine was told not to compile anything.
         """
         options = CausalWanOptions.parse(omni.model)
-        compiled = (torch.cuda.is_available() and not eager) if options.compile is None else options.compile
         if options.decoder == "tiny" and omni.vae_parallel:
             raise ValueError("omni.vae_parallel splits decoder 'wan' over ranks; decoder 'tiny' is too small to gain")
         return cls(
@@ -102,7 +101,7 @@ class StreamSetup:
             or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel),
             dtype=dtype,
             tiny_vae_channels=tiny_vae_channels(layout.tiny_vae) if options.decoder == "tiny" else None,
-            compiled=compiled,
+            compiled=compiles(options.compile, eager),
         )
 
 

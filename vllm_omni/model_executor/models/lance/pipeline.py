@@ -68,7 +68,7 @@ from vllm_omni.model_executor.models.lance.vae import (
 from vllm_omni.model_executor.models.lance.vision import VisionTower
 from vllm_omni.model_executor.models.lance.weights import load_network, load_vae, load_vision
 from vllm_omni.model_executor.tensor_files import open_tensors
-from vllm_omni.model_executor.vllm_model import StepPipeline
+from vllm_omni.model_executor.vllm_model import StepPipeline, compiles
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -110,7 +110,7 @@ class LanceSetup:
             options=options,
             parallel=parallel,
             dtype=dtype,
-            compiled=(torch.cuda.is_available() and not eager) if options.compile is None else options.compile,
+            compiled=compiles(options.compile, eager),
         )
 
 

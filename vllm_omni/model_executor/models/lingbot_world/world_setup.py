@@ -17,6 +17,7 @@ from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig
 from vllm_omni.model_executor.models.wan.components import VAEConfig
+from vllm_omni.model_executor.vllm_model import compiles
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,6 @@ class WorldSetup:
         eager: the engine was told not to compile anything.
         """
         options = LingBotOptions.parse(omni.model, checkpoint["version"])
-        compiled = (torch.cuda.is_available() and not eager) if options.compile is None else options.compile
         return cls(
             config=LingBotWorldConfig.from_checkpoint(checkpoint["transformer"]),
             vae_config=VAEConfig.from_dict(checkpoint["vae"]),
@@ -62,5 +62,5 @@ class WorldSetup:
             parallel=parallel
             or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel),
             dtype=dtype,
-            compiled=compiled,
+            compiled=compiles(options.compile, eager),
         )

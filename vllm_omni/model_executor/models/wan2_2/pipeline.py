@@ -52,7 +52,7 @@ from vllm_omni.model_executor.models.wan2_2.transformer import VideoRow, Wan22Tr
 from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
 from vllm_omni.model_executor.models.wan2_2.weights import load_pipeline_weights
 from vllm_omni.model_executor.one_shot import OneShotSession
-from vllm_omni.model_executor.vllm_model import StepPipeline, default_dtype
+from vllm_omni.model_executor.vllm_model import StepPipeline, compiles, default_dtype
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -116,7 +116,7 @@ class Wan22Setup:
             omni=omni,
             parallel=parallel,
             dtype=dtype,
-            compiled=(torch.cuda.is_available() and not eager) if options.compile is None else options.compile,
+            compiled=compiles(options.compile, eager),
             guidance=guidance,
         )
 
