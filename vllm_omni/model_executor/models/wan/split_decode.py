@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext, split_evenly
+from vllm_omni.model_executor.models.wan.streamed_layers import replace_layers
 from vllm_omni.outputs import RequestFailed, empty_result
 
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -166,11 +167,7 @@ def split_decoder(decoder: nn.Module, bands: RowBands) -> None:
 
     Parameters keep their names; their values are those of new layers, so load weights afterwards.
     """
-    for parent in list(decoder.modules()):
-        for name, layer in list(parent.named_children()):
-            replacement = _in_bands(layer, bands)
-            if replacement is not None:
-                setattr(parent, name, replacement)
+    replace_layers(decoder, lambda layer: _in_bands(layer, bands))
 
 
 def _in_bands(layer: nn.Module, bands: RowBands) -> nn.Module | None:

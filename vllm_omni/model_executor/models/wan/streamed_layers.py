@@ -7,6 +7,7 @@ before torch 2.13 diffusers' comparison of a tensor with its text splits the dec
 Held by tests/model_executor/models/wan/test_vae.py.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,7 +57,19 @@ class StreamedUpsample(WanResample):
 
 def stream_upsamplers(decoder: nn.Module) -> None:
     """Replace, in place, what upsamples in a `WanDecoder3d`."""
-    for parent in list(decoder.modules()):
+    replace_layers(decoder, _streamed)
+
+
+def _streamed(layer: nn.Module) -> nn.Module | None:
+    if isinstance(layer, WanResample) and layer.mode in ("upsample2d", "upsample3d"):
+        return StreamedUpsample(layer)
+    return None
+
+
+def replace_layers(network: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Put what `replacement` makes of a layer in the layer's place, throughout `network`; None = it stays."""
+    for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
-            if isinstance(layer, WanResample) and layer.mode in ("upsample2d", "upsample3d"):
-                setattr(parent, name, StreamedUpsample(layer))
+            other = replacement(layer)
+            if other is not None:
+                setattr(parent, name, other)
