@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_client import EngineClient, running_engine
+from public_choices import LANCE_ALTERNATIVES
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
@@ -224,23 +225,9 @@ def test_two_ranks_equal_one(checkpoint: Path, sequence_parallel: bool) -> None:
 @pytest.mark.nightly
 def test_every_alternative_through_the_engine(checkpoint: Path) -> None:
     """All choices between public implementations switched at once: each task gives its kind of result, not NaN."""
-    options = {
-        "drawing_prompt": "wrapped",
-        "uncond_context": "empty",
-        "edit_apostrophe": "ascii",
-        "uncond_positions": "own",
-        "i2v_renorm": "unpinned",
-        "i2v_noise_place": "before_text",
-        "understanding_video": "smart_resize",
-        "understanding_vit_time": "origin",
-        "position_table": "checkpoint",
-        "reference_latent": "sample",
-        "vision_weights": "bundled",
-        "pixel_rounding": "truncate",
-    }
 
     async def scenario() -> None:
-        async with lance_engine(checkpoint, options) as client:
+        async with lance_engine(checkpoint, LANCE_ALTERNATIVES) as client:
             for task, (fields, _) in REQUESTS.items():
                 changes: dict[str, Any] = {"output": "latents"}
                 if task.startswith("x2t"):  # a clip that is read whole takes no bucket

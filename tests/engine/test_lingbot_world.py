@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_client import STOCK_SCHEDULER, EngineClient, SharedEngine, running_engine, shared_engine
+from public_choices import PR3701
 
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
@@ -23,13 +24,6 @@ TOLERANCE = 2e-4
 """fp32 latents of order 1 after four chunks of five passes; sums are ordered differently on several ranks."""
 SMALL_WINDOW = {"window_frames": 7, "sink_frames": 2}
 """Full after the third chunk, and no multiple of the chunk: eviction and ring wrap are exercised."""
-PR3701 = {
-    "later_condition": "fresh_grey",
-    "vae_continuation": "restart",
-    "camera_first_frame": "stands_each_chunk",
-    "camera_scale": "chunk_max",
-    "prompt_switch": "ignore",
-}
 
 
 def image() -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from public_choices import PR3701, SGLANG
 from scheduling import execute, new_request, step
 from snapshot_steps import Worker
 
@@ -44,19 +45,6 @@ def video_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> d
 
 Chunk = Callable[..., dict[str, torch.Tensor]]
 SMALL = {"window_frames": 7, "sink_frames": 2}
-SGLANG = {
-    "later_condition": "second_chunk",
-    "camera_first_frame": "stands",
-    "camera_scale": "session_max",
-    "camera_dtype": "bf16",
-}
-PR3701 = {
-    "later_condition": "fresh_grey",
-    "vae_continuation": "restart",
-    "camera_first_frame": "stands_each_chunk",
-    "camera_scale": "chunk_max",
-    "prompt_switch": "ignore",
-}
 CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "null world": ("null_world", {}, text_chunk, 3),
     "world, before its window is full": ("lingbot_world", {}, world_chunk, 1),

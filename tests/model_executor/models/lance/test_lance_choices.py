@@ -11,6 +11,7 @@ import pytest
 import torch
 from lance_driver import REQUESTS, clip, load_lance, make_request, picture, prepare, request_of, run
 from lance_reference import DRAW, FILM, Reference, Run, write_model
+from public_choices import LANCE_ALTERNATIVES
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLVideoProcessor
 
@@ -30,20 +31,6 @@ from vllm_omni.model_executor.models.lance.vae import to_uint8
 from vllm_omni.model_executor.models.lance.vision import to_patches
 from vllm_omni.outputs import RequestFailed
 
-ALTERNATIVES: dict[str, str] = {
-    "drawing_prompt": "wrapped",
-    "uncond_context": "empty",
-    "edit_apostrophe": "ascii",
-    "uncond_positions": "own",
-    "i2v_renorm": "unpinned",
-    "i2v_noise_place": "before_text",
-    "understanding_video": "smart_resize",
-    "understanding_vit_time": "origin",
-    "position_table": "checkpoint",
-    "reference_latent": "sample",
-    "vision_weights": "bundled",
-    "pixel_rounding": "truncate",
-}
 SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_video_frames": 9}
 TEXT_TASKS: tuple[Task, ...] = ("t2i", "t2v")
 DRAWING_TASKS = tuple(task for task in TASKS if task not in READING_TASKS)
@@ -53,12 +40,12 @@ DRAWING_TASKS = tuple(task for task in TASKS if task not in READING_TASKS)
 
 
 def test_every_choice_has_a_named_alternative() -> None:
-    """`ALTERNATIVES`, which the runs below switch on, leaves no choice out; defaults are the original's."""
+    """`LANCE_ALTERNATIVES`, which the runs below switch on, leaves no choice out; defaults are the original's."""
     fields = {field.name: field for field in msgspec.structs.fields(LanceOptions)}
     kinds = {name: msgspec.inspect.type_info(field.type) for name, field in fields.items()}
     choices = {name: kind.values for name, kind in kinds.items() if isinstance(kind, msgspec.inspect.LiteralType)}
-    assert choices == {name: tuple(sorted((value, fields[name].default))) for name, value in ALTERNATIVES.items()}
-    assert {name: getattr(LanceOptions(), name) for name in ALTERNATIVES} == {
+    assert choices == {name: tuple(sorted((value, fields[name].default))) for name, value in LANCE_ALTERNATIVES.items()}
+    assert {name: getattr(LanceOptions(), name) for name in LANCE_ALTERNATIVES} == {
         "drawing_prompt": "template",
         "uncond_context": "template",
         "edit_apostrophe": "typographic",
@@ -74,12 +61,12 @@ def test_every_choice_has_a_named_alternative() -> None:
     }
 
 
-@pytest.mark.parametrize("name", sorted(ALTERNATIVES))
+@pytest.mark.parametrize("name", sorted(LANCE_ALTERNATIVES))
 def test_an_unknown_alternative_is_refused_with_the_allowed_ones(name: str) -> None:
-    default = getattr(LanceOptions(), name)
-    with pytest.raises(ValueError, match=f"{name}.*allowed values:.*{min(default, ALTERNATIVES[name])}") as failure:
+    default, other = getattr(LanceOptions(), name), LANCE_ALTERNATIVES[name]
+    with pytest.raises(ValueError, match=f"{name}.*allowed values:.*{min(default, other)}") as failure:
         LanceOptions.parse({name: "nonsense"})
-    assert repr(default) in str(failure.value) and repr(ALTERNATIVES[name]) in str(failure.value)
+    assert repr(default) in str(failure.value) and repr(other) in str(failure.value)
 
 
 # -- ids -----------------------------------------------------------------------------------------------------------
@@ -299,7 +286,7 @@ def original(checkpoint: Path) -> Lance:
 
 @pytest.fixture(scope="module")
 def switched(checkpoint: Path) -> Lance:
-    return load_lance(checkpoint, **SMALL, **ALTERNATIVES)
+    return load_lance(checkpoint, **SMALL, **LANCE_ALTERNATIVES)
 
 
 def small(task: str, **changes: Any) -> Any:
@@ -336,7 +323,7 @@ def test_an_alternative_changes_its_own_tasks_only(
         }
 
     before = latents()
-    options = msgspec.structs.replace(original.options, **{name: ALTERNATIVES[name]})
+    options = msgspec.structs.replace(original.options, **{name: LANCE_ALTERNATIVES[name]})
     monkeypatch.setattr(original, "options", options)
     monkeypatch.setattr(original, "starter", replace(original.starter, options=options))
     after = latents()

@@ -22,6 +22,7 @@ from lingbot_world_driver import (
     start_image,
     step,
 )
+from public_choices import PR3701, SGLANG
 from safetensors.torch import load_file
 
 from vllm_omni.inputs import DiffusionParams
@@ -35,20 +36,7 @@ from vllm_omni.model_executor.models.wan.weights import load_vae
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
 SMALL: dict[str, Any] = {"window_frames": 7, "sink_frames": 2}
-SGLANG: dict[str, Any] = {
-    "later_condition": "second_chunk",
-    "camera_first_frame": "stands",
-    "camera_scale": "session_max",
-    "camera_dtype": "bf16",
-}
 SGLANG_LAZY: dict[str, Any] = {**SGLANG, "later_condition": "last_frame", "condition_video_frames": 21}
-PR3701: dict[str, Any] = {
-    "later_condition": "fresh_grey",
-    "vae_continuation": "restart",
-    "camera_first_frame": "stands_each_chunk",
-    "camera_scale": "chunk_max",
-    "prompt_switch": "ignore",
-}
 EVERY = pytest.mark.parametrize("options", [SGLANG, SGLANG_LAZY, PR3701], ids=["sglang", "sglang lazy", "pr3701"])
 
 

@@ -7,24 +7,19 @@ from typing import Any
 import pytest
 import torch
 from lingbot_world_driver import HEIGHT, WIDTH, load_world, make_request, open_session, run_chunk, step
+from public_choices import PR3701
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SupportsVAEStage
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 
-OPTIONS: dict[str, Any] = {"window_frames": 7, "sink_frames": 2, "reprime_on_prompt_switch": True}
-PR3701: dict[str, Any] = {
-    "window_frames": 7,
-    "sink_frames": 2,
-    "later_condition": "fresh_grey",
-    "vae_continuation": "restart",
-    "camera_first_frame": "stands_each_chunk",
-    "camera_scale": "chunk_max",
-}
+SMALL: dict[str, Any] = {"window_frames": 7, "sink_frames": 2}
+CACHE: dict[str, Any] = {**SMALL, "reprime_on_prompt_switch": True}
+RESTART: dict[str, Any] = {**SMALL, **PR3701, "prompt_switch": "refresh"}
 PROMPTS = ("a beach", None, "a town at night", None)
 
 
-@pytest.mark.parametrize("options", [OPTIONS, PR3701], ids=["cache", "restart"])
+@pytest.mark.parametrize("options", [CACHE, RESTART], ids=["cache", "restart"])
 def test_frames_are_those_of_one_rank(lingbot_world: Path, options: dict[str, Any]) -> None:
     """Over a prompt switch that runs chunks again, which the decoding rank need not know of."""
     one = load_world(lingbot_world, **options)
