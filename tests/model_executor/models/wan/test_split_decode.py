@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from vae_streams import decode_stream
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.interfaces import check_parallel_decode
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache, VAEConfig, cache_nbytes, to_uint8
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, cache_nbytes, to_uint8
 from vllm_omni.outputs import RequestFailed
 
 CONFIG = VAEConfig(base_dim=4)
@@ -38,22 +39,13 @@ def latents(height: int) -> torch.Tensor:
     return torch.randn(1, 16, sum(CUTS), height, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def decode_stream(vae: StreamingWanVAE, x: torch.Tensor) -> tuple[torch.Tensor, VAECache]:
-    pixels, cache = [], None
-    for piece in x.split(CUTS, dim=2):
-        frames, cache = vae.decode(piece, cache)
-        pixels.append(frames)
-    assert cache is not None
-    return torch.cat(pixels, dim=2), cache
-
-
 def check_bands(bands: RowBands, heights: list[int], options: dict[str, Any]) -> None:
     """Streams of several heights on one decoder, in pieces: pixels, cache, its bytes, and joined frames."""
     whole, mine = build(), build(bands, **options)
     assert dict(mine.named_parameters()).keys() == dict(whole.named_parameters()).keys()
     for height in heights:
-        expected, expected_cache = decode_stream(whole, latents(height))
-        pixels, cache = decode_stream(mine, latents(height))
+        expected, expected_cache = decode_stream(whole, latents(height), CUTS)
+        pixels, cache = decode_stream(mine, latents(height), CUTS)
         rows = bands.rows(height)
         ours = slice(8 * rows.start, 8 * rows.stop)
         assert expected.std() > 0.1, "frames that differ from place to place"
@@ -75,7 +67,7 @@ def check_one_piece(bands: RowBands) -> None:
     """How a stream is cut changes nothing of a band, bit for bit."""
     mine = build(bands)
     whole_clip, cache = mine.decode(latents(5), None)
-    pieces, last = decode_stream(mine, latents(5))
+    pieces, last = decode_stream(mine, latents(5), CUTS)
     assert torch.equal(pieces, whole_clip) and last.equal(cache)
 
 

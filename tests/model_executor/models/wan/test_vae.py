@@ -17,6 +17,7 @@ from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file
 from torch._dynamo.exc import TorchDynamoException
 from torch.profiler import ProfilerActivity, profile
+from vae_streams import decode_stream, encode_stream
 
 from vllm_omni.model_executor.models.wan.vae import (
     StreamingWanVAE,
@@ -55,24 +56,6 @@ def clip(golden: dict[str, torch.Tensor]) -> torch.Tensor:
     pixels = torch.zeros(1, 3, 33, 16, 24)
     pixels[0, :, 0] = golden["image"]
     return pixels
-
-
-def encode_stream(vae: StreamingWanVAE, pixels: torch.Tensor, cuts: list[int]) -> tuple[torch.Tensor, VAECache]:
-    latents, cache = [], None
-    for piece in pixels.split(cuts, dim=2):
-        latent, cache = vae.encode(piece, cache)
-        latents.append(latent)
-    assert cache is not None
-    return torch.cat(latents, dim=2), cache
-
-
-def decode_stream(vae: StreamingWanVAE, latents: torch.Tensor, cuts: list[int]) -> tuple[torch.Tensor, VAECache]:
-    pixels, cache = [], None
-    for piece in latents.split(cuts, dim=2):
-        frames, cache = vae.decode(piece, cache)
-        pixels.append(frames)
-    assert cache is not None
-    return torch.cat(pixels, dim=2), cache
 
 
 def test_encode_equals_the_original(vae, golden, clip):
