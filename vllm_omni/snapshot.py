@@ -4,9 +4,9 @@
 A snapshot is one safetensors file. Its metadata carries a versioned JSON header (`SnapshotHeader`); its tensors are
 those that every rank's session names, as `rank0.kv.frame3`. It is written in place: the front end creates the file,
 then each rank copies its tensors from its device straight to where they belong, so that a snapshot costs one copy of
-its bytes; so does restoring it. (The safetensors library can write only what lies contiguous in host memory, hence our
-own writer. A file to be read is opened by the library first, which checks every offset against the file's size. Nothing
-is unpickled.)
+its bytes; so does restoring it. (The safetensors library writes only what lies contiguous in host memory and reads
+only into memory of its own, hence our own writer and reader; a file is checked by the library's rules. Nothing is
+unpickled.)
 
 The file must be visible to the front end and to all ranks: one host, or a shared directory. Knows no model and no
 sockets. Held by tests/worker/test_snapshot_refusals.py and test_snapshots.py.
@@ -14,6 +14,7 @@ sockets. Held by tests/worker/test_snapshot_refusals.py and test_snapshots.py.
 
 import errno
 import math
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,15 +24,16 @@ from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot_bytes import read_at, write_at
+from vllm_omni.snapshot_bytes import Place, read_at, write_at
 
 FORMAT_VERSION: Final = 1
 _KIND: Final = "vllm_omni.session"
 _KEY: Final = "omni_session"
+_METADATA: Final = "__metadata__"
 _ALIGN: Final = 64
+_MAX_TABLE_BYTES: Final = 100_000_000  # the safetensors library's limit
 _DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -133,7 +135,9 @@ def describe(
         part=RankPart(
             weights=weights,
             scalars=dict(scalars),
-            channels_last=[name for name, tensor in tensors.items() if _is_channels_last(tensor)],
+            channels_last=[
+                name for name, tensor in tensors.items() if not tensor.is_contiguous() and _is_channels_last(tensor)
+            ],
         ),
         tensors={name: (_DTYPES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()},
     )
@@ -141,11 +145,7 @@ def describe(
 
 def _is_channels_last(tensor: torch.Tensor) -> bool:
     memory_format = _CHANNELS_LAST.get(tensor.dim())
-    return (
-        memory_format is not None
-        and not tensor.is_contiguous()
-        and bool(tensor.is_contiguous(memory_format=memory_format))
-    )
+    return memory_format is not None and bool(tensor.is_contiguous(memory_format=memory_format))
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -153,12 +153,18 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class SnapshotPlan:
-    """Where everything goes. offsets: of each rank's tensors, from the start of the file, in the order described."""
+    """Where everything goes. starts: where each rank's tensors begin in the file; they follow each other as described.
+
+    starts has one entry more, the file's end.
+    """
 
     header: SnapshotHeader
     head: bytes
-    nbytes: int
-    offsets: tuple[dict[str, int], ...]
+    starts: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.starts[-1]
 
 
 def plan(described: Sequence[RankDescription], package_version: str, owner: Mapping[str, str] | None) -> SnapshotPlan:
@@ -175,28 +181,18 @@ def plan(described: Sequence[RankDescription], package_version: str, owner: Mapp
         ranks=[rank.part for rank in described],
         owner=None if owner is None else dict(owner),
     )
-    entries: dict[str, Any] = {
-        "__metadata__": {"format": "pt", "kind": _KIND, _KEY: msgspec.json.encode(header).decode()}
-    }
-    position = 0
-    relative: list[dict[str, int]] = []
+    entries: dict[str, Any] = {_METADATA: {"format": "pt", "kind": _KIND, _KEY: msgspec.json.encode(header).decode()}}
+    ends = [0]
     for number, rank in enumerate(described):
-        starts = {}
+        position = ends[-1]
         for name, (dtype, shape) in rank.tensors.items():
-            end = position + _SIZES[dtype] * math.prod(shape)
-            entries[f"rank{number}.{name}"] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
-            starts[name] = position
-            position = end
-        relative.append(starts)
+            begin, position = position, position + _SIZES[dtype] * math.prod(shape)
+            entries[f"rank{number}.{name}"] = StoredTensor(dtype, shape, (begin, position))
+        ends.append(position)
     text = msgspec.json.encode(entries)
     text += b" " * (-(8 + len(text)) % _ALIGN)  # spaces behind the JSON, as safetensors pads it
     start = 8 + len(text)
-    return SnapshotPlan(
-        header=header,
-        head=len(text).to_bytes(8, "little") + text,
-        nbytes=start + position,
-        offsets=tuple({name: start + offset for name, offset in starts.items()} for starts in relative),
-    )
+    return SnapshotPlan(header, len(text).to_bytes(8, "little") + text, [start + end for end in ends])
 
 
 def create_file(path: Path, planned: SnapshotPlan) -> None:
@@ -219,19 +215,25 @@ def create_file(path: Path, planned: SnapshotPlan) -> None:
         os.close(descriptor)
 
 
-def write_tensors(path: Path, nbytes: int, offsets: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors from their device to their places in an existing file of `nbytes`. Raises `RequestFailed`."""
+def write_tensors(path: Path, starts: Sequence[int], rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy a rank's tensors from their device to their places in the planned file. Raises `RequestFailed`."""
+    position, places = starts[rank], []
+    for tensor in tensors.values():
+        places.append((position, tensor))
+        position += tensor.nbytes
+    if position != starts[rank + 1]:
+        raise RequestFailed("session_busy", "this session changed meanwhile; ask again")
     try:
         file = path.open("r+b", buffering=0)
     except OSError:
         file = None
-    if file is None or os.fstat(file.fileno()).st_size != nbytes:
+    if file is None or os.fstat(file.fileno()).st_size != starts[-1]:
         raise RequestFailed("snapshot_storage", _UNSEEN)
     with file:
         try:
-            write_at(file.fileno(), ((offsets[name], tensor) for name, tensor in tensors.items()))
+            write_at(file.fileno(), places)
         except OSError as error:
-            raise _no_room(nbytes, error) from error
+            raise _no_room(starts[-1], error) from error
 
 
 def _no_room(nbytes: int, error: OSError) -> RequestFailed:
@@ -241,23 +243,39 @@ def _no_room(nbytes: int, error: OSError) -> RequestFailed:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
+class StoredTensor(msgspec.Struct, frozen=True):
+    """An entry of the file's table. data_offsets: begin and end, behind the table.
+
+    No tensor passes `_check_places` with the defaults; they let the metadata, which has no such fields, stand among
+    the tensors while the table is decoded.
+    """
+
+    dtype: str = ""
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]] = []
+    data_offsets: tuple[int, int] = (-1, -1)
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    metadata: dict[str, str] = msgspec.field(name=_METADATA, default_factory=dict)
+
+
+_METADATA_OF: Final = msgspec.json.Decoder(_Metadata)
+_TABLE: Final = msgspec.json.Decoder(dict[str, StoredTensor])
+_PLACE: Final = operator.attrgetter("data_offsets")
+
+
 def read_header(path: Path, max_bytes: int | None = None) -> SnapshotHeader:
-    """Check that a file is a whole snapshot of this format; look at no tensor.
+    """Check that a file begins as a snapshot of this format; each worker checks its tensors before it takes any.
 
     Raises `RequestFailed` `invalid_snapshot` (no snapshot, damaged, truncated), `snapshot_version` or
     `snapshot_too_large`.
     """
-    size = path.stat().st_size
-    if max_bytes is not None and size > max_bytes:
+    if max_bytes is not None and (size := path.stat().st_size) > max_bytes:
         raise RequestFailed(
             "snapshot_too_large", f"the snapshot has {size} bytes; sessions here may hold {max_bytes} bytes"
         )
-    try:
-        with safe_open(path, framework="pt") as file:  # checks lengths, offsets and dtypes
-            metadata = file.metadata() or {}
-    except SafetensorError as error:
-        raise RequestFailed("invalid_snapshot", f"the snapshot is damaged or truncated ({_reason(error)})") from error
-    return _checked_header(metadata)
+    with OpenSnapshot.open(path) as snapshot:
+        return snapshot.header
 
 
 def _checked_header(metadata: Mapping[str, str]) -> SnapshotHeader:
@@ -299,26 +317,11 @@ def check_fits(header: SnapshotHeader, model: ModelIdentity, rank: int, weights:
     return part
 
 
-class StoredTensor(msgspec.Struct, frozen=True):
-    """An entry of the file's table. data_offsets: begin and end, behind the table."""
-
-    dtype: str
-    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
-    data_offsets: tuple[int, int]
-
-
-_STORED_TENSOR: Final = msgspec.json.Decoder(StoredTensor)
-
-
 class OpenSnapshot:
-    """A snapshot's file, open in a worker. header: as `read_header` returns it.
+    """A snapshot's open file. header: as `read_header` returns it. text: the file's table, as JSON."""
 
-    The front end has had the safetensors library look at the whole file. A worker reads the table once and checks
-    each tensor when it is taken: its place is inside the file, its bytes are as many as its shape says.
-    """
-
-    def __init__(self, file: int, start: int, table: Mapping[str, msgspec.Raw], header: SnapshotHeader) -> None:
-        self._file, self._start, self._table = file, start, table
+    def __init__(self, file: int, text: bytes, header: SnapshotHeader) -> None:
+        self._file, self._text = file, text
         self.header = header
 
     @classmethod
@@ -327,100 +330,130 @@ class OpenSnapshot:
         """Raises OSError if there is no such file, and `RequestFailed` as `read_header` does, also while it is open."""
         with path.open("rb", buffering=0) as file:
             try:
+                descriptor = file.fileno()
+                size = os.fstat(descriptor).st_size
                 length = int.from_bytes(file.read(8), "little")
-                if not 0 < length <= os.fstat(file.fileno()).st_size - 8:
+                if not 0 < length <= min(size - 8, _MAX_TABLE_BYTES):
                     raise EOFError("the header ends behind the file")
-                table = msgspec.json.decode(os.pread(file.fileno(), length, 8), type=dict[str, msgspec.Raw])
-                metadata = msgspec.json.decode(table.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-                yield cls(file.fileno(), 8 + length, table, _checked_header(metadata))
+                text = os.pread(descriptor, length, 8)
+                yield cls(descriptor, text, _checked_header(_METADATA_OF.decode(text).metadata))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError, EOFError) as error:
                 raise RequestFailed("invalid_snapshot", "the snapshot is damaged or truncated") from error
 
     def rank(self, rank: int, part: RankPart) -> "SavedTensors":
-        """The tensors of one rank."""
+        """The tensors of one rank; the whole file's table is checked. Raises `RequestFailed` and EOFError."""
+        start = 8 + len(self._text)
+        table = _TABLE.decode(self._text)
+        table.pop(_METADATA, None)
+        _check_places(table, os.fstat(self._file).st_size - start)
         prefix = f"rank{rank}."
-        left = {
-            name.removeprefix(prefix): _STORED_TENSOR.decode(entry)
-            for name, entry in self._table.items()
-            if name.startswith(prefix)
-        }
-        room = os.fstat(self._file).st_size - self._start
-        if any(stored.data_offsets[1] > room for stored in left.values()):
-            raise RequestFailed("invalid_snapshot", "the snapshot is damaged or truncated")
-        return SavedTensors(self._file, self._start, left, frozenset(part.channels_last))
+        left = {name.removeprefix(prefix): stored for name, stored in table.items() if name.startswith(prefix)}
+        return SavedTensors(self._file, start, left, frozenset(part.channels_last))
+
+
+def _check_places(table: Mapping[str, StoredTensor], nbytes: int) -> None:
+    """Tensors lie one behind the other without gaps, each as long as its shape says, and fill the file exactly.
+
+    Raises EOFError. What the safetensors library checks as well; tests/worker/test_snapshot_table.py compares.
+    """
+    position = 0
+    for stored in sorted(table.values(), key=_PLACE):
+        size = _SIZES.get(stored.dtype)
+        end = position if size is None else position + size * math.prod(stored.shape)
+        if size is None or stored.data_offsets != (position, end):
+            raise EOFError("a tensor's place does not fit its shape or its neighbours")
+        position = end
+    if position != nbytes:
+        raise EOFError("the tensors do not fill the file")
 
 
 class SavedTensors:
     """One rank's tensors of an open snapshot, to be taken one by one; what is left over is an error.
 
-    Made by `OpenSnapshot.rank`. Every tensor is a copy, so nothing refers to the file afterwards.
+    Made by `OpenSnapshot.rank`. A tensor is checked when it is asked for; bytes are read together by `read` and
+    `finish`, until when a new tensor holds nothing. Nothing refers to the file afterwards.
     """
 
     def __init__(
-        self, file: int, start: int, left: dict[str, StoredTensor], channels_last: frozenset[str], prefix: str = ""
+        self,
+        file: int,
+        start: int,
+        left: dict[str, StoredTensor],
+        channels_last: frozenset[str],
+        prefix: str = "",
+        pending: list[Place] | None = None,
     ) -> None:
         self._file, self._start, self._left = file, start, left
         self._channels_last, self._prefix = channels_last, prefix
+        self._pending: list[Place] = [] if pending is None else pending
 
     def under(self, prefix: str) -> "SavedTensors":
         """The tensors whose names begin with `prefix`, by the rest of their names."""
-        return SavedTensors(self._file, self._start, self._left, self._channels_last, self._prefix + prefix)
+        whole = self._prefix + prefix
+        return SavedTensors(self._file, self._start, self._left, self._channels_last, whole, self._pending)
 
     def names(self, prefix: str = "") -> list[str]:
         """Names not yet taken that begin with `prefix`, sorted."""
         whole, length = self._prefix + prefix, len(self._prefix)
         return sorted(name[length:] for name in self._left if name.startswith(whole))
 
+    def shape(self, name: str) -> list[int] | None:
+        """The shape a tensor was saved in; None if it is not there."""
+        stored = self._left.get(self._prefix + name)
+        return None if stored is None else stored.shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype a tensor was saved in. Raises `RequestFailed("invalid_snapshot")` if it is not there."""
+        stored = self._left.get(self._prefix + name)
+        if stored is None:
+            raise RequestFailed("invalid_snapshot", f"the snapshot lacks the tensor {self._prefix}{name}")
+        return _TORCH_DTYPES[stored.dtype]
+
     def fill(self, places: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensor of each name into its place. Raises `RequestFailed("invalid_snapshot")`."""
+        """Have the tensor of each name read into its place. Raises `RequestFailed("invalid_snapshot")`."""
         for name, place in places.items():
-            read_at(self._file, self._claim(name, list(place.shape), place.dtype), place)
+            self._pending.append((self._claim(name, place.dtype, list(place.shape)), place))
 
     def take(
         self, name: str, device: torch.device | str, dtype: torch.dtype, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Return a copy on `device`, in the memory layout it was saved in. shape: if set, the only one accepted."""
-        saved_shape = self._require(name).shape
-        position = self._claim(name, shape, dtype)
+        """Return a new tensor on `device`, in the memory layout it was saved in, to be filled by `read`.
+
+        shape: None = any. Raises `RequestFailed("invalid_snapshot")` if what was saved has another shape or dtype.
+        """
+        if shape is None:
+            shape = self.shape(name) or ()
+        position = self._claim(name, dtype, list(shape))
         memory_format = torch.contiguous_format
         if self._prefix + name in self._channels_last:
-            memory_format = _CHANNELS_LAST.get(len(saved_shape), torch.contiguous_format)
-        copy = torch.empty(saved_shape, dtype=dtype, device=device, memory_format=memory_format)
-        read_at(self._file, position, copy)
-        return copy
+            memory_format = _CHANNELS_LAST.get(len(shape), torch.contiguous_format)
+        tensor = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
+        self._pending.append((position, tensor))
+        return tensor
 
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype a tensor was saved in. Raises `RequestFailed("invalid_snapshot")` if it is not there."""
-        known = _TORCH_DTYPES.get(self._require(name).dtype)
-        if known is None:
-            raise RequestFailed("invalid_snapshot", f"the snapshot's tensor {name} has an unknown dtype")
-        return known
+    def read(self) -> None:
+        """Fill everything that has been asked for. Raises OSError and EOFError."""
+        read_at(self._file, sorted(self._pending, key=operator.itemgetter(0)))
+        self._pending.clear()
 
     def finish(self) -> None:
-        """Raise `RequestFailed("invalid_snapshot")` if some tensor belongs to nothing."""
+        """Read, or raise `RequestFailed("invalid_snapshot")` if some tensor belongs to nothing."""
         if self._left:
             raise RequestFailed("invalid_snapshot", f"the snapshot holds unknown tensors {self.names()[:3]}")
+        self.read()
 
-    def _require(self, name: str) -> StoredTensor:
-        stored = self._left.get(self._prefix + name)
-        if stored is None:
-            raise RequestFailed("invalid_snapshot", f"the snapshot lacks the tensor {name}")
-        return stored
-
-    def _claim(self, name: str, shape: Sequence[int] | None, dtype: torch.dtype) -> int:
+    def _claim(self, name: str, dtype: torch.dtype, shape: list[int]) -> int:
         """Check a tensor against what is expected, take it off the list and return where its bytes begin."""
-        stored, saved = self._require(name), self.dtype(name)
-        if saved != dtype or (shape is not None and stored.shape != list(shape)):
+        stored = self._left.pop(self._prefix + name, None)
+        if stored is None:
+            raise RequestFailed("invalid_snapshot", f"the snapshot lacks the tensor {self._prefix}{name}")
+        if stored.dtype != _DTYPES.get(dtype) or stored.shape != shape:
             raise RequestFailed(
                 "invalid_snapshot",
-                f"the snapshot's tensor {name} is {saved} {stored.shape}, expected {dtype} "
-                f"{'of any shape' if shape is None else list(shape)}",
+                f"the snapshot's tensor {self._prefix}{name} is {_TORCH_DTYPES[stored.dtype]} {stored.shape}, "
+                f"expected {dtype} {shape}",
             )
-        begin, end = stored.data_offsets
-        if begin < 0 or end - begin != math.prod(stored.shape) * dtype.itemsize:
-            raise RequestFailed("invalid_snapshot", f"the snapshot's tensor {name} has another number of bytes")
-        del self._left[self._prefix + name]
-        return self._start + begin
+        return self._start + stored.data_offsets[0]
 
 
 def read_scalars(scalars: Mapping[str, Any], kind: type[S]) -> S:
@@ -429,9 +462,3 @@ def read_scalars(scalars: Mapping[str, Any], kind: type[S]) -> S:
         return msgspec.convert(dict(scalars), kind)
     except msgspec.ValidationError as error:
         raise RequestFailed("invalid_snapshot", f"the snapshot's scalars: {error}") from error
-
-
-def _reason(error: SafetensorError) -> str:
-    """The library's own word for what is wrong, without its free text (which may quote the file)."""
-    text = str(error).rsplit(": ", 1)[-1]
-    return text if text.isalnum() else text.partition("(")[0].strip() or "unreadable"

@@ -41,10 +41,10 @@ def save_exchange(
 ) -> Exchange[SnapshotHeader]:
     """Write a session to the new file `path`; it stays as it is. Raises `RequestFailed`; then there is no file."""
     answers = _results((yield Call("describe_session", (session_id,))))
-    planned = plan([msgspec.convert(answer, RankDescription) for answer in answers], package_version, owner)
+    planned = plan([msgspec.json.decode(answer, type=RankDescription) for answer in answers], package_version, owner)
     create_file(path, planned)
     try:
-        place = (session_id, str(path), planned.header.chunk_index, planned.nbytes, list(planned.offsets))
+        place = (session_id, str(path), planned.header.chunk_index, planned.starts)
         _results((yield Call("write_session", place)))
     except BaseException:
         path.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,16 @@ import vllm_omni.snapshot_bytes as snapshot_bytes
 from vllm_omni.snapshot_bytes import read_at, write_at
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, NO_CUDA])]
+DEVICES = ["cpu", "cpu, staged", pytest.param("cuda", marks=[pytest.mark.cuda, NO_CUDA])]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where tensors lie. staged: in host memory, but on the way that device memory takes."""
+    name, _, staged = request.param.partition(", ")
+    if staged:
+        monkeypatch.setattr(snapshot_bytes, "_passes_staging", lambda tensor: True)
+    return name
 
 
 @pytest.fixture
@@ -38,7 +48,6 @@ def layouts(device: str) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gap", [0, 64])
 def test_every_layout_comes_back(descriptor: int, device: str, gap: int) -> None:
     """In logical order on disk; into memory of the same layout, with and without gaps between tensors."""
@@ -51,22 +60,20 @@ def test_every_layout_comes_back(descriptor: int, device: str, gap: int) -> None
         stored = os.pread(descriptor, tensor.nbytes, places[name])
         assert stored == tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), name
         target = torch.zeros_like(tensor)
-        read_at(descriptor, places[name], target)
+        read_at(descriptor, [(places[name], target)])
         assert torch.equal(target, tensor), name
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_a_larger_tensor_are_filled_in_place(descriptor: int, device: str) -> None:
     """Frames go into their slots of a window; nothing beside them is touched."""
     frames = torch.arange(4 * 2 * 3 * 5, dtype=torch.int32, device=device).view(4, 2, 3, 5)
     write_at(descriptor, [(0, frames)])
     window = torch.full((4, 2, 9, 5), -1, dtype=torch.int32, device=device)
-    read_at(descriptor, 0, window[:, :, 2:5])
+    read_at(descriptor, [(0, window[:, :, 2:5])])
     assert torch.equal(window[:, :, 2:5], frames)
     assert bool((window[:, :, :2] == -1).all() and (window[:, :, 5:] == -1).all())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_more_pieces_and_bytes_than_one_call_takes(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +82,7 @@ def test_more_pieces_and_bytes_than_one_call_takes(
     rows = torch.arange(1500 * 2 * 4 * 2, dtype=torch.int16, device=device).view(1500, 2, 4, 2)[:, :, 1:3]
     write_at(descriptor, [(0, rows[:2]), (rows[:2].nbytes, rows[2:])])
     target = torch.zeros(1500, 2, 4, 2, dtype=torch.int16, device=device)[:, :, 1:3]
-    read_at(descriptor, 0, target)
+    read_at(descriptor, [(0, target)])
     assert torch.equal(target, rows)
 
 
@@ -87,7 +94,7 @@ def test_calls_that_move_less_than_asked_are_repeated(descriptor: int, monkeypat
     rows = torch.arange(3 * 2 * 4 * 2).view(3, 2, 4, 2)[:, :, 1:3]
     write_at(descriptor, [(3, rows)])
     target = torch.zeros_like(rows)
-    read_at(descriptor, 3, target)
+    read_at(descriptor, [(3, target)])
     assert torch.equal(target, rows)
 
 
@@ -95,4 +102,41 @@ def test_a_file_that_ends_too_early_is_an_error(descriptor: int) -> None:
     """And not a tensor that is half filled without a word."""
     write_at(descriptor, [(0, torch.arange(4))])
     with pytest.raises(EOFError):
-        read_at(descriptor, 8, torch.zeros(4, dtype=torch.int64))
+        read_at(descriptor, [(8, torch.zeros(4, dtype=torch.int64))])
+
+
+def test_tensors_in_any_order_and_in_small_pieces_are_staged_in_any_number_of_loads(
+    descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers of every size from one byte: loads end within tensors, and what is turned round is read in between."""
+    tensors = list(layouts(device).values())
+    ends = [sum(tensor.nbytes for tensor in tensors[:number]) for number in range(len(tensors))]
+    for nbytes in (1, 7, 64, 1000, 1 << 20):
+        monkeypatch.setattr(snapshot_bytes, "_STAGING_BYTES", nbytes)
+        os.truncate(descriptor, 0)
+        places = list(zip(ends, tensors, strict=True))
+        write_at(descriptor, places[::-1] if nbytes == 64 else places)
+        targets = [torch.zeros_like(tensor) for tensor in tensors]
+        read_at(descriptor, zip(ends, targets, strict=True))
+        assert all(torch.equal(target, tensor) for target, tensor in zip(targets, tensors, strict=True))
+
+
+def test_an_error_on_the_way_of_device_memory_is_raised(
+    descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that the last of several writes meets, and one of a file that is too short."""
+    monkeypatch.setattr(snapshot_bytes, "_STAGING_BYTES", 64)
+    values = torch.arange(100, dtype=torch.int64, device=device)
+    write_at(descriptor, [(0, values)])
+    with pytest.raises(EOFError):
+        read_at(descriptor, [(8, torch.zeros_like(values))])
+    write = os.pwritev
+
+    def full(number: int, arrays: list[np.ndarray], position: int) -> int:
+        if position + sum(array.nbytes for array in arrays) >= values.nbytes:
+            raise OSError(28, "no space")
+        return write(number, arrays, position)
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(OSError, match="no space"):
+        write_at(descriptor, [(0, values[:90]), (720, values[90:])])

@@ -75,11 +75,9 @@ class DiffusionWorkerMixin(_Worker):
         """The first of two RPCs that save a session (`vllm_omni.snapshot.save_exchange`): this rank's part."""
         return self.snapshots.describe(session_id)
 
-    def write_session(
-        self, session_id: str, path: str, chunk_index: int, nbytes: int, offsets: list[dict[str, int]]
-    ) -> dict[str, Any]:
+    def write_session(self, session_id: str, path: str, chunk_index: int, starts: list[int]) -> dict[str, Any]:
         """The second: copy this rank's tensors to their places in the file."""
-        return self.snapshots.write(session_id, path, chunk_index, nbytes, offsets)
+        return self.snapshots.write(session_id, path, chunk_index, starts)
 
     @torch.inference_mode()
     def restore_session(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> dict[str, Any]:

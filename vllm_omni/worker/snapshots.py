@@ -53,7 +53,7 @@ class SessionSnapshots:
         self._model: ModelIdentity | None = None
 
     def describe(self, session_id: str) -> Answer:
-        """`{"ok": RankDescription as a map}`, or `{"error": [code, message]}`."""
+        """`{"ok": RankDescription as JSON}`, or `{"error": [code, message]}`."""
 
         def work() -> Any:
             session = self._committed(session_id)
@@ -65,20 +65,21 @@ class SessionSnapshots:
                 session.scalars(),
                 session.tensors(),
             )
-            return msgspec.to_builtins(described)
+            return msgspec.json.encode(described)
 
         return _answer(work)
 
-    def write(
-        self, session_id: str, path: str, chunk_index: int, nbytes: int, offsets: Sequence[Mapping[str, int]]
-    ) -> Answer:
-        """Copy this rank's tensors into the file; `chunk_index` must still be the session's next chunk."""
+    def write(self, session_id: str, path: str, chunk_index: int, starts: Sequence[int]) -> Answer:
+        """Copy this rank's tensors into the file; `chunk_index` must still be the session's next chunk.
+
+        starts: as `SnapshotPlan.starts`.
+        """
 
         def work() -> None:
             session = self._committed(session_id)
             if session.chunk_index != chunk_index:
                 raise RequestFailed("session_busy", "a chunk of this session was finished meanwhile; ask again")
-            write_tensors(Path(path), nbytes, offsets[_rank()], session.tensors())
+            write_tensors(Path(path), starts, _rank(), session.tensors())
 
         return _answer(work)
 

@@ -159,6 +159,7 @@ class SinkWindow(KVWindow):
 
     def restore(self, saved: SavedTensors, committed_frames: int, written_from: int, next_frames: int) -> None:
         super().restore(saved, committed_frames, written_from, next_frames)
+        saved.read()
         self.buffer[:, :, : self.sinks.shape[2]].copy_(self.sinks)  # where `open` has nothing to do, it is read there
 
     def fork(self) -> Self:

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A snapshot's table of tensors is judged as the safetensors library judges it, which does not read a snapshot here."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot import ModelIdentity, OpenSnapshot, Parallel, RankPart, SnapshotHeader
+
+_PART = RankPart(weights="w", scalars={})
+_HEADER = SnapshotHeader(
+    format_version=1,
+    package_version="0",
+    model=ModelIdentity(family="f", config="c", parallel=Parallel(1, 1)),
+    chunk_index=1,
+    opening={},
+    ranks=[_PART],
+)
+
+
+def ours(path: Path) -> bool:
+    try:
+        with OpenSnapshot.open(path) as snapshot:
+            snapshot.rank(0, _PART)
+    except RequestFailed:
+        return False
+    return True
+
+
+def theirs(path: Path) -> bool:
+    try:
+        with safe_open(path, framework="pt") as file:
+            file.metadata()
+    except SafetensorError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def whole() -> bytes:
+    """Three tensors, one of them empty, and a snapshot's metadata."""
+    tensors = {
+        "rank0.a": torch.arange(6, dtype=torch.float32).view(2, 3),
+        "rank0.b": torch.zeros(0, 2),
+        "rank0.c": torch.ones(5, dtype=torch.int8),
+    }
+    header = msgspec.json.encode(_HEADER).decode()
+    return save(tensors, {"kind": "vllm_omni.session", "omni_session": header})
+
+
+def test_what_the_library_refuses_is_refused(whole: bytes, tmp_path: Path) -> None:
+    """Any byte changed, any byte cut off or added: no file that the library refuses is taken."""
+    path = tmp_path / "file"
+    length = 8 + int.from_bytes(whole[:8], "little")
+    path.write_bytes(whole)
+    assert ours(path) and theirs(path)
+    verdicts = set()
+
+    @settings(max_examples=400, deadline=None)
+    @given(st.integers(0, length - 1), st.integers(0, 255), st.integers(-3, 3))
+    def damage(position: int, value: int, extra: int) -> None:
+        content = whole[:position] + bytes([value]) + whole[position + 1 :]
+        path.write_bytes(content[:extra] if extra < 0 else content + bytes(extra))
+        verdict = (ours(path), theirs(path))
+        verdicts.add(verdict)
+        assert verdict != (True, False)
+
+    damage()
+    assert {(False, False), (True, True)} <= verdicts
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("rank0.a", {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 20]}),
+        ("rank0.a", {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 24]}),
+        ("rank0.a", {"dtype": "F32", "shape": [-2, -3], "data_offsets": [0, 24]}),
+        ("rank0.a", {"dtype": "F99", "shape": [2, 3], "data_offsets": [0, 24]}),
+        ("rank0.a", {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 24]}),
+        ("rank0.a", {"shape": [2, 3], "data_offsets": [0, 24]}),
+        ("rank0.a", {}),
+        ("rank0.b", {"dtype": "F32", "shape": [0, 2]}),
+        ("rank0.b", {"dtype": "F99", "shape": [0, 2], "data_offsets": [24, 24]}),
+        ("rank0.c", {"dtype": "I8", "shape": [5], "data_offsets": [23, 28]}),
+        ("rank0.c", {"dtype": "I8", "shape": [5], "data_offsets": [-5, 0]}),
+        ("rank0.c", {"dtype": "I8", "shape": [5], "data_offsets": [25, 30]}),
+        ("rank0.c", {"dtype": "I8", "shape": [1 << 62], "data_offsets": [24, 24 + (1 << 62)]}),
+        ("rank0.d", {"dtype": "I8", "shape": [5], "data_offsets": [24, 29]}),
+    ],
+)
+def test_places_that_overlap_or_lie_outside_are_refused(
+    whole: bytes, tmp_path: Path, name: str, entry: dict[str, object]
+) -> None:
+    """By both: shapes that are not their bytes, unknown types, gaps, places before, across or behind others."""
+    length = int.from_bytes(whole[:8], "little")
+    table = json.loads(whole[8 : 8 + length])
+    table[name] = entry
+    text = json.dumps(table).encode()
+    (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    assert not theirs(tmp_path / "file")
+    assert not ours(tmp_path / "file")
