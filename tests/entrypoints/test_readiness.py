@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ class StatsEngine(OmniEngine):
         await asyncio.sleep(self.delay_s)
         if self.is_dead:
             raise RequestFailed("engine_dead", "the engine has stopped")
-        return [self.stats, *self.other_ranks]
+        return [dict(self.stats), *self.other_ranks]
 
 
 def ask(
@@ -70,7 +71,7 @@ def test_a_dead_engine_is_not_ready() -> None:
     """Whether it was known before or is found out by asking."""
     engine = StatsEngine()
     engine.is_dead = True  # type: ignore[misc]
-    assert ask(engine) == (503, {"status": "engine_dead", **dict.fromkeys([*STATS, "ranks"])})
+    assert ask(engine) == (503, {"status": "engine_dead", **dict.fromkeys([*STATS, "age_s", "ranks"])})
 
 
 def test_probes_do_not_load_the_engine() -> None:
@@ -82,10 +83,50 @@ def test_probes_do_not_load_the_engine() -> None:
 
 def test_a_long_step_does_not_make_a_server_unready(monkeypatch: pytest.MonkeyPatch) -> None:
     """The workers answer between steps; until then the last answer holds."""
-    monkeypatch.setattr("vllm_omni.entrypoints.readiness._ASK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("vllm_omni.entrypoints.readiness._PATIENCE_S", 0.05)
     engine = StatsEngine()
     engine.delay_s = 10.0
-    assert ask(engine)[0] == 200
+    code, reply = ask(engine)
+    assert (code, reply["sessions"], reply["age_s"]) == (200, None, None)
+
+
+def test_steps_longer_than_a_probe_waits_still_tell_it_the_truth() -> None:
+    """Steps of 0.8 s, a probe every 50 ms: none waits for a step, one question is under way, its answer is not lost."""
+    engine = StatsEngine(sessions=0)
+    engine.delay_s = 0.8
+
+    async def main() -> None:
+        readiness = Readiness(engine, 60.0, lambda: True, lambda: False, lambda: 0, lambda: 0)
+        started_s = time.monotonic()
+        await asyncio.sleep(1.0)  # the sampler's question is answered: no session
+        engine.stats["sessions"], seen, probes = 1, 0, 0
+        while seen != 1:
+            asked_s = time.monotonic()
+            assert asked_s - started_s < 20, "probes that give up must not end the question"
+            reply = json.loads(bytes((await readiness.ready()).body))
+            assert time.monotonic() - asked_s < 0.75, "a probe answers before the step ends"
+            assert reply["age_s"] is not None
+            seen, probes = reply["sessions"], probes + 1
+            await asyncio.sleep(0.05)
+        assert probes > 1
+        assert engine.asked <= 2 + (time.monotonic() - started_s) / engine.delay_s
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_during_a_question_is_found_out() -> None:
+    """The probe that waits for the answer says so."""
+    engine = StatsEngine()
+    engine.delay_s = 0.2
+
+    async def main() -> str:
+        readiness = Readiness(engine, 60.0, lambda: True, lambda: False, lambda: 0, lambda: 0)
+        probe = asyncio.create_task(readiness.ready())
+        await asyncio.sleep(0.05)
+        engine.is_dead = True  # type: ignore[misc]
+        return str(json.loads(bytes((await probe).body))["status"])
+
+    assert asyncio.run(main()) == "engine_dead"
 
 
 def test_several_ranks_add_up_and_one_with_room_is_enough() -> None:

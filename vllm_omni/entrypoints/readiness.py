@@ -3,7 +3,10 @@
 
 200 = there is room; 503 with `status` `capacity` = it works, but would refuse; 503 with `engine_dead` = it does not
 work. The same worker statistics feed the gauges of `metrics.py`, every `stats_interval_s`.
-Held by tests/entrypoints/openai/test_openai_served.py.
+
+Workers answer between engine steps, a probe answers within a second whatever the step: it gives the newest numbers and
+says their age. The question is not dropped with the probe that asked it, so its answer serves the next one.
+Held by tests/entrypoints/test_readiness.py and tests/entrypoints/openai/test_openai_served.py.
 """
 
 import asyncio
@@ -26,13 +29,14 @@ logger = logging.getLogger("vllm." + __name__)
 PATH: Final = "/omni/ready"
 _FRESH_S: Final = 0.25
 _COUNTED: Final = ("sessions", "max_sessions", "bytes", "max_bytes")
-_ASK_TIMEOUT_S: Final = 3.0  # the workers answer between engine steps
+_PATIENCE_S: Final = 0.5  # Kubernetes gives a probe one second unless told otherwise
 
 
 class ReadyReply(BaseModel):
     """status: `ready`, `capacity` or `engine_dead`. bytes, max_bytes: of sessions; over all data-parallel ranks.
 
-    ranks: the same for each rank, if there are several.
+    age_s: seconds since the workers said so; more than a second if an engine step takes that long. None: they have said
+    nothing yet. ranks: the numbers of each rank, if there are several.
     """
 
     status: str
@@ -40,6 +44,7 @@ class ReadyReply(BaseModel):
     max_sessions: int | None = None
     bytes: int | None = None
     max_bytes: int | None = None
+    age_s: float | None = None
     ranks: list[dict[str, int | None]] | None = None
 
 
@@ -64,26 +69,26 @@ class Readiness:
         self._has_room, self._can_make_room = has_room, can_make_room
         self._media_bytes, self._reply_bytes = media_bytes, reply_bytes
         self._stats: list[dict[str, Any]] = []  # of each data-parallel rank
-        self._asked_s = float("-inf")
-        self._asking = asyncio.Lock()
+        self._answered_s: float | None = None
+        self._question: asyncio.Task[RequestFailed | None] | None = None
         self._sampler = asyncio.create_task(self._sample())
 
     async def ready(self) -> Response:
         if self._engine.is_dead:
             return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
-        try:
-            async with asyncio.timeout(_ASK_TIMEOUT_S):
-                await self._refresh(_FRESH_S)
-        except TimeoutError:
-            pass  # a long engine step: what was known before it will do
-        except RequestFailed:
-            return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
+        age_s = self._age_s()
+        if age_s is None or age_s >= _FRESH_S:
+            answered, _ = await asyncio.wait([self._ask()], timeout=_PATIENCE_S)  # does not cancel the question
+            if any(question.result() is not None for question in answered):
+                return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
+            age_s = self._age_s()
         has_room = self._has_room() and (
             self._can_make_room is None or self._engine_has_room() or self._can_make_room()
         )
         reply = ReadyReply(
             status="ready" if has_room else "capacity",
             **_sums(self._stats),
+            age_s=None if age_s is None else round(age_s, 3),
             ranks=[{name: rank[name] for name in _COUNTED} for rank in self._stats] if len(self._stats) > 1 else None,
         )
         headers = {} if has_room else {"Retry-After": "2"}
@@ -93,21 +98,33 @@ class Readiness:
         """Whether one more session fits on some rank, as large as those that it holds."""
         return not self._stats or any(_has_room(rank) for rank in self._stats)
 
-    async def _refresh(self, max_age_s: float) -> None:
-        async with self._asking:
-            if time.monotonic() - self._asked_s < max_age_s:
-                return
+    def _age_s(self) -> float | None:
+        return None if self._answered_s is None else time.monotonic() - self._answered_s
+
+    def _ask(self) -> "asyncio.Task[RequestFailed | None]":
+        """The one question to the workers that is under way; its result is why there is no answer."""
+        if self._question is None or self._question.done():
+            self._question = asyncio.create_task(self._refresh())
+        return self._question
+
+    async def _refresh(self) -> RequestFailed | None:
+        try:
             self._stats = await self._engine.session_stats()
-            self._asked_s = time.monotonic()
-            door_metrics().engine_state(_sums(self._stats))
+        except RequestFailed as failure:
+            return failure
+        self._answered_s = time.monotonic()
+        door_metrics().engine_state(_sums(self._stats))
+        return None
 
     async def _sample(self) -> None:
         while not self._engine.is_dead:
+            failure = await asyncio.shield(self._ask())
+            if failure is not None:
+                logger.debug("no statistics this time: %s", failure)
             try:
-                await self._refresh(0.0)
                 door_metrics().door_bytes(await asyncio.to_thread(self._media_bytes), self._reply_bytes())
-            except (RequestFailed, OSError) as error:
-                logger.debug("no statistics this time: %s", error)
+            except OSError as error:
+                logger.debug("no size of the files kept this time: %s", error)
             await asyncio.sleep(self._interval_s)
 
 
