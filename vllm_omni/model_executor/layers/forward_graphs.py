@@ -34,9 +34,9 @@ _next_number = itertools.count()
 
 
 def identity(tensor: torch.Tensor) -> int:
-    """Return a number that no other tensor object of this process has or had, in the order of first calls.
+    """Return a number that no other tensor object of this process has or had.
 
-    An address would not do: memory that was freed is given to others, and not on all ranks alike.
+    An address would not do: memory that was freed is given to others.
     """
     if tensor not in _numbers:
         _numbers[tensor] = next(_next_number)
@@ -44,33 +44,13 @@ def identity(tensor: torch.Tensor) -> int:
 
 
 class CudaCapture:
-    """Capture on a stream of its own, without the waiting and cache clearing of `torch.cuda.graph`.
+    """Capture on a stream of its own, without the waiting and cache clearing of `torch.cuda.graph`."""
 
-    agree: where several ranks take part in a forward's collectives, called before and after with whether all is well
-    here; returns whether it is on every rank, once all have called. To capture a collective, NCCL asks the other ranks'
-    devices for what they cannot do while a kernel of theirs waits for this rank.
-    """
-
-    def __init__(self, agree: Callable[[bool], bool] | None = None) -> None:
-        self._agree = agree
+    def __init__(self) -> None:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-        if self._agree is None:
-            return self._record(run)
-        torch.cuda.synchronize()
-        self._agree(True)
-        try:
-            recorded = self._record(run)
-        except Exception:
-            self._agree(False)
-            raise
-        if not self._agree(True):
-            raise RuntimeError("another rank could not capture it")
-        return recorded
-
-    def _record(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """One rank's place. `group` is None exactly when `size` is 1; `host_group` is the same ranks' over the host.
+    """One rank's place. `group` is None exactly when `size` is 1.
 
     stage, num_stages: of the stages that hold layers; the VAE stage, if there is one, comes after them.
     partition: layers of each stage, () = as even as possible.
@@ -38,7 +38,6 @@ class ParallelContext:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
-    host_group: dist.ProcessGroup | None = None
     stage: int = 0
     num_stages: int = 1
     sequence_parallel: bool = False
@@ -68,7 +67,6 @@ class ParallelContext:
             rank=tensor.rank_in_group,
             size=tensor.world_size,
             group=tensor.device_group if tensor.world_size > 1 else None,
-            host_group=tensor.cpu_group if tensor.world_size > 1 else None,
             stage=pipeline.rank_in_group,
             num_stages=pipeline.world_size - vae_stage,
             sequence_parallel=sequence_parallel and tensor.world_size > 1,
@@ -142,12 +140,6 @@ class ParallelContext:
         lengths = split_evenly(num_tokens, self.size)
         start = sum(lengths[: self.rank])
         return slice(start, start + lengths[self.rank])
-
-    def all_agree(self, fine: bool) -> bool:
-        """Return whether `fine` holds on every rank, once all have called (over the host, beside the device's work)."""
-        flag = torch.tensor(int(fine))
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.host_group)
-        return bool(flag)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over tensor-parallel ranks, in place; the identity without tensor parallelism."""

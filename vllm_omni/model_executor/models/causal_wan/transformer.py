@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_omni.model_executor.layers.forward_graphs import CudaCapture, ForwardGraphs, Inputs, identity
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs, identity
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
@@ -66,8 +66,7 @@ class CausalWanTransformer(WanTransformer[CausalWanConfig]):
             self.head = Head(config, chains)
         self.requires_grad_(False)
         self._times: OrderedDict[float, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
-        agree = self.parallel.all_agree if self.parallel.size > 1 else None
-        self.graphs = ForwardGraphs(capture=CudaCapture(agree)) if cuda_graphs else None
+        self.graphs = ForwardGraphs() if cuda_graphs else None
 
     def channels(self, row: ChunkRow) -> torch.Tensor:
         return row.latents
