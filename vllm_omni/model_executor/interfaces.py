@@ -106,7 +106,10 @@ class DiffusionRequest:
     """The chunk of this session that is in flight just before this one (`SupportsChunksInFlight`), prepared and begun;
     None = this one follows the committed session. For `prepare_encode` only; None afterwards."""
     degradations: tuple[str, ...] = ()
-    """What the scheduler wants this chunk to go without (`SupportsDegradation`); set before `prepare_encode`."""
+    """What the scheduler wants this chunk to go without (`SupportsDegradation`); set before `prepare_encode`.
+
+    `post_decode` takes out what it did not go without after all; the result's meta names the rest.
+    """
     timer: StageTimer = field(default_factory=lambda: StageTimer(torch.device("cpu")))
     """Runner and model time their stages with it (`encode`, `step`, `decode`, ...); the result's meta carries them."""
 
@@ -212,7 +215,7 @@ class SupportsLayerMoves(Protocol):
 
 @runtime_checkable
 class SupportsDegradation(Protocol):
-    """A model that can make single chunks cheaper and worse; `prepare_encode` reads `request.degradations`."""
+    """A model that can make single chunks cheaper and worse, as `request.degradations` of each says."""
 
     def refuse_degradation(self, name: str) -> str | None:
         """Why this model, as it is configured, cannot do without `name` (`omni.degradations`); None if it can."""

@@ -152,6 +152,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
         budget = MemoryBudget(self.vllm_config, self.device)
         with budget.measure():
             session_bytes, _ = self._warm_up_session()
+            if self.omni.degradations:  # a chunk that goes without all, and the way back from it
+                self._warm_up_session(self.omni.degradations)
         self.sessions.max_bytes = self._agreement.budget(
             budget.session_bytes(session_bytes, self.omni.max_session_bytes), session_bytes
         )
@@ -163,11 +165,15 @@ class DiffusionGPUModelRunner(RunnerSurface):
         )
         return time.perf_counter() - start
 
-    def _warm_up_session(self) -> tuple[int, StageTimes]:
-        """Returns a largest session's bytes and what its last chunk took on this rank."""
+    def _warm_up_session(self, degradations: tuple[str, ...] = ()) -> tuple[int, StageTimes]:
+        """Returns a largest session's bytes and what its last chunk took on this rank.
+
+        degradations: what its first chunk goes without.
+        """
         session_bytes, times = 0, {}
         for number, (params, tensors) in enumerate(self.model.warmup_inputs()):
-            state = RequestState(f"{_WARM_UP}-{number}", params, dict(tensors))
+            without = degradations if number == 0 else ()
+            state = RequestState(f"{_WARM_UP}-{number}", params, dict(tensors), degradations=without)
             self._admit(state, {})
             if state.chunk is None:
                 raise RuntimeError(f"warm-up failed: {state.failure}")

@@ -27,9 +27,9 @@ from safetensors.torch import load_file
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition, prepare_image
-from vllm_omni.model_executor.models.lingbot_world.decoder import ChunkDecoder
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession
+from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.models.wan.weights import load_vae
@@ -160,7 +160,7 @@ def test_a_stream_that_settles_in_the_images_chunk_is_repeated_frame_by_frame(va
 def test_a_restarted_decode_is_that_of_pr_3701(vae: StreamingWanVAE, recorded: dict[str, torch.Tensor]) -> None:
     """Each later chunk behind the two latents before it, from an empty cache, its first 5 frames dropped."""
     latents = recorded["latents"]
-    decoder, state, pixels = ChunkDecoder(vae, "restart"), None, []
+    decoder, state, pixels = ChunkDecoder(vae, continuation="restart"), None, []
     for piece in latents.split(3, dim=2):
         frames, state = decoder.decode(piece, state)
         pixels.append(frames)
@@ -177,7 +177,7 @@ def test_a_restarted_decode_is_that_of_pr_3701(vae: StreamingWanVAE, recorded: d
 def test_chunks_of_one_latent_frame_restart_with_what_there_is(vae: StreamingWanVAE, chunks: list[int]) -> None:
     """One latent frame before the chunk: it alone is decoded again. Later ones have two."""
     latents = torch.randn(1, 16, sum(chunks), 2, 3, generator=torch.Generator().manual_seed(0))
-    decoder, state, start = ChunkDecoder(vae, "restart"), None, 0
+    decoder, state, start = ChunkDecoder(vae, continuation="restart"), None, 0
     for count in chunks:
         frames, state = decoder.decode(latents[:, :, start : start + count], state)
         again = min(start, 2)
@@ -207,11 +207,12 @@ def restart_in_bands(rank: int, meeting: str) -> None:
     assert dist.group.WORLD is not None
     bands = RowBands(rank, 2, dist.group.WORLD)
     whole, mine = (
-        ChunkDecoder(StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, bands=each), "restart")
+        ChunkDecoder(StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, bands=each), continuation="restart")
         for each in (None, bands)
     )
     for decoder in (whole, mine):
-        load_vae(decoder.vae, GOLDEN / "vae_tiny_weights_orig_names.safetensors")
+        assert isinstance(decoder.main, StreamingWanVAE)
+        load_vae(decoder.main, GOLDEN / "vae_tiny_weights_orig_names.safetensors")
     latents = torch.randn(1, 16, 9, 5, 6, generator=torch.Generator().manual_seed(1))
     states: list[Any] = [None, None]
     rows = bands.rows(5)
@@ -220,7 +221,7 @@ def restart_in_bands(rank: int, meeting: str) -> None:
         pixels, states[1] = mine.decode(piece, states[1])
         part = expected[:, :, :, 8 * rows.start : 8 * rows.stop]
         torch.testing.assert_close(pixels, part, atol=1e-5, rtol=0)
-        assert states[1].equal(states[0]) and states[1].nbytes == mine.state_nbytes(40, 48)
+        assert torch.equal(states[1].newest, states[0].newest) and states[1].nbytes == mine.state_nbytes(40, 48)
 
 
 @pytest.mark.nightly

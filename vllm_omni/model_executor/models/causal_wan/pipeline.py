@@ -28,10 +28,10 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
-from vllm_omni.model_executor.layers.narrow_view import NarrowView, narrow_frames
+from vllm_omni.model_executor.layers.narrow_view import NarrowView
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.models.causal_wan import in_flight
-from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout
+from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
+from vllm_omni.model_executor.models.causal_wan.checkpoint import TINY_VAE_FILE, CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
 from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes
@@ -39,6 +39,7 @@ from vllm_omni.model_executor.models.causal_wan.state import Chunk, PastChunk, S
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer, ChunkRow
 from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
 from vllm_omni.model_executor.models.causal_wan.weights import load_pipeline_weights
+from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
@@ -58,8 +59,7 @@ if TYPE_CHECKING:
 class StreamSetup:
     """Everything a `CausalWan` is built from, resolved and checked. dtype: the transformer's.
 
-    tiny_vae_channels: widths of the tiny decoder, None = the options ask for Wan's. compiled: what `options.compile`
-    comes to.
+    tiny_vae_channels: widths of the tiny decoder, None = nothing uses it. compiled: what `options.compile` comes to.
     """
 
     config: CausalWanConfig
@@ -90,6 +90,7 @@ class StreamSetup:
         options = CausalWanOptions.parse(omni.model)
         if options.decoder == "tiny" and omni.vae_parallel:
             raise ValueError("omni.vae_parallel splits decoder 'wan' over ranks; decoder 'tiny' is too small to gain")
+        wants_tiny = degradations.wants_tiny_vae(options, omni) is not None
         return cls(
             config=CausalWanConfig.from_checkpoint(checkpoint["transformer"]),
             vae_config=VAEConfig.from_dict(checkpoint["vae"]),
@@ -100,7 +101,7 @@ class StreamSetup:
             parallel=parallel
             or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel),
             dtype=dtype,
-            tiny_vae_channels=tiny_vae_channels(layout.tiny_vae) if options.decoder == "tiny" else None,
+            tiny_vae_channels=tiny_vae_channels(layout.tiny_vae) if wants_tiny else None,
             compiled=compiles(options.compile, eager),
         )
 
@@ -152,7 +153,7 @@ class CausalWan(nn.Module):
             setup.vae_config,
             # on every rank with layers: each needs the noisy latents or their timestep
             encoder=options.video_input and not parallel.is_vae_stage,
-            decoder=decodes and setup.tiny_vae_channels is None,
+            decoder=decodes and options.decoder == "wan",
             dtype=vae_dtype,
             compiled=setup.compiled,
             frames_per_call=options.vae_frames_per_call,
@@ -161,7 +162,11 @@ class CausalWan(nn.Module):
         self.tiny_vae: TinyVAEDecoder | None = None
         if decodes and setup.tiny_vae_channels is not None:
             self.tiny_vae = TinyVAEDecoder(setup.tiny_vae_channels, dtype=vae_dtype)
-        self.decoder: StreamingWanVAE | TinyVAEDecoder | None = self.tiny_vae or (self.vae if decodes else None)
+        self.decoder: ChunkDecoder | None = None
+        if self.tiny_vae is not None and options.decoder == "tiny":
+            self.decoder = ChunkDecoder(self.tiny_vae)
+        elif decodes:
+            self.decoder = ChunkDecoder(self.vae, self.tiny_vae)
         self.video = VideoEncoder(self.vae, options) if self.vae.has_encoder else None
         spare = in_flight.spare_frames(options, self.plan, setup.omni, parallel)
         self.sizes = StreamSizes(self.config, options, self.plan, self.transformer, spare, self._own_step)
@@ -171,9 +176,10 @@ class CausalWan(nn.Module):
         """Fill every parameter this rank has, strictly. Raises ValueError."""
         vae = self.vae if self.vae.has_encoder or self.vae.has_decoder else None
         load_pipeline_weights(layout, self.config, self.transformer, vae, self.text_encoder)
-        if self.tiny_vae is not None:
-            if layout.tiny_vae is None:
-                raise ValueError(f"{layout.root} lacks taew2_1.pth, which decoder 'tiny' needs (madebyollin/taehv)")
+        wanted = degradations.wants_tiny_vae(self.options, self.omni)
+        if wanted is not None and layout.tiny_vae is None:  # on every rank, also on those that do not decode
+            raise ValueError(f"{layout.root} lacks {TINY_VAE_FILE}, which {wanted} needs (madebyollin/taehv)")
+        if self.tiny_vae is not None and layout.tiny_vae is not None:
             load_tiny_vae(self.tiny_vae, layout.tiny_vae)
         self.transformer.forget()
         self.prompts.forget()
@@ -206,7 +212,7 @@ class CausalWan(nn.Module):
         """Bytes a stream may come to hold beside its K/V windows: VAE caches, cross-attention K/V, what it replays."""
         total = self.transformer.cross_kv_nbytes
         if self.decoder is not None and shape.output == "rgb":
-            total += self.decoder.decoder_cache_nbytes(shape.height, shape.width)
+            total += self.decoder.state_nbytes(shape.height, shape.width)
         behind = self.omni.chunks_in_flight - 1  # each may bring a prompt, and keeps where the input video stands
         total += behind * self.transformer.cross_kv_nbytes
         if self.video is not None and shape.source == "video":
@@ -259,7 +265,7 @@ class CausalWan(nn.Module):
         cache = session.cache.rebuild(rebuilt_from(replay)) if replay else session.cache
         request.state = Chunk(
             frames=frames,
-            schedule=every_second_step(schedule) if "fewer_steps" in request.degradations else schedule,
+            schedule=every_second_step(schedule) if degradations.FEWER_STEPS in request.degradations else schedule,
             latents=latents,
             noise=noise,
             rope=self.transformer.rope(frames, size),
@@ -272,32 +278,13 @@ class CausalWan(nn.Module):
             noise_scale=None if video is None else video.noise_scale,
             cross_kv=standing.cross_kv if known else None,
             index=standing.chunk_index,
-            narrow=NarrowView(cache.clean) if "smaller_window" in request.degradations else None,
+            narrow=NarrowView(cache.clean) if degradations.SMALLER_WINDOW in request.degradations else None,
         )
         request.clean_passes = int(self.options.cache != "noise_matched")
         request.num_steps = len(replay) + request.state.schedule.num_steps + request.clean_passes
 
     def refuse_degradation(self, name: str) -> str | None:
-        if name == "fewer_steps":
-            if self.options.cache != "strict":
-                return f"cache {self.options.cache!r} keeps a window for every step, so each chunk needs all of them"
-            return None if self.schedule.num_steps > 1 else "denoising_steps has one entry"
-        if name == "smaller_window":
-            return self._refuse_smaller_window()
-        return (
-            "the exact decoder cannot go on behind frames that it has not decoded; set omni.model.decoder 'tiny' for "
-            "all streams"
-        )
-
-    def _refuse_smaller_window(self) -> str | None:
-        if self.options.cache != "strict":
-            return f"cache {self.options.cache!r} keeps a window for every step; only 'strict' has one to look at"
-        ring = self.plan.window_frames - self.plan.sink_frames
-        if ring == 0:
-            return "window_frames -1 is global attention"
-        if narrow_frames(ring, self.plan.chunk_frames) == ring:
-            return "behind its sinks the window holds one chunk"
-        return None
+        return degradations.refuse_degradation(name, self.options, self.plan)
 
     @property
     def steps_behind(self) -> int:
@@ -353,11 +340,15 @@ class CausalWan(nn.Module):
         if chunk.noise_scale is not None:
             meta["noise_scale"] = chunk.noise_scale
         if session.shape.output == "latents":
+            _go_with(request, degradations.TINY_VAE)
             return meta, {"latents": chunk.latents}
         assert self.decoder is not None, "ranks of the last stage decode: one, or all of them together"
-        chunk.decoded_from = session.decoder_cache
-        pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
-        return meta, whole_frames(to_uint8(pixels), self.vae.bands)
+        before = chunk.decoded_from = session.decoder_cache
+        if not self.decoder.can_be_tiny(before):
+            _go_with(request, degradations.TINY_VAE)
+        tiny = degradations.TINY_VAE in request.degradations
+        pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), before, tiny=tiny)
+        return meta, whole_frames(to_uint8(pixels), None if tiny else self.vae.bands)
 
     def hand_over(self, request: DiffusionRequest) -> dict[str, Any]:
         return {"noise_scale": _chunk_of(request).noise_scale}
@@ -462,6 +453,11 @@ def _session_of(request: DiffusionRequest) -> StreamSession:
 def _chunk_of(request: DiffusionRequest) -> Chunk:
     assert isinstance(request.state, Chunk), "prepare_encode has not run"
     return request.state
+
+
+def _go_with(request: DiffusionRequest, name: str) -> None:
+    """The chunk is made with what it was to go without: its result must not say otherwise."""
+    request.degradations = tuple(other for other in request.degradations if other != name)
 
 
 class CausalWanPipeline(CausalWan, StepPipeline):

@@ -19,6 +19,7 @@ from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.layers.narrow_view import NarrowView
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.causal_wan.config import ChunkPlan
+from vllm_omni.model_executor.models.wan.chunk_decoder import DecoderState
 from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.replay import saved_chunks
 from vllm_omni.model_executor.models.wan.vae import VAECache
@@ -108,7 +109,7 @@ class StreamSession(SessionState):
         self.cross_kv: torch.Tensor | None = None
         """A function of `prompt`; kept so that it is computed once."""
         self.video: VideoInput | None = None
-        self.decoder_cache: VAECache | None = None
+        self.decoder_cache: DecoderState | None = None
         self.past: tuple[PastChunk, ...] = ()
         """Chunks still in the window; remembered only when a prompt switch may recompute it."""
 
@@ -167,7 +168,7 @@ class StreamSession(SessionState):
         if kept.committed_frames != frames.start:
             raise RequestFailed("invalid_snapshot", "the snapshot's chunk and frames do not belong together")
         self.cache.restore(saved, kept.committed_frames, kept.written_from, len(frames))
-        self.decoder_cache = VAECache.restore(saved, "decoder.", device)
+        self.decoder_cache = DecoderState.restore(saved.under("decoder."), device, height, width)
         encoder = VAECache.restore(saved, "encoder.", device)
         if (encoder is None) != (kept.noise_scale is None):
             raise RequestFailed("invalid_snapshot", "the snapshot's video input is incomplete")
@@ -231,8 +232,8 @@ class Chunk:
     index: int = 0
     narrow: NarrowView | None = None
     """What the chunk sees of `cache` if it goes with a smaller window."""
-    decoder_cache: VAECache | None = None
-    decoded_from: VAECache | None = None
+    decoder_cache: DecoderState | None = None
+    decoded_from: DecoderState | None = None
     """Kept while the decode may still be reading it on the device."""
 
     def standing(self) -> Standing:

@@ -24,8 +24,8 @@ from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.model_executor.models.lingbot_world.condition import MASK_CHANNELS, GreyCondition
 from vllm_omni.model_executor.models.lingbot_world.config import NATIVE_HEIGHT, NATIVE_WIDTH, LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.decoder import ChunkDecoder
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
+from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.models.wan.weights import VAE_RULES, load_vae
 from vllm_omni.model_executor.parity import Report, Scenario, read_tensors, run_scenarios
@@ -349,7 +349,7 @@ def run_vae(scenario: Scenario) -> None:
     if "pr3701_warm_decode_chunk1" in scenario:  # a decode restarted two latents early, warm-up frames dropped
         chunk = scenario.get("pr3701_warm_decode_chunk1").shape[2] // vae.config.temporal_factor
         first, second = scenario.get("latents")[:, :, : 2 * chunk].split(chunk, dim=2)
-        decoder = ChunkDecoder(vae, "restart")
+        decoder = ChunkDecoder(vae, continuation="restart")
         restarted, _ = decoder.decode(second, decoder.decode(first, None)[1])
         scenario.compare_recorded("decode restarted", restarted, "pr3701_warm_decode_chunk1", _VAE)
 

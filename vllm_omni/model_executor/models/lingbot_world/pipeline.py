@@ -31,13 +31,13 @@ from vllm_omni.model_executor.models.lingbot_world.camera import camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition, prepare_image
 from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
-from vllm_omni.model_executor.models.lingbot_world.decoder import ChunkDecoder
 from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk, past_nbytes
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, SessionShape
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
+from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
@@ -95,7 +95,7 @@ class LingBotWorld(nn.Module):
             frames_per_call=setup.options.vae_frames_per_call,
             bands=RowBands.of(setup.parallel),
         )
-        self.decoder = ChunkDecoder(self.vae, setup.options.vae_continuation) if decodes else None
+        self.decoder = ChunkDecoder(self.vae, continuation=setup.options.vae_continuation) if decodes else None
         self.condition: GreyCondition | None = None
         if setup.parallel.first_stage:
             self.condition = GreyCondition(

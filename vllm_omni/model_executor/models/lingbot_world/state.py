@@ -22,8 +22,8 @@ from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState
 from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
 from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk
+from vllm_omni.model_executor.models.wan.chunk_decoder import DecoderState
 from vllm_omni.model_executor.models.wan.replay import saved_chunks
-from vllm_omni.model_executor.models.wan.vae import VAECache
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
@@ -78,7 +78,7 @@ class LingBotSession(SessionState):
         self.cross_kv: torch.Tensor | None = None
         """A function of `prompt`; kept so that it is computed once."""
         self.condition: ConditionState | None = None
-        self.decoder_cache: VAECache | None = None
+        self.decoder_cache: DecoderState | None = None
         self.past: tuple[PastChunk, ...] = ()
         """Chunks still in the window; remembered only when a prompt switch may recompute it."""
 
@@ -137,10 +137,10 @@ class LingBotSession(SessionState):
         if kept.committed_frames != frames.start or not camera:
             raise RequestFailed("invalid_snapshot", "the snapshot's chunk, frames and camera do not belong together")
         self.window.restore(saved, kept.committed_frames, kept.written_from, len(frames))
-        self.decoder_cache = VAECache.restore(saved, "decoder.", device)
+        size = (self.shape.height, self.shape.width)
+        self.decoder_cache = DecoderState.restore(saved.under("decoder."), device, *size)
         pose_44 = saved.take("camera.pose", "cpu", torch.float64, [4, 4])
         self.tail = CameraTail(pose_44, kept.pitch_degrees, kept.largest_step)
-        size = (self.shape.height, self.shape.width)
         if kept.condition_settled is not None:
             self.condition = ConditionState.restore(
                 saved.under("condition."),
@@ -207,8 +207,8 @@ class Chunk:
 
     camera: torch.Tensor | None = None
     cross_kv: torch.Tensor | None = None
-    decoder_cache: VAECache | None = None
-    decoded_from: VAECache | None = None
+    decoder_cache: DecoderState | None = None
+    decoded_from: DecoderState | None = None
     """Kept while the decode may still be reading it on the device."""
 
     @classmethod

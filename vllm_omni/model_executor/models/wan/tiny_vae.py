@@ -11,6 +11,7 @@ used. Held by tests/model_executor/models/wan/test_tiny_vae.py.
 
 # C channels, T frames, h, w latent cells, H, W pixels
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,8 @@ _FRAMES = (1, 2, 2)
 _MEMORIES = 3
 """Memory blocks at each level."""
 _LATENT_CHANNELS = 16
+REACH = math.ceil(sum(_MEMORIES / math.prod(_FRAMES[:level]) for level in range(len(_FRAMES))))
+"""How many latents before a chunk its frames depend on: behind so many, a stream may begin anywhere."""
 
 
 class MemoryBlock(nn.Module):

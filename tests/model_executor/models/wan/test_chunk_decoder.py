@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two decoders take turns on one stream: frame counts, what each begins with, how far a restart is from no switch.
+
+The decoder that restarts at every chunk (`continuation`) is held by LingBot World's tests.
+"""
+
+import itertools
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder, DecoderState
+from vllm_omni.model_executor.models.wan.components import VAEConfig
+from vllm_omni.model_executor.models.wan.tiny import write_tiny_vae
+from vllm_omni.model_executor.models.wan.tiny_vae import REACH, TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
+from vllm_omni.model_executor.models.wan.weights import load_vae
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
+HEIGHT, WIDTH = 16, 24
+CHUNK = 3
+TOLERANCE = 1e-5
+"""Of pixels in [-1, 1], fp32: convolutions over other numbers of frames may sum in another order."""
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> ChunkDecoder:
+    wan = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False)
+    load_vae(wan, GOLDEN / "vae_tiny_weights_orig_names.safetensors")
+    path = tmp_path_factory.mktemp("tiny_vae") / "taew2_1.pth"
+    write_tiny_vae(path, 0)
+    tiny = TinyVAEDecoder(tiny_vae_channels(path))
+    load_tiny_vae(tiny, path)
+    return ChunkDecoder(wan, tiny)
+
+
+@pytest.fixture(scope="module")
+def latents() -> torch.Tensor:
+    """Twelve chunks that resemble each other, as a video's do: a slow walk of unit variance."""
+    generator = torch.Generator().manual_seed(0)
+    steps = torch.randn(1, 16, 12 * CHUNK, HEIGHT // 8, WIDTH // 8, generator=generator)
+    walk = [steps[:, :, 0]]
+    for frame in range(1, steps.shape[2]):
+        walk.append(0.95 * walk[-1] + (1 - 0.95**2) ** 0.5 * steps[:, :, frame])
+    return torch.stack(walk, dim=2)
+
+
+def run(
+    decoder: ChunkDecoder, pieces: Collection[torch.Tensor], tiny: Collection[int]
+) -> tuple[list[torch.Tensor], list[DecoderState]]:
+    """Pixels of each piece, those in `tiny` by the tiny decoder, and the state after each."""
+    state, pixels, states = None, [], []
+    for index, piece in enumerate(pieces):
+        frames, state = decoder.decode(piece, state, tiny=index in tiny)
+        pixels.append(frames)
+        states.append(state)
+    return pixels, states
+
+
+@pytest.mark.parametrize("tiny", [(), (0,), (1, 2), (3,), range(4)])
+@pytest.mark.parametrize("cut", [[3, 3, 3, 3], [1, 1, 1, 1], [1, 3, 3, 3]])
+def test_every_chunk_has_the_frames_it_would_have_had(
+    decoder: ChunkDecoder, latents: torch.Tensor, cut: list[int], tiny: Collection[int]
+) -> None:
+    """4 F - 3 at a stream's start, 4 F later, whoever decodes; what is kept is never more than was counted."""
+    pixels, states = run(decoder, latents[:, :, : sum(cut)].split(cut, dim=2), tiny)
+    assert [part.shape[2] for part in pixels] == [4 * cut[0] - 3, *(4 * count for count in cut[1:])]
+    assert all(part.shape[3:] == (HEIGHT, WIDTH) and part.abs().max() <= 1 for part in pixels)
+    assert max(state.nbytes for state in states) <= decoder.state_nbytes(HEIGHT, WIDTH)
+    assert [state.tiny for state in states] == [index in tiny for index in range(len(cut))]
+
+
+@pytest.mark.parametrize("tiny", [(0,), (2,), (3, 4), (2, 5)])
+@pytest.mark.parametrize("chunk", [3, 1])
+def test_a_degraded_chunk_is_what_the_tiny_decoder_makes_of_the_whole_stream(
+    decoder: ChunkDecoder, latents: torch.Tensor, chunk: int, tiny: Collection[int]
+) -> None:
+    """It is handed all that it looks back at, so where the stream went to it cannot be seen in its frames."""
+    found, _ = run(decoder, latents.split(chunk, dim=2), tiny)
+    assert decoder.tiny is not None
+    always, _ = run(ChunkDecoder(decoder.tiny), latents.split(chunk, dim=2), ())
+    for index in tiny:
+        torch.testing.assert_close(found[index], always[index], atol=TOLERANCE, rtol=0)
+
+
+def test_the_tiny_decoder_looks_so_far_back_and_no_further(decoder: ChunkDecoder) -> None:
+    """`REACH` latents: the one before that changes nothing, the first of them does."""
+    assert decoder.tiny is not None and REACH == 8
+    latents = torch.randn(1, 16, REACH + 2, 2, 2, generator=torch.Generator().manual_seed(2))
+    last = decoder.tiny.decode(latents, None)[0][:, :, -4:]
+    for frame, changes in ((0, False), (1, True)):
+        other = latents.clone()
+        other[:, :, frame] *= -3
+        assert torch.equal(decoder.tiny.decode(other, None)[0][:, :, -4:], last) is not changes
+
+
+def test_chunks_before_a_degraded_one_are_untouched_and_the_first_behind_it_restarts(
+    decoder: ChunkDecoder, latents: torch.Tensor
+) -> None:
+    """Bit for bit: a decoder that begins two latents early, whose frames of these are dropped; then it streams on."""
+    found, _ = run(decoder, latents.split(CHUNK, dim=2), (3, 4))
+    whole, _ = decoder.main.decode(latents, None)
+    assert torch.equal(torch.cat(found[:3], dim=2), whole[:, :, : 4 * 3 * CHUNK - 3])
+    start = 5 * CHUNK
+    restarted, _ = decoder.main.decode(latents[:, :, start - 2 :], None)
+    assert torch.equal(torch.cat(found[5:], dim=2), restarted[:, :, 5:])
+
+
+def test_how_far_a_restart_is_from_never_having_stopped(decoder: ChunkDecoder, latents: torch.Tensor) -> None:
+    """Mean difference, relative to the deviation of what was streamed: it fades chunk by chunk.
+
+    Of random weights (which look back as far and as hard as nothing trained does), so an upper bound rather than an
+    example; docs/user_guide/scheduling.md says the same numbers.
+    """
+    found, _ = run(decoder, latents.split(CHUNK, dim=2), (3,))
+    whole, _ = run(decoder, latents.split(CHUNK, dim=2), ())
+    off = [
+        ((ours - theirs).abs().mean() / theirs.std()).item() for ours, theirs in zip(found[4:], whole[4:], strict=True)
+    ]
+    assert all(later < earlier for earlier, later in itertools.pairwise(off))
+    assert off[0] < 1.0 and off[3] < 0.1 * off[0] and off[-1] < 1e-3
+
+
+def test_a_state_is_a_value(decoder: ChunkDecoder, latents: torch.Tensor) -> None:
+    """An abandoned chunk leaves no trace in it, whichever decoder it went to."""
+    pieces = latents.split(CHUNK, dim=2)
+    for tiny in ((), (1,)):
+        _, states = run(decoder, pieces[:2], tiny)
+        before = {name: tensor.clone() for name, tensor in states[-1].tensors().items()}
+        for to_tiny in (True, False):
+            first, _ = decoder.decode(pieces[2], states[-1], tiny=to_tiny)
+            again, _ = decoder.decode(pieces[2], states[-1], tiny=to_tiny)
+            assert torch.equal(first, again)
+        after = states[-1].tensors()
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in after)
+
+
+def test_one_decoder_keeps_no_latents(decoder: ChunkDecoder, latents: torch.Tensor) -> None:
+    """Without a ladder a stream holds what it always held; from such a state the tiny decoder cannot begin."""
+    alone = ChunkDecoder(decoder.main)
+    _, states = run(alone, latents[:, :, :6].split(CHUNK, dim=2), ())
+    assert states[-1].newest is None and alone.state_nbytes(HEIGHT, WIDTH) == states[-1].nbytes
+    assert decoder.can_be_tiny(None) and not decoder.can_be_tiny(states[-1]) and not alone.can_be_tiny(None)
+    cells = (HEIGHT // 8) * (WIDTH // 8)
+    assert decoder.state_nbytes(HEIGHT, WIDTH) == states[-1].nbytes + 4 * 16 * REACH * cells

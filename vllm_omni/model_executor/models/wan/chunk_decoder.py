@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one chunk's clean latents to its video frames, by one of two decoders, and what the next chunk goes on from.
+
+A decoder that has decoded the chunk before goes on from its own features (`VAECache`), so that a stream equals the
+whole clip. One that has not (the stream's chunks went to the other decoder, or `continuation` is `restart`, PR 3701's
+extension) begins again: it decodes the newest latents before the chunk once more and drops their frames, so that frame
+counts are those of a stream that never switched. How near that is to never having stopped:
+
+- the tiny decoder looks `REACH` latents back and gets as many: its frames are those of a stream that is all its own;
+- Wan's looks dozens back and gets `RESTART_LATENTS` (a causal convolution looks two back): an approximation, which
+  fades as the stream goes on. More would be nearer, and cost what the other decoder has saved.
+
+Held by tests/model_executor/models/wan/test_chunk_decoder.py and
+tests/model_executor/models/lingbot_world/test_lingbot_alternatives.py.
+"""
+
+# C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
+from vllm_omni.model_executor.models.wan.tiny_vae import REACH, TinyVAEDecoder
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot import SavedTensors
+
+RESTART_LATENTS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderState:
+    """What a stream remembers of its decode. Immutable; forks share it.
+
+    cache: of the decoder that made the last frames; None = whichever comes begins again. tiny: that was the second one.
+    newest: the last latents [1, 16, F, h, w], fp32, as many as a decoder may begin again with; None = never needed.
+    """
+
+    cache: VAECache | None
+    newest: torch.Tensor | None = None
+    tiny: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by stable name, for digests and snapshots; the names say which decoder's they are."""
+        cache = {} if self.cache is None else self.cache.tensors()
+        named = {f"{_TINY if self.tiny else ''}{name}": tensor for name, tensor in cache.items()}
+        return named if self.newest is None else {**named, _NEWEST: self.newest}
+
+    @classmethod
+    def restore(cls, saved: SavedTensors, device: torch.device | str, height: int, width: int) -> "DecoderState | None":
+        """Take what was saved of a stream of `height` x `width` pixels, None if there was nothing.
+
+        Raises `RequestFailed("invalid_snapshot")`.
+        """
+        names = saved.names()
+        newest = saved.take(_NEWEST, device, torch.float32) if _NEWEST in names else None
+        if newest is not None:
+            kept = newest.shape[2] if newest.dim() == 5 else 0
+            cells = (height // VAE_SPATIAL, width // VAE_SPATIAL)
+            if not 0 < kept <= REACH or newest.shape != (1, LATENT_CHANNELS, kept, *cells):
+                raise RequestFailed("invalid_snapshot", "the snapshot's newest latents have another shape")
+        tiny = any(name.startswith(_TINY) for name in names)
+        cache = VAECache.restore(saved, _TINY if tiny else "", device)
+        return None if cache is None and newest is None else cls(cache, newest, tiny)
+
+    def to(self, device: torch.device | str) -> "DecoderState":
+        cache = None if self.cache is None else self.cache.to(device)
+        return DecoderState(cache, None if self.newest is None else self.newest.to(device), self.tiny)
+
+
+_TINY, _NEWEST = "tiny.", "newest"
+
+
+class ChunkDecoder:
+    """Decodes one chunk after another. Owns no session; `main` needs its decoder.
+
+    main: decodes all chunks but those that are asked of `tiny`, if that is there. continuation: of `main`, see above.
+    """
+
+    def __init__(
+        self,
+        main: StreamingWanVAE | TinyVAEDecoder,
+        tiny: TinyVAEDecoder | None = None,
+        *,
+        continuation: Literal["cache", "restart"] = "cache",
+    ) -> None:
+        self.main = main
+        self.tiny = tiny
+        self._restarts = continuation == "restart"
+        self._num_kept = max(RESTART_LATENTS if self._restarts else 0, REACH if tiny is not None else 0)
+
+    def can_be_tiny(self, before: DecoderState | None) -> bool:
+        """Whether the next chunk behind `before` can go to the tiny decoder: not if that has nothing to begin with."""
+        return self.tiny is not None and (before is None or before.tiny or before.newest is not None)
+
+    def decode(
+        self, latents_1CFhw: torch.Tensor, before: DecoderState | None, *, tiny: bool = False
+    ) -> tuple[torch.Tensor, DecoderState]:
+        """Return pixels [1, 3, T, H, W] of the stream's next latents, T = 4 F (4 F - 3 at its start), and what to keep.
+
+        tiny: by the tiny decoder (`can_be_tiny`). Where several ranks decode bands of rows, `main` returns the band
+        and the tiny one whole frames.
+        """
+        decoder = self.main
+        if tiny:
+            assert self.tiny is not None and self.can_be_tiny(before)
+            decoder = self.tiny
+        cache = newest = None
+        if before is not None:
+            cache, newest = before.cache if before.tiny == tiny else None, before.newest
+        if cache is None and newest is not None:
+            again = newest[:, :, -(REACH if tiny else RESTART_LATENTS) :]
+            for piece in again.split(latents_1CFhw.shape[2], dim=2):  # no larger than chunks are: no more memory
+                _, cache = decoder.decode(piece, cache)
+        pixels, cache = decoder.decode(latents_1CFhw, cache)
+        if self._restarts and not tiny:
+            cache = None
+        return pixels, DecoderState(cache, self._newest(newest, latents_1CFhw), tiny)
+
+    def _newest(self, before_1CFhw: torch.Tensor | None, latents_1CFhw: torch.Tensor) -> torch.Tensor | None:
+        if self._num_kept == 0:
+            return None
+        both = latents_1CFhw if before_1CFhw is None else torch.cat((before_1CFhw, latents_1CFhw), dim=2)
+        return both[:, :, -self._num_kept :].float().clone()
+
+    def state_nbytes(self, height: int, width: int) -> int:
+        """Most bytes of what a stream of `height` x `width` pixels keeps; runs nothing."""
+        caches = [] if self._restarts else [self.main.decoder_cache_nbytes(height, width)]
+        caches += [] if self.tiny is None else [self.tiny.decoder_cache_nbytes(height, width)]
+        cells = (height // VAE_SPATIAL) * (width // VAE_SPATIAL)
+        return max(caches, default=0) + 4 * LATENT_CHANNELS * self._num_kept * cells
