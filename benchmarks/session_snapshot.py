@@ -6,16 +6,25 @@
     python benchmarks/session_snapshot.py --full-size           # the released architecture, random weights (one GPU)
     python benchmarks/session_snapshot.py --full-size --layers 2 --height 64 --width 96   # try it without a GPU
 
-Saving and restoring go through the real engine (`collective_rpc`). Beside each, in the worker as well, the plainest
-copy of the same bytes: every tensor from its device to the host and into a new file in the same directory, one after
-the other, and from that file into fresh buffers on the device. That copy has no names, no header and no checks.
-`ratio` is the whole snapshot's time without transport, the front end's share included, over the copy's;
-`memory_ratio` the same over a copy that leaves the file out. All are medians of pairs taken in turn. The file lies in a
-RAM disk if there is one, because the cost of a disk is not ours.
+Saving and restoring go through the real engine (`collective_rpc`). Beside each, in the worker as well, copies of the
+same bytes from and to the same device and folder, without names, header and checks:
+
+- plain (`ratio`): every tensor from its device to the host and into a new file, one after the other, and from that file
+  into fresh buffers on the device, one after the other;
+- one buffer (`one_buffer_ratio`): as many bytes that lie in one piece of host memory already, in one call to a new file
+  and from there into one fresh buffer: the least that a file costs. Not part of a full-size run;
+- memory (`memory_ratio`): every tensor into fresh host memory and back, without a file. Not part of a full-size run.
+
+A ratio is the whole snapshot's time without transport, the front end's share included, over the copy's; a median of
+pairs taken in turn. The file lies in a RAM disk if there is one (`--folder`), because the cost of a disk is not ours.
+What was measured is reported on stderr and is in the result file (`complete`: false) when an operation ends, at most
+once a second, so that a run that is cut off leaves its numbers.
 """
 
 import argparse
 import asyncio
+import contextlib
+import io
 import json
 import os
 import statistics
@@ -36,52 +45,87 @@ from lingbot_world import write_checkpoint
 
 TARGET_RATIO = 1.2
 RAM_DISK = Path("/dev/shm")
+_QUIET_S = 1.0
 
 
-def copy_session(worker: Any, session_id: str, path: str) -> dict[str, float]:
-    """In the worker: ms to copy a session's tensors to a file and back, and to host memory and back."""
+def copy_session(worker: Any, session_id: str, path: str, what: str) -> float:
+    """In the worker: ms to copy a session's tensors one way.
+
+    what: `to_file` and `from_file` (which removes it); `one_to_file` and `one_from_file`, the same in one piece of
+    memory; `out` to fresh host memory; `back` from there into fresh memory of the device.
+    """
     import torch
 
     tensors = list(worker.model_runner.sessions.get(session_id).tensors().values())
     cuda = worker.model_runner.device.type == "cuda"
-
-    def timed(work: Any) -> tuple[float, Any]:
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        result = work()
-        if cuda:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e3, result
+    nbytes = sum(tensor.nbytes for tensor in tensors)
 
     def as_bytes(host: torch.Tensor) -> Any:
         return host.view(-1).view(torch.uint8).numpy()
 
+    def all_of(call: Any, array: Any) -> None:
+        """A large call moves 2 GiB at most."""
+        done = 0
+        while done < len(array):
+            done += call(array[done:])
+
     def to_file() -> None:
         with open(path, "wb", buffering=0) as file:
             for tensor in tensors:
-                file.write(as_bytes(tensor.cpu().contiguous()))
+                all_of(file.write, as_bytes(tensor.cpu().contiguous()))
 
     def from_file() -> list[Any]:
         back = []
         with open(path, "rb", buffering=0) as file:
             for tensor in tensors:
                 host = torch.empty(tensor.shape, dtype=tensor.dtype)
-                file.readinto(as_bytes(host))
+                all_of(file.readinto, as_bytes(host))
                 back.append(host.to(tensor.device))
         return back
 
-    def in_memory() -> tuple[float, float]:
-        out_ms, host = timed(lambda: [torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in tensors])
-        back_ms, _ = timed(lambda: [torch.empty_like(t).copy_(h) for t, h in zip(tensors, host, strict=True)])
-        return out_ms, back_ms
+    def one_to_file(whole: Any) -> None:
+        with open(path, "wb", buffering=0) as file:
+            all_of(file.write, whole)
 
+    def one_from_file() -> Any:
+        with open(path, "rb", buffering=0) as file:
+            fresh = torch.empty(nbytes, dtype=torch.uint8)
+            all_of(file.readinto, as_bytes(fresh))
+        return fresh
+
+    def out() -> list[Any]:
+        return [torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in tensors]
+
+    def back(host: list[Any]) -> list[Any]:
+        return [torch.empty_like(t).copy_(h) for t, h in zip(tensors, host, strict=True)]
+
+    prepared: list[Any] = []
+    if what == "one_to_file":
+        prepared = [torch.cat([t.cpu().contiguous().view(-1).view(torch.uint8) for t in tensors]).numpy()]
+    elif what == "back":
+        prepared = [out()]
+    work: Any = {
+        "to_file": to_file,
+        "from_file": from_file,
+        "one_to_file": one_to_file,
+        "one_from_file": one_from_file,
+        "out": out,
+        "back": back,
+    }[what]
     with torch.inference_mode():
-        out_ms, back_ms = in_memory()
-        to_file_ms, _ = timed(to_file)
-        from_file_ms, _ = timed(from_file)
-    os.unlink(path)
-    return {"out_ms": out_ms, "back_ms": back_ms, "to_file_ms": to_file_ms, "from_file_ms": from_file_ms}
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = work(*prepared)
+        if cuda:
+            torch.cuda.synchronize()
+        ms = (time.perf_counter() - start) * 1e3
+    del result
+    if what.endswith("from_file"):
+        os.unlink(path)
+    if cuda:
+        torch.cuda.empty_cache()  # the next operation finds the device as this one did
+    return ms
 
 
 def timed_call(worker: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
@@ -91,7 +135,80 @@ def timed_call(worker: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
     return [(time.perf_counter() - start) * 1e3, answer]
 
 
-async def run(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+COPIES = {"plain": ("to_file", "from_file"), "one_buffer": ("one_to_file", "one_from_file"), "memory": ("out", "back")}
+RATIO_NAMES = {"plain": "ratio", "one_buffer": "one_buffer_ratio", "memory": "memory_ratio"}
+
+
+class Progress:
+    """What has been measured so far, written down after every operation. samples: ms of each, by name."""
+
+    def __init__(self, args: argparse.Namespace, facts: dict[str, Any], name: str) -> None:
+        self.args, self.facts, self.name = args, facts, name
+        self.samples: dict[str, list[float]] = {}
+        self.warm_up: dict[str, list[float]] = {}
+        self._start = self._noted = time.perf_counter()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._start
+
+    def say(self, text: str) -> None:
+        print(f"[{self.elapsed_s:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def note(self, values: dict[str, float], *, warm_up: bool) -> None:
+        for name, value in values.items():
+            (self.warm_up if warm_up else self.samples).setdefault(name, []).append(value)
+        if time.perf_counter() - self._noted < _QUIET_S:
+            return  # small sessions: writing would disturb what is measured
+        self.say(", ".join(f"{name} {value:.1f} ms" for name, value in values.items()) + " (warm-up)" * warm_up)
+        save_quietly(self.name, {"result": self.result(complete=False)}, self.args)
+        self._noted = time.perf_counter()
+
+    def result(self, *, complete: bool) -> dict[str, Any]:
+        samples = self.samples or self.warm_up
+        median = {name: statistics.median(values) for name, values in samples.items()}
+        nbytes = self.facts.get("file_bytes", 0)
+        return {
+            **self.facts,
+            "complete": complete,
+            "only_warm_up": not self.samples,
+            "repeats": max((len(values) for values in self.samples.values()), default=0),
+            "ms": {name: round(value, 3) for name, value in median.items()},
+            "gib_per_s": {
+                name: round(nbytes / 2**30 / (value / 1e3), 2)
+                for name, value in median.items()
+                if not name.endswith("_call")
+            },
+            **{
+                RATIO_NAMES[copy]: ratios(samples, *names)
+                for copy, names in COPIES.items()
+                if f"copy_{names[0]}" in samples
+            },
+            "target_ratio": TARGET_RATIO,
+            "samples_ms": {name: [round(value, 3) for value in values] for name, values in self.samples.items()},
+            "warm_up_ms": {name: [round(value, 3) for value in values] for name, values in self.warm_up.items()},
+        }
+
+
+def save_quietly(name: str, result: dict[str, Any], args: argparse.Namespace) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        save(name, result, args)
+
+
+def ratios(samples: dict[str, list[float]], to: str, back: str) -> dict[str, float]:
+    """Medians over pairs of our time over a copy's: saving, restoring, both together."""
+    saved, restored = samples.get("save", []), samples.get("restore", [])
+    out, into = samples.get(f"copy_{to}", []), samples.get(f"copy_{back}", [])
+    pairs = {"save": list(zip(saved, out, strict=False)), "restore": list(zip(restored, into, strict=False))}
+    pairs["both"] = [(a + b, c + d) for (a, c), (b, d) in zip(pairs["save"], pairs["restore"], strict=False)]
+    return {
+        name: round(statistics.median(ours / plain for ours, plain in values), 3)
+        for name, values in pairs.items()
+        if values
+    }
+
+
+async def run(model: Path, folder: Path, name: str, args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from vllm_omni.inputs import DiffusionParams
@@ -103,7 +220,16 @@ async def run(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, 
     if args.full_size:
         engine_args |= {"load_format": "dummy", "gpu_memory_utilization": args.gpu_memory_utilization}
     image = torch.full((args.height, args.width, 3), 128, dtype=torch.uint8)
+    facts: dict[str, Any] = {
+        "size": [args.height, args.width],
+        "chunks": args.chunks,
+        "layers": args.layers if args.full_size else None,
+        "on_ram_disk": folder.is_relative_to(RAM_DISK),
+    }
+    progress = Progress(args, facts, name)
+    progress.say("starting the engine")
     async with running_engine(model, omni, **engine_args) as engine:
+        progress.say("the engine is up")
         for index in range(args.chunks):
             params = DiffusionParams(
                 session_id="walk",
@@ -115,6 +241,7 @@ async def run(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, 
                 actions=[["w"], ["w", "j"], []],
             )
             await run_request(engine, params, {"image": image} if index == 0 else None, f"walk-{index}")
+            progress.say(f"chunk {index} is done")
 
         async def without_transport(exchange: Any) -> tuple[float, float]:
             """(ms of the front end and inside the worker, ms for the caller, transport included)."""
@@ -133,60 +260,42 @@ async def run(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, 
             total = (time.perf_counter() - start) * 1e3
             return total - waited + inside, total
 
-        samples: dict[str, list[float]] = {}
+        async def copied(what: str) -> dict[str, float]:
+            (ms,) = await engine.collective_rpc(copy_session, args=("walk", str(folder / "copy"), what))
+            return {f"copy_{what}": ms}
 
-        def note(**values: float) -> None:
-            for name, value in values.items():
-                samples.setdefault(name, []).append(value)
+        async def saved() -> dict[str, float]:
+            inside, total = await without_transport(save_exchange("walk", path, package_version()))
+            facts["file_bytes"] = path.stat().st_size
+            return {"save": inside, "save_call": total}
 
-        file_bytes = 0
-        for number in range(-args.warm_up, args.repeats):
-            path = folder / f"{number}.safetensors"
-            (copied,) = await engine.collective_rpc(copy_session, args=("walk", str(folder / "copy")))
-            saved = await without_transport(save_exchange("walk", path, package_version()))
-            file_bytes = path.stat().st_size
-            restored = None
-            if args.restore:
-                restored = await without_transport(restore_exchange("copy", path))
-                await engine.collective_rpc("close_session", args=("copy",))
-            path.unlink()
-            if number >= 0:
-                note(copy_out=copied["out_ms"], copy_back=copied["back_ms"])
-                note(copy_to_file=copied["to_file_ms"], copy_from_file=copied["from_file_ms"])
-                note(save=saved[0], save_call=saved[1])
-                if restored is not None:
-                    note(restore=restored[0], restore_call=restored[1])
+        async def restored() -> dict[str, float]:
+            inside, total = await without_transport(restore_exchange("copy", path))
+            await engine.collective_rpc("close_session", args=("copy",))
+            return {"restore": inside, "restore_call": total}
+
         (stats,) = await engine.collective_rpc("session_stats")
-    median = {name: statistics.median(values) for name, values in samples.items()}
-
-    def ratios(to: str, back: str) -> dict[str, float]:
-        """Medians over pairs of our time over a copy's: saving, restoring, both together."""
-        pairs = {"save": (samples["save"], samples[to])}
-        if args.restore:
-            pairs["restore"] = (samples["restore"], samples[back])
-            pairs["both"] = (
-                [a + b for a, b in zip(samples["save"], samples["restore"], strict=True)],
-                [a + b for a, b in zip(samples[to], samples[back], strict=True)],
-            )
-        return {
-            name: round(statistics.median(a / b for a, b in zip(ours, plain, strict=True)), 3)
-            for name, (ours, plain) in pairs.items()
-        }
-
-    return {
-        "size": [args.height, args.width],
-        "chunks": args.chunks,
-        "layers": args.layers if args.full_size else None,
-        "repeats": args.repeats,
-        "on_ram_disk": folder.is_relative_to(RAM_DISK),
-        "file_bytes": file_bytes,
-        "session_bytes": stats["bytes"],
-        "ms": {name: round(value, 3) for name, value in median.items()},
-        "gib_per_s": {name: round(file_bytes / 2**30 / (median[name] / 1e3), 2) for name in ("copy_to_file", "save")},
-        "ratio": ratios("copy_to_file", "copy_from_file"),
-        "memory_ratio": ratios("copy_out", "copy_back"),
-        "target_ratio": TARGET_RATIO,
-    }
+        facts["session_bytes"] = stats["bytes"]
+        answer = (await engine.collective_rpc("describe_session", args=("walk",)))[0]
+        if "error" in answer:
+            raise RuntimeError(f"the session cannot be saved: {answer['error']}")
+        path = folder / "walk.safetensors"
+        round_s = 0.0
+        for number in range(-args.warm_up, args.repeats):
+            if number > -args.warm_up and args.time_limit_s and progress.elapsed_s + round_s > args.time_limit_s:
+                progress.say("no time for another round")
+                break
+            began = progress.elapsed_s
+            for copy in args.copies:
+                for what in COPIES[copy] if args.restore else COPIES[copy][:1]:
+                    progress.note(await copied(what), warm_up=number < 0)
+            progress.note(await saved(), warm_up=number < 0)
+            if args.restore:
+                progress.note(await restored(), warm_up=number < 0)
+            path.unlink()
+            round_s = progress.elapsed_s - began
+        progress.say("stopping the engine")
+    return progress.result(complete=True)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -196,8 +305,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--height", type=int, help="pixels (default: 64, full size 480)")
     parser.add_argument("--width", type=int, help="pixels (default: 96, full size 832)")
     parser.add_argument("--chunks", type=int, default=7, help="chunks before the snapshot; 7 fill the default window")
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--repeats", type=int, help="rounds (default: 21, full size 2)")
+    parser.add_argument("--warm-up", type=int, help="rounds before them (default: 3, full size 1)")
+    parser.add_argument(
+        "--copies", nargs="+", choices=list(COPIES), help="what to compare with (default: all, full size plain)"
+    )
+    parser.add_argument("--time-limit-s", type=float, help="begin no round that would end later, from the start on")
     parser.add_argument("--no-restore", dest="restore", action="store_false", help="a second session does not fit")
     parser.add_argument(
         "--folder", type=Path, help="where the file lies (default: a RAM disk, else the temporary folder)"
@@ -215,6 +328,10 @@ def main() -> None:
 
     args.height = args.height or (480 if args.full_size else 64)
     args.width = args.width or (832 if args.full_size else 96)
+    args.repeats = (2 if args.full_size else 21) if args.repeats is None else args.repeats
+    args.warm_up = (1 if args.full_size else 3) if args.warm_up is None else args.warm_up
+    args.copies = args.copies or (["plain"] if args.full_size else list(COPIES))
+    name = args.name or ("session_snapshot_full_size" if args.full_size else "session_snapshot")
     base = args.folder or (RAM_DISK if os.access(RAM_DISK, os.W_OK) else None)
     with tempfile.TemporaryDirectory() as checkpoint, tempfile.TemporaryDirectory(dir=base) as folder:
         model = Path(checkpoint) / "world"
@@ -222,10 +339,11 @@ def main() -> None:
             write_checkpoint(model, args.layers)
         else:
             get_family("lingbot_world").make_tiny(model, 0, "original")
-        result = asyncio.run(run(model, Path(folder), args))
-    name = args.name or ("session_snapshot_full_size" if args.full_size else "session_snapshot")
+        result = asyncio.run(run(model, Path(folder), name, args))
     save(name, {"result": result}, args)
-    print(f"\n{result['file_bytes']} bytes; save {result['ms']['save']} ms, ratios {result['ratio']} (target <= 1.2)")
+    print(
+        f"\n{result['file_bytes']} bytes; save {result['ms']['save']} ms, ratios {result.get('ratio')} (target <= 1.2)"
+    )
 
 
 if __name__ == "__main__":
