@@ -36,6 +36,10 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside sizes and model")
 
 
+IDLE_S = 1.0
+"""Before measured streams: the last clean pass of a warm-up goes on behind its last frames, and a first frame on an
+idle device is what is reported."""
+
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Lets malloc ask for huge pages: a 14.4 MB result otherwise costs thousands of page faults in every process."""
 

@@ -36,6 +36,7 @@ import lingbot_world
 import streaming_wan
 from common import (
     HUGE_PAGES,
+    IDLE_S,
     add_output_arguments,
     add_serving_arguments,
     chunk_rate,
@@ -189,6 +190,7 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
         await engine.collective_rpc("close_session", args=("first",))
         latents = await run_chunks(engine, "latents", 2, latents_of)
         await engine.collective_rpc("close_session", args=("latents",))
+        await asyncio.sleep(IDLE_S)
         names = [f"stream{number}" for number in range(row.sessions)]
         streams = await asyncio.gather(
             *(run_chunks(engine, name, args.chunks, request, row.chunks_in_flight) for name in names)

@@ -32,7 +32,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import HUGE_PAGES, add_output_arguments, restart_with, run_request, running_engine, save
+from common import HUGE_PAGES, IDLE_S, add_output_arguments, restart_with, run_request, running_engine, save
 
 SIZES: dict[str, dict[str, int]] = {
     "1.3B": {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30},
@@ -44,9 +44,6 @@ GEMM_FLOPS = 790e12
 VAE_DECODE_FLOPS = 13.55e12 / (480 * 832)
 """Wan 2.1's decoder, per latent frame and pixel."""
 TEXT_ROWS = 512
-IDLE_S = 1.0
-"""Before the measured streams: the warm-up's last clean pass goes on behind its last frames, and a first frame on an
-idle device is what is reported."""
 
 
 def write_checkpoint(root: Path, size: str) -> None:
