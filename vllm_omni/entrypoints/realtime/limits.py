@@ -6,14 +6,14 @@ upper case (`VLLM_OMNI_IDLE_TIMEOUT_S=60`). The largest WebSocket message is `en
 Held by tests/entrypoints/realtime/test_door_parts.py.
 """
 
-import os
 from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 
+from vllm_omni.entrypoints.environment import read_struct
+
 MIB = 1 << 20
-_PREFIX = "VLLM_OMNI_"
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
@@ -73,13 +73,4 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "DoorLimits":
         """Read the variables that are set. Raises ValueError naming the variable, what arrived and what is allowed."""
-        environ = os.environ if environ is None else environ
-        values = {}
-        for field in msgspec.structs.fields(cls):
-            name = _PREFIX + field.name.upper()
-            if name in environ:
-                try:
-                    values[field.name] = msgspec.convert(environ[name], field.type, strict=False)
-                except msgspec.ValidationError as error:
-                    raise ValueError(f"{name}={environ[name]!r}: {error}") from error
-        return cls(**values)
+        return read_struct(cls, environ)
