@@ -5,8 +5,8 @@ import base64
 import http.client
 import io
 import json
-import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import openai
 import pytest
 from openai_server import KEY, Served, serve, wait_until
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from vllm_omni.entrypoints.media import encode_mp4
 from vllm_omni.model_executor.models.registry import get_family
@@ -27,8 +28,18 @@ SMALL = {"max_image_pixels": 128 * 128, "max_video_pixels": 64 * 96, "max_video_
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = tmp_path_factory.mktemp("lance")
     get_family("lance").make_tiny(model, 0, "video")
+    never_end_an_answer(model / "Lance_3B_Video")
     omni = {"batch_invariant": False, "max_sessions": 8, "model": SMALL}
     yield from serve(model, tmp_path_factory.mktemp("lance_server") / "server.log", omni=omni)
+
+
+def never_end_an_answer(decoder: Path) -> None:
+    """Make the end token's logit 0, below many others in every row: the likeliest token is always another one."""
+    end_token = json.loads((decoder / "generation_config.json").read_text())["eos_token_id"]
+    weights = load_file(decoder / "model.safetensors")
+    for name in ("lm_head", "model.embed_tokens"):  # tied
+        weights[f"language_model.{name}.weight"][end_token] = 0
+    save_file(weights, decoder / "model.safetensors", {"format": "pt"})
 
 
 def png(seed: int = 0, width: int = 90, height: int = 60) -> bytes:
@@ -54,10 +65,10 @@ IMAGE = {"type": "image_url", "image_url": {"url": data_url(png(), "image/png")}
 VIDEO = {"type": "video_url", "video_url": {"url": data_url(mp4(), "video/mp4")}}
 SMALL_READING = {"extra_params": {"resolution": "image_256res"}}
 LONG: dict[str, Any] = {"max_tokens": 40_000, "temperature": 0}
-"""The likeliest tokens of this random model never end an answer; drawn ones may at any time.
+"""The likeliest tokens never end an answer (`never_end_an_answer`); drawn ones may at any time.
 
-Engine and worker can keep two cores busy so that a client gets no turn for seconds: an answer that a client is to leave
-must last many times longer than that.
+This takes 90 s on two cores: longer than `wait_until` has patience, and than a client may wait for a turn beside other
+work (10 s seen), since engine and worker keep two cores busy.
 """
 
 
@@ -159,9 +170,7 @@ def test_a_system_message_and_a_stop_text_matter(server: Served) -> None:
 
 def test_a_client_that_leaves_a_whole_answer_frees_the_engine(server: Served) -> None:
     """The answer is not streamed, so the server has nothing to write and must notice by itself."""
-    start = time.monotonic()
-    assert ask(server, IMAGE, **{**LONG, "max_tokens": 2000}).choices[0].finish_reason == "length"
-    short_s = time.monotonic() - start
+    assert ask(server, IMAGE, **{**LONG, "max_tokens": 4000}).choices[0].finish_reason == "length", "it never ends"
     wait_until(lambda: server.ready()[1]["sessions"] == 0)
     asked = {"model": "null", "messages": question(IMAGE), **SMALL_READING, **LONG}
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
@@ -169,8 +178,7 @@ def test_a_client_that_leaves_a_whole_answer_frees_the_engine(server: Served) ->
     connection.request("POST", "/v1/chat/completions", json.dumps(asked), headers)
     wait_until(lambda: server.ready()[1]["sessions"] == 1)
     connection.close()
-    took_s = wait_until(lambda: server.ready()[1]["sessions"] == 0)
-    assert took_s < 10 * short_s, "the answer would last 20 times that"
+    wait_until(lambda: server.ready()[1]["sessions"] == 0)
 
 
 def test_a_client_that_leaves_frees_its_session(server: Served) -> None:
