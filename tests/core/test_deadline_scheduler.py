@@ -150,6 +150,20 @@ def test_a_chunk_that_would_be_late_is_told_to_do_with_less(null_world: Path) ->
     assert note_of_last(run) == ["fewer_steps"]
 
 
+def test_what_a_level_saves_at_a_chunks_end_is_measured(null_world: Path) -> None:
+    """The model is told which sizes ended at which level at least: chunk 0 at none, chunk 1 at both."""
+    run = harness(null_world, degradations=["smaller_window", "tiny_vae"])
+    told: list[tuple[float, ...]] = []
+    run.scheduler._cost_model.observe = lambda total, first, last, _, more: told.append((last, *more))  # type: ignore[method-assign]
+    for index, deadline_s in ((0, 60.0), (1, 0.05)):
+        name = f"s{index}"
+        run.add(name, "s", index, deadline_s=deadline_s)
+        _, output = run.schedule()
+        run.answer(output, progress={name: (1, 2, 64)})
+        run.step(done=[name])
+    assert told == [(0.0, 0.0, 0.0), (64.0, 0.0, 0.0), (0.0, 0.0, 0.0), (64.0, 64.0, 64.0)]
+
+
 def note_of_last(run: Harness) -> list[str]:
     """The note of the request that was new in the last batch."""
     assert run.last is not None

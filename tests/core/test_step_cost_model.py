@@ -76,6 +76,37 @@ def test_what_is_not_seen_for_a_while_keeps_its_value() -> None:
     assert duration_s(model.costs, 400.0, 0.0, 0.0) == pytest.approx(before, rel=0.15)
 
 
+def show_ladder(model: StepCostModel, chunks: int, rng: random.Random, level: int) -> None:
+    """Chunks of five steps, one after the other, at `level`; from level 2 on their end takes 10 ms instead of 150."""
+    for _ in range(chunks):
+        for step in range(5):
+            first, last = 100.0 * (step == 0), 100.0 * (step == 4)
+            took_s = duration_s(TRUE, 100.0, first, last) - (0.140 if last and level >= 2 else 0.0)
+            degraded = [last * (level >= 1), last * (level >= 2)]
+            model.observe(100.0, first, last, took_s * rng.gauss(1, 0.02), degraded)
+
+
+def test_it_learns_what_a_level_saves_at_a_chunks_end() -> None:
+    """Within ten chunks; before, a level is taken to end like the one above it. Nothing else moves."""
+    model, rng = StepCostModel(num_levels=3), random.Random(5)
+    show_ladder(model, 20, rng, level=0)
+    at = [model.costs.of_chunk(5, 100.0, level=level) for level in range(3)]
+    assert at == pytest.approx([TRUE.of_chunk(5, 100.0)] * 3, rel=0.05)
+    show_ladder(model, 10, rng, level=2)
+    saved_s = model.costs.of_chunk(5, 100.0) - model.costs.of_chunk(5, 100.0, level=2)
+    assert saved_s == pytest.approx(0.140, rel=0.1)
+    assert model.costs.of_chunk(5, 100.0) == pytest.approx(TRUE.of_chunk(5, 100.0), rel=0.1)
+
+
+def test_full_quality_is_not_forgotten_while_all_chunks_go_without_it() -> None:
+    """A thousand chunks of overload later, the way back is still judged by what it will take."""
+    model, rng = StepCostModel(num_levels=3), random.Random(6)
+    show_ladder(model, 20, rng, level=0)
+    show_ladder(model, 1000, rng, level=2)
+    assert model.costs.of_chunk(5, 100.0) == pytest.approx(TRUE.of_chunk(5, 100.0), rel=0.15)
+    assert model.costs.of_chunk(5, 100.0, level=2) == pytest.approx(TRUE.of_chunk(5, 100.0) - 0.140, rel=0.05)
+
+
 @pytest.mark.parametrize("bad", [(0.0, 0.0, 0.0, 1.0), (100.0, 0.0, 0.0, -1.0), (100.0, 0.0, 0.0, float("nan"))])
 def test_steps_that_say_nothing_are_left_out(bad: tuple[float, float, float, float]) -> None:
     model = StepCostModel()

@@ -112,6 +112,31 @@ def test_quality_goes_down_for_a_chunk_that_would_be_late_and_comes_back() -> No
     assert streams.decide_level("s3", 30.0, streams.runnable(()), COSTS) == 0
 
 
+def test_a_level_that_decodes_cheaper_is_told_from_one_that_saves_nothing() -> None:
+    """Chunks of 4 x 0.1 s and 0.3 s at their end: of three levels the second saves nothing, the third 0.25 s."""
+    costs = StepCosts(size_s=0.1, last_s=0.3, degraded_last_s=(0.3, 0.05))
+    streams = Streams(10.0, num_levels=3)
+    for index, (deadline_s, level) in enumerate([(5.0, 0), (0.8, 0), (0.65, 2), (0.75, 2), (0.8, 0)]):
+        name, now_s = f"s{index}", 10.0 * index
+        streams.add(name, fields("s", index, deadline_s=deadline_s, period_s=0.75), now_s)
+        assert streams.decide_level(name, now_s, streams.runnable(()), costs) == level
+        live = streams.get(name)
+        assert live is not None and live.level == level
+        finish(streams, name, num_steps=4, now_s=now_s)
+
+
+def test_a_neighbours_degraded_chunk_counts_as_what_it_takes() -> None:
+    """0.2 instead of 0.5 s of it are ahead, so that the next chunk (0.5 s, due in 0.75) need not go without a thing."""
+    costs = StepCosts(size_s=0.1, last_s=0.3, degraded_last_s=(0.0,))
+    streams = Streams(10.0, num_levels=2)
+    for name in ("n", "s"):
+        streams.add(f"{name}0", fields(name, 0), 0.0)
+        finish(streams, f"{name}0", num_steps=2)
+    for name, deadline_s, level in (("n1", 0.35, 1), ("s1", 0.75, 0)):
+        streams.add(name, fields(name[0], 1, deadline_s=deadline_s), 10.0)
+        assert streams.decide_level(name, 10.0, streams.runnable(()), costs) == level
+
+
 @pytest.mark.parametrize(
     ("extra", "expected"),
     [

@@ -24,7 +24,8 @@ class LiveRequest:
     when the request's next step is due, and nobody counts on it.
     steps_left: forward passes it still needs, >= 1, a guess before its first one. started: it has had one.
     size: how large its forward is, in any unit that `StepCosts` uses too. order: unique; decides between equals.
-    step: steps it has been given so far, those in flight included.
+    step: steps it has been given so far, those in flight included. level: its chunk's degradation, 0 = full quality; a
+    guess before its first step.
     """
 
     request_id: str
@@ -35,19 +36,26 @@ class LiveRequest:
     size: float
     order: int
     step: int = 0
+    level: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
     """How long a step takes: `step_s + size_s x sizes + first_s x sizes that begin + last_s x sizes that end`.
 
-    All zero = nothing is known yet. `first_s` is what encoding adds, `last_s` what decoding adds.
+    All zero = nothing is known yet. `first_s` is what encoding adds, `last_s` what decoding adds. degraded_last_s: the
+    latter at each degradation level from 1 on; () = as at full quality.
     """
 
     step_s: float = 0.0
     size_s: float = 0.0
     first_s: float = 0.0
     last_s: float = 0.0
+    degraded_last_s: tuple[float, ...] = ()
+
+    def last_at(self, level: int) -> float:
+        """`last_s` at a degradation level."""
+        return self.degraded_last_s[level - 1] if level and self.degraded_last_s else self.last_s
 
     def of_step(self, request: LiveRequest) -> float:
         """Seconds of the request's next step alone in a batch, without `step_s`."""
@@ -55,12 +63,12 @@ class StepCosts:
         if not request.started:
             per_size += self.first_s
         if request.steps_left == 1:
-            per_size += self.last_s
+            per_size += self.last_at(request.level)
         return per_size * request.size
 
-    def of_chunk(self, steps: int, size: float, started: bool = False) -> float:
+    def of_chunk(self, steps: int, size: float, started: bool = False, level: int = 0) -> float:
         """Seconds of a chunk's `steps` steps, each in a batch of its own."""
-        per_size = steps * self.size_s + self.last_s + (0.0 if started else self.first_s)
+        per_size = steps * self.size_s + self.last_at(level) + (0.0 if started else self.first_s)
         return max(0.0, steps * self.step_s + per_size * size)
 
 
@@ -79,7 +87,7 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
     most = min(max_requests, len(queue))
     if most <= 1 or (costs.size_s <= 0.0 and costs.step_s <= 0.0):
         return queue[:most]
-    step_s, size_s, first_s, last_s = costs.step_s, costs.size_s, costs.first_s, costs.last_s
+    step_s, size_s, first_s = costs.step_s, costs.size_s, costs.first_s
 
     # How much later each request could be done than one-by-one service would have it done.
     slack_s: list[float] = []
@@ -90,7 +98,7 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
             work_s += max(0.0, step_s + costs.of_step(request))
             slack_s.append(math.inf)
             continue
-        steps = request.steps_left
+        steps, last_s = request.steps_left, costs.last_at(request.level)
         per_size = steps * size_s + last_s if request.started else steps * size_s + last_s + first_s
         chunk_s = steps * step_s + per_size * request.size
         if chunk_s > 0.0:
@@ -143,7 +151,7 @@ def predicted_end_s(now_s: float, request: LiveRequest, live: Iterable[LiveReque
     own = _urgency(request)
     ahead = (other for other in live if _urgency(other) <= own)
     return now_s + sum(
-        costs.of_chunk(other.steps_left, other.size, other.started)
+        costs.of_chunk(other.steps_left, other.size, other.started, other.level)
         if other.has_deadline
         else costs.step_s + costs.of_step(other)
         for other in ahead

@@ -54,7 +54,7 @@ class StreamBatchScheduler(Scheduler):
         self._by_deadline = omni.scheduling == "deadline"
         self._degradations = omni.degradations
         self._refuses_streams = omni.target_fps is not None
-        self._cost_model = StepCostModel()
+        self._cost_model = StepCostModel(1 + len(omni.degradations))
         self._in_flight: set[str] = set()
         self._chosen: set[str] = set()
         self._launched: dict[int, tuple[float, list[tuple[LiveRequest, bool]]]] = {}
@@ -160,8 +160,10 @@ class StreamBatchScheduler(Scheduler):
         going_on = step.progress if step is not None else self.requests
         total = sum(live.size for live, _ in batch)
         first = sum(live.size for live, begins in batch if begins)
-        last = sum(live.size for live, _ in batch if live.request_id not in going_on)
-        self._cost_model.observe(total, first, last, now_s - max(formed_s, self._last_end_s))
+        ending = [live for live, _ in batch if live.request_id not in going_on]
+        levels = range(1 + len(self._degradations))
+        last = [sum(live.size for live in ending if live.level >= level) for level in levels]
+        self._cost_model.observe(total, first, last[0], now_s - max(formed_s, self._last_end_s), last[1:])
         self._last_end_s = now_s
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:

@@ -83,7 +83,6 @@ class _Entry:
     fields: RequestFields
     stream: Stream
     live: LiveRequest
-    level: int = 0
 
 
 class Streams:
@@ -125,10 +124,11 @@ class Streams:
             stream.period_s = fields.period_s
         order = self._num_arrivals
         self._num_arrivals += 1
-        steps, size = (self._steps(stream, stream.level), self._size(stream)) if fields.is_chunk else (1, 0.0)
+        level = stream.level if fields.is_chunk and fields.deadline_s is not None else 0
+        steps, size = (self._steps(stream, level), self._size(stream)) if fields.is_chunk else (1, 0.0)
         # Session operations cost nothing and free something: they are due at once.
         due_s = now_s if fields.deadline_s is None else now_s + fields.deadline_s
-        live = LiveRequest(request_id, due_s, fields.deadline_s is not None, steps, False, size, order)
+        live = LiveRequest(request_id, due_s, fields.deadline_s is not None, steps, False, size, order, level=level)
         if fields.is_chunk and fields.deadline_s is None:
             if not self._patient:
                 self._patient_step_s = now_s
@@ -155,7 +155,7 @@ class Streams:
         live.size = float(max(1, progress.size))
         if entry.fields.is_chunk:
             for stream in (entry.stream, self._typical):
-                stream.steps[entry.level] = progress.num_steps
+                stream.steps[live.level] = progress.num_steps
                 stream.size = live.size
 
     def end_turn(self, request_id: str, now_s: float) -> None:
@@ -296,11 +296,11 @@ class Streams:
         if self._num_levels == 1 or not entry.fields.is_chunk or not request.has_deadline:
             return 0
         size = self._size(stream)
-        levels = [costs.of_chunk(self._steps(stream, level), size) for level in range(self._num_levels)]
-        own_s = costs.of_chunk(request.steps_left, request.size)
+        levels = [costs.of_chunk(self._steps(stream, level), size, level=level) for level in range(self._num_levels)]
+        own_s = costs.of_chunk(request.steps_left, request.size, level=request.level)
         start_s = predicted_end_s(now_s, request, live, costs) - own_s
-        entry.level = stream.level = choose_level(
+        request.level = stream.level = choose_level(
             stream.level, levels, request.due_s, start_s, stream.period_s or request.due_s - now_s
         )
-        request.steps_left = self._steps(stream, entry.level)
-        return entry.level
+        request.steps_left = self._steps(stream, request.level)
+        return request.level
