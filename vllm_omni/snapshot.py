@@ -402,27 +402,16 @@ class SavedTensors:
         stored = self._left.get(self._prefix + name)
         return None if stored is None else stored.shape
 
-    def dtype(self, name: str) -> torch.dtype:
-        """The dtype a tensor was saved in. Raises `RequestFailed("invalid_snapshot")` if it is not there."""
-        stored = self._left.get(self._prefix + name)
-        if stored is None:
-            raise RequestFailed("invalid_snapshot", f"the snapshot lacks the tensor {self._prefix}{name}")
-        return _TORCH_DTYPES[stored.dtype]
-
     def fill(self, places: Mapping[str, torch.Tensor]) -> None:
         """Have the tensor of each name read into its place. Raises `RequestFailed("invalid_snapshot")`."""
         for name, place in places.items():
             self._pending.append((self._claim(name, place.dtype, list(place.shape)), place))
 
-    def take(
-        self, name: str, device: torch.device | str, dtype: torch.dtype, shape: Sequence[int] | None = None
-    ) -> torch.Tensor:
+    def take(self, name: str, device: torch.device | str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return a new tensor on `device`, in the memory layout it was saved in, to be filled by `read`.
 
-        shape: None = any. Raises `RequestFailed("invalid_snapshot")` if what was saved has another shape or dtype.
+        Raises `RequestFailed("invalid_snapshot")` if what was saved has another shape or dtype.
         """
-        if shape is None:
-            shape = self.shape(name) or ()
         position = self._claim(name, dtype, list(shape))
         memory_format = torch.contiguous_format
         if self._prefix + name in self._channels_last:
@@ -430,6 +419,11 @@ class SavedTensors:
         tensor = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
         self._pending.append((position, tensor))
         return tensor
+
+    def leave(self, prefix: str) -> None:
+        """Do without the tensors whose names begin with `prefix`."""
+        for name in self.names(prefix):
+            del self._left[self._prefix + name]
 
     def read(self) -> None:
         """Fill everything that has been asked for. Raises OSError and EOFError."""

@@ -35,7 +35,7 @@ from vllm_omni.model_executor.models.causal_wan.checkpoint import TINY_VAE_FILE,
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
 from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes
-from vllm_omni.model_executor.models.causal_wan.state import Chunk, PastChunk, StreamSession, StreamShape
+from vllm_omni.model_executor.models.causal_wan.state import Chunk, PastChunk, StateLayouts, StreamSession, StreamShape
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer, ChunkRow
 from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
 from vllm_omni.model_executor.models.causal_wan.weights import load_pipeline_weights
@@ -199,7 +199,8 @@ class CausalWan(nn.Module):
         if not params.prompt:
             raise RequestFailed("invalid_request", "a stream's first chunk needs a prompt")
         cache = self.sizes.new_cache(shape)
-        return StreamSession(params.session_id, shape, self.plan, cache, self._reserved_bytes(shape))
+        layouts, reserved_bytes = self._layouts(shape), self._reserved_bytes(shape)
+        return StreamSession(params.session_id, shape, self.plan, cache, layouts, reserved_bytes)
 
     def _read_shape(self, params: DiffusionParams) -> StreamShape:
         shape = read_shape(params, self.config, self.omni)
@@ -207,6 +208,16 @@ class CausalWan(nn.Module):
             raise RequestFailed("invalid_request", "this server makes video from text only (omni.model.video_input)")
         self.vae.check_height(shape.height)
         return shape
+
+    def _layouts(self, shape: StreamShape) -> StateLayouts:
+        """What a stream's tensors beside its K/V windows are on this rank."""
+        decoder = self.decoder if shape.output == "rgb" else None
+        encodes = self.video is not None and shape.source == "video"
+        return StateLayouts(
+            None if decoder is None else decoder.state_layout(shape.height, shape.width),
+            self.vae.encoder_cache_layout(shape.height, shape.width) if encodes else None,
+            self.options.recache_on_prompt_switch and not self.parallel.is_vae_stage,
+        )
 
     def _reserved_bytes(self, shape: StreamShape) -> int:
         """Bytes a stream may come to hold beside its K/V windows: VAE caches, cross-attention K/V, what it replays."""

@@ -19,10 +19,10 @@ from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.layers.narrow_view import NarrowView
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.causal_wan.config import ChunkPlan
-from vllm_omni.model_executor.models.wan.chunk_decoder import DecoderState
+from vllm_omni.model_executor.models.wan.chunk_decoder import DecoderLayout, DecoderState
 from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.replay import saved_chunks
-from vllm_omni.model_executor.models.wan.vae import VAECache
+from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.outputs import RequestFailed
@@ -75,6 +75,18 @@ class PastChunk:
     latents: torch.Tensor
 
 
+@dataclass(frozen=True)
+class StateLayouts:
+    """What a stream keeps beside its K/V windows on this rank; None = nothing of that kind.
+
+    remembers: it keeps chunks that a prompt switch may recompute.
+    """
+
+    decoder: DecoderLayout | None
+    encoder: CacheLayout | None
+    remembers: bool
+
+
 class StreamScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What `StreamSession.scalars` returns, as a file may bring it back."""
 
@@ -97,12 +109,19 @@ class StreamSession(SessionState):
     """
 
     def __init__(
-        self, session_id: str, shape: StreamShape, plan: ChunkPlan, cache: ChunkCache, reserved_bytes: int
+        self,
+        session_id: str,
+        shape: StreamShape,
+        plan: ChunkPlan,
+        cache: ChunkCache,
+        layouts: StateLayouts,
+        reserved_bytes: int,
     ) -> None:
         super().__init__(session_id)
         self.shape = shape
         self.plan = plan
         self.cache = cache
+        self.layouts = layouts
         self.reserved_bytes = reserved_bytes
         self.prompt: str | None = None
         self.seed: int | None = None
@@ -168,22 +187,24 @@ class StreamSession(SessionState):
         if kept.committed_frames != frames.start:
             raise RequestFailed("invalid_snapshot", "the snapshot's chunk and frames do not belong together")
         self.cache.restore(saved, kept.committed_frames, kept.written_from, len(frames))
-        self.decoder_cache = DecoderState.restore(saved.under("decoder."), device, height, width)
-        encoder = VAECache.restore(saved, "encoder.", device)
-        if (encoder is None) != (kept.noise_scale is None):
-            raise RequestFailed("invalid_snapshot", "the snapshot's video input is incomplete")
+        decoder, encoder = self.layouts.decoder, self.layouts.encoder
+        if decoder is not None:
+            self.decoder_cache = decoder.restore(saved.under("decoder."), device, frames.start)
+        if (encoder is None) != (kept.noise_scale is None) or not 0 <= (kept.noise_scale or 0) <= 1:
+            raise RequestFailed("invalid_snapshot", f"the snapshot's noise_scale is {kept.noise_scale}")
         if encoder is not None and kept.noise_scale is not None:
             last_frame = saved.take("video.last_frame", device, torch.uint8, [height, width, 3])
-            self.video = VideoInput(encoder, last_frame, kept.noise_scale)
+            cache = VAECache.restore(saved, "encoder.", device, encoder)
+            self.video = VideoInput(cache, last_frame, kept.noise_scale)
         past = []
-        for index in saved_chunks(saved, self.plan, self.chunk_index):
+        for index in saved_chunks(saved, self.plan, self.chunk_index) if self.layouts.remembers else ():
             chunk = self.plan.frames(index)
             cells = [LATENT_CHANNELS, len(chunk), height // VAE_SPATIAL, width // VAE_SPATIAL]
             past.append(PastChunk(chunk, saved.take(f"past.frame{chunk.start}", device, torch.float32, cells)))
         self.past = tuple(past)
 
     def fork(self, session_id: str) -> "StreamSession":
-        other = StreamSession(session_id, self.shape, self.plan, self.cache.fork(), self.reserved_bytes)
+        other = StreamSession(session_id, self.shape, self.plan, self.cache.fork(), self.layouts, self.reserved_bytes)
         other.chunk_index = self.chunk_index
         other.prompt, other.seed = self.prompt, self.seed
         # Immutable values: sharing them is as good as copying.

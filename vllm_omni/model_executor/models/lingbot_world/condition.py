@@ -19,13 +19,40 @@ from torch import nn
 
 from vllm_omni.model_executor.models.lingbot_world.config import LaterCondition
 from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache
-from vllm_omni.outputs import RequestFailed
+from vllm_omni.model_executor.models.wan.vae import CacheLayout, StreamingWanVAE, VAECache
 from vllm_omni.snapshot import SavedTensors
 
 MASK_CHANNELS = 4
 _SIZE_MULTIPLE = 16
 """Pixels per token along each side: 8 of the VAE times a patch of 2."""
+
+
+@dataclass(frozen=True)
+class ConditionLayout:
+    """What the `ConditionState` of a session of `height` x `width` pixels may be. encoder: its cache's layout."""
+
+    height: int
+    width: int
+    later: LaterCondition
+    chunk_frames: int
+    encoder: CacheLayout
+
+    def restore(
+        self, saved: SavedTensors, device: torch.device | str, *, settled: bool, num_encoded: int
+    ) -> "ConditionState":
+        """Take the state out of a snapshot.
+
+        Raises `RequestFailed("invalid_snapshot")` naming a tensor that is missing or of another shape or dtype.
+        """
+        shape = saved.shape("last") or []
+        repeats = settled and self.later in ("second_chunk", "fresh_grey")
+        frames = self.chunk_frames if repeats and shape[2:3] == [self.chunk_frames] else 1
+        cells = (self.height // VAE_SPATIAL, self.width // VAE_SPATIAL)
+        last_1CFhw = saved.take("last", device, torch.float32, (1, LATENT_CHANNELS, frames, *cells))
+        cache = None
+        if not settled and self.later != "fresh_grey":
+            cache = VAECache.restore(saved, "", device, self.encoder)
+        return ConditionState(self.height, self.width, cache, last_1CFhw, settled, num_encoded)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,28 +79,6 @@ class ConditionState:
         """Return the tensors by stable name, for digests and snapshots."""
         cached = self.cache.tensors() if self.cache is not None else {}
         return {"last": self.last_1CFhw, **cached}
-
-    @classmethod
-    def restore(
-        cls,
-        saved: SavedTensors,
-        size: tuple[int, int],
-        chunk_frames: int,
-        device: torch.device | str,
-        *,
-        settled: bool,
-        num_encoded: int,
-    ) -> "ConditionState":
-        """Take the state of a session of `size` (height, width) out of a snapshot. Raises `RequestFailed`."""
-        cache = VAECache.restore(saved, "", device)
-        last_1CFhw = saved.take("last", device, torch.float32)
-        cells = (size[0] // VAE_SPATIAL, size[1] // VAE_SPATIAL)
-        if last_1CFhw.shape not in {(1, LATENT_CHANNELS, frames, *cells) for frames in (1, chunk_frames)}:
-            raise RequestFailed(
-                "invalid_snapshot",
-                f"the snapshot's condition has the shape {list(last_1CFhw.shape)}, not its session's",
-            )
-        return cls(*size, cache, last_1CFhw, settled, num_encoded)
 
     def to(self, device: torch.device | str) -> "ConditionState":
         """Return the state on `device`; the same tensors if they are there already."""
@@ -126,6 +131,11 @@ class GreyCondition:
         mask_CFhw = cond_CFhw.new_zeros(MASK_CHANNELS, *cond_CFhw.shape[1:])
         mask_CFhw[:, : int(starts)] = 1
         return torch.cat([mask_CFhw, cond_CFhw]), state
+
+    def state_layout(self, height: int, width: int) -> ConditionLayout:
+        """What a state of this size is; runs nothing."""
+        encoder = self.vae.encoder_cache_layout(height, width)
+        return ConditionLayout(height, width, self.later, self.chunk_frames, encoder)
 
     def state_nbytes(self, height: int, width: int) -> int:
         """Most bytes a state of this size holds; runs nothing."""

@@ -33,7 +33,7 @@ from vllm_omni.model_executor.models.lingbot_world.condition import ConditionSta
 from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
 from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk, past_nbytes
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
-from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, SessionShape
+from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, SessionShape, StateLayouts
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
@@ -148,11 +148,21 @@ class LingBotWorld(nn.Module):
             device=self.transformer.device,
             max_attention_tokens=None if limit is None else limit * tokens,
         )
-        return LingBotSession(params.session_id, shape, self.plan, window, self._reserved_bytes(shape))
+        layouts, reserved_bytes = self._layouts(shape), self._reserved_bytes(shape)
+        return LingBotSession(params.session_id, shape, self.plan, window, layouts, reserved_bytes)
 
     def _tokens_per_frame(self, shape: SessionShape) -> int:
         latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
         return latent_height * latent_width // (self.config.patch_size[1] * self.config.patch_size[2])
+
+    def _layouts(self, shape: SessionShape) -> StateLayouts:
+        """What a session's tensors beside its K/V window are on this rank."""
+        decoder = self.decoder if shape.output == "rgb" else None
+        return StateLayouts(
+            None if decoder is None else decoder.state_layout(shape.height, shape.width),
+            None if self.condition is None else self.condition.state_layout(shape.height, shape.width),
+            self.options.reprime_on_prompt_switch and not self.parallel.is_vae_stage,
+        )
 
     def _reserved_bytes(self, shape: SessionShape) -> int:
         """Bytes a session may come to hold beside its K/V window: VAE caches and cross-attention K/V."""

@@ -40,13 +40,22 @@ class PastChunk:
 
     @classmethod
     def restore(
-        cls, saved: SavedTensors, frames: range, size: tuple[int, int], device: torch.device | str
+        cls,
+        saved: SavedTensors,
+        frames: range,
+        size: tuple[int, int],
+        device: torch.device | str,
+        *,
+        with_condition: bool,
     ) -> "PastChunk":
-        """Take a chunk of frames of `size` (height, width) out of a snapshot. Raises `RequestFailed`."""
+        """Take a chunk of frames of `size` (height, width) out of a snapshot. Raises `RequestFailed`.
+
+        with_condition: this rank remembers `y`.
+        """
         prefix, count = f"past.frame{frames.start}.", len(frames)
         cells = [count, size[0] // VAE_SPATIAL, size[1] // VAE_SPATIAL]
         y = None
-        if saved.names(prefix + "y"):
+        if with_condition:
             y = saved.take(prefix + "y", device, torch.float32, [MASK_CHANNELS + LATENT_CHANNELS, *cells])
         return cls(
             frames,

@@ -19,10 +19,10 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail
-from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState
+from vllm_omni.model_executor.models.lingbot_world.condition import ConditionLayout, ConditionState
 from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
 from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk
-from vllm_omni.model_executor.models.wan.chunk_decoder import DecoderState
+from vllm_omni.model_executor.models.wan.chunk_decoder import DecoderLayout, DecoderState
 from vllm_omni.model_executor.models.wan.replay import saved_chunks
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.outputs import RequestFailed
@@ -39,6 +39,18 @@ class SessionShape:
     height: int
     width: int
     output: str
+
+
+@dataclass(frozen=True)
+class StateLayouts:
+    """What a session keeps beside its K/V window on this rank; None = nothing of that kind.
+
+    remembers: it keeps chunks that a prompt switch may recompute.
+    """
+
+    decoder: DecoderLayout | None
+    condition: ConditionLayout | None
+    remembers: bool
 
 
 class LingBotScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -65,12 +77,19 @@ class LingBotSession(SessionState):
     """
 
     def __init__(
-        self, session_id: str, shape: SessionShape, plan: ChunkPlan, window: KVWindow, reserved_bytes: int
+        self,
+        session_id: str,
+        shape: SessionShape,
+        plan: ChunkPlan,
+        window: KVWindow,
+        layouts: StateLayouts,
+        reserved_bytes: int,
     ) -> None:
         super().__init__(session_id)
         self.shape = shape
         self.plan = plan
         self.window = window
+        self.layouts = layouts
         self.reserved_bytes = reserved_bytes
         self.prompt: str | None = None
         self.seed: int | None = None
@@ -138,25 +157,28 @@ class LingBotSession(SessionState):
             raise RequestFailed("invalid_snapshot", "the snapshot's chunk, frames and camera do not belong together")
         self.window.restore(saved, kept.committed_frames, kept.written_from, len(frames))
         size = (self.shape.height, self.shape.width)
-        self.decoder_cache = DecoderState.restore(saved.under("decoder."), device, *size)
+        decoder, condition = self.layouts.decoder, self.layouts.condition
+        if decoder is not None:
+            self.decoder_cache = decoder.restore(saved.under("decoder."), device, frames.start)
         pose_44 = saved.take("camera.pose", "cpu", torch.float64, [4, 4])
         self.tail = CameraTail(pose_44, kept.pitch_degrees, kept.largest_step)
-        if kept.condition_settled is not None:
-            self.condition = ConditionState.restore(
+        if (condition is None) != (kept.condition_settled is None):
+            raise RequestFailed("invalid_snapshot", f"the snapshot's condition_settled is {kept.condition_settled}")
+        if condition is not None and kept.condition_settled is not None:
+            self.condition = condition.restore(
                 saved.under("condition."),
-                size,
-                self.plan.chunk_frames,
                 device,
                 settled=kept.condition_settled,
                 num_encoded=kept.condition_encoded,
             )
+        remembered = saved_chunks(saved, self.plan, self.chunk_index) if self.layouts.remembers else []
         self.past = tuple(
-            PastChunk.restore(saved, self.plan.frames(index), size, device)
-            for index in saved_chunks(saved, self.plan, self.chunk_index)
+            PastChunk.restore(saved, self.plan.frames(index), size, device, with_condition=condition is not None)
+            for index in remembered
         )
 
     def fork(self, session_id: str) -> "LingBotSession":
-        other = LingBotSession(session_id, self.shape, self.plan, self.window.fork(), self.reserved_bytes)
+        other = LingBotSession(session_id, self.shape, self.plan, self.window.fork(), self.layouts, self.reserved_bytes)
         other.chunk_index = self.chunk_index
         other.prompt, other.seed = self.prompt, self.seed
         # Immutable values: sharing them is as good as copying.

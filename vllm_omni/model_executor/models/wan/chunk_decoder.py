@@ -23,7 +23,7 @@ import torch
 
 from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.tiny_vae import REACH, TinyVAEDecoder
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache
+from vllm_omni.model_executor.models.wan.vae import CacheLayout, StreamingWanVAE, VAECache
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import SavedTensors
 
@@ -52,29 +52,51 @@ class DecoderState:
         named = {f"{_TINY if self.tiny else ''}{name}": tensor for name, tensor in cache.items()}
         return named if self.newest is None else {**named, _NEWEST: self.newest}
 
-    @classmethod
-    def restore(cls, saved: SavedTensors, device: torch.device | str, height: int, width: int) -> "DecoderState | None":
-        """Take what was saved of a stream of `height` x `width` pixels, None if there was nothing.
-
-        Raises `RequestFailed("invalid_snapshot")`.
-        """
-        names = saved.names()
-        newest = saved.take(_NEWEST, device, torch.float32) if _NEWEST in names else None
-        if newest is not None:
-            kept = newest.shape[2] if newest.dim() == 5 else 0
-            cells = (height // VAE_SPATIAL, width // VAE_SPATIAL)
-            if not 0 < kept <= REACH or newest.shape != (1, LATENT_CHANNELS, kept, *cells):
-                raise RequestFailed("invalid_snapshot", "the snapshot's newest latents have another shape")
-        tiny = any(name.startswith(_TINY) for name in names)
-        cache = VAECache.restore(saved, _TINY if tiny else "", device)
-        return None if cache is None and newest is None else cls(cache, newest, tiny)
-
     def to(self, device: torch.device | str) -> "DecoderState":
         cache = None if self.cache is None else self.cache.to(device)
         return DecoderState(cache, None if self.newest is None else self.newest.to(device), self.tiny)
 
 
 _TINY, _NEWEST = "tiny.", "newest"
+
+
+@dataclass(frozen=True)
+class DecoderLayout:
+    """What the `DecoderState` of a stream of `height` x `width` pixels may be on this rank.
+
+    main, tiny: caches of the two decoders; None = that one keeps none, or is not there.
+    """
+
+    height: int
+    width: int
+    main: CacheLayout | None
+    tiny: CacheLayout | None
+
+    def restore(self, saved: SavedTensors, device: torch.device | str, num_latents: int) -> DecoderState:
+        """Take the state that was saved after `num_latents` latent frames.
+
+        It may come from a server with other decoders beside `main`. Raises `RequestFailed("invalid_snapshot")` naming a
+        tensor that is missing or of another shape or dtype.
+        """
+        newest = None
+        shape = saved.shape(_NEWEST)
+        if shape is not None:
+            kept = shape[2] if len(shape) == 5 else 0
+            if not 0 < kept <= min(REACH, num_latents):
+                raise RequestFailed("invalid_snapshot", f"the snapshot's tensor decoder.{_NEWEST} is {shape}")
+            cells = (self.height // VAE_SPATIAL, self.width // VAE_SPATIAL)
+            newest = saved.take(_NEWEST, device, torch.float32, (1, LATENT_CHANNELS, kept, *cells))
+        if saved.names(_TINY):
+            if self.tiny is not None:
+                return DecoderState(VAECache.restore(saved, _TINY, device, self.tiny), newest, True)
+            if newest is not None:
+                saved.leave(_TINY)  # nobody here goes on from it
+                return DecoderState(None, newest)
+        if self.main is not None:
+            return DecoderState(VAECache.restore(saved, "", device, self.main), newest)
+        if newest is None:
+            raise RequestFailed("invalid_snapshot", f"the snapshot lacks the tensor decoder.{_NEWEST}")
+        return DecoderState(None, newest)
 
 
 class ChunkDecoder:
@@ -128,6 +150,15 @@ class ChunkDecoder:
             return None
         both = latents_1CFhw if before_1CFhw is None else torch.cat((before_1CFhw, latents_1CFhw), dim=2)
         return both[:, :, -self._num_kept :].float().clone()
+
+    def state_layout(self, height: int, width: int) -> DecoderLayout:
+        """What a stream of `height` x `width` pixels may keep; runs nothing."""
+        return DecoderLayout(
+            height,
+            width,
+            None if self._restarts else self.main.decoder_cache_layout(height, width),
+            None if self.tiny is None else self.tiny.decoder_cache_layout(height, width),
+        )
 
     def state_nbytes(self, height: int, width: int) -> int:
         """Most bytes of what a stream of `height` x `width` pixels keeps; runs nothing."""

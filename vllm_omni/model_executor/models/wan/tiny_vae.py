@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vllm_omni.model_executor.models.wan.vae import VAECache
+from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
 from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.model_executor.weights import load_strict, shapes_of
 
@@ -111,10 +111,12 @@ class TinyVAEDecoder(nn.Module):
         pixels_1CTHW = (x * 2 - 1).clamp_(-1.0, 1.0).transpose(0, 1).unsqueeze(0)
         return pixels_1CTHW, VAECache(tuple(kept))
 
+    def decoder_cache_layout(self, height: int, width: int) -> CacheLayout:
+        """What the cache of a stream of `height` x `width` pixels is."""
+        return CacheLayout(tuple(self._cache_shapes(height // 8, width // 8)), self.dtype)
+
     def decoder_cache_nbytes(self, height: int, width: int) -> int:
-        """Bytes of the cache of a stream of `height` x `width` pixels."""
-        shapes = self._cache_shapes(height // 8, width // 8)
-        return sum(torch.Size(shape).numel() for shape in shapes) * self.dtype.itemsize
+        return self.decoder_cache_layout(height, width).nbytes
 
     def _cache_shapes(self, latent_height: int, latent_width: int) -> list[tuple[int, int, int, int]]:
         """One frame before each memory block: [1, C, height, width] at the block's level."""

@@ -15,10 +15,11 @@ Held by tests/model_executor/models/wan/test_vae.py.
 
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -42,6 +43,18 @@ _COMPILE_ATTEMPTS = 2
 """For one shape."""
 
 
+@dataclass(frozen=True)
+class CacheLayout:
+    """What a stream's caches are after every call. shapes: of the features, in order."""
+
+    shapes: tuple[Shape, ...]
+    dtype: torch.dtype
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes) * self.dtype.itemsize
+
+
 @dataclass(frozen=True, eq=False)
 class VAECache:
     """What a stream remembers between calls: the last input frames of every causal convolution. Never written to.
@@ -61,12 +74,17 @@ class VAECache:
         return {f"conv{index:02d}": feature for index, feature in enumerate(self.features)}
 
     @classmethod
-    def restore(cls, saved: SavedTensors, prefix: str, device: torch.device | str) -> "VAECache | None":
-        """Take the cache that was saved under `prefix`, None if there was none. Raises `RequestFailed`."""
-        names = saved.names(prefix + "conv")
-        expected = [f"{prefix}conv{index:02d}" for index in range(len(names))]
-        features = [saved.take(name, device, saved.dtype(name)) for name in expected]
-        return cls(tuple(features)) if features else None
+    def restore(cls, saved: SavedTensors, prefix: str, device: torch.device | str, layout: CacheLayout) -> "VAECache":
+        """Take the cache that was saved under `prefix`.
+
+        Raises `RequestFailed("invalid_snapshot")` naming a tensor that is missing or not as in `layout`.
+        """
+        return cls(
+            tuple(
+                saved.take(f"{prefix}conv{index:02d}", device, layout.dtype, shape)
+                for index, shape in enumerate(layout.shapes)
+            )
+        )
 
     def clone(self) -> "VAECache":
         """Return a copy in new memory (a cache is immutable, so sharing one is as good as copying it)."""
@@ -202,27 +220,37 @@ class StreamingWanVAE(nn.Module):
         assert features is not None, "decode needs at least one latent frame"
         return torch.cat(pixels, dim=2).clamp_(-1.0, 1.0), VAECache(tuple(features))
 
+    def encoder_cache_layout(self, height: int, width: int) -> CacheLayout:
+        """What an encoder cache is for a stream of `height` x `width` pixels; runs nothing."""
+        return _cache_layout(self.config, "encoder", height, width, self.dtype)
+
     def encoder_cache_nbytes(self, height: int, width: int) -> int:
-        """Bytes of an encoder cache for a stream of `height` x `width` pixels; runs nothing."""
-        return cache_nbytes(self.config, "encoder", height, width, self.dtype)
+        return self.encoder_cache_layout(height, width).nbytes
 
     def check_height(self, height: int) -> None:
         """Raise `RequestFailed` for a stream too low for the ranks that decode in bands; on all ranks alike."""
         if self.bands is not None:
             self.bands.rows(height // self.config.spatial_factor)
 
-    def decoder_cache_nbytes(self, height: int, width: int) -> int:
-        """Bytes of this rank's decoder cache for a stream of `height` x `width` pixels; runs nothing."""
+    def decoder_cache_layout(self, height: int, width: int) -> CacheLayout:
+        """What this rank's decoder cache is for a stream of `height` x `width` pixels; runs nothing."""
         if self.bands is not None:
             factor = self.config.spatial_factor
             height = factor * len(self.bands.rows(height // factor))
-        return cache_nbytes(self.config, "decoder", height, width, self.dtype)
+        return _cache_layout(self.config, "decoder", height, width, self.dtype)
+
+    def decoder_cache_nbytes(self, height: int, width: int) -> int:
+        return self.decoder_cache_layout(height, width).nbytes
 
 
 def cache_nbytes(config: VAEConfig, part: Part, height: int, width: int, dtype: torch.dtype) -> int:
     """Return the exact bytes of a `VAECache` without running or building the network on a device."""
-    elements = sum(torch.Size(shape).numel() for shape in _cache_shapes(config, part, height, width))
-    return elements * dtype.itemsize
+    return _cache_layout(config, part, height, width, dtype).nbytes
+
+
+@lru_cache(maxsize=256)
+def _cache_layout(config: VAEConfig, part: Part, height: int, width: int, dtype: torch.dtype) -> CacheLayout:
+    return CacheLayout(_cache_shapes(config, part, height, width), dtype)
 
 
 def to_uint8(pixels_1CTHW: torch.Tensor) -> torch.Tensor:
