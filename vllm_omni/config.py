@@ -51,6 +51,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     end and the engine is reported dead; None = for as long as vLLM waits for a step (minutes).
     drain_timeout_s: how long a server that is told to stop (SIGTERM) may finish the chunks in flight; 0 = stop at once.
     drain_snapshot_dir: it saves its sessions there, and a server that starts takes them over; None = they are lost.
+    max_hidden_states_bytes: rows one request of a language model may ask for. hidden_state_layers: those whose rows may
+    be asked for, besides the last.
     model: options of the model itself.
     """
 

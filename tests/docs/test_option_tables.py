@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of options and of environment variables name what there is, with the defaults that hold."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+import snippets as docs
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.environment import PREFIX
+from vllm_omni.entrypoints.hidden_states_store import StoreLimits
+from vllm_omni.entrypoints.openai.limits import MediaLimits
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+
+GUIDE = docs.REPO / "docs" / "user_guide"
+UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "Mi": 1 << 20, "Mpx": 1 << 20}
+
+
+def defaults(*structs: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field.default for struct in structs for field in msgspec.structs.fields(struct)}
+
+
+def rows(page: str, prefix: str) -> Iterator[tuple[str, str]]:
+    """(name without `prefix`, default) of each table row of `page` that begins with names, which may be several."""
+    for line in (GUIDE / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        names = re.findall(rf"`(?:omni\.)?{prefix}([a-zA-Z_]+)`", cells[1]) if len(cells) > 3 else []
+        shown = [part.strip() for part in cells[2].split(",")] if len(names) > 1 else cells[2:3]
+        yield from zip(names, shown, strict=len(shown) > 1)
+
+
+def shown_number(text: str) -> float | None:
+    """None where the table says it in words, or not at all."""
+    match = re.fullmatch(r"([\d.]+)(?: (MiB|GiB|Mi|Mpx))?", text)
+    return float(match[1]) * UNITS.get(match[2], 1) if match else None
+
+
+def wrong_numbers(page: str, prefix: str, fields: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    found = {name.lower(): shown for name, shown in rows(page, prefix) if name.lower() in fields}
+    assert found
+    return {
+        name: (shown, fields[name])
+        for name, shown in found.items()
+        if (number := shown_number(shown)) is not None and number != fields[name]
+    }
+
+
+def test_the_serving_page_names_every_option() -> None:
+    """`omni.*`: the table has them all and nothing else."""
+    assert {name for name, _ in rows("serving.md", "")} == set(defaults(OmniConfig))
+
+
+@pytest.mark.parametrize(
+    ("page", "prefix", "structs"),
+    [
+        ("serving.md", "", [OmniConfig]),
+        ("hidden_states.md", "", [OmniConfig]),
+        ("hidden_states.md", PREFIX, [StoreLimits]),
+        ("realtime_world_camera.md", PREFIX, [DoorLimits]),
+        ("realtime_video.md", PREFIX, [DoorLimits]),
+        ("images_and_videos_api.md", "", [DoorLimits, MediaLimits]),
+    ],
+)
+def test_defaults_are_those_that_hold(page: str, prefix: str, structs: list[type[msgspec.Struct]]) -> None:
+    """Where a table says a number."""
+    assert wrong_numbers(page, prefix, defaults(*structs)) == {}
+
+
+def test_every_bound_of_the_doors_is_in_a_table() -> None:
+    """What an operator may set is somewhere in the guide."""
+    pages = ("realtime_world_camera.md", "realtime_video.md", "hidden_states.md")
+    named = {name.lower() for page in pages for name, _ in rows(page, PREFIX)}
+    named |= {name.lower() for name, _ in rows("images_and_videos_api.md", "")}
+    assert set(defaults(DoorLimits, MediaLimits, StoreLimits)) - named == set()
+
+
+def test_a_wrong_number_is_found() -> None:
+    """The check can fail."""
+    assert wrong_numbers("serving.md", "", {"max_sessions": 9}) == {"max_sessions": ("8", 9)}
