@@ -139,6 +139,7 @@ def chunk_rate(run: ChunkRun, warm_chunks: int) -> dict[str, Any]:
         "chunk_interval_ms_all": [round(gap, 1) for gap in gaps_ms],
         "stages_ms": {name: round(value, 2) for name, value in stages.items()},
         "steps_ms": [round(statistics.median(values), 2) for values in zip(*steps, strict=False)],
+        "first_chunk_timings_ms": records[0]["timings_ms"],
     }
 
 
