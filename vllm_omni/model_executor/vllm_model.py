@@ -5,8 +5,7 @@ vLLM asks a model class for a few attributes before it lets an engine start (a p
 own KV manager, pipeline-parallel capable); the diffusion runner never calls `forward`.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -53,14 +52,3 @@ class StepPipeline(nn.Module, VllmModelForPooling, IsAttentionFree, SupportsPP, 
 def compiles(asked: bool | None, eager: bool) -> bool:
     """Return what `omni.model.compile` comes to; None = on CUDA, unless the engine was told not to compile anything."""
     return (torch.cuda.is_available() and not eager) if asked is None else asked
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Create parameters in `dtype`."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -26,6 +26,7 @@ from torch import nn
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.narrow_view import NarrowView
@@ -48,7 +49,7 @@ from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_ti
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import every_second_step
-from vllm_omni.model_executor.vllm_model import StepPipeline, compiles, default_dtype
+from vllm_omni.model_executor.vllm_model import StepPipeline, compiles
 from vllm_omni.outputs import RequestFailed
 
 if TYPE_CHECKING:

@@ -6,13 +6,11 @@ that this code does not implement is an error. Serving options come from `additi
 names one place where public implementations of Lance differ. Held by tests/model_executor/models/lance/.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
-import torch
 
 from vllm_omni.config import parse_options
 
@@ -197,17 +195,6 @@ _SPECIAL_KEYS = {
     "vision_end_token_id": "<|vision_end|>",
     "video_token_id": "<|video_pad|>",
 }
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make `dtype` the type of parameters created inside."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def check_stages(stages: int) -> None:

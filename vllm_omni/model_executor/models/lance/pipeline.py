@@ -22,6 +22,7 @@ from torch import nn
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.checkpoint import (
@@ -38,7 +39,6 @@ from vllm_omni.model_executor.models.lance.config import (
     LanceOptions,
     Task,
     check_stages,
-    default_dtype,
 )
 from vllm_omni.model_executor.models.lance.drawing import Drawing
 from vllm_omni.model_executor.models.lance.prompt import (

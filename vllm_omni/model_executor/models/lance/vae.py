@@ -16,12 +16,8 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import nn
 
-from vllm_omni.model_executor.models.lance.config import (
-    FRAMES_PER_LATENT,
-    LATENT_CHANNELS,
-    PIXELS_PER_LATENT,
-    default_dtype,
-)
+from vllm_omni.model_executor.dtypes import default_dtype
+from vllm_omni.model_executor.models.lance.config import FRAMES_PER_LATENT, LATENT_CHANNELS, PIXELS_PER_LATENT
 
 # fmt: off
 _MEAN = (

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
 from vllm_omni.model_executor.layers.rope import rope_tables
@@ -126,12 +127,8 @@ def run_rollout(scenario: Scenario) -> None:
 
 def _load_transformer(path: Path, config: LingBotWorldConfig, dtype: torch.dtype) -> LingBotTransformer:
     weights, _ = read_tensors(path)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    with default_dtype(dtype):
         model = LingBotTransformer(config)
-    finally:
-        torch.set_default_dtype(before)
     slots = checkpoint_slots(model)
     if slots.keys() != weights.keys():
         raise ValueError(f"{path.name}: names differ from the model's: {sorted(slots.keys() ^ weights.keys())[:3]}")

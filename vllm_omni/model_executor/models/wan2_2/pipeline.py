@@ -31,6 +31,7 @@ from torch import nn
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import rope_tables
@@ -52,7 +53,7 @@ from vllm_omni.model_executor.models.wan2_2.transformer import VideoRow, Wan22Tr
 from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
 from vllm_omni.model_executor.models.wan2_2.weights import load_pipeline_weights
 from vllm_omni.model_executor.one_shot import OneShotSession
-from vllm_omni.model_executor.vllm_model import StepPipeline, compiles, default_dtype
+from vllm_omni.model_executor.vllm_model import StepPipeline, compiles
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

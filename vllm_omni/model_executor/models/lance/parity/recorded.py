@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
-from vllm_omni.model_executor.models.lance.config import LanceConfig, default_dtype
+from vllm_omni.model_executor.models.lance.config import LanceConfig
 from vllm_omni.model_executor.models.lance.context import PlacedSegment, Visuals
 from vllm_omni.model_executor.models.lance.prompt import VISION_END, VISION_START, PromptTokens
 from vllm_omni.model_executor.models.lance.reading import AnswerRules, Reading
