@@ -15,7 +15,7 @@ Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,13 +30,13 @@ from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.narrow_view import NarrowView
-from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
 from vllm_omni.model_executor.models.causal_wan.checkpoint import TINY_VAE_FILE, CheckpointLayout, find_layout
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
+from vllm_omni.model_executor.models.causal_wan.config import ChunkPlan
 from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes
 from vllm_omni.model_executor.models.causal_wan.state import Chunk, PastChunk, StateLayouts, StreamSession, StreamShape
+from vllm_omni.model_executor.models.causal_wan.stream_setup import StreamSetup
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer, ChunkRow
 from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
 from vllm_omni.model_executor.models.causal_wan.weights import load_pipeline_weights
@@ -45,66 +45,15 @@ from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
-from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
+from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import every_second_step
-from vllm_omni.model_executor.vllm_model import StepPipeline, compiles
+from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-@dataclass(frozen=True)
-class StreamSetup:
-    """Everything a `CausalWan` is built from, resolved and checked. dtype: the transformer's.
-
-    tiny_vae_channels: widths of the tiny decoder, None = nothing uses it. compiled: what `options.compile` comes to.
-    """
-
-    config: CausalWanConfig
-    vae_config: VAEConfig
-    text_config: Mapping[str, Any]
-    tokenizer: Path | None
-    options: CausalWanOptions
-    omni: OmniConfig
-    parallel: ParallelContext
-    dtype: torch.dtype
-    tiny_vae_channels: tuple[int, ...] | None = None
-    compiled: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        checkpoint: Mapping[str, Any],
-        layout: CheckpointLayout,
-        omni: OmniConfig,
-        dtype: torch.dtype,
-        parallel: ParallelContext | None = None,
-        eager: bool = True,
-    ) -> "StreamSetup":
-        """Read a checkpoint's `hf_config(...)["causal_wan"]`; `parallel` None = vLLM's groups. Raises ValueError.
-
-        eager: the engine was told not to compile anything.
-        """
-        options = CausalWanOptions.parse(omni.model)
-        if options.decoder == "tiny" and omni.vae_parallel:
-            raise ValueError("omni.vae_parallel splits decoder 'wan' over ranks; decoder 'tiny' is too small to gain")
-        wants_tiny = degradations.wants_tiny_vae(options, omni) is not None
-        return cls(
-            config=CausalWanConfig.from_checkpoint(checkpoint["transformer"]),
-            vae_config=VAEConfig.from_dict(checkpoint["vae"]),
-            text_config=checkpoint["umt5"],
-            tokenizer=layout.tokenizer,
-            options=options,
-            omni=omni,
-            parallel=parallel
-            or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel),
-            dtype=dtype,
-            tiny_vae_channels=tiny_vae_channels(layout.tiny_vae) if wants_tiny else None,
-            compiled=compiles(options.compile, eager),
-        )
 
 
 class CausalWan(nn.Module):
