@@ -22,37 +22,15 @@ from vllm.config import VllmConfig
 
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.models.null_image.family import CAPABILITIES
 from vllm_omni.model_executor.models.null_world.pipeline import NullFaults
+from vllm_omni.model_executor.one_shot import OneShotSession
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed, empty_result
 
 SQUARE = 8
 LATENT_CHANNELS = 3
-
-
-class NullImageSession(SessionState):
-    """Nothing outlives a one-shot request; the bytes are those of its latents, which admission must count."""
-
-    def __init__(self, session_id: str, nbytes: int) -> None:
-        super().__init__(session_id)
-        self._nbytes = nbytes
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def scalars(self) -> dict[str, Any]:
-        return {"chunk_index": self.chunk_index}
-
-    def fork(self, session_id: str) -> "NullImageSession":
-        return NullImageSession(session_id, self._nbytes)
-
-    def to(self, device: torch.device | str) -> None: ...
 
 
 @dataclass
@@ -90,10 +68,10 @@ class NullImagePipeline(StepPipeline):
         count, channels, high, wide = self._latent_shape(params)
         return 4 * count * channels * high * wide
 
-    def new_session(self, params: DiffusionParams) -> NullImageSession:
+    def new_session(self, params: DiffusionParams) -> OneShotSession:
         if not params.one_shot:
             raise RequestFailed("invalid_request", "this model makes single images and videos: send one_shot")
-        return NullImageSession(params.session_id, self.session_nbytes(params))
+        return OneShotSession(params.session_id, self.session_nbytes(params))
 
     def prepare_encode(self, request: DiffusionRequest) -> None:
         params = request.params
