@@ -8,7 +8,7 @@ import pytest
 import torch
 from scheduling import execute, new_request, run_to_end, step
 
-from vllm_omni.worker.overlap import ResultStream
+from vllm_omni.worker.overlap import ResultStream, StepPacer
 
 STEPS = 5
 
@@ -108,3 +108,83 @@ def test_the_decode_runs_beside_later_work_and_reads_what_was_there() -> None:
     _, tensors = unpack(result.envelope())
     assert not torch.cuda.current_stream().query()
     assert bool((tensors["x"] == 6).all())
+
+
+class Device:
+    """CUDA events of a device whose steps take `step_ms`: what the host waited for is in `ended`."""
+
+    def __init__(self, step_ms: float) -> None:
+        self.step_ms = step_ms
+        self.launched = 0
+        self.ended = 0
+
+    def event(self, enable_timing: bool) -> "Device.Event":
+        assert enable_timing
+        return Device.Event(self)
+
+    class Event:
+        def __init__(self, device: "Device") -> None:
+            self.device = device
+
+        def record(self) -> None:
+            self.device.launched += 1
+            self.number = self.device.launched
+
+        def synchronize(self) -> None:
+            self.device.ended = max(self.device.ended, self.number)
+
+        def elapsed_time(self, end: "Device.Event") -> float:
+            assert end.number <= self.device.ended, "a time that is not known yet"
+            return (end.number - self.number) * self.device.step_ms
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "stages", "hurry", "ahead"),
+    [
+        (10.0, False, False, 1),
+        (60.0, False, False, 0),
+        (60.0, False, True, 1),
+        (60.0, True, False, 1),
+        (200.0, True, False, 0),
+    ],
+)
+def test_the_host_is_a_step_ahead_of_the_device_and_not_at_all_where_steps_are_long(
+    monkeypatch: pytest.MonkeyPatch, step_ms: float, stages: bool, hurry: bool, ahead: int
+) -> None:
+    device = Device(step_ms)
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    pacer = StepPacer(torch.device("cuda"), stages=stages)
+    for _ in range(6):
+        pacer.launched()
+        pacer.wait(hurry=hurry)
+    assert device.launched - device.ended == ahead
+
+
+def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for() -> None:
+    pacer = StepPacer(torch.device("cpu"))
+    for _ in range(6):
+        pacer.launched()
+        pacer.wait(hurry=False)
+
+
+def test_what_a_vae_stage_is_told_does_not_wait_for_the_step(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank before it waits for the device before a step; a step that only fetches results waits for nothing."""
+    calls: list[str] = []
+
+    class Pacer:
+        def wait(self, *, hurry: bool) -> None:
+            calls.append("wait")
+
+        def launched(self) -> None:
+            calls.append("launched")
+
+    monkeypatch.setattr(runner, "_pacer", Pacer())
+    monkeypatch.setattr(runner, "_hands_over", True)
+    denoise(runner, chunk("r", 0))
+    assert calls == ["wait", "launched"] * STEPS
+    assert execute(runner, step(running=["r"]))["r"] is not None
+    assert calls == ["wait", "launched"] * STEPS
+    calls.clear()
+    monkeypatch.setattr(runner, "_hands_over", False)
+    run_to_end(runner, chunk("s", 1))
+    assert calls[:2] == ["launched", "wait"]

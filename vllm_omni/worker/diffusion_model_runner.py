@@ -94,6 +94,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self._decodes = False
         """Whether frames are made on this rank, beside its layers."""
         self._pacer = StepPacer(device, stages=self.pp.world_size > 1)
+        self._hands_over = self.omni.vae_stage and self._ends_steps
+        """Whether the VAE stage follows. What it is told must not wait for the step: results leave with it."""
         self._denoised: list[str] = []
         """Requests of the current step that are done but for their result."""
         self._committed: list[str] = []
@@ -223,12 +225,17 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self._denoised, self._committed = [], []
         if self.step_at_a_time:
             due = [state for state in states if state.done and state.pending is not None]
+            paced = self._hands_over and not all(state.done for state in states)
+            if paced:
+                self._pacer.wait(hurry=False)
             hidden = self._micro_step(states, intermediate_tensors, outputs)
             if self._vae_stage is not None:
                 due = self._vae_stage.ready(due, alone=len(due) == len(states))
+            elif paced or not self._hands_over:
+                self._pacer.launched()
             # This step's work is queued: the device is busy while the host takes in earlier results.
             outputs.update({state.request_id: state.pending.envelope() for state in due if state.pending is not None})
-            if self._vae_stage is None:
+            if self._vae_stage is None and not self._hands_over:
                 self._pacer.wait(hurry=bool(outputs))
             if hidden is not None:
                 return hidden

@@ -134,15 +134,17 @@ class StepPacer:
         self._slow_ms = _SLOW_STAGE_MS if stages else _SLOW_STEP_MS
         self._ends: deque[torch.cuda.Event] = deque(maxlen=3)
 
+    def launched(self) -> None:
+        """Call after launching a step."""
+        if self._cuda:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._ends.append(end)
+
     def wait(self, *, hurry: bool) -> None:
-        """Call after launching a step. hurry: a result is ready for delivery, so do not wait for this very step."""
-        if not self._cuda:
-            return
-        end = torch.cuda.Event(enable_timing=True)
-        end.record()
-        self._ends.append(end)
+        """Call before launching a step, or earlier. hurry: a result is ready for delivery, so wait less."""
         if len(self._ends) == 3:
-            earlier, before, _ = self._ends
+            earlier, before, last = self._ends
             before.synchronize()
             if not hurry and earlier.elapsed_time(before) >= self._slow_ms:
-                end.synchronize()
+                last.synchronize()
