@@ -3,6 +3,7 @@
 
     python benchmarks/streams_per_gpu.py --streams 1 2 3 4                    # causal Wan 1.3B, 480x832, exact decoder
     python benchmarks/streams_per_gpu.py --streams 1 2 3 4 5 --decoder tiny
+    python benchmarks/streams_per_gpu.py --streams 2 --policies deadline --omni-options '{"degradations": ["tiny_vae"]}'
     python benchmarks/streams_per_gpu.py --streams 1 2 --tiny                 # try it without a GPU
 
 Random weights at real shapes take the time of real ones. For each number of streams, as many viewers come at random
@@ -13,8 +14,8 @@ not counted. Each policy is an engine of its own; every number of streams is sav
 
 A gap is the time between the moments at which two chunks begin to play, in chunks' playing times: 1.0 is smooth, and
 an early chunk is played when the one before has ended. `delivery_gap` is between arrivals, early ones included; `miss`
-is a chunk that came after its deadline. Streams are held if each has a 99th percentile of its gaps (of a dozen: the
-largest) of at most 1.5, and plays at 98 % of the rate or better.
+is a chunk that came after its deadline, `degraded` one that went without something. Streams are held if each has a 99th
+percentile of its gaps (of a dozen: the largest) of at most 1.5, and plays at 98 % of the rate or better.
 """
 
 import argparse
@@ -54,13 +55,17 @@ DECODERS = {"exact": "wan", "tiny": "tiny"}
 
 @dataclasses.dataclass(slots=True)
 class Chunk:
-    """When a chunk was asked for, due, delivered and begun to be played, in seconds; num_frames: that it has."""
+    """When a chunk was asked for, due, delivered and begun to be played, in seconds; num_frames: that it has.
+
+    meta: of its result.
+    """
 
     asked_s: float
     due_s: float
     done_s: float
     shown_s: float
     num_frames: int
+    meta: dict[str, Any]
 
 
 def quantile(values: list[float], fraction: float) -> float:
@@ -112,9 +117,9 @@ class Viewer:
             deadline_s=due.in_s,
             chunk_period_s=due.period_s,
         )
-        _, results = await run_request(self._engine, params, None, f"{self._name}-{index}")
+        meta, results = await run_request(self._engine, params, None, f"{self._name}-{index}")
         done_s = time.monotonic()
-        return Chunk(asked_s, asked_s + due.in_s, done_s, done_s, len(results["frames"]))
+        return Chunk(asked_s, asked_s + due.in_s, done_s, done_s, len(results["frames"]), meta)
 
     async def _close(self) -> None:
         from vllm_omni.inputs import DiffusionParams
@@ -137,6 +142,8 @@ class Viewer:
             "delivery_gaps": [round((b.done_s - a.done_s) / p, 3) for (a, b), p in zip(pairs, periods_s, strict=True)],
             "latency_ms": [round((b.done_s - b.asked_s) * 1e3, 1) for _, b in pairs],
             "misses": sum(b.done_s > b.due_s for _, b in pairs),
+            "degradations": [b.meta.get("degradations", []) for _, b in pairs],
+            "decode_ms": [b.meta["timings_ms"].get("decode", [0.0])[0] for _, b in pairs],
         }
 
 
@@ -158,6 +165,7 @@ def summary(streams: list[dict[str, Any]], args: argparse.Namespace) -> dict[str
         "delivery_gap_p99": quantile(delivery_gaps, 0.99),
         "slowest_stream_fps": slowest,
         "misses": sum(stream["misses"] for stream in streams),
+        "degraded": sum(bool(names) for stream in streams for names in stream["degradations"]),
         "chunks": len(gaps),
         "latency_ms_p50": quantile(latencies_ms, 0.5),
         "latency_ms_p99": quantile(latencies_ms, 0.99),

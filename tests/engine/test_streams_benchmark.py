@@ -25,5 +25,8 @@ def test_live_streams_of_a_tiny_model(tmp_path: Path, decoder: str) -> None:
     assert [(row["policy"], row["streams"]) for row in rows] == [("deadline", 1), ("deadline", 2)]
     for row in rows:
         assert row["chunks"] == sum(stream["chunks"] for stream in row["per_stream"]) == 5 * row["streams"]
+        assert row["degraded"] == 0 and all(
+            len(stream["decode_ms"]) == stream["chunks"] for stream in row["per_stream"]
+        )
         assert row["gap_p50"] >= 1 and row["slowest_stream_fps"] <= 16
         assert row["held"] == (row["worst_stream_gap_p99"] <= 1.5 and row["slowest_stream_fps"] >= 0.98 * 16)
