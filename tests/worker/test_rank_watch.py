@@ -1,81 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a failure of one rank's work does: ranks as real processes (gloo), of which one raises."""
 
+import os
 import socket
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+from rank_processes import rank_context
 
 from vllm_omni.worker.watchdog import EXIT_CODE
 
-_RANK = """
-import sys
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-from vllm.distributed import parallel_state
-from vllm_omni.worker.rank_watch import failing_together
 
-rank, heard, address, size = int(sys.argv[1]), sys.argv[2] == "heard", sys.argv[3], int(sys.argv[4])
-dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-ranks = [list(range(size))]
-parallel_state._WORLD = parallel_state.GroupCoordinator(ranks, rank, "gloo", use_device_communicator=False)
-dist.barrier()
-try:
-    with failing_together(heard=heard):
-        if rank == size - 1:
-            raise ValueError("injected failure")
-        dist.all_reduce(torch.ones(1))
-except Exception as error:
-    print("raised", type(error).__name__, flush=True)
-    sys.stdin.readline()  # as a worker that waits for its next call
-"""
+def work(rank: int, size: int, heard: bool, address: str, output: Path, stop: Event) -> None:
+    """One rank: the last of them fails while the others wait for it in a collective."""
+    import torch
+    import torch.distributed as dist
+    from vllm.distributed import parallel_state
 
+    from vllm_omni.worker.rank_watch import failing_together
 
-def start(*heard: bool) -> list[subprocess.Popen[str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(rank), "heard" if hears else "unheard", address, str(len(heard))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, hears in enumerate(heard)
-    ]
-
-
-def test_a_rank_that_nobody_hears_ends_itself_and_wakes_the_one_that_waits() -> None:
-    """With its traceback; the other, whose answer counts, raises at once instead of waiting for its collective."""
-    ranks = start(True, False)
+    with output.open("wb") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    ranks = [list(range(size))]
+    parallel_state._WORLD = parallel_state.GroupCoordinator(ranks, rank, "gloo", use_device_communicator=False)
+    dist.barrier()
     try:
-        output, _ = ranks[1].communicate(timeout=60)
-        ended_s = time.monotonic()
-        assert ranks[1].returncode == EXIT_CODE
-        assert "rank 1 ends itself" in output
-        assert "ValueError: injected failure" in output
-        assert "raised" not in output
-        answer, _ = ranks[0].communicate("\n", timeout=30)
-        assert "raised" in answer
-        assert "ends itself" not in answer
-        assert ranks[0].returncode == 0
-        assert time.monotonic() - ended_s < 5
-    finally:
-        for process in ranks:
+        with failing_together(heard=heard):
+            if rank == size - 1:
+                raise ValueError("injected failure")
+            dist.all_reduce(torch.ones(1))
+    except Exception as error:
+        print("raised", type(error).__name__, flush=True)
+        stop.wait()  # as a worker that waits for its next call
+
+
+class Ranks:
+    """Processes, one for each value of `heard`; `stop` ends those that wait for a next call."""
+
+    def __init__(self, folder: Path, *heard: bool) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        context = rank_context()
+        self.stop = context.Event()
+        self._outputs = [folder / f"rank{rank}" for rank in range(len(heard))]
+        self.processes: list[BaseProcess] = [
+            context.Process(target=work, args=(rank, len(heard), hears, address, self._outputs[rank], self.stop))
+            for rank, hears in enumerate(heard)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def join(self, rank: int, timeout_s: float) -> str:
+        """Wait for a rank's end; what it wrote."""
+        self.processes[rank].join(timeout_s)
+        return self._outputs[rank].read_text()
+
+    def wait_for(self, rank: int, text: str, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not self._outputs[rank].exists() or text not in self._outputs[rank].read_text():
+            assert time.monotonic() < deadline_s, f"rank {rank} did not say {text!r}"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[Ranks]]:
+    """Tests add what they start."""
+    running: list[Ranks] = []
+    yield running
+    for ranks in running:
+        for process in ranks.processes:
             process.kill()
-            process.wait()
+            process.join()
 
 
-def test_one_rank_raises_as_ever() -> None:
+def test_a_rank_that_nobody_hears_ends_itself_and_wakes_the_one_that_waits(
+    started: list[Ranks], tmp_path: Path
+) -> None:
+    """With its traceback; the other, whose answer counts, raises at once instead of waiting for its collective."""
+    started.append(ranks := Ranks(tmp_path, True, False))
+    output = ranks.join(1, timeout_s=60)
+    ended_s = time.monotonic()
+    assert ranks.processes[1].exitcode == EXIT_CODE
+    assert "rank 1 ends itself" in output
+    assert "ValueError: injected failure" in output
+    assert "raised" not in output
+    ranks.wait_for(0, "raised", timeout_s=30)
+    assert time.monotonic() - ended_s < 5
+    ranks.stop.set()
+    assert "ends itself" not in ranks.join(0, timeout_s=30)
+    assert ranks.processes[0].exitcode == 0
+
+
+def test_one_rank_raises_as_ever(started: list[Ranks], tmp_path: Path) -> None:
     """On an engine's only rank an exception costs no process."""
-    (rank,) = start(False)
-    try:
-        output, _ = rank.communicate("\n", timeout=60)
-        assert "raised ValueError" in output
-        assert rank.returncode == 0
-    finally:
-        rank.kill()
-        rank.wait()
+    started.append(rank := Ranks(tmp_path, False))
+    rank.wait_for(0, "raised ValueError", timeout_s=60)
+    assert rank.processes[0].is_alive()
+    rank.stop.set()
+    rank.join(0, timeout_s=30)
+    assert rank.processes[0].exitcode == 0

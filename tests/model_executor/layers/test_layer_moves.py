@@ -2,14 +2,13 @@
 """Partitions by cost, and layers that move between stages (gloo, one process for each)."""
 
 import itertools
-import os
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 from torch import nn
 
 from vllm_omni.model_executor.layers.layer_moves import LayerMove, StageCost, balanced_partition, stage_costs
@@ -76,5 +75,4 @@ def _move(stage: int, rendezvous: str) -> None:
 
 def test_layers_arrive_as_they_were(tmp_path: Path) -> None:
     """Over neighbours and past them, several times."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(_move, (str(tmp_path / "rendezvous"),), nprocs=STAGES)
+    run_ranks(_move, (str(tmp_path / "rendezvous"),), STAGES)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor and sequence parallel streams give what one rank gives, sinks that are renewed included (fp32, gloo)."""
 
-import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from causal_wan_driver import load_model, stream
+from rank_processes import run_ranks
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.tiny import make_tiny
@@ -43,9 +42,8 @@ def _compare(rank: int, rendezvous: str, checkpoint: str, sequence_parallel: boo
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_two_ranks_equal_one(sequence_parallel: bool, tmp_path: Path) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     make_tiny(tmp_path / "model", 0, "original")
-    mp.spawn(_compare, (str(tmp_path / "rendezvous"), str(tmp_path / "model"), sequence_parallel), nprocs=2)
+    run_ranks(_compare, (str(tmp_path / "rendezvous"), str(tmp_path / "model"), sequence_parallel), 2)
 
 
 def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor and sequence parallel ranks give what one rank gives, tasks of all kinds in one batch (fp32, gloo)."""
 
-import os
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from lance_driver import finish, load_lance, prepare, request_of, step
+from rank_processes import run_ranks
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.pipeline import Lance
@@ -56,9 +55,8 @@ def _compare(rank: int, size: int, rendezvous: str, checkpoint: str, sequence_pa
 )
 def test_ranks_equal_one(sequence_parallel: bool, size: int, tmp_path: Path) -> None:
     """Four ranks share two key/value heads."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     make_tiny(tmp_path / "model", 0, "video")
-    mp.spawn(_compare, (size, str(tmp_path / "rendezvous"), str(tmp_path / "model"), sequence_parallel), nprocs=size)
+    run_ranks(_compare, (size, str(tmp_path / "rendezvous"), str(tmp_path / "model"), sequence_parallel), size)
 
 
 def test_a_rank_of_a_sequence_keeps_its_heads_and_all_weights(tmp_path: Path) -> None:

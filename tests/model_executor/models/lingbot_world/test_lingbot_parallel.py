@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor, sequence and pipeline parallel runs give what one rank gives (fp32, gloo, two processes)."""
 
-import os
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from lingbot_rollout import inputs, load_tiny, make_window, roll_out
+from rank_processes import run_ranks
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots, split_evenly
 
@@ -41,8 +40,7 @@ def _compare(rank: int, rendezvous: str, sequence_parallel: bool, height: int) -
 )
 def test_two_ranks_equal_one(sequence_parallel: bool, height: int, tmp_path: Path) -> None:
     """18 tokens a chunk, and 9, which do not divide over two ranks."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(_compare, (str(tmp_path / "rendezvous"), sequence_parallel, height), nprocs=2)
+    run_ranks(_compare, (str(tmp_path / "rendezvous"), sequence_parallel, height), 2)
 
 
 def test_two_pipeline_stages_equal_one() -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decode shared by ranks in bands of rows gives the whole decoder's frames (fp32, gloo, a process a rank)."""
 
-import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 from vae_streams import decode_stream
 
 from vllm_omni.config import OmniConfig
@@ -110,8 +109,7 @@ def _rank(rank: int, size: int, rendezvous: str, checks: list[tuple[Any, ...]]) 
 
 
 def run(size: int, rendezvous: Path, *checks: tuple[Any, ...]) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(_rank, (size, str(rendezvous), list(checks)), nprocs=size)
+    run_ranks(_rank, (size, str(rendezvous), list(checks)), size)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two branches of classifier-free guidance on two ranks (gloo, two processes) equal one rank."""
 
-import os
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import run_ranks
 from wan22_driver import NEGATIVE, Wan22, load_model, start, step
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext
@@ -51,8 +50,7 @@ def _compare(rank: int, rendezvous: str, checkpoint: Path) -> None:
 
 @pytest.mark.nightly
 def test_two_ranks_equal_one(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(_compare, (str(tmp_path / "rendezvous"), checkpoints["t2v"]), nprocs=2)
+    run_ranks(_compare, (str(tmp_path / "rendezvous"), checkpoints["t2v"]), 2)
 
 
 def test_what_cannot_work_is_refused(checkpoints: dict[str, Path]) -> None:
