@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of options and of environment variables name what there is, with the defaults that hold."""
+"""Tables of options, of environment variables and of error codes name what there is, with the defaults that hold."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,6 +13,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.environment import PREFIX
 from vllm_omni.entrypoints.hidden_states_store import StoreLimits
 from vllm_omni.entrypoints.openai.limits import MediaLimits
+from vllm_omni.entrypoints.realtime.errors import RETRYABLE, Close
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 
 GUIDE = docs.REPO / "docs" / "user_guide"
@@ -75,6 +76,14 @@ def test_every_bound_of_the_doors_is_in_a_table() -> None:
     named = {name.lower() for page in pages for name, _ in rows(page, PREFIX)}
     named |= {name.lower() for name, _ in rows("images_and_videos_api.md", "")}
     assert set(defaults(DoorLimits, MediaLimits, StoreLimits)) - named == set()
+
+
+def test_codes_that_clients_switch_on_are_in_the_guide() -> None:
+    """What may be tried again, and every close code."""
+    page = (GUIDE / "realtime_world_camera.md").read_text()
+    again = page.split("\n- try again: ")[1].split("\n- ")[0]
+    assert set(re.findall(r"`([a-z_]+)`", again)) - {"retry_after_ms"} == RETRYABLE
+    assert set(map(int, re.findall(r"^\| (\d{4}) \|", page, re.M))) - {1009} == set(Close), "1009 is uvicorn's"
 
 
 def test_a_wrong_number_is_found() -> None:
