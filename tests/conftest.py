@@ -82,7 +82,7 @@ def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 RunnerFactory = Callable[..., Any]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_runner(single_rank: None) -> RunnerFactory:
     """`make_runner(checkpoint_dir, omni={...}, scheduler_cls=None)` -> a warmed-up runner on CPU."""
     from vllm.config import set_current_vllm_config

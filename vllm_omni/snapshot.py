@@ -5,20 +5,19 @@ A snapshot is one safetensors file. Its metadata carries a versioned JSON header
 those that every rank's session names, as `rank0.kv.frame3`. It is written in place: the front end creates the file,
 then each rank copies its tensors from its device straight to where they belong, so that a snapshot costs one copy of
 its bytes; so does restoring it. (The safetensors library writes only what lies contiguous in host memory and reads
-only into memory of its own, hence our own writer and reader; a file is checked by the library's rules. Nothing is
-unpickled.)
+only into memory of its own; hence our own reader here and our own writer in `snapshot_writing.py`. A file is checked by
+the library's rules, and nothing is unpickled.)
 
 The file must be visible to the front end and to all ranks: one host, or a shared directory. Knows no model and no
-sockets. Held by tests/worker/test_snapshot_refusals.py and test_snapshots.py.
+sockets. Held by tests/worker/test_snapshot_refusals.py, test_snapshot_table.py,
+test_snapshot_forgeries.py and test_snapshots.py.
 """
 
-import errno
 import math
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
@@ -26,13 +25,12 @@ import msgspec
 import torch
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot_bytes import Place, read_at, write_at
+from vllm_omni.snapshot_bytes import Place, read_at
 
 FORMAT_VERSION: Final = 1
-_KIND: Final = "vllm_omni.session"
-_KEY: Final = "omni_session"
-_METADATA: Final = "__metadata__"
-_ALIGN: Final = 64
+KIND: Final = "vllm_omni.session"
+KEY: Final = "omni_session"
+METADATA: Final = "__metadata__"
 _MAX_TABLE_BYTES: Final = 100_000_000  # the safetensors library's limit
 _DTYPES: Final = {
     torch.float64: "F64",
@@ -47,10 +45,10 @@ _DTYPES: Final = {
     torch.bool: "BOOL",
 }
 _TORCH_DTYPES: Final = {name: dtype for dtype, name in _DTYPES.items()}
-_SIZES: Final = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
+SIZES: Final = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
 _CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-_UNSEEN: Final = "a worker does not see the snapshot's file: all ranks need the directory it is in"
+UNSEEN: Final = "a worker does not see the snapshot's file: all ranks need the directory it is in"
 
 ChunkIndex = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
@@ -148,98 +146,6 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
     return memory_format is not None and bool(tensor.is_contiguous(memory_format=memory_format))
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SnapshotPlan:
-    """Where everything goes. starts: where each rank's tensors begin in the file; they follow each other as described.
-
-    starts has one entry more, the file's end.
-    """
-
-    header: SnapshotHeader
-    head: bytes
-    starts: list[int]
-
-    @property
-    def nbytes(self) -> int:
-        return self.starts[-1]
-
-
-def plan(described: Sequence[RankDescription], package_version: str, owner: Mapping[str, str] | None) -> SnapshotPlan:
-    """Lay the file out. Raises `RequestFailed("session_busy")` if the ranks are not at the same chunk."""
-    first = described[0]
-    if any(rank.chunk_index != first.chunk_index for rank in described):
-        raise RequestFailed("session_busy", "a chunk of this session is being finished; ask again")
-    header = SnapshotHeader(
-        format_version=FORMAT_VERSION,
-        package_version=package_version,
-        model=first.model,
-        chunk_index=first.chunk_index,
-        opening=first.opening,
-        ranks=[rank.part for rank in described],
-        owner=None if owner is None else dict(owner),
-    )
-    entries: dict[str, Any] = {_METADATA: {"format": "pt", "kind": _KIND, _KEY: msgspec.json.encode(header).decode()}}
-    ends = [0]
-    for number, rank in enumerate(described):
-        position = ends[-1]
-        for name, (dtype, shape) in rank.tensors.items():
-            begin, position = position, position + _SIZES[dtype] * math.prod(shape)
-            entries[f"rank{number}.{name}"] = StoredTensor(dtype, shape, (begin, position))
-        ends.append(position)
-    text = msgspec.json.encode(entries)
-    text += b" " * (-(8 + len(text)) % _ALIGN)  # spaces behind the JSON, as safetensors pads it
-    start = 8 + len(text)
-    return SnapshotPlan(header, len(text).to_bytes(8, "little") + text, [start + end for end in ends])
-
-
-def create_file(path: Path, planned: SnapshotPlan) -> None:
-    """Make the file at its full size with its header. It must not exist; only its owner may read it.
-
-    A disk without room for it is an error before anybody has copied anything. Raises
-    `RequestFailed("snapshot_storage")`.
-    """
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    try:
-        disk = os.fstatvfs(descriptor)
-        if disk.f_bavail * disk.f_frsize < planned.nbytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.truncate(descriptor, planned.nbytes)
-        os.pwrite(descriptor, planned.head, 0)
-    except OSError as error:
-        path.unlink()
-        raise _no_room(planned.nbytes, error) from error
-    finally:
-        os.close(descriptor)
-
-
-def write_tensors(path: Path, starts: Sequence[int], rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy a rank's tensors from their device to their places in the planned file. Raises `RequestFailed`."""
-    position, places = starts[rank], []
-    for tensor in tensors.values():
-        places.append((position, tensor))
-        position += tensor.nbytes
-    if position != starts[rank + 1]:
-        raise RequestFailed("session_busy", "this session changed meanwhile; ask again")
-    try:
-        file = path.open("r+b", buffering=0)
-    except OSError:
-        file = None
-    if file is None or os.fstat(file.fileno()).st_size != starts[-1]:
-        raise RequestFailed("snapshot_storage", _UNSEEN)
-    with file:
-        try:
-            write_at(file.fileno(), places)
-        except OSError as error:
-            raise _no_room(starts[-1], error) from error
-
-
-def _no_room(nbytes: int, error: OSError) -> RequestFailed:
-    return RequestFailed("snapshot_storage", f"there is no room for a snapshot of {nbytes} bytes ({error.strerror})")
-
-
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +162,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class _Metadata(msgspec.Struct, frozen=True):
-    metadata: dict[str, str] = msgspec.field(name=_METADATA, default_factory=dict)
+    metadata: dict[str, str] = msgspec.field(name=METADATA, default_factory=dict)
 
 
 _METADATA_OF: Final = msgspec.json.Decoder(_Metadata)
@@ -279,10 +185,10 @@ def read_header(path: Path, max_bytes: int | None = None) -> SnapshotHeader:
 
 
 def _checked_header(metadata: Mapping[str, str]) -> SnapshotHeader:
-    if metadata.get("kind") != _KIND or _KEY not in metadata:
+    if metadata.get("kind") != KIND or KEY not in metadata:
         raise RequestFailed("invalid_snapshot", "this is no snapshot of a session")
     try:
-        raw = msgspec.json.decode(metadata[_KEY], type=dict[str, Any])
+        raw = msgspec.json.decode(metadata[KEY], type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestFailed("invalid_snapshot", "the snapshot's header is not JSON") from error
     if raw.get("format_version") != FORMAT_VERSION:
@@ -344,7 +250,7 @@ class OpenSnapshot:
         """The tensors of one rank; the whole file's table is checked. Raises `RequestFailed` and EOFError."""
         start = 8 + len(self._text)
         table = _TABLE.decode(self._text)
-        table.pop(_METADATA, None)
+        table.pop(METADATA, None)
         _check_places(table, os.fstat(self._file).st_size - start)
         prefix = f"rank{rank}."
         left = {name.removeprefix(prefix): stored for name, stored in table.items() if name.startswith(prefix)}
@@ -358,7 +264,7 @@ def _check_places(table: Mapping[str, StoredTensor], nbytes: int) -> None:
     """
     position = 0
     for stored in sorted(table.values(), key=_PLACE):
-        size = _SIZES.get(stored.dtype)
+        size = SIZES.get(stored.dtype)
         end = position if size is None else position + size * math.prod(stored.shape)
         if size is None or stored.data_offsets != (position, end):
             raise EOFError("a tensor's place does not fit its shape or its neighbours")

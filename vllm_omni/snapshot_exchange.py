@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import RankDescription, SnapshotHeader, create_file, plan, read_header
+from vllm_omni.snapshot import RankDescription, SnapshotHeader, read_header
+from vllm_omni.snapshot_writing import create_file, plan
 
 T = TypeVar("T")
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from engine_client import EngineClient, running_engine
+from snapshot_steps import rewrite
 
+from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot_exchange import package_version, restore_exchange, run_exchange_async, save_exchange
 
 pytestmark = pytest.mark.nightly
@@ -143,8 +145,14 @@ def check(got: Results, expected: Results, exact: bool) -> None:
             assert (ours.double() - one.double()).abs().max().item() <= allowed, name
 
 
+def decoder_cache_one_row_higher(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """On the last of the ranks that decode, which only with `vae_parallel` are several."""
+    name = max(name for name in tensors if name.endswith("decoder.conv00"))
+    tensors[name] = torch.cat((tensors[name], tensors[name][..., :1, :]), dim=-2)
+
+
 async def goes_on(client: EngineClient, name: str, chunks: Chunks, path: Path) -> None:
-    """A fork, and what is restored from a snapshot, go on like their source."""
+    """A fork, and what is restored from a snapshot, go on like their source; a forged one is refused by all ranks."""
     await client.send(session_id=name, op="fork", fork_to="forked")
     calls = (
         save_exchange(name, path, package_version()),
@@ -152,6 +160,14 @@ async def goes_on(client: EngineClient, name: str, chunks: Chunks, path: Path) -
     )
     for exchange in calls:
         await run_exchange_async(exchange, lambda call: client.engine.collective_rpc(call.method, args=call.args))
+    forged = path.with_suffix(".forged")
+    forged.write_bytes(path.read_bytes())
+    rewrite(forged, decoder_cache_one_row_higher)
+    with pytest.raises(RequestFailed, match=r"decoder\.conv00 is") as failure:
+        await run_exchange_async(
+            restore_exchange("forged", forged), lambda call: client.engine.collective_rpc(call.method, args=call.args)
+        )
+    assert failure.value.code == "invalid_snapshot"
     after = [
         await session(client, each, 1, chunks, "rgb", range(CHUNKS, CHUNKS + 1))
         for each in (name, "forked", "restored")

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions of runners in this process, saved to files and restored, as `collective_rpc` would do it."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load, save_file
 from scheduling import new_request, run_to_end
 
 from vllm_omni.snapshot import SnapshotHeader
@@ -49,3 +53,33 @@ class Worker:
         session = self.runner.sessions.get(session_id)
         tensors = {name: tensor.contiguous().view(torch.uint8) for name, tensor in session.tensors().items()}
         return session.scalars(), {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def world_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+    keys = [["w"], ["w", "j"], ["i"]]
+    image = {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)} if index == 0 else None
+    first = {"prompt": "a harbour", "seed": 3} if index == 0 else {}
+    return worker.chunk(session_id, image, actions=keys, **{**first, **fields})
+
+
+def text_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+    first = {"prompt": "a beach", "seed": 4} if index == 0 else {}
+    return worker.chunk(session_id, **{**first, **fields})
+
+
+def video_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+    count = 9 if index == 0 else 12
+    ramp = torch.arange(count).view(-1, 1, 1, 1) * (3 + index)
+    video = (torch.arange(48).view(1, 1, -1, 1) * 4 + ramp).expand(-1, 32, -1, 3).to(torch.uint8).contiguous()
+    first = {"prompt": "a beach", "seed": 4, "options": {"source": "video"}} if index == 0 else {}
+    return worker.chunk(session_id, {"video": video}, **{**first, **fields})
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> None:
+    """Change header or tensors of a snapshot and write the file anew with the safetensors library."""
+    tensors = load(path.read_bytes())
+    with safe_open(path, framework="pt") as file:
+        metadata = dict(file.metadata())
+    header = json.loads(metadata["omni_session"])
+    change(header, tensors)
+    save_file(tensors, path, {**metadata, "omni_session": json.dumps(header)})

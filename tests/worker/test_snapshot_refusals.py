@@ -2,10 +2,8 @@
 """The format of a snapshot, and every file that must be refused: each with a reason, each without a trace."""
 
 import errno
-import json
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load, save_file
-from snapshot_steps import Worker
+from snapshot_steps import Worker, rewrite
 
 import vllm_omni.worker.snapshots as worker_snapshots
 from vllm_omni.outputs import RequestFailed
@@ -50,16 +47,6 @@ def refusal(worker: Worker, path: Path) -> RequestFailed:
     assert len(worker.runner.sessions) == 0
     assert str(path) not in failure.value.message
     return failure.value
-
-
-def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> None:
-    """Change header or tensors and write the file anew with the safetensors library."""
-    tensors = load(path.read_bytes())
-    with safe_open(path, framework="pt") as file:
-        metadata = dict(file.metadata())
-    header = json.loads(metadata["omni_session"])
-    change(header, tensors)
-    save_file(tensors, path, {**metadata, "omni_session": json.dumps(header)})
 
 
 def test_the_file_is_plain_safetensors(worker: Worker, snapshot: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from public_choices import PR3701, SGLANG
 from scheduling import execute, new_request, step
-from snapshot_steps import Worker
+from snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
 
 from vllm_omni.model_executor.one_shot import OneShotSession
 from vllm_omni.outputs import RequestFailed
@@ -21,26 +21,6 @@ def make_worker(make_runner: Any, request: pytest.FixtureRequest) -> Callable[..
         return Worker(make_runner(request.getfixturevalue(family), omni))
 
     return make
-
-
-def world_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
-    keys = [["w"], ["w", "j"], ["i"]]
-    image = {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)} if index == 0 else None
-    first = {"prompt": "a harbour", "seed": 3} if index == 0 else {}
-    return worker.chunk(session_id, image, actions=keys, **{**first, **fields})
-
-
-def text_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
-    first = {"prompt": "a beach", "seed": 4} if index == 0 else {}
-    return worker.chunk(session_id, **{**first, **fields})
-
-
-def video_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
-    count = 9 if index == 0 else 12
-    ramp = torch.arange(count).view(-1, 1, 1, 1) * (3 + index)
-    video = (torch.arange(48).view(1, 1, -1, 1) * 4 + ramp).expand(-1, 32, -1, 3).to(torch.uint8).contiguous()
-    first = {"prompt": "a beach", "seed": 4, "options": {"source": "video"}} if index == 0 else {}
-    return worker.chunk(session_id, {"video": video}, **{**first, **fields})
 
 
 Chunk = Callable[..., dict[str, torch.Tensor]]

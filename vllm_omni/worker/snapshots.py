@@ -21,13 +21,14 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import (
+    UNSEEN,
     ModelIdentity,
     OpenSnapshot,
     Parallel,
     check_fits,
     describe,
-    write_tensors,
 )
+from vllm_omni.snapshot_writing import write_tensors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,10 +103,7 @@ class SessionSnapshots:
             try:
                 stored = stack.enter_context(OpenSnapshot.open(path))
             except OSError as error:
-                raise RequestFailed(
-                    "snapshot_storage",
-                    "a worker does not see the snapshot's file: all ranks need the directory it is in",
-                ) from error
+                raise RequestFailed("snapshot_storage", UNSEEN) from error
             header = stored.header
             part = check_fits(header, self._identity(), _rank(), self._weights_digest())
             params = _opening(header.opening, session_id)

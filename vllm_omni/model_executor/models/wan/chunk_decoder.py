@@ -89,7 +89,7 @@ class DecoderLayout:
         if saved.names(_TINY):
             if self.tiny is not None:
                 return DecoderState(VAECache.restore(saved, _TINY, device, self.tiny), newest, True)
-            if newest is not None:
+            if newest is not None and self.main is not None:
                 saved.leave(_TINY)  # nobody here goes on from it
                 return DecoderState(None, newest)
         if self.main is not None:

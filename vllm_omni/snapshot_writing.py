@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a session's bytes go in its file, and their way there. The file's format is `snapshot.py`'s.
+
+The front end plans and makes the file; every rank then writes its own part. Knows no model and no sockets.
+Held by tests/worker/test_snapshot_refusals.py and test_snapshots.py.
+"""
+
+import errno
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot import (
+    FORMAT_VERSION,
+    KEY,
+    KIND,
+    METADATA,
+    SIZES,
+    UNSEEN,
+    RankDescription,
+    SnapshotHeader,
+    StoredTensor,
+)
+from vllm_omni.snapshot_bytes import write_at
+
+_ALIGN: Final = 64
+
+
+@dataclass(frozen=True)
+class SnapshotPlan:
+    """Where everything goes. starts: where each rank's tensors begin in the file; they follow each other as described.
+
+    starts has one entry more, the file's end.
+    """
+
+    header: SnapshotHeader
+    head: bytes
+    starts: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.starts[-1]
+
+
+def plan(described: Sequence[RankDescription], package_version: str, owner: Mapping[str, str] | None) -> SnapshotPlan:
+    """Lay the file out. Raises `RequestFailed("session_busy")` if the ranks are not at the same chunk."""
+    first = described[0]
+    if any(rank.chunk_index != first.chunk_index for rank in described):
+        raise RequestFailed("session_busy", "a chunk of this session is being finished; ask again")
+    header = SnapshotHeader(
+        format_version=FORMAT_VERSION,
+        package_version=package_version,
+        model=first.model,
+        chunk_index=first.chunk_index,
+        opening=first.opening,
+        ranks=[rank.part for rank in described],
+        owner=None if owner is None else dict(owner),
+    )
+    entries: dict[str, Any] = {METADATA: {"format": "pt", "kind": KIND, KEY: msgspec.json.encode(header).decode()}}
+    ends = [0]
+    for number, rank in enumerate(described):
+        position = ends[-1]
+        for name, (dtype, shape) in rank.tensors.items():
+            begin, position = position, position + SIZES[dtype] * math.prod(shape)
+            entries[f"rank{number}.{name}"] = StoredTensor(dtype, shape, (begin, position))
+        ends.append(position)
+    text = msgspec.json.encode(entries)
+    text += b" " * (-(8 + len(text)) % _ALIGN)  # spaces behind the JSON, as safetensors pads it
+    start = 8 + len(text)
+    return SnapshotPlan(header, len(text).to_bytes(8, "little") + text, [start + end for end in ends])
+
+
+def create_file(path: Path, planned: SnapshotPlan) -> None:
+    """Make the file at its full size with its header. It must not exist; only its owner may read it.
+
+    A disk without room for it is an error before anybody has copied anything. Raises
+    `RequestFailed("snapshot_storage")`.
+    """
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        disk = os.fstatvfs(descriptor)
+        if disk.f_bavail * disk.f_frsize < planned.nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.truncate(descriptor, planned.nbytes)
+        os.pwrite(descriptor, planned.head, 0)
+    except OSError as error:
+        path.unlink()
+        raise _no_room(planned.nbytes, error) from error
+    finally:
+        os.close(descriptor)
+
+
+def write_tensors(path: Path, starts: Sequence[int], rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy a rank's tensors from their device to their places in the planned file. Raises `RequestFailed`."""
+    position, places = starts[rank], []
+    for tensor in tensors.values():
+        places.append((position, tensor))
+        position += tensor.nbytes
+    if position != starts[rank + 1]:
+        raise RequestFailed("session_busy", "this session changed meanwhile; ask again")
+    try:
+        file = path.open("r+b", buffering=0)
+    except OSError:
+        file = None
+    if file is None or os.fstat(file.fileno()).st_size != starts[-1]:
+        raise RequestFailed("snapshot_storage", UNSEEN)
+    with file:
+        try:
+            write_at(file.fileno(), places)
+        except OSError as error:
+            raise _no_room(starts[-1], error) from error
+
+
+def _no_room(nbytes: int, error: OSError) -> RequestFailed:
+    return RequestFailed("snapshot_storage", f"there is no room for a snapshot of {nbytes} bytes ({error.strerror})")
