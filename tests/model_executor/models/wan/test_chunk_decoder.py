@@ -4,12 +4,14 @@
 The decoder that restarts at every chunk (`continuation`) is held by LingBot World's tests.
 """
 
+import functools
 import itertools
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder, DecoderState
 from vllm_omni.model_executor.models.wan.components import VAEConfig
@@ -145,3 +147,20 @@ def test_one_decoder_keeps_no_latents(decoder: ChunkDecoder, latents: torch.Tens
     assert decoder.can_be_tiny(None) and not decoder.can_be_tiny(states[-1]) and not alone.can_be_tiny(None)
     cells = (HEIGHT // 8) * (WIDTH // 8)
     assert decoder.state_nbytes(HEIGHT, WIDTH) == states[-1].nbytes + 4 * 16 * REACH * cells
+
+
+@pytest.mark.nightly
+def test_after_two_chunks_nothing_is_compiled_any_more(
+    decoder: ChunkDecoder, latents: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a switch to the tiny decoder nor the way back meets a new shape, so no stream waits for a compiler."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    compiled = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, compiled=True)
+    compiled.load_state_dict(decoder.main.state_dict())
+    both, state, graphs = ChunkDecoder(compiled, decoder.tiny), None, []
+    pieces = latents.split(CHUNK, dim=2)[:7]
+    torch._dynamo.reset()
+    for piece, tiny in zip(pieces, (False, False, True, True, False, True, False), strict=True):
+        _, state = both.decode(piece, state, tiny=tiny)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and graphs[-1] == graphs[1]
