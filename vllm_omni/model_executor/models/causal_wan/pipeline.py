@@ -74,7 +74,7 @@ class CausalWan(nn.Module):
         if options.cuda_graphs and parallel.size > 1:
             raise ValueError(
                 "omni.model.cuda_graphs does not go with ranks that share layers (--tensor-parallel-size, "
-                "omni.model.sequence_parallel): their collectives cannot be captured; leave it off, or spread over "
+                "omni.model.sequence_parallel): replayed exchanges stop the devices; leave it off, or spread over "
                 "--pipeline-parallel-size or omni.vae_stage"
             )
         self.plan = ChunkPlan.resolve(setup.config, options)
