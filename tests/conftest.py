@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures shared by all tests: tiny checkpoints, and a runner in this process without an engine around it."""
 
+import gc
 import os
 
 # Before vLLM is imported anywhere: small KV pool, one thread per process (results and timings stay stable on 2 cores).
@@ -92,6 +93,10 @@ def make_runner(single_rank: None) -> RunnerFactory:
     from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
 
     assert vllm_omni.worker.DiffusionGPUWorker  # as in a worker process: vLLM's CPU module prepares torch for CPU
+
+    # vLLM collects garbage twice whenever it loads a model, a second in all if every imported module is looked through.
+    gc.collect()
+    gc.freeze()
 
     def make(
         model: Path, omni: dict[str, Any] | None = None, scheduler_cls: str | None = None

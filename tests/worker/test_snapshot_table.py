@@ -7,8 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
@@ -57,23 +55,19 @@ def whole() -> bytes:
 
 
 def test_what_the_library_refuses_is_refused(whole: bytes, tmp_path: Path) -> None:
-    """Any byte changed, any byte cut off or added: no file that the library refuses is taken."""
+    """Every byte of the table changed in turn, bytes cut off or added: no file that the library refuses is taken."""
     path = tmp_path / "file"
     length = 8 + int.from_bytes(whole[:8], "little")
-    path.write_bytes(whole)
-    assert ours(path) and theirs(path)
+    damaged = [whole[:-3], whole[:-1], whole, whole + b"\0", whole + bytes(3)]
+    for position in range(length):
+        values = {whole[position] ^ 1, whole[position] ^ 128, *b'\0 "09:[]{}a'}
+        damaged += [whole[:position] + bytes([value]) + whole[position + 1 :] for value in values]
     verdicts = set()
-
-    @settings(max_examples=400, deadline=None)
-    @given(st.integers(0, length - 1), st.integers(0, 255), st.integers(-3, 3))
-    def damage(position: int, value: int, extra: int) -> None:
-        content = whole[:position] + bytes([value]) + whole[position + 1 :]
-        path.write_bytes(content[:extra] if extra < 0 else content + bytes(extra))
+    for content in damaged:
+        path.write_bytes(content)
         verdict = (ours(path), theirs(path))
+        assert verdict != (True, False), content
         verdicts.add(verdict)
-        assert verdict != (True, False)
-
-    damage()
     assert {(False, False), (True, True)} <= verdicts
 
 
