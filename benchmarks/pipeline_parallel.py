@@ -23,7 +23,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ from common import (
 @dataclasses.dataclass(frozen=True)
 class Row:
     """How the GPUs are used. ranks: of each stage, sharing every layer by `tensor` or by `sequence` (Ulysses), and with
-    `vae_parallel` also the decode; without, the first of them decodes alone.
+    `vae_parallel` also the decode; without, the first of them decodes alone. replicas: data-parallel copies of it all,
+    over which `sessions` are spread.
 
     matched_steps: a noise-matched stream of so many denoise steps (causal Wan), with `chunks_in_flight` chunks at work;
     temporal: each stage owns one of the steps. 0 = the model's own cache and steps.
@@ -59,6 +60,7 @@ class Row:
 
     ranks: int = 1
     stages: int = 1
+    replicas: int = 1
     vae_stage: bool = False
     vae_parallel: bool = False
     sequence: bool = True
@@ -77,7 +79,7 @@ class Row:
 
     @property
     def num_gpus(self) -> int:
-        return self.ranks * self.stages
+        return self.ranks * self.stages * self.replicas
 
 
 ROWS = {
@@ -90,7 +92,9 @@ ROWS = {
     "pp2": Row(stages=2),
     "pp2_2_sessions": Row(stages=2, sessions=2),
     "vae_stage_2_sessions": Row(stages=2, vae_stage=True, sessions=2),
+    "vae_stage_2_replicas": Row(stages=2, replicas=2, vae_stage=True, sessions=2),
     "pp2_vae_stage_2_sessions": Row(stages=3, vae_stage=True, sessions=2),
+    "pp3_vae_stage_3_sessions": Row(stages=4, vae_stage=True, sessions=3),
     "ulysses2_vae_stage": Row(ranks=2, stages=2, vae_stage=True),
     "ulysses2_vae_stage_vae_parallel": Row(ranks=2, stages=2, vae_stage=True, vae_parallel=True),
     "pp2_ulysses2_2_sessions": Row(ranks=2, stages=2, sessions=2),
@@ -140,6 +144,20 @@ MODELS = {
 }
 
 
+class RankClient:
+    """One data-parallel rank of an engine: stock `encode` takes no rank, `add_request` does."""
+
+    def __init__(self, engine: Any, rank: int) -> None:
+        self._engine, self._rank = engine, rank
+
+    async def encode(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        queue = await self._engine.add_request(request_id, prompt, params, data_parallel_rank=self._rank)
+        try:
+            yield queue.get_nowait() or await queue.get()
+        finally:
+            queue.close()
+
+
 async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace) -> dict[str, Any]:
     """One engine: a throw-away stream, then `row.sessions` streams at once."""
     import torch
@@ -183,17 +201,23 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
         load_format="dummy",
         tensor_parallel_size=row.ranks,
         pipeline_parallel_size=row.stages,
+        data_parallel_size=row.replicas,
         gpu_memory_utilization=args.gpu_memory_utilization,
     ) as engine:
         load_s = time.perf_counter() - loading
-        first = await run_chunks(engine, "first", 2, request)
+        clients = [RankClient(engine, rank) for rank in range(row.replicas)] if row.replicas > 1 else [engine]
+        first, *_ = await asyncio.gather(*(run_chunks(client, "first", 2, request) for client in clients))
         await engine.collective_rpc("close_session", args=("first",))
-        latents = await run_chunks(engine, "latents", 2, latents_of)
+        latents, *_ = await asyncio.gather(*(run_chunks(client, "latents", 2, latents_of) for client in clients))
         await engine.collective_rpc("close_session", args=("latents",))
         await asyncio.sleep(IDLE_S)
-        names = [f"stream{number}" for number in range(row.sessions)]
         streams = await asyncio.gather(
-            *(run_chunks(engine, name, args.chunks, request, row.chunks_in_flight) for name in names)
+            *(
+                run_chunks(
+                    clients[number % len(clients)], f"stream{number}", args.chunks, request, row.chunks_in_flight
+                )
+                for number in range(row.sessions)
+            )
         )
         memory = await engine.collective_rpc("device_memory")
         sessions = await engine.collective_rpc("session_stats")

@@ -137,6 +137,7 @@ def _compare_one(run: str, result: Mapping[str, Any], parallel: Mapping[str, int
         vae_parallel=result.get("vae_parallel", False),  # runs of before there was such a thing do not say
     )
     sessions = result["sessions"] if "sessions" in result else result["streams"]
+    sessions = -(-sessions // result.get("replicas", 1))
     wanted = predict(model, card, split, sessions)
     peak = max(memory["torch_peak"] for memory in result["device_memory"])
     return [

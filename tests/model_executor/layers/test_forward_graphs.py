@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards by graph equal forwards as they are; on a host a "graph" is the forward as it was at its capture."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 from host_capture import hold
 
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs, Replay, identity
+from vllm_omni.model_executor.layers.forward_graphs import (
+    ForwardGraphs,
+    Inputs,
+    Replay,
+    between_graphs,
+    identity,
+    kept_buffer,
+    kept_copy,
+)
 
 
 class Adder:
@@ -112,3 +121,40 @@ def test_on_a_device() -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert len(graphs) == 4
     torch.testing.assert_close(ring, expected, rtol=0, atol=0)
+
+
+def exchanged_twice(x: torch.Tensor) -> torch.Tensor:
+    """Two pieces of work with something between them that no graph holds: here, adding what the host counts."""
+    for factor in (2.0, 3.0):
+        sent = kept_copy("sent", (x * factor).t())
+        received = kept_buffer("received", sent.shape, sent)
+        between_graphs(lambda sent=sent, received=received: received.copy_(sent + next(COUNTER)))  # type: ignore[misc]
+        x = received.t() + 1
+    return x
+
+
+COUNTER = itertools.count(1)
+
+
+def test_without_a_capture_everything_happens_at_once() -> None:
+    first = next(COUNTER) + 1
+    x = torch.arange(6.0).view(2, 3)
+    torch.testing.assert_close(exchanged_twice(x), (x * 2 + first + 1) * 3 + first + 1 + 1)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_what_comes_between_graphs_is_called_at_each_replay() -> None:
+    """In order, once a forward, and on the values of that forward. (The first runs as it is, the second captures.)"""
+    graphs = ForwardGraphs()
+    for _ in range(5):
+        first, x = next(COUNTER) + 1, torch.randn(2, 3, device="cuda")
+        want = (x * 2 + first + 1) * 3 + first + 1 + 1
+        got = graphs("key", {"x": x}, lambda own: exchanged_twice(own["x"]))
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        assert next(COUNTER) == first + 2
+    assert len(graphs) == 1
+    graphs.forget()
+    for _ in range(3):
+        graphs("key", {"x": torch.randn(2, 3, device="cuda")}, lambda own: exchanged_twice(own["x"]))
+    assert len(graphs) == 1, "captured again, in another pool"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ForwardGraphs`: forwards that come again are launched as one CUDA graph instead of kernel by kernel.
+"""`ForwardGraphs`: forwards that come again are launched as CUDA graphs instead of kernel by kernel.
 
 A graph repeats what the host decided when it was captured, so a caller names everything of that in a key: `identity` of
 what is read and written in place, slots, lengths, branches. Tensors that differ from call to call are inputs: they are
@@ -9,13 +9,16 @@ ring, so a handful of graphs serves it for ever.
 A key's first forward runs as it is (which also compiles what is compiled lazily), its second is captured, later ones
 are replayed. A forward that cannot be captured runs as it is, from then on. All graphs share one memory pool, since
 only one runs at a time; results are copied out of it.
+
+A forward is one graph, or several with what no graph may hold between them (`between_graphs`): collectives, which stop
+the devices when NCCL's kernels are replayed. A rank that replays and one that does not yet still meet in each of them.
 Held by tests/model_executor/layers/test_forward_graphs.py.
 """
 
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,27 +46,95 @@ def identity(tensor: torch.Tensor) -> int:
     return int(_numbers[tensor])
 
 
+def between_graphs(run: Callable[[], object]) -> None:
+    """Call `run`; in a capture, end a graph before it and begin another behind it, and let replays call it.
+
+    What it reads and writes must lie where it does at its next call: `kept_copy`, `kept_buffer`.
+    """
+    if _recording is None:
+        run()
+    else:
+        _recording.break_for(run)
+
+
+def kept_copy(name: str, x: torch.Tensor) -> torch.Tensor:
+    """`x`, contiguous; in a capture a copy of it in `kept_buffer`."""
+    if _recording is None:
+        return x.contiguous()
+    return kept_buffer(name, x.shape, x).copy_(x)
+
+
+def kept_buffer(name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """An uninitialised tensor, contiguous; in a capture the same for all calls of a name and shape.
+
+    So what is in it must be used before the next call. (A tensor for each would keep its memory for ever.)
+    """
+    return like.new_empty(shape) if _recording is None else _recording.buffer(name, tuple(shape), like)
+
+
+class _Recording:
+    """A capture in progress. pieces: what replays it, in order. buffers: of `kept_buffer`, of all captures."""
+
+    def __init__(self, pool: Any, buffers: dict[Hashable, torch.Tensor]) -> None:
+        self.pieces: list[Callable[[], object]] = []
+        self._pool, self._buffers = pool, buffers
+        self._graph: Any = None
+
+    def begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (NCCL's watchdog, decoders of media) may use the device meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph = graph
+
+    def end(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.capture_end()
+            self.pieces.append(graph.replay)
+
+    def break_for(self, run: Callable[[], object]) -> None:
+        self.end()
+        self.pieces.append(run)
+        self.begin()
+
+    def buffer(self, name: str, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        key = (name, shape, like.dtype, like.device)
+        if key not in self._buffers:
+            self._buffers[key] = like.new_empty(shape)
+        return self._buffers[key]
+
+    def replay(self) -> None:
+        for piece in self.pieces:
+            piece()
+
+
+_recording: _Recording | None = None
+
+
 class CudaCapture:
     """Capture on a stream of its own, without the waiting and cache clearing of `torch.cuda.graph`."""
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._buffers: dict[Hashable, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+        global _recording
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
+        recording = _Recording(self._pool, self._buffers)
         with torch.cuda.stream(self._stream):
-            # Other threads (NCCL's watchdog, decoders of media) may use the device meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            recording.begin()
+            _recording = recording
             try:
                 output = run()
             finally:
-                graph.capture_end()
+                _recording = None
+                recording.end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._pool = graph.pool()
-        return output, graph.replay
+        return output, recording.replay
 
 
 class ForwardGraphs:
@@ -116,3 +187,5 @@ class ForwardGraphs:
         self._graphs.clear()
         self._inputs.clear()
         self._refused.clear()
+        if isinstance(self._capture, CudaCapture):
+            self._capture = CudaCapture()  # a pool ends with its last graph

@@ -17,11 +17,14 @@ tests/model_executor/layers/test_stage_places.py.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+
+from vllm_omni.model_executor.layers.forward_graphs import between_graphs, kept_buffer, kept_copy
 
 
 @dataclass(frozen=True)
@@ -142,30 +145,38 @@ class ParallelContext:
         return slice(start, start + lengths[self.rank])
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over tensor-parallel ranks, in place; the identity without tensor parallelism."""
+        """Sum over tensor-parallel ranks, in place; the identity without tensor parallelism.
+
+        Use the result before the next of its shape: in a CUDA graph they share memory.
+        """
         if self.tensor_size > 1:
-            dist.all_reduce(x, group=self.group)
+            x = kept_copy("reduced", x)
+            between_graphs(partial(dist.all_reduce, x, group=self.group))
         return x
 
     def all_gather_channels(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Join the channel parts of tensor-parallel ranks along the last dimension."""
         if self.tensor_size == 1:
             return x_TD
-        parts = [torch.empty_like(x_TD) for _ in range(self.size)]
-        dist.all_gather(parts, x_TD.contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)
+        return torch.cat(self._gather(x_TD), dim=-1)
+
+    def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's `x`, of one shape."""
+        own = kept_copy("gathered", x)
+        parts = [kept_buffer(f"gathered from {rank}", own.shape, own) for rank in range(self.size)]
+        between_graphs(partial(dist.all_gather, parts, own, group=self.group))
+        return parts
 
     def tokens_to_heads(self, x_BTNH: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Trade: [B, T_r, ..., N, H] (this rank's tokens) -> [B, num_tokens, ..., N_r, H] (this rank's heads)."""
         if not self.sequence_parallel:
             return x_BTNH
         lengths = split_evenly(num_tokens, self.size)
-        heads = x_BTNH.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # [rank, B, T_r, ..., N_r, H]
+        heads = x_BTNH.unflatten(-2, (self.size, -1)).movedim(-3, 0)  # [rank, B, T_r, ..., N_r, H]
         row = heads[0, :, 0].numel()
-        received = heads.new_empty(num_tokens * row)
-        dist.all_to_all_single(
-            received, heads.flatten(), [n * row for n in lengths], [heads[0].numel()] * self.size, group=self.group
-        )
+        sent = kept_copy("tokens sent", heads).flatten()
+        received = kept_buffer("heads received", (num_tokens * row,), sent)
+        self._all_to_all(received, sent, [n * row for n in lengths], [heads[0].numel()] * self.size)
         inner = heads.shape[3:]
         parts = received.split([n * row for n in lengths])
         batch = heads.shape[1]
@@ -178,20 +189,26 @@ class ParallelContext:
         batch, num_tokens, heads, head_dim = x_BTNH.shape
         lengths = split_evenly(num_tokens, self.size)
         row = batch * heads * head_dim
-        sent = torch.cat([part.reshape(-1) for part in x_BTNH.split(lengths, dim=1)])
+        sent = kept_buffer("heads sent", (num_tokens * row,), x_BTNH)
+        torch.cat([part.reshape(-1) for part in x_BTNH.split(lengths, dim=1)], out=sent)
         own = lengths[self.rank]
-        received = sent.new_empty(self.size * own * row)
-        dist.all_to_all_single(received, sent, [own * row] * self.size, [n * row for n in lengths], group=self.group)
+        received = kept_buffer("tokens received", (self.size * own * row,), sent)
+        self._all_to_all(received, sent, [own * row] * self.size, [n * row for n in lengths])
         return received.view(self.size, batch, own, heads, head_dim).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def _all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_lengths: list[int], sent_lengths: list[int]
+    ) -> None:
+        between_graphs(
+            partial(dist.all_to_all_single, received, sent, received_lengths, sent_lengths, group=self.group)
+        )
 
     def gather_tokens(self, x_BTD: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Join the token parts of sequence-parallel ranks: [B, T_r, D] -> [B, num_tokens, D] on every rank."""
         if not self.sequence_parallel:
             return x_BTD
         lengths = split_evenly(num_tokens, self.size)
-        padded = functional.pad(x_BTD, (0, 0, 0, lengths[0] - x_BTD.shape[1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(parts, padded, group=self.group)
+        parts = self._gather(functional.pad(x_BTD, (0, 0, 0, lengths[0] - x_BTD.shape[1])))
         return torch.cat([part[:, :n] for part, n in zip(parts, lengths, strict=True)], dim=1)
 
 

@@ -16,6 +16,8 @@ from vllm_omni.model_executor.models.causal_wan.tiny import make_tiny
 
 TOLERANCE = 2e-4
 """Seven chunks in fp32; ranks only change the order of sums."""
+GRAPH_CHUNKS = 14
+"""A window of three chunks, and the two places of its ring several times."""
 OPTIONS: dict[str, Any] = {
     "latent_frames_per_chunk": 1,
     "window_frames": 4,
@@ -52,7 +54,36 @@ def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path / "model", ParallelContext(0, 3))
 
 
-def test_graphs_with_collectives_inside_are_refused(tmp_path: Path) -> None:
+def test_graphs_of_several_stages_are_refused(tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", 0, "original")
-    with pytest.raises(ValueError, match="cuda_graphs does not go with ranks that share layers"):
-        load_model(tmp_path / "model", ParallelContext(0, 2), cuda_graphs=True)
+    load_model(tmp_path / "model", ParallelContext(1, 2, sequence_parallel=True, vae_stage=True), cuda_graphs=True)
+    with pytest.raises(ValueError, match="cuda_graphs does not go with layers over 2 pipeline stages"):
+        load_model(tmp_path / "model", ParallelContext(num_stages=2), cuda_graphs=True)
+
+
+def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, sequence_parallel: bool) -> None:
+    """A stream by graphs on every rank, and one by graphs on rank 0 only, against one without graphs."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    options = {"window_frames": 9, "sink_frames": 3}
+    parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel)
+    try:
+        with torch.device("cuda"):
+            plain = load_model(Path(checkpoint), parallel, **options)
+            by_graphs = load_model(Path(checkpoint), parallel, **options, cuda_graphs=True)
+        expected = stream(plain, GRAPH_CHUNKS)
+        for model in (by_graphs, by_graphs if rank == 0 else plain):
+            for got, want in zip(stream(model, GRAPH_CHUNKS), expected, strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=0)
+        assert by_graphs.transformer.graphs is not None and len(by_graphs.transformer.graphs) == (8 if rank == 0 else 4)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
+def test_ranks_by_graphs_give_what_ranks_without_give(sequence_parallel: bool, tmp_path: Path) -> None:
+    """Bit for bit, also where only one rank has graphs: exchanges are between them."""
+    make_tiny(tmp_path / "model", 0, "original")
+    run_ranks(_compare_graphs, (str(tmp_path / "rendezvous"), str(tmp_path / "model"), sequence_parallel), 2)

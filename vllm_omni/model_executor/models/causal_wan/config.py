@@ -159,8 +159,8 @@ class CausalWanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     recache_on_prompt_switch: recompute the window's keys and values under a new prompt (`strict` only).
     compile: fuse elementwise chains and the VAE's decoder with torch.compile. None = on CUDA, unless the engine runs
         with --enforce-eager.
-    cuda_graphs: launch the forwards of a stream whose window is full as CUDA graphs, one per place in the ring and kind
-        of pass. For where the host cannot keep up: several GPUs, small models. Not with ranks that share layers.
+    cuda_graphs: launch the forwards of a stream whose window is full as CUDA graphs, one set per place in the ring and
+        kind of pass. For where the host cannot keep up: several GPUs, small models. Layers must be on one stage.
     """
 
     cache: CacheKind = "strict"

@@ -190,6 +190,9 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         chunk in the window, and a second window buffer while that chunk runs).
     compile: fuse elementwise chains and the VAE's decoder with torch.compile, for every video size when it is first
         seen (the largest at start). None = on CUDA, unless the engine runs with --enforce-eager.
+    cuda_graphs: launch the forwards of a session whose window is full as CUDA graphs, one set per place in the ring and
+        kind of pass. For where the host cannot keep up: ranks that share layers. Layers must be on one stage. Holds a
+        chunk's camera terms twice.
     """
 
     version: Version | None = None
@@ -218,6 +221,7 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     sequence_parallel: bool = False
     reprime_on_prompt_switch: bool = False
     compile: bool | None = None
+    cuda_graphs: bool = False
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], checkpoint_version: Version = "v1") -> "LingBotOptions":

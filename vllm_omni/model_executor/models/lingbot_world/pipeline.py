@@ -39,6 +39,7 @@ from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, 
 from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
+from vllm_omni.model_executor.models.wan.chunk_transformer import check_graphs
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
@@ -68,6 +69,8 @@ class LingBotWorld(nn.Module):
         self.options = setup.options
         self.omni = setup.omni
         self.parallel = setup.parallel
+        if setup.options.cuda_graphs:
+            check_graphs(setup.parallel)
         self.plan = ChunkPlan.resolve(setup.config, setup.options)
         self.schedule = setup.options.denoise_schedule()
         self.text_encoder: TextEncoder | None = None
@@ -85,6 +88,7 @@ class LingBotWorld(nn.Module):
                 setup.parallel,
                 residual_fp32=setup.options.residual_dtype == "fp32",
                 compiled=setup.compiled,
+                cuda_graphs=setup.options.cuda_graphs and torch.cuda.is_available(),
             )
         decodes = setup.parallel.decodes
         self.vae = StreamingWanVAE(
@@ -111,6 +115,7 @@ class LingBotWorld(nn.Module):
         """Fill every parameter this rank has, strictly. Raises ValueError."""
         vae = self.vae if self.vae.has_encoder or self.vae.has_decoder else None
         load_pipeline_weights(layout, self.config, self.transformer, vae, self.text_encoder)
+        self.transformer.forget()
         self.prompts.forget()
 
     # -- sessions ------------------------------------------------------------------------------------------------------

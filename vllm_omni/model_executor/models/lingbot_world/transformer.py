@@ -5,7 +5,8 @@ Owns the network's parameters and maths for this rank (a tensor-parallel part, a
 nothing of sessions, requests or schedules: each row of a batch brings its own K/V window, camera modulation and
 cross-attention K/V. Maths: Robbyant/lingbot-world @ a43bec7, wan/modules/model_fast.py.
 
-The skeleton is `wan/transformer.py`. Held by tests/model_executor/models/lingbot_world/test_lingbot_transformer.py.
+The skeleton is `wan/transformer.py`, the forward `wan/chunk_transformer.py`'s.
+Held by tests/model_executor/models/lingbot_world/test_lingbot_transformer.py.
 """
 
 # B rows (one chunk of one session each), L tokens of a chunk, T of them on this rank, D width, N heads (of this rank
@@ -23,8 +24,9 @@ from vllm_omni.model_executor.layers.parallel import ColumnParallelLinear, Paral
 from vllm_omni.model_executor.models.lingbot_world.chains import LingBotChains
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
-from vllm_omni.model_executor.models.wan.layers import Head, embed_time, patchify, stack, unpatchify
-from vllm_omni.model_executor.models.wan.transformer import Block, WanConfig, WanTransformer
+from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkTransformer
+from vllm_omni.model_executor.models.wan.layers import patchify, stack
+from vllm_omni.model_executor.models.wan.transformer import Block, WanConfig
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,11 @@ class CameraBlock(Block):
         return stack([x_TD for x_TD, _ in moved]), stack([hidden_TD for _, hidden_TD in moved])
 
 
-class LingBotTransformer(WanTransformer[LingBotWorldConfig]):
+class LingBotTransformer(ChunkTransformer[LingBotWorldConfig]):
     """This rank's part of the network. Parameters are created empty, in torch's default type and device."""
 
     block_type = CameraBlock
+    moving_fields = ("latents", "condition", "camera")
 
     def __init__(
         self,
@@ -91,15 +94,14 @@ class LingBotTransformer(WanTransformer[LingBotWorldConfig]):
         *,
         residual_fp32: bool = True,
         compiled: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         chains = LingBotChains.build(compiled)
-        super().__init__(config, parallel, chains, residual_fp32=residual_fp32)
+        super().__init__(config, parallel, chains, residual_fp32=residual_fp32, cuda_graphs=cuda_graphs)
         dim, patch = config.dim, config.patch_size[1] * config.patch_size[2]
         self.patch_embedding_wancamctrl = nn.Linear(config.camera_channels * patch, dim)
         self.c2ws_hidden_states_layer1 = nn.Linear(dim, dim)
         self.c2ws_hidden_states_layer2 = nn.Linear(dim, dim)
-        if self.parallel.last_stage:
-            self.head = Head(config, chains)
         self.requires_grad_(False)
 
     def channels(self, row: ChunkRow) -> torch.Tensor:
@@ -121,27 +123,3 @@ class LingBotTransformer(WanTransformer[LingBotWorldConfig]):
         for block, out_2TD in zip(self._blocks(), out, strict=True):
             block.camera_modulation(camera_TD, out_2TD)
         return out
-
-    def forward(
-        self, rows: Sequence[ChunkRow], hidden_BTD: torch.Tensor | None = None, *, kv_only: bool = False
-    ) -> torch.Tensor:
-        """Predict the flow eps - x0 of every row, [B, 16, F, h, w] fp32, and write each row's K/V at its frames.
-
-        Rows share F, h, w. `hidden_BTD` is the previous stage's result; stages before the last return theirs.
-        `kv_only` (all rows are at the clean-context pass): the last stage stops after its last K/V write and returns
-        zeros. Collective under tensor and sequence parallelism.
-        """
-        latents = rows[0].latents
-        num_tokens = self.num_tokens(latents)
-        time_BD, time_B6D = self._time_embedding([row.timestep for row in rows])
-        x = self.through_blocks(rows, hidden_BTD, time_B6D, num_tokens, kv_only=kv_only)
-        if not self.parallel.last_stage:
-            return x
-        if kv_only:
-            return latents.new_zeros(len(rows), *latents.shape)
-        patches = self.parallel.gather_tokens(self.head(x, time_BD), num_tokens)
-        return unpatchify(patches, latents.shape[1:])
-
-    def _time_embedding(self, timesteps: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return e [B, D] and its six modulation rows E [B, 6, D], fp32."""
-        return embed_time(timesteps, self.config.freq_dim, self.time_embedding, self.time_projection, self.device)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions whose forwards come by graph equal sessions whose forwards do not, bit for bit.
+
+On a host a "graph" repeats the forward with everything the host had decided at its capture: a key that leaves something
+out, a camera among them, shows as other latents.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from host_capture import hold
+from lingbot_world_driver import finish, load_world, make_request, open_session, run_chunk, step
+from rank_processes import run_ranks
+
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
+from vllm_omni.model_executor.models.lingbot_world.tiny import make_tiny
+
+CHUNKS = 10
+OPTIONS = {"window_frames": 9, "sink_frames": 3}
+WALKS = ([["w"], ["w", "j"], ["i"]], [["s"], [], ["l"]])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("lingbot") / "model"
+    make_tiny(root, 0, "original")
+    return root
+
+
+def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
+    """The latents of a new session whose camera moves differently from chunk to chunk."""
+    session = open_session(world, output="latents")
+    return [
+        run_chunk(world, session, prompt="a beach", output="latents", actions=WALKS[(start + n) % 2])[1]["latents"]
+        for n in range(CHUNKS)
+    ]
+
+
+def test_a_session_by_graphs_is_the_session(checkpoint: Path) -> None:
+    """Two sessions one after the other. Graphs of each: places in the ring x kinds of pass."""
+    plain, by_graphs = load_world(checkpoint, **OPTIONS), load_world(checkpoint, **OPTIONS)
+    by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
+    for start in (0, 1):
+        for got, want in zip(walk(by_graphs, start), walk(plain, start), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert len(by_graphs.transformer.graphs) == 2 * 2 * 2
+
+
+def test_sessions_in_one_batch_by_graphs(checkpoint: Path) -> None:
+    """Each row of a batch keeps its own camera and condition."""
+    plain, by_graphs = load_world(checkpoint, **OPTIONS), load_world(checkpoint, **OPTIONS)
+    by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
+    results: list[list[torch.Tensor]] = []
+    for world in (plain, by_graphs):
+        sessions = [open_session(world, name, output="latents") for name in ("one", "two")]
+        latents = []
+        for number in range(CHUNKS):
+            batch = [
+                make_request(world, session, prompt="a beach", output="latents", actions=WALKS[(number + offset) % 2])
+                for offset, session in enumerate(sessions)
+            ]
+            for request in batch:
+                world.prepare_encode(request)
+            while batch[0].step < batch[0].num_steps:
+                step(world, batch)
+            latents += [finish(world, request)[1]["latents"] for request in batch]
+        results.append(latents)
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert len(by_graphs.transformer.graphs) == 2 * 2
+
+
+def test_graphs_of_several_stages_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="cuda_graphs does not go with layers over 2 pipeline stages"):
+        load_world(checkpoint, ParallelContext(num_stages=2), **OPTIONS, cuda_graphs=True)
+
+
+def _compare_graphs(rank: int, rendezvous: str, checkpoint: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=True)
+    try:
+        with torch.device("cuda"):
+            plain = load_world(Path(checkpoint), parallel, **OPTIONS)
+            by_graphs = load_world(Path(checkpoint), parallel, **OPTIONS, cuda_graphs=True)
+        for got, want in zip(walk(by_graphs), walk(plain), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+        assert by_graphs.transformer.graphs is not None and len(by_graphs.transformer.graphs) == 2 * 2
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_ranks_by_graphs_give_what_ranks_without_give(checkpoint: Path, tmp_path: Path) -> None:
+    run_ranks(_compare_graphs, (str(tmp_path / "rendezvous"), str(checkpoint)), 2)

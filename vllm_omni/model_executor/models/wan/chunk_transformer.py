@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the family's causal transformers share: a forward of several sessions' chunks, with windows of keys and values.
+
+A row attends to whatever its window shows it, without a mask: causality is in the window's content. No step of the
+forward waits for the device: slots and lengths are host integers, what depends on the timestep is kept on the device by
+timestep. Where windows are full a forward may come by CUDA graphs.
+Held by the tests of the families: tests/model_executor/models/causal_wan/test_causal_wan_graphs.py,
+tests/model_executor/models/lingbot_world/test_lingbot_graphs.py.
+"""
+
+# B rows (one chunk of one session each), T tokens of a chunk on this rank, D width
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs, identity
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.wan.chains import Chains
+from vllm_omni.model_executor.models.wan.layers import Head, embed_time, stack, unpatchify
+from vllm_omni.model_executor.models.wan.transformer import Config, WanTransformer
+
+_KEPT_TIMESTEPS = 128
+"""Timesteps whose embedding is kept: 43 KiB each at 1.3B; the motion controller alone has 101 values."""
+
+
+def check_graphs(parallel: ParallelContext) -> None:
+    """Raise ValueError where replayed forwards are known to stop the devices."""
+    if parallel.num_stages > 1:
+        raise ValueError(
+            f"omni.model.cuda_graphs does not go with layers over {parallel.num_stages} pipeline stages: beside the "
+            "stages' messages, replayed forwards were seen to stop the devices; leave it off, or use "
+            "--tensor-parallel-size with omni.model.sequence_parallel, or one stage of layers and omni.vae_stage"
+        )
+
+
+class ChunkTransformer(WanTransformer[Config]):
+    """This rank's part of a network. Its rows are dataclasses with `latents` [16, F, h, w], `timestep` in [0, 1000],
+    `frames`, `rope`, `cross_kv` and `window`.
+
+    cuda_graphs: launch the forwards of full windows as graphs (`ForwardGraphs`).
+    """
+
+    moving_fields: ClassVar[tuple[str, ...]] = ("latents",)
+    """Of a row: tensors that are others at the next forward. What is not named here stays where it is while its window
+    does (but for `rope`, which moves too); tensors may be None."""
+
+    def __init__(
+        self,
+        config: Config,
+        parallel: ParallelContext | None,
+        chains: Chains,
+        *,
+        residual_fp32: bool,
+        cuda_graphs: bool = False,
+    ) -> None:
+        super().__init__(config, parallel, chains, residual_fp32=residual_fp32)
+        if self.parallel.last_stage:
+            self.head = Head(config, chains)
+        self._times: OrderedDict[float, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+        self.graphs = ForwardGraphs() if cuda_graphs else None
+
+    def forget(self) -> None:
+        self._times.clear()
+        if self.graphs is not None:
+            self.graphs.forget()
+
+    def forward(
+        self, rows: Sequence[Any], hidden_BTD: torch.Tensor | None = None, *, kv_only: bool = False
+    ) -> torch.Tensor:
+        """Predict the flow eps - x0 of every row, [B, 16, F, h, w] fp32, and write each row's K/V at its frames.
+
+        Rows share F, h, w. `hidden_BTD` is the previous stage's result; stages before the last return theirs.
+        `kv_only` (no row's prediction is needed): the last stage stops after its last K/V write and returns zeros.
+        Collective under tensor and sequence parallelism.
+        """
+        times = [self._time(row.timestep) for row in rows]
+        time_BD = stack([time for time, _ in times])
+        time_B6D = stack([modulation for _, modulation in times])
+        if self.graphs is None:
+            return self._predict(rows, hidden_BTD, time_BD, time_B6D, kv_only)
+        inputs = {"time": time_BD, "modulation": time_B6D}
+        if hidden_BTD is not None:
+            inputs["hidden"] = hidden_BTD
+        for number, row in enumerate(rows):
+            inputs |= {f"{name}{number}": tensor for name, tensor in self._moving(row).items()}
+
+        def predict(own: Inputs) -> torch.Tensor:
+            placed = []
+            for number, row in enumerate(rows):
+                moving = {name: own[f"{name}{number}"] for name in self._moving(row)}
+                rope = moving.pop("cos"), moving.pop("sin")
+                placed.append(replace(row, rope=rope, **moving))
+            return self._predict(placed, own.get("hidden"), own["time"], own["modulation"], kv_only)
+
+        return self.graphs(_graph_key(rows, kv_only), inputs, predict)
+
+    def _moving(self, row: Any) -> Inputs:
+        """The tensors of a row that are others at the next forward, by field."""
+        fields = {name: getattr(row, name) for name in self.moving_fields}
+        cos, sin = row.rope
+        return {name: tensor for name, tensor in fields.items() if tensor is not None} | {"cos": cos, "sin": sin}
+
+    def _predict(
+        self,
+        rows: Sequence[Any],
+        hidden_BTD: torch.Tensor | None,
+        time_BD: torch.Tensor,
+        time_B6D: torch.Tensor,
+        kv_only: bool,
+    ) -> torch.Tensor:
+        """`forward`, given the rows' time embeddings."""
+        latents = rows[0].latents
+        num_tokens = self.num_tokens(latents)
+        x = self.through_blocks(rows, hidden_BTD, time_B6D, num_tokens, kv_only=kv_only)
+        if not self.parallel.last_stage:
+            return x
+        if kv_only:
+            return latents.new_zeros(len(rows), *latents.shape)
+        patches = self.parallel.gather_tokens(self.head(x, time_BD), num_tokens)
+        return unpatchify(patches, latents.shape[1:])
+
+    def _time(self, timestep: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return e [D] and its six modulation rows E [6, D] of a timestep, fp32; computed once."""
+        known = self._times.get(timestep)
+        if known is None:
+            time_BD, time_B6D = embed_time(
+                [timestep], self.config.freq_dim, self.time_embedding, self.time_projection, self.device
+            )
+            while len(self._times) >= _KEPT_TIMESTEPS:
+                self._times.popitem(last=False)
+            known = self._times[timestep] = (time_BD[0], time_B6D[0])
+        self._times.move_to_end(timestep)
+        return known
+
+
+def _graph_key(rows: Sequence[Any], kv_only: bool) -> Hashable | None:
+    """What a forward of `rows` does but for numbers on the device; None = it does not come again."""
+    keys = [row.window.graph_key(row.frames) for row in rows]
+    if any(key is None for key in keys):
+        return None
+    return kv_only, tuple(keys), tuple(identity(row.cross_kv) for row in rows)
