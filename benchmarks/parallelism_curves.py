@@ -64,6 +64,14 @@ _WHY = {
         "Ulysses 4",
         "passes are 3.4 times faster; the decode, on one rank, is now a fifth of a chunk",
     ),
+    ("LingBot World", "ulysses4_vae_parallel"): (
+        "Ulysses 4, parallel decode",
+        "on a slower host than the row above: a pass waits for 40 layers and 80 all-to-alls to be launched one by one",
+    ),
+    ("LingBot World", "ulysses4_vae_parallel, CUDA graphs"): (
+        "Ulysses 4, parallel decode, CUDA graphs",
+        "the same kind of host, launching graphs: passes take what the device takes",
+    ),
     ("LingBot World", "lingbot_world_pp2"): (
         "PP 2",
         "two sessions fill two stages; the last one also decodes, and the first waits for it a fifth of the time",
@@ -90,6 +98,14 @@ _WHY = {
         "Ulysses 2, parallel decode",
         "the decode takes 86 ms beside the passes instead of 150, the host is the limit as before",
     ),
+    ("causal Wan 1.3B", "ulysses4_vae_parallel, CUDA graphs"): (
+        "Ulysses 4, parallel decode, CUDA graphs",
+        "a pass takes 17 ms instead of 45 on one GPU, the decode 49 beside the next chunk's passes",
+    ),
+    ("causal Wan 1.3B", "vae_stage_2_replicas, CUDA graphs"): (
+        "2 x (1 GPU + VAE), CUDA graphs",
+        "two sessions on two engines: twice one engine",
+    ),
     ("causal Wan 1.3B", "pp2_2_sessions"): (
         "PP 2",
         "two sessions fill two stages; the last one has half of each pass and all decodes, the first waits for it",
@@ -98,6 +114,15 @@ _WHY = {
         "temporal 2, two steps",
         "no clean pass, two chunks in flight; the last stage has a step and the decode, which is three quarters of its "
         "time",
+    ),
+    ("causal Wan 14B", "streaming_wan_14b"): ("1 GPU", "the device is busy all the time"),
+    ("causal Wan 14B", "ulysses4_vae_parallel"): (
+        "Ulysses 4, parallel decode",
+        "a pass takes 115 ms where the devices need 85: the host launches no faster",
+    ),
+    ("causal Wan 14B", "ulysses4_vae_parallel, CUDA graphs"): (
+        "Ulysses 4, parallel decode, CUDA graphs",
+        "passes take what the devices take",
     ),
 }
 
@@ -130,7 +155,7 @@ def measured_rows() -> list[MeasuredRow]:
             MeasuredRow(
                 key[0],
                 split,
-                len(row["device_memory"]),
+                row.get("num_gpus", len(row["device_memory"])),
                 row["sessions"] if "sessions" in row else row["streams"],
                 row["fps_all_sessions"] if "fps_all_sessions" in row else row["fps_all_streams"],
                 row["chunk_interval_ms"],
@@ -165,9 +190,16 @@ def _lingbot() -> Curves:
     def simulated(**fields: Any) -> float:
         return frames / chunk_period_ms(Pipeline(one, decode, **fields))
 
+    graphs, together = replace(model, cuda_graphs=True), "parallel decode"
     return {
         "Ulysses, 1 session: measured": _measured(name, "1 GPU", "Ulysses 2", "Ulysses 4"),
         "Ulysses, 1 session: plan": {n: predict(model, H200, Split(n)).fps for n in GPUS},
+        "Ulysses, parallel decode, CUDA graphs: measured": _measured(
+            name, "1 GPU", f"Ulysses 4, {together}, CUDA graphs"
+        ),
+        "Ulysses, parallel decode, CUDA graphs: plan": {
+            n: predict(graphs, H200, Split(n, vae_parallel=n > 1)).fps for n in GPUS
+        },
         "PP, n sessions: measured": _measured(name, "1 GPU", "PP 2"),
         "PP, n sessions: plan": {n: predict(model, H200, Split(1, n), n).fps for n in GPUS},
         "PP strict, 1 session: simulated": {n: simulated(stages=n) for n in GPUS},
@@ -195,6 +227,12 @@ def _causal_wan() -> Curves:
         "VAE stage (4: x Ulysses 2): plan": {n: predict(model, H200, with_vae(n)).fps for n in GPUS},
         "Ulysses: measured": _measured(name, "1 GPU", "Ulysses 2"),
         "Ulysses: plan": {n: predict(model, H200, Split(n)).fps for n in GPUS},
+        "Ulysses, parallel decode, CUDA graphs: measured": _measured(
+            name, "1 GPU", "Ulysses 4, parallel decode, CUDA graphs"
+        ),
+        "Ulysses, parallel decode, CUDA graphs: plan": {
+            n: predict(graphs, H200, Split(n, vae_parallel=n > 1)).fps for n in GPUS
+        },
         "PP, n sessions: measured": _measured(name, "1 GPU", "PP 2"),
         "PP, n sessions: plan": {n: predict(model, H200, Split(1, n), n).fps for n in GPUS},
         "temporal, as many steps as GPUs: measured": _measured(name, "temporal 2, two steps"),

@@ -41,6 +41,7 @@ from common import (
     add_serving_arguments,
     chunk_rate,
     command_line,
+    hardware,
     restart_with,
     run_chunks,
     running_engine,
@@ -225,6 +226,7 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
     return {
         **dataclasses.asdict(row),
         "command": command_line(),
+        "hardware": hardware(),
         "num_gpus": row.num_gpus,
         "fps_all_sessions": round(sum(rate["fps"] for rate in rates), 2),
         **rates[0],

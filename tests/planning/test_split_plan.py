@@ -23,13 +23,9 @@ from vllm_omni.planning.cost import (
     splits,
 )
 from vllm_omni.planning.models import NAMES, model_of
-from vllm_omni.planning.report import candidates
+from vllm_omni.planning.report import candidates, host_factor
 
 MAX_ERROR = 0.20
-FIRST_FRAMES_ON_A_BUSY_DEVICE = {
-    f"pipeline_parallel_lingbot_world: {row}: first frame" for row in ("ulysses", "ulysses_vae_parallel", "vae_stage")
-}
-"""The stream before was still at its clean pass (docs/user_guide/plan.md); the benchmark waits for it since."""
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +45,20 @@ def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_every_measured_run_is_predicted_within_20_percent(script: ModuleType) -> None:
-    """Chunk interval, time to first frame and peak memory: LingBot on 1 to 4 GPUs, 1.3B on 1 and 2 in every way."""
+    """Chunk interval, time to first frame and peak memory of every row."""
     rows = script.rows()
     wan = "pipeline_parallel_causal_wan_1_3b"
     assert {row.run for row in rows} >= {
         *("lingbot_world", "lingbot_world_ulysses2", "lingbot_world_ulysses4", "lingbot_world_pp2"),
         *("streaming_wan_1_3b", "streaming_wan_1_3b_cuda_graphs", f"{wan}_cuda_graphs: vae_stage"),
         *(f"{wan}: {name}" for name in ("vae_stage", "ulysses", "matched2_temporal2", "pp2_2_sessions")),
+        *(f"{wan}_cuda_graphs: {name}" for name in ("ulysses4_vae_parallel", "vae_stage_2_replicas")),
+        *(
+            f"pipeline_parallel_{name}_cuda_graphs: ulysses4_vae_parallel"
+            for name in ("causal_wan_14b", "lingbot_world")
+        ),
     }
-    misses = {f"{row.run}: {row.quantity}" for row in rows if abs(row.error) > MAX_ERROR}
-    assert misses == FIRST_FRAMES_ON_A_BUSY_DEVICE
+    assert not [f"{row.run}: {row.quantity} {row.error:+.0%}" for row in rows if abs(row.error) > MAX_ERROR]
 
 
 def test_the_docs_page_is_what_the_script_makes(script: ModuleType) -> None:
@@ -140,18 +140,55 @@ def test_a_shared_decode_takes_its_part_of_the_time_and_the_memory() -> None:
 
 
 def test_a_small_model_over_several_gpus_waits_for_the_host() -> None:
-    """Ulysses 2 launches more than one GPU does, and takes longer for it; graphs help where no ranks share layers."""
+    """Ulysses 2 launches more than one GPU does, and takes longer for it; graphs help one stage of layers."""
     model, large = model_of("causal_wan_1_3b", window=9), model_of("causal_wan_14b", window=9)
     one, two = predict(model, H200, Split()), predict(model, H200, Split(2))
     assert two.host_bound and not one.host_bound and two.chunk_ms > one.chunk_ms
     with_graphs, stages = replace(model, cuda_graphs=True), Split(1, 2, vae_stage=True)
-    assert predict(with_graphs, H200, Split(2)) == two  # refused there
+    assert predict(with_graphs, H200, Split(2)).chunk_ms < one.chunk_ms
+    assert predict(with_graphs, H200, Split(1, 2)) == predict(model, H200, Split(1, 2))  # refused there
     plain, graphs = predict(model, H200, stages), predict(with_graphs, H200, stages)
-    assert plain.host_bound and not graphs.host_bound and graphs.chunk_ms < 0.9 * plain.chunk_ms
+    assert plain.host_bound and not graphs.host_bound and graphs.chunk_ms < 0.95 * plain.chunk_ms
     assert graphs.first_frame_ms == plain.first_frame_ms  # a window that is not full is launched kernel by kernel
     assert not predict(large, H200, Split(2)).host_bound
     in_flight = replace(with_graphs, clean=0, in_flight=2)
     assert predict(in_flight, H200, stages) == predict(replace(in_flight, cuda_graphs=False), H200, stages)
+
+
+def test_a_slow_host_delays_what_is_not_launched_as_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+    slow, split = H200.beside_host(2.0), Split(4, vae_parallel=True)
+    model = model_of("lingbot_world", cuda_graphs=True)
+    assert predict(model, slow, split).chunk_ms == predict(model, H200, split).chunk_ms
+    assert predict(model, slow, split).first_frame_ms > 1.3 * predict(model, H200, split).first_frame_ms
+    plain = replace(model, cuda_graphs=False)
+    assert predict(plain, slow, split).chunk_ms > 1.3 * predict(plain, H200, split).chunk_ms
+    usual, asked = (plan(capsys, "lingbot_world", "--n", "4", *more) for more in ((), ("--host-launch-ms", "1.4")))
+    assert asked == usual != plan(capsys, "lingbot_world", "--n", "4", "--host-launch-ms", "2.8")
+
+
+def test_a_hosts_speed_is_read_off_passes_that_no_graph_serves() -> None:
+    """Of a first chunk. Passes that took what the device takes say only that the host is no slower."""
+    model, split = model_of("causal_wan_1_3b", window=9), Split(4, vae_parallel=True)
+    launches = 1e3 * model.layers * (H200.launch_s + 2 * H200.collective_launch_s)
+
+    def factor(*steps: float) -> float:
+        return host_factor(model, H200, split, {"first_chunk_timings_ms": {"steps": [500.0, *steps]}})
+
+    assert factor(2 * launches, 3 * launches, 2.5 * launches, 99 * launches) == pytest.approx(2.0)
+    assert factor(0.1 * launches, launches) < 1 and host_factor(model, H200, split, {}) == 1
+    assert host_factor(model, H200, Split(1, 2), {"first_chunk_timings_ms": {"steps": [500.0] * 4}}) == 1
+
+
+def test_replicas_have_their_part_of_the_sessions() -> None:
+    model = model_of("causal_wan_1_3b", window=9, cuda_graphs=True)
+    one, split = predict(model, H200, Split(1, 2, vae_stage=True)), Split(1, 2, vae_stage=True, replicas=2)
+    two = predict(model, H200, split, sessions=2)
+    assert two.fps == 2 * one.fps and two.chunk_ms == one.chunk_ms and two.max_sessions == 2 * one.max_sessions
+    assert two.memory_bytes == one.memory_bytes and split.gpus == 4 and str(split) == "2 x (1 GPU + VAE)"
+    assert {each.replicas for each in splits(model, 4, 2)} == {1, 2} and {
+        each.replicas for each in splits(model, 4)
+    } == {1}
+    assert candidates(model, H200, 4, 2)[0].split == split
 
 
 def test_the_first_frame_does_not_wait_for_the_clean_pass() -> None:
@@ -214,7 +251,8 @@ def test_a_checkpoint_directory_can_be_planned(capsys: pytest.CaptureFixture[str
         (["lingbot_world", "--height", "100"], "multiples of 16"),
         (["no_such_model"], "neither a checkpoint directory nor one of"),
         (["lingbot_world", "--sessions", "60"], "fit no split"),
-        (["lingbot_world", "--cuda-graphs"], "neither CUDA graphs nor"),
+        (["lingbot_world", "--matched-steps", "4"], "no noise-matched cache"),
+        (["lingbot_world", "--host-launch-ms", "0"], "from 0.05 to 100"),
         (["causal_wan_1_3b", "--matched-steps", "0"], "from 1 to 64"),
         (["causal_wan_1_3b", "--chunks-in-flight", "2"], "needs --matched-steps"),
     ],

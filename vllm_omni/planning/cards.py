@@ -5,7 +5,7 @@ Knows no model. Held by tests/planning/test_split_plan.py.
 """
 
 import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Card:
     and waiting for each other. pack_s: rearranging for Ulysses in a layer, over the tokens per rank (of 4680 x 5120
     activations on one rank).
     launch_s: the host launches one layer's kernels of one pass. collective_launch_s: and one collective between its
-    ranks, with the rearranging around it. stage_step_s: one engine step's way through one process of several (message
-    in, schedule, message out). These three are the host's: a pass takes the longer of what the device and what the host
-    needs.
+    ranks, with the rearranging around it. graph_launch_s: the host launches such a collective and a CUDA graph of what
+    is around it. stage_step_s: one engine step's way through one process of several (message in, schedule, message
+    out). These four are the host's: a pass takes the longer of what the device and what the host needs.
     text_encoder_cpu_s: umt5-xxl on the host, a prompt not seen before. request_s: scheduler, transport and first noise
     of a chunk. first_frame_s: the same for a session's first chunk, besides its stages. first_decode_s: of a stream's
     first decode, besides its arithmetic. memory_bytes. workspace_bytes: the largest transient, decoding a chunk at
@@ -41,6 +41,7 @@ class Card:
     pack_s: float
     launch_s: float
     collective_launch_s: float
+    graph_launch_s: float
     stage_step_s: float
     text_encoder_cpu_s: float
     request_s: float
@@ -48,6 +49,10 @@ class Card:
     first_decode_s: float
     memory_bytes: float
     workspace_bytes: float
+
+    def beside_host(self, factor: float) -> "Card":
+        """The same card beside a host that takes `factor` times as long to launch kernels."""
+        return replace(self, launch_s=factor * self.launch_s, collective_launch_s=factor * self.collective_launch_s)
 
     def gemm(self, width: int) -> float:
         """TFLOP/s of matrix products of layers `width` wide; constant outside the measured widths."""
@@ -70,9 +75,10 @@ SOURCES = {
     "link_latency_s": "measured: ring send of 0.6 MB in 0.07 ms, less its transfer",
     "sync_s": "fitted to the steps of LingBot's two Ulysses rows",
     "pack_s": "fitted to the steps of LingBot's two Ulysses rows",
-    "launch_s": "of the host; measured: 44 to 56 ms for 30 layers where the device needs 9; elsewhere at most 34",
-    "collective_launch_s": "of the host; fitted to 1.3B Ulysses 2 (76 ms a step, 48 on one GPU)",
-    "stage_step_s": "of the host; fitted to the 1.3B rows of two processes",
+    "launch_s": "of the host; measured: 34 to 81 ms for 30 layers; in comparisons, by each run's first chunk",
+    "collective_launch_s": "of the host; fitted to the rows of ranks that share layers",
+    "graph_launch_s": "of the host; assumed: the 1.3B row with graphs over 4 GPUs does not wait for it",
+    "stage_step_s": "of the host; fitted to the rows of several processes, 3 to 9 ms",
     "text_encoder_cpu_s": "of the host; measured: first chunks of the LingBot rows, 835 to 1480 ms",
     "request_s": "measured: chunk interval less steps and decode, 9 to 17 ms",
     "first_frame_s": "measured: time to first frame less the first chunk's stages, 25 ms, and 5 after idling",
@@ -94,9 +100,10 @@ H200 = Card(
     link_latency_s=70e-6,
     sync_s=0.07e-3,
     pack_s=0.9e-3,
-    launch_s=1.3e-3,
-    collective_launch_s=0.4e-3,
-    stage_step_s=10e-3,
+    launch_s=1.4e-3,
+    collective_launch_s=0.6e-3,
+    graph_launch_s=0.05e-3,
+    stage_step_s=5e-3,
     text_encoder_cpu_s=1.1,
     request_s=0.010,
     first_frame_s=0.030,

@@ -14,7 +14,7 @@ collectives layer by layer and takes part in each engine step. Small models over
 CUDA graphs take the launching away where a window is full. Held by tests/planning/.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_omni.planning.cards import Card
 
@@ -30,6 +30,8 @@ _DECODER_CACHE, _ENCODER_CACHE = 1801 * 2**20, 1070 * 2**20
 _VAE_WEIGHTS, _TEXT_WEIGHTS = 0.25e9, 11.4e9
 """bf16."""
 _BF16 = 2
+_PACED_MS, _PACED_STAGE_MS = 50.0, 150.0
+"""As in `worker/overlap.py`, which this must not import: it brings CUDA along."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ class StreamModel:
         return self.denoise + self.clean
 
     def launches_graphs(self, split: "Split") -> bool:
-        """Whether full windows are launched as graphs: not with chunks in flight, nor where ranks share layers."""
-        return self.cuda_graphs and self.in_flight == 1 and split.ranks == 1
+        """Whether full windows are launched as graphs: not with chunks in flight, nor with layers on several stages."""
+        return self.cuda_graphs and self.in_flight == 1 and split.layer_stages == 1
 
     @property
     def tokens_per_frame(self) -> int:
@@ -92,7 +94,8 @@ class Split:
 
     vae_stage: the last stage holds no layer and decodes (`omni.vae_stage`). temporal: each stage holds all layers and
     one denoise step (`omni.pipeline` "temporal"). vae_parallel: the `ranks` of a stage also decode together
-    (`omni.vae_parallel`), else the first of them alone.
+    (`omni.vae_parallel`), else the first of them alone. replicas: engines like this, with a part of the sessions each
+    (data parallel).
     """
 
     ranks: int = 1
@@ -101,6 +104,7 @@ class Split:
     vae_stage: bool = False
     temporal: bool = False
     vae_parallel: bool = False
+    replicas: int = 1
 
     @property
     def decode_ranks(self) -> int:
@@ -117,9 +121,11 @@ class Split:
 
     @property
     def gpus(self) -> int:
-        return self.ranks * self.stages
+        return self.ranks * self.stages * self.replicas
 
     def __str__(self) -> str:
+        if self.replicas > 1:
+            return f"{self.replicas} x ({replace(self, replicas=1)})"
         parts = [f"{'TP' if self.tensor else 'Ulysses'} {self.ranks}"] if self.ranks > 1 else []
         kind = "temporal" if self.temporal else "PP"
         parts += [f"{kind} {self.layer_stages}"] if self.layer_stages > 1 else []
@@ -208,8 +214,10 @@ def _collectives(split: Split) -> int:
 
 
 def host_ms(model: StreamModel, card: Card, split: Split, *, graphs: bool = False) -> float:
-    """What the host of one stage with layers does for one pass; graphs: its kernels are launched as one."""
-    launch_s = 0.0 if graphs else card.launch_s + _collectives(split) * card.collective_launch_s
+    """What the host of one stage with layers does for one pass; graphs: it launches them, with collectives between."""
+    launch_s = card.launch_s + _collectives(split) * card.collective_launch_s
+    if graphs:
+        launch_s = _collectives(split) * card.graph_launch_s
     return 1e3 * (model.layers / split.layer_parts * launch_s + (card.stage_step_s if split.gpus > 1 else 0.0))
 
 
@@ -222,6 +230,35 @@ def pass_latency_ms(model: StreamModel, card: Card, split: Split, window: int) -
         model, card, split, graphs=model.launches_graphs(split) and window == model.window
     )
     return device, host + (1e3 * card.stage_step_s if split.vae_stage else 0.0)
+
+
+def step_ms(card: Card, split: Split, passes: tuple[float, float]) -> float:
+    """One pass of one chunk from engine step to engine step, `passes` being `pass_latency_ms`.
+
+    Where passes are long the next is launched when the device has ended the last (`worker/overlap.py`), so the step's
+    way through the processes comes on top.
+    """
+    device, host = passes
+    paced = split.gpus > 1 and split.layer_parts == 1 and device >= (_PACED_STAGE_MS if split.stages > 1 else _PACED_MS)
+    return max(device + (1e3 * card.stage_step_s if paced else 0.0), host)
+
+
+def until_result_ms(model: StreamModel, card: Card, split: Split) -> float:
+    """From a first chunk's last pass before its decode to its frames, when its session's next chunk is asked for.
+
+    On one GPU that is the decode. On several it runs beside the next steps, and a result leaves with one of them: with
+    stages the first that ends after the decode, half a step later on average; else the first that is launched when the
+    chunk is committed.
+    """
+    decode = decode_ms(model, card, split, first=True) + 1e3 * card.first_decode_s
+    if split.gpus == 1:
+        return decode
+    passes = pass_latency_ms(model, card, split, model.first_chunk)
+    step = step_ms(card, split, passes)
+    if split.stages > 1:
+        return decode + step / 2
+    early = model.clean and not model.waits_for_clean
+    return max(decode, host_ms(model, card, split) + (step if early else 0.0))
 
 
 def hop_ms(model: StreamModel, card: Card, split: Split) -> float:
@@ -277,13 +314,23 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     ends a chunk every max(busiest stage, one session's own latency / sessions). Chunks in flight fill them as sessions
     do. A stage is as busy as its device or its host, whichever has more to do for a chunk.
     """
+    if split.replicas > 1:
+        one = predict(model, card, replace(split, replicas=1), -(-sessions // split.replicas))
+        return replace(
+            one,
+            split=split,
+            sessions=sessions,
+            per_chunk_ms=one.per_chunk_ms / split.replicas,
+            max_sessions=one.max_sessions * split.replicas,
+            fps=one.fps * split.replicas,
+        )
     steps, decode = chunk_steps_ms(model, card, split, model.window), decode_ms(model, card, split)
     request = 1e3 * card.request_s
     decode_beside = 0.0 if split.vae_stage else decode
     camera = camera_ms(model, card) / split.ranks
     one_pass = pass_latency_ms(model, card, split, model.window)
     # A decode runs beside the next chunk's passes and delays them as much as they need its device: on one GPU, wholly.
-    all_passes = model.passes * max(one_pass) + camera
+    all_passes = model.passes * step_ms(card, split, one_pass) + camera
     latency = all_passes + request + decode_beside * min(1.0, steps / split.layer_stages / all_passes)
     passes_of_a_stage = model.passes / split.layer_stages if split.temporal else model.passes
     host = passes_of_a_stage * host_ms(model, card, split, graphs=model.launches_graphs(split)) + request
@@ -294,9 +341,9 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
         setup += 1e3 * _ENCODE_TFLOP * (1 + model.first_chunk) * model.area / card.vae_tflops
     # Sessions that begin together are set up one after the other, before the first of their steps.
     before_decode = model.passes if model.waits_for_clean and not split.vae_stage else model.denoise
-    first_pass = max(pass_latency_ms(model, card, split, model.first_chunk))
+    first_pass = step_ms(card, split, pass_latency_ms(model, card, split, model.first_chunk))
     first = sessions * (setup + request) + before_decode * first_pass + camera
-    first += decode_ms(model, card, split, first=True) + 1e3 * (card.first_frame_s + card.first_decode_s)
+    first += until_result_ms(model, card, split) + 1e3 * card.first_frame_s
     each = session_bytes(model, split)
     workspace = card.workspace_bytes * model.area / split.decode_ranks
     fixed = weight_bytes(model, split) + (0.0 if split.vae_stage else workspace)
@@ -323,8 +370,11 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     )
 
 
-def splits(model: StreamModel, gpus: int) -> list[Split]:
-    """Every split over at most `gpus` GPUs that heads, layers and cache allow; ranks of one stage decode together."""
+def splits(model: StreamModel, gpus: int, sessions: int = 1) -> list[Split]:
+    """Every split over at most `gpus` GPUs that heads, layers and cache allow; ranks of one stage decode together.
+
+    Replicas have as many of the sessions each.
+    """
     found = [Split()]
     for ranks in range(1, gpus + 1):
         if model.heads % ranks or (ranks > 1 and model.in_flight > 1):  # chunks in flight: not with shared layers
@@ -342,4 +392,6 @@ def splits(model: StreamModel, gpus: int) -> list[Split]:
             ]
             if not model.clean and stages == model.denoise and stages > 1:
                 found += [Split(ranks, stages, tensor, temporal=True, vae_parallel=together) for tensor in tensors]
-    return found
+    replicas = [count for count in range(2, sessions + 1) if sessions % count == 0]
+    copies = [replace(split, replicas=count) for split in found for count in replicas]
+    return found + [split for split in copies if split.gpus <= gpus]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_omni.planning.cards import Card
-from vllm_omni.planning.cost import Prediction, Split, StreamModel, predict, splits
+from vllm_omni.planning.cost import Prediction, Split, StreamModel, host_ms, pass_latency_ms, predict, splits
 from vllm_omni.planning.models import model_of
 
 _NAMES = {"1.3B": "causal_wan_1_3b", "14B": "causal_wan_14b"}
@@ -32,7 +32,7 @@ class Compared:
 
 def candidates(model: StreamModel, card: Card, gpus: int, sessions: int) -> list[Prediction]:
     """Every split that fits, the fastest first; equals by fewer GPUs and earlier first frame."""
-    found = [predict(model, card, split, sessions) for split in splits(model, gpus)]
+    found = [predict(model, card, split, sessions) for split in splits(model, gpus, sessions)]
     return sorted(
         (each for each in found if each.fits), key=lambda p: (round(p.per_chunk_ms), p.split.gpus, p.first_frame_ms)
     )
@@ -57,8 +57,8 @@ def plan_text(model: StreamModel, card: Card, gpus: int, sessions: int) -> str:
             f"{_HOST if each.host_bound else ''}"
         )
     if any(each.host_bound for each in found):
-        helps = not (model.cuda_graphs or model.camera) and any(e.host_bound and e.split.ranks == 1 for e in found)
-        graphs = "; --cuda-graphs takes most of that away where no ranks share layers" if helps else ""
+        helps = not model.cuda_graphs and any(e.host_bound and e.split.layer_stages == 1 for e in found)
+        graphs = "; --cuda-graphs takes most of that away where one stage has all layers" if helps else ""
         lines.append(f"{_HOST.strip()}: passes wait for the host that launches their kernels{graphs}")
     lines.append(f"best: {found[0].split} {' '.join(_flags(model, found[0].split))}".rstrip())
     return "\n".join(lines)
@@ -81,6 +81,8 @@ def _flags(model: StreamModel, split: Split) -> list[str]:
             options["model.sequence_parallel"] = "true"
     if split.stages > 1:
         flags.append(f"--pipeline-parallel-size {split.stages}")
+    if split.replicas > 1:
+        flags.append(f"--data-parallel-size {split.replicas}")
     if split.vae_stage:
         options["vae_stage"] = "true"
     if split.vae_parallel:
@@ -135,16 +137,34 @@ def _compare_one(run: str, result: Mapping[str, Any], parallel: Mapping[str, int
         vae_stage=result.get("vae_stage", False),
         temporal=result.get("temporal", False),
         vae_parallel=result.get("vae_parallel", False),  # runs of before there was such a thing do not say
+        replicas=result.get("replicas", 1),
     )
     sessions = result["sessions"] if "sessions" in result else result["streams"]
-    sessions = -(-sessions // result.get("replicas", 1))
-    wanted = predict(model, card, split, sessions)
+    wanted = predict(model, card.beside_host(host_factor(model, card, split, result)), split, sessions)
     peak = max(memory["torch_peak"] for memory in result["device_memory"])
     return [
         Compared(run, "chunk interval", result["chunk_interval_ms"], wanted.chunk_ms, "ms"),
         Compared(run, "first frame", result["time_to_first_frame_ms"], wanted.first_frame_ms, "ms"),
         Compared(run, "peak memory of a GPU", peak / 1e9, wanted.memory_bytes / 1e9, "GB"),
     ]
+
+
+def host_factor(model: StreamModel, card: Card, split: Split, result: Mapping[str, Any]) -> float:
+    """How much slower than the card's the host of a run launches kernels, by its first chunk's passes.
+
+    No graph serves those, so they wait for the host more than later ones. Where they do not, they tell only that it is
+    not slower than they are. 1 if the run does not say, or if stages share the layers.
+    """
+    passes = result.get("first_chunk_timings_ms", {}).get("steps", [])[1 : model.denoise]
+    if not passes or split.layer_parts > 1:
+        return 1.0
+    measured = min(passes)
+    device, _ = pass_latency_ms(model, card, split, model.first_chunk)
+    launches = host_ms(model, card, Split(split.ranks, tensor=split.tensor)) - (
+        1e3 * card.stage_step_s if split.ranks > 1 else 0.0
+    )
+    factor = measured / launches
+    return factor if measured > 1.05 * device else min(1.0, factor)
 
 
 def cache_facts(options: Mapping[str, Any], chunks_in_flight: int) -> dict[str, Any]:

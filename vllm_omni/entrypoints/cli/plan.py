@@ -16,7 +16,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--height", type=int, help="pixels (default: 480)")
     parser.add_argument("--width", type=int, help="pixels (default: 832)")
     parser.add_argument("--window", type=int, help="latent frames a chunk sees (default: the model's)")
-    parser.add_argument("--cuda-graphs", action="store_true", help="as served with omni.model.cuda_graphs (causal Wan)")
+    parser.add_argument("--cuda-graphs", action="store_true", help="as served with omni.model.cuda_graphs")
+    parser.add_argument(
+        "--host-launch-ms",
+        type=float,
+        help="the host's time to launch a layer (default: 1.4; 1.1 to 2.7 seen)",
+    )
     parser.add_argument("--matched-steps", type=int, help="noise-matched cache with so many steps (causal Wan)")
     parser.add_argument("--chunks-in-flight", type=int, help="of one noise-matched stream (default: as many as steps)")
     parser.set_defaults(run=run)
@@ -37,8 +42,13 @@ def run(args: argparse.Namespace) -> int:
     if any(value < 1 for value in changes.values()) or any(changes.get(side, 16) % 16 for side in ("height", "width")):
         raise CommandError("--height and --width must be positive multiples of 16, --window at least 1")
     changes |= _cache(args)
+    card = CARDS[args.gpu]
+    if args.host_launch_ms is not None:
+        if not 0.05 <= args.host_launch_ms <= 100:
+            raise CommandError(f"--host-launch-ms must be from 0.05 to 100, got {args.host_launch_ms:g}")
+        card = card.beside_host(args.host_launch_ms / (1e3 * card.launch_s))
     try:
-        print(plan_text(model_of(args.model, **changes), CARDS[args.gpu], args.n, args.sessions))
+        print(plan_text(model_of(args.model, **changes), card, args.n, args.sessions))
     except ValueError as error:
         raise CommandError(str(error)) from error
     return 0
