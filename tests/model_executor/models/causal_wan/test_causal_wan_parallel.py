@@ -54,13 +54,6 @@ def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path / "model", ParallelContext(0, 3))
 
 
-def test_graphs_of_several_stages_are_refused(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model", 0, "original")
-    load_model(tmp_path / "model", ParallelContext(1, 2, sequence_parallel=True, vae_stage=True), cuda_graphs=True)
-    with pytest.raises(ValueError, match="cuda_graphs does not go with layers over 2 pipeline stages"):
-        load_model(tmp_path / "model", ParallelContext(num_stages=2), cuda_graphs=True)
-
-
 def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, sequence_parallel: bool) -> None:
     """A stream by graphs on every rank, and one by graphs on rank 0 only, against one without graphs."""
     torch.cuda.set_device(rank)

@@ -50,7 +50,14 @@ def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages
         reason = f"ranks that share layers (--tensor-parallel-size {ranks}) are not served so: use stages alone"
     if reason is not None:
         raise ValueError(f"omni.{omni.ahead}: causal Wan cannot do that: {reason}")
-    check_split(transformer, omni, ranks, stages, sequence_parallel=options.sequence_parallel)
+    check_split(
+        transformer,
+        omni,
+        ranks,
+        stages,
+        sequence_parallel=options.sequence_parallel,
+        cuda_graphs=options.cuda_graphs,
+    )
 
 
 def _world_facts(config: dict[str, Any], omni: OmniConfig) -> dict[str, Any]:

@@ -41,7 +41,6 @@ from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTran
 from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
 from vllm_omni.model_executor.models.causal_wan.weights import load_pipeline_weights
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
-from vllm_omni.model_executor.models.wan.chunk_transformer import check_graphs
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
@@ -72,8 +71,6 @@ class CausalWan(nn.Module):
         self.options = options = setup.options
         self.omni = setup.omni
         self.parallel = parallel = setup.parallel
-        if options.cuda_graphs:
-            check_graphs(parallel)
         self.plan = ChunkPlan.resolve(setup.config, options)
         self.schedule = options.text_schedule()
         self.text_encoder: TextEncoder | None = None

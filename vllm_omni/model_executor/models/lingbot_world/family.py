@@ -45,7 +45,14 @@ def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages
     transformer, _ = _plan(config, omni)
     options = LingBotOptions.parse(omni.model, config["lingbot_world"]["version"])
     omni.refuse_chunks_in_flight("LingBot World")
-    check_split(transformer, omni, ranks, stages, sequence_parallel=options.sequence_parallel)
+    check_split(
+        transformer,
+        omni,
+        ranks,
+        stages,
+        sequence_parallel=options.sequence_parallel,
+        cuda_graphs=options.cuda_graphs,
+    )
 
 
 def _world_facts(config: dict[str, Any], omni: OmniConfig) -> dict[str, Any]:

@@ -39,7 +39,6 @@ from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, 
 from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
-from vllm_omni.model_executor.models.wan.chunk_transformer import check_graphs
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
@@ -69,8 +68,6 @@ class LingBotWorld(nn.Module):
         self.options = setup.options
         self.omni = setup.omni
         self.parallel = setup.parallel
-        if setup.options.cuda_graphs:
-            check_graphs(setup.parallel)
         self.plan = ChunkPlan.resolve(setup.config, setup.options)
         self.schedule = setup.options.denoise_schedule()
         self.text_encoder: TextEncoder | None = None

@@ -27,16 +27,6 @@ _KEPT_TIMESTEPS = 128
 """Timesteps whose embedding is kept: 43 KiB each at 1.3B; the motion controller alone has 101 values."""
 
 
-def check_graphs(parallel: ParallelContext) -> None:
-    """Raise ValueError where replayed forwards are known to stop the devices."""
-    if parallel.num_stages > 1:
-        raise ValueError(
-            f"omni.model.cuda_graphs does not go with layers over {parallel.num_stages} pipeline stages: beside the "
-            "stages' messages, replayed forwards were seen to stop the devices; leave it off, or use "
-            "--tensor-parallel-size with omni.model.sequence_parallel, or one stage of layers and omni.vae_stage"
-        )
-
-
 class ChunkTransformer(WanTransformer[Config]):
     """This rank's part of a network. Its rows are dataclasses with `latents` [16, F, h, w], `timestep` in [0, 1000],
     `frames`, `rope`, `cross_kv` and `window`.
