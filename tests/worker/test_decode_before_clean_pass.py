@@ -185,13 +185,13 @@ def test_a_shared_decode_begins_only_if_every_rank_is_fine(
 ) -> None:
     """Another rank that has refused the chunk will not be there: no decode, the chunk fails, the session stays."""
     runner = make_runner(null_world)
-    runner.shares_decode = True
+    runner.chunk_end.shares_decode = True
     calls = count(runner, monkeypatch)
-    monkeypatch.setattr(runner._agreement, "all_fine", lambda fine: False)
+    monkeypatch.setattr(runner.agreement, "all_fine", lambda fine: False)
     failed = run_to_end(runner, chunk("r", 0, clean_pass=clean_pass))["r"]
     assert isinstance(failed, RequestFailed) and "another tensor-parallel rank" in failed.message
     assert "post_decode" not in calls and "commit" not in calls
-    monkeypatch.setattr(runner._agreement, "all_fine", lambda fine: fine)
+    monkeypatch.setattr(runner.agreement, "all_fine", lambda fine: fine)
     run_to_end(runner, chunk("again", 0, clean_pass=clean_pass))
     assert runner.sessions.get("s").chunk_index == 1
 
@@ -199,6 +199,6 @@ def test_a_shared_decode_begins_only_if_every_rank_is_fine(
 def test_an_error_inside_a_shared_decode_is_not_kept(make_runner: Any, null_world: Path) -> None:
     """The other ranks wait inside its collectives, so it leaves the runner, as one inside a shared forward does."""
     runner = make_runner(null_world)
-    runner.shares_decode = True
+    runner.chunk_end.shares_decode = True
     with pytest.raises(RuntimeError, match="injected failure"):
         run_to_end(runner, chunk("r", 0, fail_in="decode"))

@@ -32,7 +32,7 @@ class Pair:
         request = new_request(name, session_id="s", chunk_index=index, **prompt, **fields)
         states = tuple(runner.requests.add(request) for runner in (self.layers, self.vae))
         for runner, state in zip((self.layers, self.vae), states, strict=True):
-            runner._admit(state, {})
+            runner.admission.admit(state, {})
         return states
 
     def step(self, ours: Any, theirs: Any) -> list[Any]:
@@ -40,7 +40,7 @@ class Pair:
             self.layers._forward([ours], None)
             if ours.done:
                 ours.finite.require("latents")
-                self.layers._commit(ours.chunk)
+                self.layers.chunk_end.commit(ours.chunk)
             message = hand_over(self.layers.model, [ours], 1)
             done = self.stage.advance([theirs], message)
             for state in done:
@@ -49,7 +49,7 @@ class Pair:
 
     def close(self, *states: Any) -> None:
         for runner, state in zip((self.layers, self.vae), states, strict=True):
-            runner._close(runner.requests.remove(state.request_id))
+            runner.admission.release(runner.requests.remove(state.request_id))
 
     def chunk(self, index: int, **fields: Any) -> tuple[Any, Any]:
         ours, theirs = self.admit(f"r{index}", index, **fields)
@@ -105,9 +105,9 @@ def test_ranks_that_disagree_on_the_chunk_refuse(pair: Pair) -> None:
     pair.close(*pair.chunk(0))
     pair.vae.sessions.get("s").chunk_index = 0
     ours = pair.layers.requests.add(new_request("r", session_id="s"))
-    pair.layers._admit(ours, {})
+    pair.layers.admission.admit(ours, {})
     theirs = pair.vae.requests.add(new_request("r", session_id="s"))
-    pair.vae._admit(theirs, {})
+    pair.vae.admission.admit(theirs, {})
     pair.step(ours, theirs)
     assert theirs.failure.code == "session_lost"
 

@@ -2,8 +2,8 @@
 """`DiffusionGPUModelRunner`: runs denoise steps for the requests the scheduler picked; owns device memory.
 
 It has no vLLM base class (what a worker asks of any runner and this one has no use for is in `runner_surface.py`) and
-only sequences its parts: `RequestStates`, `SessionStore`, `group_requests`, `RankAgreement`, `ReturnChannel` and the
-model. It knows no model by name and no sockets.
+only sequences its parts: `RequestStates`, `Admission`, `SessionStore`, `group_requests`, `RankAgreement`,
+`ReturnChannel`, `ChunkEnd` and the model. It knows no model by name and no sockets.
 
 Invariants (tests/worker/test_diffusion_model_runner.py, test_decode_before_clean_pass.py there, tests/engine/):
 - a session is opened by its first chunk and freed by the store, nowhere else;
@@ -12,9 +12,7 @@ Invariants (tests/worker/test_diffusion_model_runner.py, test_decode_before_clea
 """
 
 import contextlib
-import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,15 +31,13 @@ from vllm_omni.model_executor.interfaces import (
     check_degradations,
     check_parallel_decode,
 )
-from vllm_omni.model_executor.stage_timer import StageTimer
-from vllm_omni.outputs import RequestFailed, pack, pack_error
 from vllm_omni.registration import steps_one_at_a_time
+from vllm_omni.worker.admission import Admission
 from vllm_omni.worker.agreement import RankAgreement
+from vllm_omni.worker.chunk_end import ChunkEnd, deliverable
 from vllm_omni.worker.in_flight import ChunksInFlight
-from vllm_omni.worker.memory import MemoryBudget
-from vllm_omni.worker.overlap import FiniteCheck, PendingResult, ResultStream, StepPacer
+from vllm_omni.worker.overlap import FiniteCheck, ResultStream, StepPacer
 from vllm_omni.worker.pipeline_parallel import ReturnChannel
-from vllm_omni.worker.rebalance import StageTimes, measured_partition, rebalance
 from vllm_omni.worker.requests import RequestState, RequestStates, as_failure
 from vllm_omni.worker.runner_surface import RunnerSurface
 from vllm_omni.worker.sessions import SessionStore
@@ -49,18 +45,14 @@ from vllm_omni.worker.stage_messages import together, unpack
 from vllm_omni.worker.step_batch import group_requests
 from vllm_omni.worker.temporal import TemporalStage
 from vllm_omni.worker.vae_stage import VAEStage, hand_over
+from vllm_omni.worker.warm_up import warm_up
 from vllm_omni.worker.whole_request import WholeRequestModel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
 
-logger = logging.getLogger("vllm." + __name__)
-
-_WARM_UP = "warm-up"
 _HIDDEN = "hidden"
-_MAX_STEP_BYTES = 20 << 20
-"""vLLM's worker-to-engine ring takes 24 MiB per message; beyond it a message takes a path about ten times slower."""
 
 
 class DiffusionGPUModelRunner(RunnerSurface):
@@ -75,9 +67,9 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.pp, self.tp = get_pp_group(), get_tp_group()
         # With the stock scheduler one engine step is a whole chunk.
         self.step_at_a_time = steps_one_at_a_time(vllm_config)
-        self._agreement = RankAgreement(self.tp, get_world_group())
+        self.agreement = RankAgreement(self.tp, get_world_group())
         self.requests = RequestStates()
-        self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=self._agreement.clock)
+        self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=self.agreement.clock)
         self.kv_caches: list[torch.Tensor] = []
         self.model_memory_usage = 0
         self._num_stages = self.pp.world_size - self.omni.vae_stage
@@ -87,18 +79,11 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self._channel: ReturnChannel | None = None
         several_gpus = device.type == "cuda" and get_world_group().world_size > 1
         overlap = several_gpus if self.omni.overlap_decode is None else self.omni.overlap_decode
-        self.overlap_decode = overlap and self.step_at_a_time
-        self._results = ResultStream(device, self.overlap_decode, beside_steps=not self.omni.vae_stage)
-        self.shares_decode = False
-        """Whether the ranks that share layers decode together, each its part."""
-        self._decodes = False
-        """Whether frames are made on this rank, beside its layers."""
+        self._overlap_decode = overlap and self.step_at_a_time
+        self._results = ResultStream(device, self._overlap_decode, beside_steps=not self.omni.vae_stage)
         self._pacer = StepPacer(device, stages=self.pp.world_size > 1)
         self._hands_over = self.omni.vae_stage and self._ends_steps
         """Whether the VAE stage follows. What it is told must not wait for the step: results leave with it."""
-        self._denoised: list[str] = []
-        """Requests of the current step that are done but for their result."""
-        self._committed: list[str] = []
         self._in_flight = ChunksInFlight(self.omni.chunks_in_flight)
         self._temporal: TemporalStage | None = None
         if self.omni.pipeline == "temporal":
@@ -116,9 +101,18 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.model: Any = model if in_steps else WholeRequestModel(model)
         check_degradations(model, self.omni.degradations)
         self._in_flight.steps_behind = check_chunks_in_flight(model, self.omni, self.pp.world_size)
-        self.shares_decode = check_parallel_decode(model, self.omni)
-        decodes = self.tp.is_first_rank or self.shares_decode
-        self._decodes = decodes and self._ends_steps and not self.omni.vae_stage
+        self.admission = Admission(self.model, self.sessions, self._in_flight, self.device)
+        shares_decode = check_parallel_decode(model, self.omni)
+        decodes = self.tp.is_first_rank or shares_decode
+        self.chunk_end = ChunkEnd(
+            self.model,
+            self.agreement,
+            self._in_flight,
+            self._results,
+            decodes=decodes and self._ends_steps and not self.omni.vae_stage,
+            shares_decode=shares_decode,
+            overlap=self._overlap_decode,
+        )
         if self.omni.vae_stage:
             self._vae_stage = self._make_vae_stage(model)
 
@@ -138,71 +132,24 @@ class DiffusionGPUModelRunner(RunnerSurface):
         if not self.pp.is_last_rank:
             return None
         results = self._results if self.tp.is_first_rank or self.shares_decode else None
-        return VAEStage(self.model, self.sessions, results, self._agreement if self.shares_decode else None)
+        return VAEStage(self.model, self.sessions, results, self.agreement if self.shares_decode else None)
 
     def get_model(self) -> Any:
         return self.model
 
-    def warm_up(self) -> float:
-        """Run the largest shape once in a throw-away session, fix the session budget; returns seconds."""
-        start = time.perf_counter()
+    @property
+    def shares_decode(self) -> bool:
+        """Whether the ranks that share layers decode together, each its part."""
+        return self.chunk_end.shares_decode
+
+    def connect_stages(self) -> None:
+        """Open the way back between the stages with layers. Collective, once, before the first chunk."""
         if self._num_stages > 1:
             self._channel = ReturnChannel(self.pp.ranks[: self._num_stages], self.device)
-        if self.omni.pipeline_partition == "measured":
-            _, times = self._warm_up_session()
-            rebalance(self, measured_partition(self, times))
-        budget = MemoryBudget(self.vllm_config, self.device)
-        with budget.measure():
-            session_bytes, _ = self._warm_up_session()
-            if self.omni.degradations:  # a chunk that goes without all, and the way back from it
-                self._warm_up_session(self.omni.degradations)
-        self.sessions.max_bytes = self._agreement.budget(
-            budget.session_bytes(session_bytes, self.omni.max_session_bytes), session_bytes
-        )
-        logger.info(
-            "sessions may hold %.2f GiB (%.2f GiB for one of the largest shape, at most %d sessions)",
-            self.sessions.max_bytes / 2**30,
-            session_bytes / 2**30,
-            self.omni.max_sessions,
-        )
-        return time.perf_counter() - start
 
-    def _warm_up_session(self, degradations: tuple[str, ...] = ()) -> tuple[int, StageTimes]:
-        """Returns a largest session's bytes and what its last chunk took on this rank.
-
-        degradations: what its first chunk goes without.
-        """
-        session_bytes, times = 0, {}
-        for number, (params, tensors) in enumerate(self.model.warmup_inputs()):
-            without = degradations if number == 0 else ()
-            state = RequestState(f"{_WARM_UP}-{number}", params, dict(tensors), degradations=without)
-            self._admit(state, {})
-            if state.chunk is None:
-                raise RuntimeError(f"warm-up failed: {state.failure}")
-            session_bytes = state.chunk.session.nbytes
-            while not state.done:
-                self._forward_warm_up(state)
-            if self._channel is not None:
-                self._channel.drain([state.request_id], self._take_answer)
-            times = state.chunk.timer.milliseconds()
-            self._close(state)
-        self.sessions.close_all()
-        return session_bytes, times
-
-    def _forward_warm_up(self, state: RequestState) -> None:
-        """One micro-step outside the engine loop: do the worker's send and receive here."""
-        received = None
-        if not self.pp.is_first_rank:
-            tensors = self.pp.recv_tensor_dict(all_gather_group=self.tp)
-            assert tensors is not None
-            received = IntermediateTensors(tensors)
-        if self._channel is not None and not self._ends_steps:
-            self._channel.drain([state.request_id], self._take_answer)
-        hidden = self._micro_step([state], received, {})
-        if state.failure is not None:
-            raise RuntimeError(f"warm-up failed: {state.failure}")
-        if hidden is not None:
-            self.pp.send_tensor_dict(hidden.tensors, all_gather_group=self.tp)
+    def warm_up(self) -> float:
+        """Run the largest shape once in a throw-away session, fix the session budget; returns seconds."""
+        return warm_up(self)
 
     # -- the engine step ---------------------------------------------------------------------------------------
 
@@ -211,10 +158,9 @@ class DiffusionGPUModelRunner(RunnerSurface):
     ) -> ModelRunnerOutput | IntermediateTensors:
         """One engine step: one micro-step for each scheduled request (a whole chunk under the stock scheduler)."""
         scheduled = list(scheduler_output.num_scheduled_tokens)
-        if self._channel is not None and not self._ends_steps:
-            self._channel.drain([*scheduler_output.finished_req_ids, *scheduled], self._take_answer)
+        self.take_answers([*scheduler_output.finished_req_ids, *scheduled])
         for request_id in scheduler_output.finished_req_ids:
-            self._close(self.requests.remove(request_id))
+            self.admission.release(self.requests.remove(request_id))
         for data in scheduler_output.scheduled_new_reqs:
             self.requests.add(data)
         if not scheduled:
@@ -222,13 +168,13 @@ class DiffusionGPUModelRunner(RunnerSurface):
 
         states = [self.requests[request_id] for request_id in scheduled]
         outputs: dict[str, torch.Tensor] = {}
-        self._denoised, self._committed = [], []
+        self.chunk_end.begin_step()
         if self.step_at_a_time:
             due = [state for state in states if state.done and state.pending is not None]
             paced = self._hands_over and not all(state.done for state in states)
             if paced:
                 self._pacer.wait(hurry=False)
-            hidden = self._micro_step(states, intermediate_tensors, outputs)
+            hidden = self.micro_step(states, intermediate_tensors, outputs)
             if self._vae_stage is not None:
                 due = self._vae_stage.ready(due, alone=len(due) == len(states))
             elif paced or not self._hands_over:
@@ -239,17 +185,17 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 self._pacer.wait(hurry=bool(outputs))
             if hidden is not None:
                 return hidden
-            outputs = self._deliverable(states, outputs)
+            outputs = deliverable(states, outputs)
         else:
             for state in sorted(states, key=_chunk_order):  # chunks of one session one after the other
                 while state.request_id not in outputs:
-                    self._micro_step([state], None, outputs)
+                    self.micro_step([state], None, outputs)
         return StepOutput(
             req_ids=scheduled,
             req_id_to_index={request_id: index for index, request_id in enumerate(scheduled)},
             pooler_output=[outputs.get(request_id) for request_id in scheduled],
-            denoised=tuple(self._denoised),
-            committed=tuple(self._committed),
+            denoised=tuple(self.chunk_end.denoised),
+            committed=tuple(self.chunk_end.committed),
             steps_behind=self._in_flight.steps_behind,
             progress={
                 state.request_id: self._progress(state.chunk) for state in states if state.chunk and not state.done
@@ -259,24 +205,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
     def _progress(self, chunk: DiffusionRequest) -> ChunkProgress:
         return ChunkProgress(chunk.step, chunk.num_steps, self.model.latents(chunk).numel() if chunk.step else 1)
 
-    def _deliverable(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Keep one step's results within the worker's message ring; a held-back one goes out with the next step."""
-        deliver: dict[str, torch.Tensor] = {}
-        room = _MAX_STEP_BYTES
-        for state in states:
-            envelope = state.held_back if state.held_back is not None else outputs.get(state.request_id)
-            if envelope is None:
-                continue
-            if state.failure is None:
-                state.pending = None  # else `_close` waits for what may still be decoding
-            if deliver and envelope.numel() > room:
-                state.held_back = envelope
-            else:
-                deliver[state.request_id] = envelope
-                room -= envelope.numel()
-        return deliver
-
-    def _micro_step(
+    def micro_step(
         self,
         states: Sequence[RequestState],
         received: IntermediateTensors | None,
@@ -291,12 +220,12 @@ class DiffusionGPUModelRunner(RunnerSurface):
             return None
         # The same list on every rank; a finished chunk may be here once more to deliver a result held back.
         chunks = [state for state in states if not state.is_session_operation and not state.done]
-        mask = None if received is None else self._agreement.read_mask(received.tensors, chunks)
-        waiting = self._in_flight.waiting(chunks) if mask is None else self._agreement.waiting(chunks, mask)
+        mask = None if received is None else self.agreement.read_mask(received.tensors, chunks)
+        waiting = self._in_flight.waiting(chunks) if mask is None else self.agreement.waiting(chunks, mask)
         for state in states:
             if state.failure is None and state.chunk is None and state not in waiting:
-                self._admit(state, outputs)
-        alive = self._agreement.alive(chunks, waiting, mask)
+                self.admission.admit(state, outputs)
+        alive = self.agreement.alive(chunks, waiting, mask)
         limit = 1 if self.omni.batch_invariant else self.omni.max_requests_per_step
         groups = group_requests(self.model, [state.chunk for state in alive if state.chunk], limit)
         by_id = {state.request_id: state for state in alive}
@@ -305,7 +234,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
             arrived = unpack(_HIDDEN, received.tensors)
         handed_on: list[torch.Tensor] = []
         for group, hidden in zip(groups, arrived, strict=True):
-            self._decode_before_clean_pass([by_id[request.request_id] for request in group])
+            self.chunk_end.decode_before_clean_pass([by_id[request.request_id] for request in group])
             result = self._forward([by_id[request.request_id] for request in group], hidden)
             if not self._ends_steps:
                 assert result is not None
@@ -316,11 +245,11 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 self._after_step([by_id[request.request_id] for request in group], outputs)
         if not self._ends_steps:
             hidden_states = together(_HIDDEN, handed_on, self.tp.world_size)
-            return IntermediateTensors(hidden_states | self._agreement.mask(chunks, alive, waiting))
+            return IntermediateTensors(hidden_states | self.agreement.mask(chunks, alive, waiting))
         if self.omni.vae_stage:
             failed = [state for state in states if state.failure is not None and state not in alive]
             return hand_over(self.model, [*alive, *failed], self.tp.world_size)
-        self._pack_failures(states, outputs)
+        self.chunk_end.pack_failures(states, outputs)
         return None
 
     def _follow(
@@ -334,20 +263,12 @@ class DiffusionGPUModelRunner(RunnerSurface):
         assert received is not None
         for state in states:
             if state.failure is None and state.chunk is None:
-                self._admit(state, outputs)
+                self.admission.admit(state, outputs)
         for state in vae_stage.advance(states, received):
             assert state.chunk is not None
             self._in_flight.end(state.chunk)
-            self._commit_result(state, state.pending, outputs)
-        self._pack_failures(states, outputs)
-
-    def _pack_failures(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> None:
-        for state in states:
-            if state.failure is not None and state.chunk is not None:
-                self._in_flight.fail(state.chunk)
-        for state in states:
-            if state.failure is not None and state.request_id not in outputs:
-                outputs[state.request_id] = pack_error(state.failure.code, state.failure.message)
+            self.chunk_end.hand_out(state, outputs)
+        self.chunk_end.pack_failures(states, outputs)
 
     def _forward(self, states: Sequence[RequestState], hidden: torch.Tensor | None) -> torch.Tensor | None:
         """One forward for one batch; on one rank, an exception costs only the request that causes it."""
@@ -381,7 +302,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         """Last stage: finish the chunks whose steps are done, tell the earlier stages."""
         for state in states:
             if state.done and state.failure is None:
-                self._finish(state, outputs)
+                self.chunk_end.finish(state, outputs)
         if self._channel is not None:
             requests = [state.chunk for state in states if state.chunk is not None]
             answer = self.model.latents if self._temporal is None else self._temporal.answer
@@ -389,160 +310,23 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 requests, [state.failure is None for state in states], [answer(request) for request in requests]
             )
 
-    def _finish(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
-        """Check, decode, commit: the only place where a chunk becomes part of its session (on the last stage)."""
-        request = state.chunk
-        assert request is not None
-        try:
-            assert state.finite is not None
-            state.finite.require("the chunk's latents")
-        except Exception as error:
-            state.failure = as_failure(error)
-        if self._decodes and state.pending is None and state.decode_failure is None:
-            self._decode(state)
-        if state.failure is None:  # of bad latents the decode's error says less than the check's
-            state.failure = state.decode_failure
-        try:
-            if state.failure is None and state.pending is not None and not self.overlap_decode:
-                outputs[state.request_id] = state.pending.envelope()
-        except Exception as error:
-            state.failure = as_failure(error)
-        self._agreement.agree(state)
-        if state.failure is not None:
-            outputs.pop(state.request_id, None)
-            return
-        self._commit(request)
-        self._commit_result(state, state.pending, outputs)
-
-    def _decode_before_clean_pass(self, states: Sequence[RequestState]) -> None:
-        """Launch the decode of chunks whose latents are final: their results need not wait for a clean pass.
-
-        On the steps' own CUDA stream the device then decodes first, and takes the clean pass while the host delivers.
-        """
-        for state in states:
-            request = state.chunk
-            assert request is not None
-            first_clean = request.clean_passes and request.step == request.num_steps - request.clean_passes
-            if first_clean and request.decode_early and self._decodes and self._in_flight.is_next(request):
-                self._decode(state)
-
-    def _decode(self, state: RequestState) -> None:
-        """Launch the decode, unless the chunk has failed.
-
-        If that fails the chunk ends with it: until then other ranks rely on this one's passes.
-        """
-        assert state.chunk is not None
-        if self.shares_decode:
-            self._agreement.agree(state)
-        if state.failure is not None:
-            return
-        try:
-            state.pending = self._results.decode(self.model, state.chunk, state.started_s)
-        except Exception as error:
-            if self.shares_decode:
-                raise  # other ranks are inside this decode's collectives: only a clean death is left
-            state.decode_failure = as_failure(error)
-
-    def _commit(self, request: DiffusionRequest) -> None:
-        self.model.commit(request)
-        self._in_flight.end(request)
-        self._committed.append(request.request_id)
-
-    def _commit_result(
-        self, state: RequestState, result: PendingResult | None, outputs: dict[str, torch.Tensor]
-    ) -> None:
-        """A chunk is part of its session: deliver its result now, or later if it is still on its way."""
-        if result is None:
-            outputs[state.request_id] = pack({})
-        elif self.overlap_decode:
-            state.pending = result
-            self._denoised.append(state.request_id)
-        elif state.request_id not in outputs:
-            outputs[state.request_id] = result.envelope()
-
-    # -- admission ---------------------------------------------------------------------------------------------
-
-    def _admit(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
-        """Give the request its session and its conditions; run a session operation at once."""
-        params = state.params
-        assert params is not None
-        try:
-            if state.is_session_operation:
-                outputs[state.request_id] = pack(self.sessions.operate(params))
-                return
-            if params.one_shot and params.session_id in self.sessions:
-                raise RequestFailed(
-                    "invalid_request", f"one_shot needs a new session_id, {params.session_id!r} is live"
-                )
-            if params.session_id not in self.sessions:
-                nbytes = self.model.session_nbytes(params)
-                self.sessions.make_room(nbytes)
-                self.sessions.add(self.model.new_session(params))
-                state.opened_session = True
-            session = self.sessions.get(params.session_id)
-            if session.failure is not None:
-                raise session.failure
-            expected = session.chunk_index + self._in_flight.count(params.session_id)
-            if params.chunk_index is not None and params.chunk_index != expected:
-                raise RequestFailed(
-                    "out_of_order",
-                    f"chunk_index {params.chunk_index} arrived, session {params.session_id!r} expects {expected}",
-                )
-            request = DiffusionRequest(
-                state.request_id,
-                params,
-                state.tensors,
-                session,
-                degradations=state.degradations,
-                predecessor=self._in_flight.last(params.session_id),
-                timer=StageTimer(self.device),
-            )
-            with request.timer.stage("encode"):
-                self.model.prepare_encode(request)
-            assert request.num_steps > 0, "prepare_encode must set num_steps"
-            request.predecessor = None
-            self.sessions.pin(params.session_id)
-            state.chunk = request
-            self._in_flight.add(state)
-        except Exception as error:
-            state.failure = as_failure(error)
-            self._drop_unborn_session(state)
-
-    def _close(self, state: RequestState | None) -> None:
-        """The scheduler has finished or aborted this request: let go of everything it held."""
-        if state is None:
-            return
-        if state.pending is not None:
-            state.pending.wait()
-        if state.chunk is not None:
-            self._in_flight.fail(state.chunk)
-            self.sessions.unpin(state.chunk.session.session_id)
-            state.chunk.state = None
-        self._drop_unborn_session(state)
-
     def request_progress(self) -> dict[str, list[int]]:
         return self.requests.progress()
 
     def settle(self, session_id: str) -> None:
         """Earlier stage: take in the last stage's answers to this session's finished chunks, and so commit them."""
-        if self._channel is not None and not self._ends_steps:
-            done = [
-                state.request_id
-                for state in self.requests
-                if state.done and state.chunk is not None and state.chunk.session.session_id == session_id
-            ]
-            with torch.inference_mode():  # as every commit
-                self._channel.drain(done, self._take_answer)
+        done = [
+            state.request_id
+            for state in self.requests
+            if state.done and state.chunk is not None and state.chunk.session.session_id == session_id
+        ]
+        with torch.inference_mode():  # as every commit
+            self.take_answers(done)
 
-    def _drop_unborn_session(self, state: RequestState) -> None:
-        """A session whose first chunk never succeeded does not exist, and a one-shot request's session ends with it."""
-        if state.opened_session and state.params is not None:
-            session_id = state.params.session_id
-            if session_id in self.sessions and (
-                state.params.one_shot or self.sessions.get(session_id).chunk_index == 0
-            ):
-                self.sessions.close(session_id)
-            state.opened_session = False
+    def take_answers(self, request_ids: Iterable[str]) -> None:
+        """Earlier stage: take in the last stage's answers up to the newest that concerns one of `request_ids`."""
+        if self._channel is not None and not self._ends_steps:
+            self._channel.drain(request_ids, self._take_answer)
 
     def _take_answer(self, request: DiffusionRequest, ok: bool, latents: torch.Tensor) -> None:
         """Earlier stage: the last stage has finished a step of `request`."""
@@ -551,7 +335,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.model.set_latents(request, latents.view(self.model.latents(request).shape))
         if request.step >= request.num_steps:
             if ok:
-                self._commit(request)
+                self.chunk_end.commit(request)
             else:
                 self._in_flight.fail(request)
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`StreamSetup`: checkpoint, options and ranks of one `CausalWan`, resolved and checked before anything is built.
 
-Of weights it reads only the tiny decoder's widths; it asks the device only whether it is there. Held by
+Of weights it reads only the tiny decoder's widths. Held by
 tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
@@ -17,28 +16,18 @@ from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan import degradations
 from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
-from vllm_omni.model_executor.models.wan.components import VAEConfig
+from vllm_omni.model_executor.models.wan.chunk_setup import WanChunkSetup
 from vllm_omni.model_executor.models.wan.tiny_vae import tiny_vae_channels
-from vllm_omni.model_executor.vllm_model import compiles
 
 
 @dataclass(frozen=True)
-class StreamSetup:
-    """Everything a `CausalWan` is built from, resolved and checked. dtype: the transformer's.
+class StreamSetup(WanChunkSetup[CausalWanConfig, CausalWanOptions, CheckpointLayout]):
+    """Everything a `CausalWan` is built from: of `hf_config(...)["causal_wan"]`.
 
-    tiny_vae_channels: widths of the tiny decoder, None = nothing uses it. compiled: what `options.compile` comes to.
+    tiny_vae_channels: widths of the tiny decoder, None = nothing uses it.
     """
 
-    config: CausalWanConfig
-    vae_config: VAEConfig
-    text_config: Mapping[str, Any]
-    tokenizer: Path | None
-    options: CausalWanOptions
-    omni: OmniConfig
-    parallel: ParallelContext
-    dtype: torch.dtype
     tiny_vae_channels: tuple[int, ...] | None = None
-    compiled: bool = False
 
     @classmethod
     def of(
@@ -49,25 +38,15 @@ class StreamSetup:
         dtype: torch.dtype,
         parallel: ParallelContext | None = None,
         eager: bool = True,
-    ) -> "StreamSetup":
-        """Read a checkpoint's `hf_config(...)["causal_wan"]`; `parallel` None = vLLM's groups. Raises ValueError.
+    ) -> Self:
+        setup = super().of(checkpoint, layout, omni, dtype, parallel, eager)
+        if degradations.wants_tiny_vae(setup.options, omni) is None:
+            return setup
+        return replace(setup, tiny_vae_channels=tiny_vae_channels(layout.tiny_vae))
 
-        eager: the engine was told not to compile anything.
-        """
+    @classmethod
+    def _read(cls, checkpoint: Mapping[str, Any], omni: OmniConfig) -> tuple[CausalWanConfig, CausalWanOptions]:
         options = CausalWanOptions.parse(omni.model)
         if options.decoder == "tiny" and omni.vae_parallel:
             raise ValueError("omni.vae_parallel splits decoder 'wan' over ranks; decoder 'tiny' is too small to gain")
-        wants_tiny = degradations.wants_tiny_vae(options, omni) is not None
-        return cls(
-            config=CausalWanConfig.from_checkpoint(checkpoint["transformer"]),
-            vae_config=VAEConfig.from_dict(checkpoint["vae"]),
-            text_config=checkpoint["umt5"],
-            tokenizer=layout.tokenizer,
-            options=options,
-            omni=omni,
-            parallel=parallel
-            or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel),
-            dtype=dtype,
-            tiny_vae_channels=tiny_vae_channels(layout.tiny_vae) if wants_tiny else None,
-            compiled=compiles(options.compile, eager),
-        )
+        return CausalWanConfig.from_checkpoint(checkpoint["transformer"]), options

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`WanChunkSetup`: checkpoint, options and ranks of one pipeline that streams in chunks; a family adds what is its own.
+
+Reads no weights and asks the device only whether it is there. Held by
+tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import torch
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
+from vllm_omni.model_executor.models.wan.components import VAEConfig
+from vllm_omni.model_executor.vllm_model import compiles
+
+
+class _Options(Protocol):
+    @property
+    def sequence_parallel(self) -> bool: ...
+    @property
+    def compile(self) -> bool | None: ...
+
+
+Config = TypeVar("Config")
+Options = TypeVar("Options", bound=_Options)
+Layout = TypeVar("Layout", bound=WanComponents)
+
+
+@dataclass(frozen=True)
+class WanChunkSetup(Generic[Config, Options, Layout]):
+    """Everything such a pipeline is built from, resolved and checked. dtype: the transformer's.
+
+    compiled: what `options.compile` comes to.
+    """
+
+    config: Config
+    vae_config: VAEConfig
+    text_config: Mapping[str, Any]
+    tokenizer: Path | None
+    options: Options
+    omni: OmniConfig
+    parallel: ParallelContext
+    dtype: torch.dtype
+    compiled: bool
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Mapping[str, Any],
+        layout: Layout,
+        omni: OmniConfig,
+        dtype: torch.dtype,
+        parallel: ParallelContext | None = None,
+        eager: bool = True,
+    ) -> Self:
+        """Read what a family's `hf_config` says of a checkpoint; `parallel` None = vLLM's groups. Raises ValueError.
+
+        eager: the engine was told not to compile anything.
+        """
+        config, options = cls._read(checkpoint, omni)
+        return cls(
+            config=config,
+            vae_config=VAEConfig.from_dict(checkpoint["vae"]),
+            text_config=checkpoint["umt5"],
+            tokenizer=layout.tokenizer,
+            options=options,
+            omni=omni,
+            parallel=parallel
+            or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel),
+            dtype=dtype,
+            compiled=compiles(options.compile, eager),
+        )
+
+    @classmethod
+    def _read(cls, checkpoint: Mapping[str, Any], omni: OmniConfig) -> tuple[Config, Options]:
+        """The family's own part: architecture and options. Raises ValueError."""
+        raise NotImplementedError
