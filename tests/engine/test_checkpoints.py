@@ -35,6 +35,7 @@ def test_both_released_layouts_hold_the_same_world(tmp_path: Path) -> None:
     assert frames[0].float().std() > 1
 
 
+@pytest.mark.nightly
 def test_random_weights_need_only_configs(tmp_path: Path) -> None:
     """`--load-format dummy` on a directory without a single weight file."""
     model = tmp_path / "configs"
