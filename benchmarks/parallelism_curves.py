@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.planning.cards import H200
-from vllm_omni.planning.cost import Split, decode_ms, pass_ms, predict
+from vllm_omni.planning.cost import Split, StreamModel, decode_ms, pass_ms, predict
 from vllm_omni.planning.models import model_of
 from vllm_omni.planning.simulate import Pipeline, chunk_period_ms
 
@@ -100,7 +100,7 @@ _WHY = {
     ),
     ("causal Wan 1.3B", "ulysses4_vae_parallel, CUDA graphs"): (
         "Ulysses 4, parallel decode, CUDA graphs",
-        "a pass takes 17 ms instead of 45 on one GPU, the decode 49 beside the next chunk's passes",
+        "a pass takes 17 ms instead of 47 on one GPU, the decode 49 beside the next chunk's passes",
     ),
     ("causal Wan 1.3B", "vae_stage_2_replicas, CUDA graphs"): (
         "2 x (1 GPU + VAE), CUDA graphs",
@@ -182,6 +182,15 @@ def _measured(model: str, *splits: str) -> Curve:
     return {row.gpus: row.fps for row in measured_rows() if row.model == model and row.split in splits}
 
 
+def _ulysses_with_graphs(name: str, model: StreamModel) -> Curves:
+    graphs = replace(model, cuda_graphs=True)
+    title = "Ulysses, parallel decode, CUDA graphs"
+    return {
+        f"{title}: measured": _measured(name, "1 GPU", "Ulysses 4, parallel decode, CUDA graphs"),
+        f"{title}: plan": {n: predict(graphs, H200, Split(n, vae_parallel=n > 1)).fps for n in GPUS},
+    }
+
+
 def _lingbot() -> Curves:
     name, model = "LingBot World", model_of("lingbot_world")
     frames = 1e3 * model.frames_per_chunk
@@ -190,16 +199,10 @@ def _lingbot() -> Curves:
     def simulated(**fields: Any) -> float:
         return frames / chunk_period_ms(Pipeline(one, decode, **fields))
 
-    graphs, together = replace(model, cuda_graphs=True), "parallel decode"
     return {
         "Ulysses, 1 session: measured": _measured(name, "1 GPU", "Ulysses 2", "Ulysses 4"),
         "Ulysses, 1 session: plan": {n: predict(model, H200, Split(n)).fps for n in GPUS},
-        "Ulysses, parallel decode, CUDA graphs: measured": _measured(
-            name, "1 GPU", f"Ulysses 4, {together}, CUDA graphs"
-        ),
-        "Ulysses, parallel decode, CUDA graphs: plan": {
-            n: predict(graphs, H200, Split(n, vae_parallel=n > 1)).fps for n in GPUS
-        },
+        **_ulysses_with_graphs(name, model),
         "PP, n sessions: measured": _measured(name, "1 GPU", "PP 2"),
         "PP, n sessions: plan": {n: predict(model, H200, Split(1, n), n).fps for n in GPUS},
         "PP strict, 1 session: simulated": {n: simulated(stages=n) for n in GPUS},
@@ -227,12 +230,7 @@ def _causal_wan() -> Curves:
         "VAE stage (4: x Ulysses 2): plan": {n: predict(model, H200, with_vae(n)).fps for n in GPUS},
         "Ulysses: measured": _measured(name, "1 GPU", "Ulysses 2"),
         "Ulysses: plan": {n: predict(model, H200, Split(n)).fps for n in GPUS},
-        "Ulysses, parallel decode, CUDA graphs: measured": _measured(
-            name, "1 GPU", "Ulysses 4, parallel decode, CUDA graphs"
-        ),
-        "Ulysses, parallel decode, CUDA graphs: plan": {
-            n: predict(graphs, H200, Split(n, vae_parallel=n > 1)).fps for n in GPUS
-        },
+        **_ulysses_with_graphs(name, model),
         "PP, n sessions: measured": _measured(name, "1 GPU", "PP 2"),
         "PP, n sessions: plan": {n: predict(model, H200, Split(1, n), n).fps for n in GPUS},
         "temporal, as many steps as GPUs: measured": _measured(name, "temporal 2, two steps"),

@@ -147,8 +147,10 @@ def test_a_small_model_over_several_gpus_waits_for_the_host() -> None:
     with_graphs, stages = replace(model, cuda_graphs=True), Split(1, 2, vae_stage=True)
     assert predict(with_graphs, H200, Split(2)).chunk_ms < one.chunk_ms
     assert predict(with_graphs, H200, Split(1, 2)) == predict(model, H200, Split(1, 2))  # refused there
-    plain, graphs = predict(model, H200, stages), predict(with_graphs, H200, stages)
-    assert plain.host_bound and not graphs.host_bound and graphs.chunk_ms < 0.95 * plain.chunk_ms
+    assert predict(model, H200, stages).host_bound
+    slow = H200.beside_host(1.5)
+    plain, graphs = predict(model, slow, stages), predict(with_graphs, slow, stages)
+    assert plain.host_bound and not graphs.host_bound and graphs.chunk_ms < 0.9 * plain.chunk_ms
     assert graphs.first_frame_ms == plain.first_frame_ms  # a window that is not full is launched kernel by kernel
     assert not predict(large, H200, Split(2)).host_bound
     in_flight = replace(with_graphs, clean=0, in_flight=2)

@@ -17,6 +17,7 @@ CUDA graphs take the launching away where a window is full. Held by tests/planni
 from dataclasses import dataclass, replace
 
 from vllm_omni.planning.cards import Card
+from vllm_omni.worker.overlap import SLOW_STAGE_MS, SLOW_STEP_MS
 
 TEXT_ROWS = 512
 _LATENT_CELL = 8
@@ -30,8 +31,6 @@ _DECODER_CACHE, _ENCODER_CACHE = 1801 * 2**20, 1070 * 2**20
 _VAE_WEIGHTS, _TEXT_WEIGHTS = 0.25e9, 11.4e9
 """bf16."""
 _BF16 = 2
-_PACED_MS, _PACED_STAGE_MS = 50.0, 150.0
-"""As in `worker/overlap.py`, which this must not import: it brings CUDA along."""
 
 
 @dataclass(frozen=True)
@@ -213,12 +212,16 @@ def _collectives(split: Split) -> int:
     return 0 if split.ranks == 1 else 5 if split.tensor else 2
 
 
+def launch_ms(model: StreamModel, card: Card, split: Split, *, graphs: bool = False) -> float:
+    """The host of one stage with layers launches one pass; graphs: as CUDA graphs, with collectives between."""
+    collectives = _collectives(split)
+    launch_s = collectives * card.graph_launch_s if graphs else card.launch_s + collectives * card.collective_launch_s
+    return 1e3 * model.layers / split.layer_parts * launch_s
+
+
 def host_ms(model: StreamModel, card: Card, split: Split, *, graphs: bool = False) -> float:
-    """What the host of one stage with layers does for one pass; graphs: it launches them, with collectives between."""
-    launch_s = card.launch_s + _collectives(split) * card.collective_launch_s
-    if graphs:
-        launch_s = _collectives(split) * card.graph_launch_s
-    return 1e3 * (model.layers / split.layer_parts * launch_s + (card.stage_step_s if split.gpus > 1 else 0.0))
+    """All that the host of one stage with layers does for one pass."""
+    return launch_ms(model, card, split, graphs=graphs) + (1e3 * card.stage_step_s if split.gpus > 1 else 0.0)
 
 
 def pass_latency_ms(model: StreamModel, card: Card, split: Split, window: int) -> tuple[float, float]:
@@ -239,7 +242,8 @@ def step_ms(card: Card, split: Split, passes: tuple[float, float]) -> float:
     way through the processes comes on top.
     """
     device, host = passes
-    paced = split.gpus > 1 and split.layer_parts == 1 and device >= (_PACED_STAGE_MS if split.stages > 1 else _PACED_MS)
+    slow_ms = SLOW_STAGE_MS if split.stages > 1 else SLOW_STEP_MS
+    paced = split.gpus > 1 and split.layer_parts == 1 and device >= slow_ms
     return max(device + (1e3 * card.stage_step_s if paced else 0.0), host)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_omni.planning.cards import Card
-from vllm_omni.planning.cost import Prediction, Split, StreamModel, host_ms, pass_latency_ms, predict, splits
+from vllm_omni.planning.cost import Prediction, Split, StreamModel, launch_ms, pass_latency_ms, predict, splits
 from vllm_omni.planning.models import model_of
 
 _NAMES = {"1.3B": "causal_wan_1_3b", "14B": "causal_wan_14b"}
@@ -160,10 +160,7 @@ def host_factor(model: StreamModel, card: Card, split: Split, result: Mapping[st
         return 1.0
     measured = min(passes)
     device, _ = pass_latency_ms(model, card, split, model.first_chunk)
-    launches = host_ms(model, card, Split(split.ranks, tensor=split.tensor)) - (
-        1e3 * card.stage_step_s if split.ranks > 1 else 0.0
-    )
-    factor = measured / launches
+    factor = measured / launch_ms(model, card, split)
     return factor if measured > 1.05 * device else min(1.0, factor)
 
 

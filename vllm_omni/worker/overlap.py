@@ -18,10 +18,10 @@ import torch
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
 from vllm_omni.outputs import RequestFailed, empty_result, pack
 
-_SLOW_STEP_MS = 50.0
+SLOW_STEP_MS = 50.0
 """From here on the next step is launched only after the last has ended: about 1 % of the device's time for an abort
 that takes effect within one step."""
-_SLOW_STAGE_MS = 150.0
+SLOW_STAGE_MS = 150.0
 """The same with pipeline stages, where a step's way through all processes takes three times as long."""
 
 
@@ -131,7 +131,7 @@ class StepPacer:
 
     def __init__(self, device: torch.device, *, stages: bool = False) -> None:
         self._cuda = device.type == "cuda"
-        self._slow_ms = _SLOW_STAGE_MS if stages else _SLOW_STEP_MS
+        self._slow_ms = SLOW_STAGE_MS if stages else SLOW_STEP_MS
         self._ends: deque[torch.cuda.Event] = deque(maxlen=3)
 
     def launched(self) -> None:

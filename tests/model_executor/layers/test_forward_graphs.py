@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards by graph equal forwards as they are; on a host a "graph" is the forward as it was at its capture."""
 
+import contextlib
 import itertools
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import torch
 from host_capture import hold
 
 from vllm_omni.model_executor.layers.forward_graphs import (
+    CudaCapture,
     ForwardGraphs,
     Inputs,
     Replay,
@@ -140,6 +142,49 @@ def test_without_a_capture_everything_happens_at_once() -> None:
     first = next(COUNTER) + 1
     x = torch.arange(6.0).view(2, 3)
     torch.testing.assert_close(exchanged_twice(x), (x * 2 + first + 1) * 3 + first + 1 + 1)
+
+
+def test_a_capture_is_cut_at_what_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device: the order of pieces, and that what is read between them lies still. Nothing is called early."""
+    log: list[str] = []
+
+    class Graph:
+        def __init__(self) -> None:
+            self.name = f"graph {sum(word == 'begin' for word in log)}"
+
+        def capture_begin(self, **how: object) -> None:
+            log.append("begin")
+
+        def capture_end(self) -> None:
+            log.append("end")
+
+        def replay(self) -> None:
+            log.append(self.name)
+
+    class Stream:
+        def wait_stream(self, other: object) -> None: ...
+
+    fakes = {"CUDAGraph": Graph, "Stream": Stream, "current_stream": Stream, "graph_pool_handle": object}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    seen: list[torch.Tensor] = []
+
+    def forward() -> torch.Tensor:
+        for value in (1.0, 2.0):
+            seen.append(kept_copy("sent", torch.full((2, 3), value).t()))
+            between_graphs(lambda value=value: log.append(f"exchange {value:g}"))  # type: ignore[misc]
+        return kept_buffer("received", (2,), seen[0])
+
+    capture = CudaCapture()
+    _, replay = capture(forward)
+    assert log == ["begin", "end"] * 3 and seen[0] is seen[1] and seen[0].is_contiguous()
+    log.clear()
+    replay()
+    assert log == ["graph 0", "exchange 1", "graph 1", "exchange 2", "graph 2"]
+    capture(forward)
+    assert seen[2] is seen[0], "captures share what is read between graphs"
+    assert kept_buffer("sent", (3, 2), seen[0]) is not seen[0], "outside a capture nothing is kept"
 
 
 @pytest.mark.cuda

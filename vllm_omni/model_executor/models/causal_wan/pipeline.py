@@ -77,7 +77,7 @@ class CausalWan(nn.Module):
         if not parallel.is_vae_stage:
             self.text_encoder = TextEncoder(
                 setup.text_config,
-                setup.tokenizer,
+                setup.layout.tokenizer,
                 max_tokens=setup.config.text_len,
                 device=options.text_encoder_device or "model",
                 dtype=setup.dtype,
@@ -104,8 +104,9 @@ class CausalWan(nn.Module):
             bands=RowBands.of(parallel),
         )
         self.tiny_vae: TinyVAEDecoder | None = None
-        if decodes and setup.tiny_vae_channels is not None:
-            self.tiny_vae = TinyVAEDecoder(setup.tiny_vae_channels, dtype=vae_dtype)
+        tiny_vae_channels = setup.tiny_vae_channels  # read on every rank: each refuses a bad file
+        if decodes and tiny_vae_channels is not None:
+            self.tiny_vae = TinyVAEDecoder(tiny_vae_channels, dtype=vae_dtype)
         self.decoder: ChunkDecoder | None = None
         if self.tiny_vae is not None and options.decoder == "tiny":
             self.decoder = ChunkDecoder(self.tiny_vae)

@@ -74,7 +74,7 @@ class LingBotWorld(nn.Module):
         if not setup.parallel.is_vae_stage:
             self.text_encoder = TextEncoder(
                 setup.text_config,
-                setup.tokenizer,
+                setup.layout.tokenizer,
                 max_tokens=setup.config.text_len,
                 device=setup.options.text_encoder_device or "model",
                 dtype=setup.dtype,

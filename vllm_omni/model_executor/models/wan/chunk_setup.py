@@ -7,7 +7,6 @@ tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -33,15 +32,15 @@ Layout = TypeVar("Layout", bound=WanComponents)
 
 @dataclass(frozen=True)
 class WanChunkSetup(Generic[Config, Options, Layout]):
-    """Everything such a pipeline is built from, resolved and checked. dtype: the transformer's.
+    """Everything such a pipeline is built from, resolved and checked. layout: where the checkpoint's pieces are.
 
-    compiled: what `options.compile` comes to.
+    dtype: the transformer's. compiled: what `options.compile` comes to.
     """
 
     config: Config
     vae_config: VAEConfig
     text_config: Mapping[str, Any]
-    tokenizer: Path | None
+    layout: Layout
     options: Options
     omni: OmniConfig
     parallel: ParallelContext
@@ -67,7 +66,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
             config=config,
             vae_config=VAEConfig.from_dict(checkpoint["vae"]),
             text_config=checkpoint["umt5"],
-            tokenizer=layout.tokenizer,
+            layout=layout,
             options=options,
             omni=omni,
             parallel=parallel

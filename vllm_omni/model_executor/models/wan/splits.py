@@ -23,19 +23,21 @@ class Sizes(Protocol):
     def num_layers(self) -> int: ...
 
 
-def check_split(
-    config: Sizes, omni: OmniConfig, ranks: int, stages: int, *, sequence_parallel: bool, cuda_graphs: bool = False
-) -> None:
-    """Raise ValueError, with the reason, unless layers and heads divide over `stages` stages of `ranks` ranks.
-
-    ranks: that share each layer. stages: with the VAE's, if there is one.
-    """
-    if cuda_graphs and stages - omni.vae_stage > 1:
+def check_graphs(omni: OmniConfig, stages: int) -> None:
+    """Raise ValueError, with the reason, where CUDA graphs are known to stop the devices. stages: as `check_split`."""
+    if stages - omni.vae_stage > 1:
         raise ValueError(
             f"omni.model.cuda_graphs does not go with --pipeline-parallel-size {stages}: beside the messages between "
             "stages with layers, replayed forwards were seen to stop the devices; leave it off, or use "
             "--tensor-parallel-size with omni.model.sequence_parallel, or two stages with omni.vae_stage"
         )
+
+
+def check_split(config: Sizes, omni: OmniConfig, ranks: int, stages: int, *, sequence_parallel: bool) -> None:
+    """Raise ValueError, with the reason, unless layers and heads divide over `stages` stages of `ranks` ranks.
+
+    ranks: that share each layer. stages: with the VAE's, if there is one.
+    """
     layer_stages = 1 if omni.pipeline == "temporal" else stages - omni.vae_stage
     place = ParallelContext(size=ranks, num_stages=layer_stages, partition=omni.partition)
     place.check_divisible(config.num_heads, "num_heads")
