@@ -98,6 +98,10 @@ _WHY = {
         "Ulysses 2, parallel decode",
         "the decode takes 86 ms beside the passes instead of 150, the host is the limit as before",
     ),
+    ("causal Wan 1.3B", "ulysses_vae_parallel, CUDA graphs"): (
+        "Ulysses 2, parallel decode, CUDA graphs",
+        "both GPUs share all the work, and a pass takes 30 ms where the host alone took 79",
+    ),
     ("causal Wan 1.3B", "ulysses4_vae_parallel, CUDA graphs"): (
         "Ulysses 4, parallel decode, CUDA graphs",
         "a pass takes 17 ms instead of 47 on one GPU, the decode 49 beside the next chunk's passes",
@@ -110,10 +114,35 @@ _WHY = {
         "PP 2",
         "two sessions fill two stages; the last one has half of each pass and all decodes, the first waits for it",
     ),
+    ("causal Wan 1.3B", "pp2_2_sessions, CUDA graphs"): (
+        "PP 2, CUDA graphs",
+        "the last stage is busy all the time with half of each pass and all decodes",
+    ),
+    ("causal Wan 1.3B", "pp4_4_sessions"): (
+        "PP 4",
+        "the last stage has a quarter of each pass and all decodes, 228 ms a chunk: the others wait for it",
+    ),
+    ("causal Wan 1.3B", "pp4_4_sessions, measured partition"): (
+        "PP 4, measured partition",
+        "layers have moved away from the stage that decodes; its decode alone takes 143 of 200 ms",
+    ),
+    ("causal Wan 1.3B", "pp3_vae_stage_3_sessions"): (
+        "PP 3 + VAE",
+        "three sessions fill three stages; the host is the limit, as with one session beside a VAE stage",
+    ),
+    ("causal Wan 1.3B", "pp3_vae_stage_3_sessions, CUDA graphs"): (
+        "PP 3 + VAE, CUDA graphs",
+        "the VAE's GPU is busy all the time: 149 ms a chunk",
+    ),
     ("causal Wan 1.3B", "matched2_temporal2"): (
         "temporal 2, two steps",
         "no clean pass, two chunks in flight; the last stage has a step and the decode, which is three quarters of its "
         "time",
+    ),
+    ("causal Wan 1.3B", "matched4_temporal4"): (
+        "temporal 4, four steps",
+        "one stream, four chunks in flight; twice the steps of the row above at the rate of the last stage, which has "
+        "as much to do: one step and the decode",
     ),
     ("causal Wan 14B", "streaming_wan_14b"): ("1 GPU", "the device is busy all the time"),
     ("causal Wan 14B", "ulysses4_vae_parallel"): (
@@ -140,7 +169,8 @@ def _table_rows() -> dict[tuple[str, str], dict[str, Any]]:
             for name, row in result["rows"].items():
                 if "error" not in row:
                     graphs = ", CUDA graphs" if row["model_options"].get("cuda_graphs") else ""
-                    found[_TITLES[result["model"]], name + graphs] = row
+                    moved = ", measured partition" if row.get("omni_options", {}).get("pipeline_partition") else ""
+                    found[_TITLES[result["model"]], name + moved + graphs] = row
     return found
 
 
@@ -185,8 +215,9 @@ def _measured(model: str, *splits: str) -> Curve:
 def _ulysses_with_graphs(name: str, model: StreamModel) -> Curves:
     graphs = replace(model, cuda_graphs=True)
     title = "Ulysses, parallel decode, CUDA graphs"
+    splits = [f"Ulysses {n}, parallel decode, CUDA graphs" for n in GPUS]
     return {
-        f"{title}: measured": _measured(name, "1 GPU", "Ulysses 4, parallel decode, CUDA graphs"),
+        f"{title}: measured": _measured(name, "1 GPU", *splits),
         f"{title}: plan": {n: predict(graphs, H200, Split(n, vae_parallel=n > 1)).fps for n in GPUS},
     }
 
@@ -221,19 +252,23 @@ def _causal_wan() -> Curves:
         return predict(stream, H200, Split(1, steps, temporal=steps > 1)).fps
 
     def with_vae(gpus: int) -> Split:
-        return Split(gpus // 2, 2, vae_stage=True) if gpus > 1 else Split()
+        return Split(1, gpus, vae_stage=True) if gpus > 1 else Split()
 
     return {
-        "VAE stage, CUDA graphs: measured": _measured(name, "1 GPU", "1 GPU + VAE, CUDA graphs"),
-        "VAE stage, CUDA graphs: plan": {n: predict(graphs, H200, with_vae(n)).fps for n in GPUS if n <= 2},
-        "VAE stage: measured": _measured(name, "1 GPU", "1 GPU + VAE"),
-        "VAE stage (4: x Ulysses 2): plan": {n: predict(model, H200, with_vae(n)).fps for n in GPUS},
+        "VAE stage, CUDA graphs: measured": _measured(
+            name, "1 GPU", "1 GPU + VAE, CUDA graphs", "PP 3 + VAE, CUDA graphs"
+        ),
+        "VAE stage, CUDA graphs: plan": {n: predict(graphs, H200, with_vae(n), max(1, n - 1)).fps for n in GPUS},
+        "VAE stage (4: PP 3, 3 sessions): measured": _measured(name, "1 GPU", "1 GPU + VAE", "PP 3 + VAE"),
+        "VAE stage (4: PP 3, 3 sessions): plan": {
+            n: predict(model, H200, with_vae(n), max(1, n - 1)).fps for n in GPUS
+        },
         "Ulysses: measured": _measured(name, "1 GPU", "Ulysses 2"),
         "Ulysses: plan": {n: predict(model, H200, Split(n)).fps for n in GPUS},
         **_ulysses_with_graphs(name, model),
-        "PP, n sessions: measured": _measured(name, "1 GPU", "PP 2"),
+        "PP, n sessions: measured": _measured(name, "1 GPU", "PP 2", "PP 4"),
         "PP, n sessions: plan": {n: predict(model, H200, Split(1, n), n).fps for n in GPUS},
-        "temporal, as many steps as GPUs: measured": _measured(name, "temporal 2, two steps"),
+        "temporal, as many steps as GPUs: measured": _measured(name, "temporal 2, two steps", "temporal 4, four steps"),
         "temporal, as many steps as GPUs: plan": {n: matched(n) for n in GPUS},
     }
 

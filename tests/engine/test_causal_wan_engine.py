@@ -2,6 +2,7 @@
 """Causal Wan (tiny) through the real engine: streams side by side, aborts, prompt switch, video in, several ranks."""
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,26 @@ def test_two_ranks_agree_with_one(
             assert difference <= (0.0 if "pipeline_parallel_size" in parallel else TOLERANCE)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({"pipeline_parallel_size": 2}, id="pipeline"),
+        pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, id="pipeline x Ulysses"),
+    ],
+)
+def test_graphs_of_several_stages_change_nothing(causal_wan: Path, parallel: dict[str, int]) -> None:
+    """Streams long enough for each forward to be captured and replayed, two at once, while the stages exchange."""
+    ranks = math.prod(parallel.values())
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+
+    async def made(cuda_graphs: bool) -> list[list[torch.Tensor]]:
+        omni = {"model": {**MODEL, "sequence_parallel": "tensor_parallel_size" in parallel, "cuda_graphs": cuda_graphs}}
+        async with engine(causal_wan, omni, **parallel) as client:
+            return await asyncio.gather(*(stream(client, f"s{seed}", seed, chunks=24) for seed in range(2)))
+
+    plain, graphs = asyncio.run(made(False)), asyncio.run(made(True))
+    assert largest_difference(plain, graphs) == 0.0

@@ -140,13 +140,13 @@ def test_a_shared_decode_takes_its_part_of_the_time_and_the_memory() -> None:
 
 
 def test_a_small_model_over_several_gpus_waits_for_the_host() -> None:
-    """Ulysses 2 launches more than one GPU does, and takes longer for it; graphs help one stage of layers."""
+    """Ulysses 2 launches more than one GPU does, and takes longer for it; graphs help."""
     model, large = model_of("causal_wan_1_3b", window=9), model_of("causal_wan_14b", window=9)
     one, two = predict(model, H200, Split()), predict(model, H200, Split(2))
     assert two.host_bound and not one.host_bound and two.chunk_ms > one.chunk_ms
     with_graphs, stages = replace(model, cuda_graphs=True), Split(1, 2, vae_stage=True)
     assert predict(with_graphs, H200, Split(2)).chunk_ms < one.chunk_ms
-    assert predict(with_graphs, H200, Split(1, 2)) == predict(model, H200, Split(1, 2))  # refused there
+    assert predict(with_graphs, H200, Split(1, 2)).chunk_ms < predict(model, H200, Split(1, 2)).chunk_ms
     assert predict(model, H200, stages).host_bound
     slow = H200.beside_host(1.5)
     plain, graphs = predict(model, slow, stages), predict(with_graphs, slow, stages)

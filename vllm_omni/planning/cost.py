@@ -69,9 +69,10 @@ class StreamModel:
     def passes(self) -> int:
         return self.denoise + self.clean
 
-    def launches_graphs(self, split: "Split") -> bool:
-        """Whether full windows are launched as graphs: not with chunks in flight, nor with layers on several stages."""
-        return self.cuda_graphs and self.in_flight == 1 and split.layer_stages == 1
+    @property
+    def launches_graphs(self) -> bool:
+        """Whether full windows are launched as graphs: not with chunks in flight."""
+        return self.cuda_graphs and self.in_flight == 1
 
     @property
     def tokens_per_frame(self) -> int:
@@ -229,9 +230,7 @@ def pass_latency_ms(model: StreamModel, card: Card, split: Split, window: int) -
     device = pass_ms(model, card, window) / split.ranks + exchange_ms(model, card, split)
     if split.stages > 1:
         device += (1 if split.temporal else split.stages) * hop_ms(model, card, split)
-    host = split.layer_parts * host_ms(
-        model, card, split, graphs=model.launches_graphs(split) and window == model.window
-    )
+    host = split.layer_parts * host_ms(model, card, split, graphs=model.launches_graphs and window == model.window)
     return device, host + (1e3 * card.stage_step_s if split.vae_stage else 0.0)
 
 
@@ -247,20 +246,32 @@ def step_ms(card: Card, split: Split, passes: tuple[float, float]) -> float:
     return max(device + (1e3 * card.stage_step_s if paced else 0.0), host)
 
 
-def until_result_ms(model: StreamModel, card: Card, split: Split) -> float:
+def setup_ms(model: StreamModel, card: Card) -> float:
+    """What a session's first chunk needs before its steps."""
+    setup = 1e3 * card.text_encoder_cpu_s if model.text_on_cpu else 0.0
+    if model.camera:  # the start picture through the VAE's encoder, with the chunk's grey frames behind it
+        setup += 1e3 * _ENCODE_TFLOP * (1 + model.first_chunk) * model.area / card.vae_tflops
+    return setup
+
+
+def until_result_ms(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> float:
     """From a first chunk's last pass before its decode to its frames, when its session's next chunk is asked for.
 
     On one GPU that is the decode. On several it runs beside the next steps, and a result leaves with one of them: with
     stages the first that ends after the decode, half a step later on average; else the first that is launched when the
-    chunk is committed.
+    chunk is committed. In a temporal pipeline that step begins when the decode is launched, and is the next chunk's way
+    through all stages, of which all but the last make the first chunk's K/V anew before. Sessions that begin together,
+    set-ups apart, reach the decode together: the first one's next step comes behind the others' decodes.
     """
     decode = decode_ms(model, card, split, first=True) + 1e3 * card.first_decode_s
     if split.gpus == 1:
         return decode
     passes = pass_latency_ms(model, card, split, model.first_chunk)
     step = step_ms(card, split, passes)
+    if split.temporal:
+        return max(decode + step / 2, 1e3 * card.decode_launch_s + (2 * split.stages - 1) * step)
     if split.stages > 1:
-        return decode + step / 2
+        return decode + (sessions - 1) * max(0.0, decode - setup_ms(model, card)) + step / 2
     early = model.clean and not model.waits_for_clean
     return max(decode, host_ms(model, card, split) + (step if early else 0.0))
 
@@ -337,17 +348,14 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     all_passes = model.passes * step_ms(card, split, one_pass) + camera
     latency = all_passes + request + decode_beside * min(1.0, steps / split.layer_stages / all_passes)
     passes_of_a_stage = model.passes / split.layer_stages if split.temporal else model.passes
-    host = passes_of_a_stage * host_ms(model, card, split, graphs=model.launches_graphs(split)) + request
+    host = passes_of_a_stage * host_ms(model, card, split, graphs=model.launches_graphs) + request
     device = max(steps / split.layer_stages + decode_beside + request, decode)
     per_chunk = max(device, host, latency / (sessions * model.in_flight))
-    setup = 1e3 * card.text_encoder_cpu_s if model.text_on_cpu else 0.0
-    if model.camera:  # the start picture through the VAE's encoder, with the chunk's grey frames behind it
-        setup += 1e3 * _ENCODE_TFLOP * (1 + model.first_chunk) * model.area / card.vae_tflops
     # Sessions that begin together are set up one after the other, before the first of their steps.
     before_decode = model.passes if model.waits_for_clean and not split.vae_stage else model.denoise
     first_pass = step_ms(card, split, pass_latency_ms(model, card, split, model.first_chunk))
-    first = sessions * (setup + request) + before_decode * first_pass + camera
-    first += until_result_ms(model, card, split) + 1e3 * card.first_frame_s
+    first = sessions * (setup_ms(model, card) + request) + before_decode * first_pass + camera
+    first += until_result_ms(model, card, split, sessions) + 1e3 * card.first_frame_s
     each = session_bytes(model, split)
     workspace = card.workspace_bytes * model.area / split.decode_ranks
     fixed = weight_bytes(model, split) + (0.0 if split.vae_stage else workspace)

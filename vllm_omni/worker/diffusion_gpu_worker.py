@@ -18,6 +18,10 @@ class DiffusionGPUWorker(DiffusionWorkerMixin, Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.parallel_config.pipeline_parallel_size > 1:
+            # Receives from other stages wait on the device, and streams that share a hardware queue wait for one
+            # another: 8, the default, are fewer than a stage has streams. Read when the CUDA context is made.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         if not self.vllm_config.model_config.enable_sleep_mode:
             # A decoder's buffers of many sizes come and go beside tens of GiB that stay: without this the allocator
             # holds 6 GiB more than it uses. Read when torch first allocates on the device; sleep mode has its own pool.

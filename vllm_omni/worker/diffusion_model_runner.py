@@ -37,7 +37,7 @@ from vllm_omni.worker.agreement import RankAgreement
 from vllm_omni.worker.chunk_end import ChunkEnd, deliverable
 from vllm_omni.worker.in_flight import ChunksInFlight
 from vllm_omni.worker.overlap import FiniteCheck, ResultStream, StepPacer
-from vllm_omni.worker.pipeline_parallel import ReturnChannel
+from vllm_omni.worker.pipeline_parallel import ReturnChannel, connect_forward
 from vllm_omni.worker.requests import RequestState, RequestStates, as_failure
 from vllm_omni.worker.runner_surface import RunnerSurface
 from vllm_omni.worker.sessions import SessionStore
@@ -143,7 +143,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
         return self.chunk_end.shares_decode
 
     def connect_stages(self) -> None:
-        """Open the way back between the stages with layers. Collective, once, before the first chunk."""
+        """Open the way from stage to stage, and back between those with layers. Collective, before the first chunk."""
+        connect_forward(self.pp, self.device)
         if self._num_stages > 1:
             self._channel = ReturnChannel(self.pp.ranks[: self._num_stages], self.device)
 
@@ -327,6 +328,11 @@ class DiffusionGPUModelRunner(RunnerSurface):
         """Earlier stage: take in the last stage's answers up to the newest that concerns one of `request_ids`."""
         if self._channel is not None and not self._ends_steps:
             self._channel.drain(request_ids, self._take_answer)
+
+    def listen_for_answers(self) -> None:
+        """Earlier stage: to be called whenever hidden states have been sent (`ReturnChannel.listen`)."""
+        if self._channel is not None:
+            self._channel.listen()
 
     def _take_answer(self, request: DiffusionRequest, ok: bool, latents: torch.Tensor) -> None:
         """Earlier stage: the last stage has finished a step of `request`."""

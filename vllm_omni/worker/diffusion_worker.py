@@ -54,7 +54,9 @@ class DiffusionWorkerMixin(_Worker):
 
     def execute_model(self, scheduler_output: "SchedulerOutput") -> "ModelRunnerOutput | AsyncModelRunnerOutput | None":
         with failing_together(heard=answers_steps()):
-            return super().execute_model(scheduler_output)
+            output = super().execute_model(scheduler_output)
+            self.model_runner.listen_for_answers()
+            return output
 
     def shutdown(self) -> None:
         if self._watchdog is not None:

@@ -8,7 +8,12 @@ An earlier stage needs the latents to start the request's next step and the stat
 The way back has a process group of its own. On vLLM's pipeline group NCCL would serialise both directions in one
 stream, and with two micro-batches in flight both stages then wait for each other for ever. Messages flow one way only
 (last -> earlier) and in batch order, so a FIFO of posted receives on the other side is all the bookkeeping.
-Held by tests/engine/test_parallel.py.
+
+CUDA promises no concurrency between streams either: where two share a hardware queue, what was issued later waits. So
+every rank issues its exchanges in one order, that of the batches, and for each batch hidden states before its answer:
+whatever waits then waits for something issued before it. Receives of answers (`listen`) are therefore posted when the
+hidden states they answer have been sent, not before.
+Held by tests/worker/test_pipeline_parallel.py and tests/engine/test_parallel.py.
 """
 
 from collections import deque
@@ -18,18 +23,39 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from vllm.distributed.parallel_state import GroupCoordinator
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
 
 _STATUS_OK = 1.0
 
 
+def connect_forward(pp: GroupCoordinator, device: torch.device) -> None:
+    """Exchange one element along vLLM's own way from stage to stage. Collective in the pipeline group.
+
+    NCCL makes a pair's communicator when both first use it, and that can wait for the device: better while nothing is
+    on its way.
+    """
+    token = torch.ones(1, device=device)
+    if not pp.is_first_rank:
+        dist.recv(token, src=pp.prev_rank, group=pp.device_group)
+    if not pp.is_last_rank:
+        dist.send(token, dst=pp.next_rank, group=pp.device_group)
+
+
+@dataclass
+class _Answer:
+    """The answer to one batch, of one status and so many numbers for each of `requests`."""
+
+    requests: list[DiffusionRequest]
+    numels: list[int]
+
+
 @dataclass
 class _Receive:
     """A posted receive: filled when `work` is done."""
 
-    requests: list[DiffusionRequest]
-    numels: list[int]
+    answer: _Answer
     buffer: torch.Tensor
     work: Any
 
@@ -55,6 +81,7 @@ class ReturnChannel:
                 group = dist.new_group([rank, column[-1]], backend=backend)
                 if dist.get_rank() in (rank, column[-1]):
                     self._groups[stage] = group
+        self._expected: list[_Answer] = []
         self._pending: deque[_Receive] = deque()
         self._sends: deque[tuple[torch.Tensor, list[Any]]] = deque()
         self._connect()
@@ -85,12 +112,17 @@ class ReturnChannel:
             self._sends.popleft()  # the buffer must live until the send is done
 
     def expect(self, requests: Sequence[DiffusionRequest], model: SupportsStepExecution) -> None:
-        """Earlier stage, after handing on hidden states: post the receive for this batch's answer."""
+        """Earlier stage, after a batch's forward: its answer will come."""
         assert not self.is_last
-        numels = [model.latents(request).numel() for request in requests]
-        buffer = torch.empty(len(numels) + sum(numels), dtype=torch.float32, device=self._device)
-        work = dist.irecv(buffer, src=self._ranks[-1], group=self._groups[self._stage])
-        self._pending.append(_Receive(list(requests), numels, buffer, work))
+        self._expected.append(_Answer(list(requests), [model.latents(request).numel() for request in requests]))
+
+    def listen(self) -> None:
+        """Earlier stage, once hidden states have been sent: post the receives of the answers to them."""
+        for answer in self._expected:
+            buffer = torch.empty(len(answer.numels) + sum(answer.numels), dtype=torch.float32, device=self._device)
+            work = dist.irecv(buffer, src=self._ranks[-1], group=self._groups[self._stage])
+            self._pending.append(_Receive(answer, buffer, work))
+        self._expected.clear()
 
     def drain(
         self,
@@ -102,14 +134,15 @@ class ReturnChannel:
         Those batches' outputs have reached the engine (or are certain to be sent), so this never waits for work that
         nobody has given to the last stage.
         """
+        assert not self._expected, "listen() posts a batch's receive before the next batch"
         wanted = set(request_ids)
-        while any(request.request_id in wanted for receive in self._pending for request in receive.requests):
+        while any(request.request_id in wanted for receive in self._pending for request in receive.answer.requests):
             receive = self._pending.popleft()
             receive.work.wait()
-            count = len(receive.requests)
+            requests = receive.answer.requests
             # Reading the statuses waits for the device, so do it only where a chunk may be committed.
-            final = any(request.step >= request.num_steps for request in receive.requests)
-            status = receive.buffer[:count].tolist() if final else [_STATUS_OK] * count
-            parts = receive.buffer[count:].split(receive.numels)
-            for request, value, part in zip(receive.requests, status, parts, strict=True):
+            final = any(request.step >= request.num_steps for request in requests)
+            status = receive.buffer[: len(requests)].tolist() if final else [_STATUS_OK] * len(requests)
+            parts = receive.buffer[len(requests) :].split(receive.answer.numels)
+            for request, value, part in zip(requests, status, parts, strict=True):
                 apply(request, value == _STATUS_OK, part)

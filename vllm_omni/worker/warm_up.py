@@ -86,3 +86,4 @@ def _step(runner: "DiffusionGPUModelRunner", state: RequestState) -> None:
         raise RuntimeError(f"warm-up failed: {state.failure}")
     if hidden is not None:
         runner.pp.send_tensor_dict(hidden.tensors, all_gather_group=runner.tp)
+        runner.listen_for_answers()

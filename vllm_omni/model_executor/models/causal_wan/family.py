@@ -10,7 +10,7 @@ from vllm_omni.model_executor.models.causal_wan.checkpoint import LAYOUTS, hf_co
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
 from vllm_omni.model_executor.models.registry import ModelFamily
 from vllm_omni.model_executor.models.wan.chunk_plan import VAE_SPATIAL, VAE_TEMPORAL
-from vllm_omni.model_executor.models.wan.splits import check_graphs, check_split
+from vllm_omni.model_executor.models.wan.splits import check_split
 
 
 def _make_tiny(out: Path, seed: int, layout: str) -> None:
@@ -50,8 +50,6 @@ def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages
         reason = f"ranks that share layers (--tensor-parallel-size {ranks}) are not served so: use stages alone"
     if reason is not None:
         raise ValueError(f"omni.{omni.ahead}: causal Wan cannot do that: {reason}")
-    if options.cuda_graphs:
-        check_graphs(omni, stages)
     check_split(transformer, omni, ranks, stages, sequence_parallel=options.sequence_parallel)
 
 

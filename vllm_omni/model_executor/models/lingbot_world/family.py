@@ -15,7 +15,7 @@ from vllm_omni.model_executor.models.lingbot_world.config import (
 )
 from vllm_omni.model_executor.models.registry import ModelFamily
 from vllm_omni.model_executor.models.wan.chunk_plan import VAE_SPATIAL, VAE_TEMPORAL
-from vllm_omni.model_executor.models.wan.splits import check_graphs, check_split
+from vllm_omni.model_executor.models.wan.splits import check_split
 
 
 def _make_tiny(out: Path, seed: int, layout: str) -> None:
@@ -45,8 +45,6 @@ def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages
     transformer, _ = _plan(config, omni)
     options = LingBotOptions.parse(omni.model, config["lingbot_world"]["version"])
     omni.refuse_chunks_in_flight("LingBot World")
-    if options.cuda_graphs:
-        check_graphs(omni, stages)
     check_split(transformer, omni, ranks, stages, sequence_parallel=options.sequence_parallel)
 
 

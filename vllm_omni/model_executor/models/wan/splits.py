@@ -23,16 +23,6 @@ class Sizes(Protocol):
     def num_layers(self) -> int: ...
 
 
-def check_graphs(omni: OmniConfig, stages: int) -> None:
-    """Raise ValueError, with the reason, where CUDA graphs are known to stop the devices. stages: as `check_split`."""
-    if stages - omni.vae_stage > 1:
-        raise ValueError(
-            f"omni.model.cuda_graphs does not go with --pipeline-parallel-size {stages}: beside the messages between "
-            "stages with layers, replayed forwards were seen to stop the devices; leave it off, or use "
-            "--tensor-parallel-size with omni.model.sequence_parallel, or two stages with omni.vae_stage"
-        )
-
-
 def check_split(config: Sizes, omni: OmniConfig, ranks: int, stages: int, *, sequence_parallel: bool) -> None:
     """Raise ValueError, with the reason, unless layers and heads divide over `stages` stages of `ranks` ranks.
 

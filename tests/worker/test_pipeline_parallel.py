@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way back between stages: answers arrive in order, and nobody waits on a device before it has sent."""
+
+import contextlib
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import run_ranks
+
+from vllm_omni.worker import diffusion_worker, warm_up
+from vllm_omni.worker.diffusion_worker import DiffusionWorkerMixin
+from vllm_omni.worker.pipeline_parallel import ReturnChannel, connect_forward
+
+STAGES, STEPS = 3, 2
+
+
+class Model:
+    def latents(self, request: Any) -> torch.Tensor:
+        return torch.full((2, 3), 10.0 * request.number + request.step)
+
+
+def requests(step: int) -> list[Any]:
+    return [SimpleNamespace(request_id=f"r{n}", number=n, step=step, num_steps=STEPS) for n in range(2)]
+
+
+def stage(rank: int, address: str) -> None:
+    """Two batches of two requests go through; the last stage fails the second request's last step."""
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=STAGES)
+    pp: Any = SimpleNamespace(
+        is_first_rank=rank == 0,
+        is_last_rank=rank == STAGES - 1,
+        prev_rank=rank - 1,
+        next_rank=rank + 1,
+        device_group=dist.new_group(backend="gloo"),
+    )
+    connect_forward(pp, torch.device("cpu"))
+    channel, model = ReturnChannel(range(STAGES), torch.device("cpu")), Model()
+    if channel.is_last:
+        for step in range(1, STEPS + 1):
+            batch = requests(step)
+            ok = [True, step < STEPS]
+            channel.send(batch, ok, [model.latents(request) for request in batch])
+        dist.barrier()
+        return
+    irecv, posted = dist.irecv, []
+    dist.irecv = lambda *args, **kwargs: posted.append(1) or irecv(*args, **kwargs)
+    taken = []
+    for step in range(1, STEPS + 1):
+        channel.expect(requests(step), model)  # type: ignore[arg-type]
+        assert len(posted) == step - 1, "a receive was posted before the hidden states were sent"
+        channel.listen()
+        assert len(posted) == step
+    channel.drain(["somebody else"], lambda *_: pytest.fail("nobody asked"))
+    channel.drain(["r1"], lambda request, ok, latents: taken.append((request, ok, latents.tolist())))
+    for (request, ok, latents), (step, number) in zip(taken, [(1, 0), (1, 1), (2, 0), (2, 1)], strict=True):
+        assert (request.number, request.step, ok) == (number, step, (number, step) != (1, STEPS))
+        assert latents == [10.0 * number + step] * 6
+    dist.barrier()
+
+
+def test_answers_arrive_in_the_order_of_batches() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    run_ranks(stage, (address,), STAGES)
+
+
+class Events(list[str]):
+    """What a rank does, in order."""
+
+    def runner(self) -> Any:
+        hidden = SimpleNamespace(tensors={})
+        return SimpleNamespace(
+            pp=SimpleNamespace(is_first_rank=True, send_tensor_dict=lambda *_, **__: self.append("sent")),
+            tp=None,
+            take_answers=lambda ids: None,
+            micro_step=lambda *_: self.append("forward") or hidden,
+            listen_for_answers=lambda: self.append("listens"),
+        )
+
+
+def test_a_worker_listens_for_answers_once_it_has_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receive that waits on the device may hold up whatever was issued after it, on any stream."""
+    events = Events()
+
+    class Stock:
+        def execute_model(self, scheduler_output: Any) -> None:
+            events.append("sent")
+
+    class Worker(DiffusionWorkerMixin, Stock):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.model_runner = events.runner()
+
+    monkeypatch.setattr(diffusion_worker, "answers_steps", lambda: True)
+    monkeypatch.setattr(diffusion_worker, "failing_together", lambda heard: contextlib.nullcontext())
+    Worker().execute_model(None)  # type: ignore[arg-type]
+    assert events == ["sent", "listens"]
+
+
+def test_a_warm_up_listens_for_answers_once_it_has_sent() -> None:
+    events = Events()
+    warm_up._step(events.runner(), SimpleNamespace(request_id="r", failure=None))  # type: ignore[arg-type]
+    assert events == ["forward", "sent", "listens"]
