@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker for `--worker-cls` that writes down in which order its rank issues exchanges with other ranks' devices."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from vllm_omni.worker import DiffusionGPUWorker
+
+FOLDER = "OMNI_TEST_EXCHANGES"
+"""Environment variable: where each rank writes `rank{N}.jsonl`, a line [kind, partners, group] for each exchange."""
+
+
+class RecordingWorker(DiffusionGPUWorker):
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self._log = (Path(os.environ[FOLDER]) / f"rank{self.rank}.jsonl").open("w", buffering=1)
+        on_host = [get_pp_group().cpu_group, get_tp_group().cpu_group, dist.group.WORLD]
+
+        def recorded(name: str, kind: str) -> None:
+            original: Callable[..., Any] = getattr(dist, name)
+
+            def record(*args: Any, **kwargs: Any) -> Any:
+                group = kwargs.get("group")
+                if group is not None and group not in on_host:
+                    peer = kwargs.get("dst", kwargs.get("src"))
+                    partners = dist.get_process_group_ranks(group) if kind == "all" else [peer]
+                    self._write(kind, partners, group.group_name)
+                return original(*args, **kwargs)
+
+            setattr(dist, name, record)
+
+        for name in ("isend", "send"):
+            recorded(name, "send")
+        for name in ("irecv", "recv"):
+            recorded(name, "recv")
+        for name in ("all_to_all_single", "all_gather", "all_reduce"):
+            recorded(name, "all")
+        self._record_hand_over("isend_tensor_dict", "send", lambda pp: pp.next_rank)
+        self._record_hand_over("irecv_tensor_dict", "recv", lambda pp: pp.prev_rank)
+
+    def _record_hand_over(self, name: str, kind: str, partner: Callable[[Any], int]) -> None:
+        """Of hidden states, which vLLM's ranks on one host's CPUs exchange without torch."""
+        pp = get_pp_group()
+        original = getattr(pp, name)
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            self._write(kind, [partner(pp)], "hidden states")
+            return original(*args, **kwargs)
+
+        setattr(pp, name, record)
+
+    def _write(self, kind: str, partners: list[int], group: str) -> None:
+        self._log.write(json.dumps([kind, partners, group]) + "\n")

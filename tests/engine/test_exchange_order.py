@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices of several ranks cannot come to wait for each other, whatever runs beside what on each of them.
+
+CUDA may let any two streams of a device wait for one another. So the exchanges that each rank of a real engine issues
+(on the CPU, where nothing waits so) are gone through as a device with one queue would: an exchange ends when all who
+take part in it have come to it, and only then the next begins.
+"""
+
+import asyncio
+import json
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_client import EngineClient, running_engine
+from recording_worker import FOLDER
+
+Exchange = tuple[str, tuple[int, ...], str]
+MATCHED = {"cache": "noise_matched", "denoising_steps": [1000, 500], "video_denoising_steps": [700, 400]}
+ULYSSES = {"sequence_parallel": True}
+
+
+def stuck(ranks: list[list[Exchange]]) -> dict[int, Exchange]:
+    """What each rank that does not come to its end waits for."""
+    queues = [deque(exchanges) for exchanges in ranks]
+
+    def meet(rank: int) -> list[int]:
+        """Everybody at the exchange that `rank` has come to, or nobody."""
+        kind, partners, group = queues[rank][0]
+        if kind == "all":
+            return (
+                list(partners) if all(queues[each] and queues[each][0] == queues[rank][0] for each in partners) else []
+            )
+        (peer,) = partners
+        other = ("recv" if kind == "send" else "send", (rank,), group)
+        return [rank, peer] if queues[peer] and queues[peer][0] == other else []
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, queue in enumerate(queues):
+            while queue and (present := meet(rank)):
+                moved = True
+                for each in present:
+                    queues[each].popleft()
+    return {rank: queue[0] for rank, queue in enumerate(queues) if queue}
+
+
+def test_what_waits_for_each_other_is_found() -> None:
+    sends, answers = ("send", (1,), "hidden"), ("recv", (1,), "answers")
+    last = [("recv", (0,), "hidden"), ("send", (0,), "answers")]
+    assert stuck([[sends, answers], last]) == {}
+    assert stuck([[answers, sends], last]) == {0: answers, 1: last[0]}
+    together = ("all", (0, 1), "layers")
+    assert stuck([[together, sends], [together, last[0]]]) == {}
+    assert stuck([[together, sends], [last[0], together]]) == {0: together, 1: last[0]}
+
+
+@pytest.mark.parametrize(
+    ("family", "omni", "sizes"),
+    [
+        pytest.param("null_world", {}, {"pipeline_parallel_size": 2}, id="PP 2"),
+        *(
+            pytest.param(*case, id=name, marks=pytest.mark.nightly)
+            for name, case in {
+                "PP 3": ("null_world", {}, {"pipeline_parallel_size": 3}),
+                "PP 2 + VAE stage": ("null_world", {"vae_stage": True}, {"pipeline_parallel_size": 3}),
+                "PP 2 x Ulysses 2": (
+                    "causal_wan",
+                    {"model": ULYSSES},
+                    {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+                ),
+                "Ulysses 2 x VAE stage": (
+                    "causal_wan",
+                    {"model": ULYSSES, "vae_stage": True, "vae_parallel": True},
+                    {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+                ),
+                "chunks in flight": (
+                    "causal_wan",
+                    {"model": MATCHED, "chunks_in_flight": 2},
+                    {"pipeline_parallel_size": 2},
+                ),
+                "temporal": (
+                    "causal_wan",
+                    {"model": MATCHED, "chunks_in_flight": 2, "pipeline": "temporal"},
+                    {"pipeline_parallel_size": 2},
+                ),
+            }.items()
+        ),
+    ],
+)
+def test_every_rank_issues_its_exchanges_in_one_order(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    omni: dict[str, Any],
+    sizes: dict[str, int],
+) -> None:
+    """Warm-up, three sessions at once, some of their chunks asked for before the last one's end, one of them aborted."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    model: Path = request.getfixturevalue(family)
+
+    async def scenario() -> None:
+        async with running_engine(model, omni, worker_cls="recording_worker.RecordingWorker", **sizes) as client:
+            await asyncio.gather(*(session(client, f"s{seed}", seed, omni) for seed in range(3)))
+            await client.engine.collective_rpc("session_stats")  # every rank has come to the end of its work
+
+    asyncio.run(scenario())
+    logs = sorted(tmp_path.glob("rank*.jsonl"))
+    ranks = [[(kind, tuple(partners), group) for kind, partners, group in map(json.loads, log.open())] for log in logs]
+    assert len(ranks) > 1 and all(len(exchanges) > 20 for exchanges in ranks)
+    assert not stuck(ranks)
+
+
+async def session(client: EngineClient, name: str, seed: int, omni: dict[str, Any]) -> None:
+    chunks = (
+        client.send(session_id=name, chunk_index=index, prompt=f"a field in season {seed}", seed=seed)
+        for index in range(3)
+    )
+    if omni.get("chunks_in_flight", 1) > 1:
+        await asyncio.gather(*chunks)
+    else:
+        for chunk in chunks:
+            await chunk
+    aborted = asyncio.create_task(client.send(session_id=name, chunk_index=3, request_id=f"{name}-aborted"))
+    await asyncio.sleep(0.02 * seed)
+    await client.engine.abort(f"{name}-aborted")
+    aborted.cancel()
+    await client.send(session_id=f"{name}-after", chunk_index=0, prompt="a town", seed=seed)
