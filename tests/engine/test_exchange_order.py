@@ -98,7 +98,7 @@ def test_every_rank_issues_its_exchanges_in_one_order(
     omni: dict[str, Any],
     sizes: dict[str, int],
 ) -> None:
-    """Warm-up, three sessions at once, some of their chunks asked for before the last one's end, one of them aborted."""
+    """Warm-up, three sessions at once, their chunks one by one or, where that is possible, together, and aborts."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model: Path = request.getfixturevalue(family)
 
