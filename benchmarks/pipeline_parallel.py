@@ -108,6 +108,9 @@ ROWS = {
     "matched2_one_gpu_2_chunks": Row(matched_steps=2, chunks_in_flight=2),
     "matched2_pp2_2_chunks": Row(stages=2, matched_steps=2, chunks_in_flight=2),
     "matched2_temporal2": Row(stages=2, matched_steps=2, chunks_in_flight=2, temporal=True),
+    "matched2_temporal2_ulysses2": Row(
+        ranks=2, stages=2, vae_parallel=True, matched_steps=2, chunks_in_flight=2, temporal=True
+    ),
     "matched4_one_gpu": Row(matched_steps=4),
     "matched4_pp2_2_chunks": Row(stages=2, matched_steps=4, chunks_in_flight=2),
     "matched4_pp4_4_chunks": Row(stages=4, matched_steps=4, chunks_in_flight=4),

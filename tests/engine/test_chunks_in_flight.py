@@ -14,6 +14,7 @@ from vllm_omni.outputs import RequestFailed
 
 CHUNKS, STREAMS = 7, 3
 ABORTED = 3
+TOLERANCE = 2e-4
 
 
 def options(steps: int) -> dict[str, Any]:
@@ -170,6 +171,36 @@ def test_two_stages_equal_one_rank(causal_wan: Path, two_steps: list[list[torch.
     async def scenario() -> None:
         async with engine(causal_wan, 2, chunks_in_flight=2, pipeline_parallel_size=2, omni=omni) as client:
             assert_equal(await everything(client, steps=2), two_steps)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 4, reason="this machine has fewer GPUs")
+@pytest.mark.parametrize(
+    ("stages", "omni", "sequence_parallel"),
+    [
+        pytest.param(1, {}, True, id="Ulysses"),
+        pytest.param(2, {}, True, id="blocks x Ulysses"),
+        pytest.param(2, {"pipeline": "temporal", "vae_parallel": True}, True, id="temporal x Ulysses, parallel decode"),
+        pytest.param(2, {"pipeline": "temporal"}, False, id="temporal x tensor parallel"),
+    ],
+)
+def test_ranks_that_share_layers_agree_with_one(
+    causal_wan: Path,
+    two_steps: list[list[torch.Tensor]],
+    stages: int,
+    omni: dict[str, Any],
+    sequence_parallel: bool,
+) -> None:
+    """Among themselves bit for bit, aborts and all."""
+    sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": 2}
+    omni = {**omni, "model": {**options(2), "sequence_parallel": sequence_parallel}}
+
+    async def scenario() -> None:
+        async with engine(causal_wan, 2, chunks_in_flight=2, omni=omni, **sizes) as client:
+            for made, wanted in zip(await everything(client, steps=2), two_steps, strict=True):
+                assert all((a - b).abs().max() <= TOLERANCE for a, b in zip(made, wanted, strict=True))
 
     asyncio.run(scenario())
 

@@ -81,10 +81,10 @@ def test_what_waits_for_each_other_is_found() -> None:
                     {"model": MATCHED, "chunks_in_flight": 2},
                     {"pipeline_parallel_size": 2},
                 ),
-                "temporal": (
+                "temporal x Ulysses 2": (
                     "causal_wan",
-                    {"model": MATCHED, "chunks_in_flight": 2, "pipeline": "temporal"},
-                    {"pipeline_parallel_size": 2},
+                    {"model": MATCHED | ULYSSES, "chunks_in_flight": 2, "pipeline": "temporal", "vae_parallel": True},
+                    {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
                 ),
             }.items()
         ),

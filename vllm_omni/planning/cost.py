@@ -389,7 +389,7 @@ def splits(model: StreamModel, gpus: int, sessions: int = 1) -> list[Split]:
     """
     found = [Split()]
     for ranks in range(1, gpus + 1):
-        if model.heads % ranks or (ranks > 1 and model.in_flight > 1):  # chunks in flight: not with shared layers
+        if model.heads % ranks:
             continue
         for stages in range(1, gpus // ranks + 1):
             if ranks * stages == 1 or stages > model.layers:

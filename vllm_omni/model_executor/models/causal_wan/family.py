@@ -46,8 +46,6 @@ def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages
         reason = in_flight.refuse_chunks_in_flight(options, plan)
     if reason is None and omni.pipeline == "temporal":
         reason = in_flight.refuse_temporal_pipeline(options, stages)
-    if reason is None and omni.ahead is not None and ranks > 1:
-        reason = f"ranks that share layers (--tensor-parallel-size {ranks}) are not served so: use stages alone"
     if reason is not None:
         raise ValueError(f"omni.{omni.ahead}: causal Wan cannot do that: {reason}")
     check_split(transformer, omni, ranks, stages, sequence_parallel=options.sequence_parallel)
