@@ -5,15 +5,15 @@ Forward, vLLM's own worker carries hidden states from stage to stage. Backward, 
 sends each earlier stage one message per batch: for every request a status (1 = fine, 0 = failed) and its latents.
 An earlier stage needs the latents to start the request's next step and the status to commit the chunk.
 
-The way back has a process group of its own. On vLLM's pipeline group NCCL would serialise both directions in one
-stream, and with two micro-batches in flight both stages then wait for each other for ever. Messages flow one way only
-(last -> earlier) and in batch order, so a FIFO of posted receives on the other side is all the bookkeeping.
+The way back has a process group of its own: in one, NCCL would put both directions into one stream, and no batch could be
+handed on before the answer to the last. Messages flow one way only (last -> earlier) and in batch order, so a FIFO of
+posted receives on the other side is all the bookkeeping.
 
 CUDA promises no concurrency between streams either: where two share a hardware queue, what was issued later waits. So
 every rank issues its exchanges in one order, that of the batches, and for each batch hidden states before its answer:
 whatever waits then waits for something issued before it. Receives of answers (`listen`) are therefore posted when the
 hidden states they answer have been sent, not before.
-Held by tests/worker/test_pipeline_parallel.py and tests/engine/test_parallel.py.
+Held by tests/worker/test_pipeline_parallel.py, tests/engine/test_exchange_order.py and tests/engine/test_parallel.py.
 """
 
 from collections import deque
