@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quick_spawn
 import torch
 
 from vllm_omni.model_executor.models.registry import get_family
+
+if torch.version.cuda is None:  # a process with CUDA may only be spawned
+    quick_spawn.install()
 
 _INIT_PORT_FILE = "dist-init"
 

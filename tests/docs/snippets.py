@@ -2,6 +2,8 @@
 """Takes documentation apart: fenced blocks, the commands in shell blocks, and a check for each kind of command.
 
 A command of a kind that no check knows is a failure, so that documentation cannot gain untested commands unnoticed.
+`vllm-omni` commands run in a process each, forked from one that has the libraries imported (`rank_processes`): the
+installed script itself is started by tests/entrypoints/cli/test_demo.py.
 """
 
 import argparse
@@ -11,15 +13,19 @@ import importlib
 import importlib.util
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+
+from rank_processes import rank_context
 
 REPO = Path(__file__).parents[2]
 
@@ -160,16 +166,25 @@ def _check_vllm_omni(arguments: list[str], runs_in: Path, execute: bool) -> None
         arguments[:1] in (["--version"], ["--help"], ["make-tiny"], ["doctor"], ["verify"]) or "--dry-run" in arguments
     )
     if cheap and execute:
-        result = subprocess.run(
-            [Path(sys.executable).with_name("vllm-omni"), *arguments],
-            cwd=runs_in,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        if result.returncode != 0:
-            raise DocsError(f"vllm-omni {shlex.join(arguments)} ended with {result.returncode}: {result.stderr[-500:]}")
+        with tempfile.NamedTemporaryFile("r") as log:
+            process = rank_context().Process(target=_vllm_omni, args=(arguments, runs_in, log.name))
+            process.start()
+            process.join(600)
+            if process.exitcode is None:
+                process.kill()
+            if process.exitcode != 0:
+                raise DocsError(f"vllm-omni {shlex.join(arguments)} ended with {process.exitcode}: {log.read()[-500:]}")
+
+
+def _vllm_omni(arguments: list[str], runs_in: Path, log: str) -> None:
+    """The command, in a process of its own, as if typed in the folder `runs_in`; what it prints goes to `log`."""
+    from vllm_omni.entrypoints.cli.main import main
+
+    os.chdir(runs_in)
+    output = os.open(log, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    main(arguments)
 
 
 def _check_python(arguments: list[str]) -> None:

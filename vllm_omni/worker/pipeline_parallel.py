@@ -5,9 +5,9 @@ Forward, vLLM's own worker carries hidden states from stage to stage. Backward, 
 sends each earlier stage one message per batch: for every request a status (1 = fine, 0 = failed) and its latents.
 An earlier stage needs the latents to start the request's next step and the status to commit the chunk.
 
-The way back has a process group of its own: in one, NCCL would put both directions into one stream, and no batch could be
-handed on before the answer to the last. Messages flow one way only (last -> earlier) and in batch order, so a FIFO of
-posted receives on the other side is all the bookkeeping.
+The way back has a process group of its own: in one, NCCL would put both directions into one stream, and no batch could
+be handed on before the answer to the last. Messages flow one way only (last -> earlier) and in batch order, so a FIFO
+of posted receives on the other side is all the bookkeeping.
 
 CUDA promises no concurrency between streams either: where two share a hardware queue, what was issued later waits. So
 every rank issues its exchanges in one order, that of the batches, and for each batch hidden states before its answer:

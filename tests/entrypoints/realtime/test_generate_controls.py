@@ -189,7 +189,7 @@ def test_a_reaction_is_not_held_back(client: GenerateClient, engine: FakeEngine)
 
 def test_extensions_are_granted_by_name(extended: ExtendedClient) -> None:
     """The first message says which; unknown ones are left out."""
-    extended.init(max_chunks=1, extensions=["receipts", "ping", "teleport"])
+    extended.init(extensions=["receipts", "ping", "teleport"])
     session = extended.receive()
     assert (session["type"], session["protocol"], session["granted"]) == ("session", 1, ["receipts", "ping"])
     extended.send({"type": "ping", "t": 1.5})
