@@ -57,8 +57,8 @@ def plan_text(model: StreamModel, card: Card, gpus: int, sessions: int) -> str:
             f"{_HOST if each.host_bound else ''}"
         )
     if any(each.host_bound for each in found):
-        helps = not model.cuda_graphs and any(e.host_bound and e.split.layer_stages == 1 for e in found)
-        graphs = "; --cuda-graphs takes most of that away where one stage has all layers" if helps else ""
+        helps = not model.cuda_graphs and replace(model, cuda_graphs=True).launches_graphs
+        graphs = "; --cuda-graphs takes most of that away" if helps else ""
         lines.append(f"{_HOST.strip()}: passes wait for the host that launches their kernels{graphs}")
     lines.append(f"best: {found[0].split} {' '.join(_flags(model, found[0].split))}".rstrip())
     return "\n".join(lines)
