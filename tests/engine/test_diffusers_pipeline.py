@@ -2,52 +2,53 @@
 """Diffusers pipelines on the real EngineCore: results equal diffusers, aborts, progress, errors, sleep."""
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
+import multiprocessing
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_client import EngineClient, running_engine
 
+from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.model_executor.models.registry import get_family
-from vllm_omni.outputs import RequestFailed
+from vllm_omni.outputs import RequestFailed, unpack
 
 LAYOUTS = get_family("diffusers_pipeline").layouts
 
-# One process, one engine after the other, each with its core in the process: nothing of them stays in the tests' own.
-COMPARE = """
-import json, sys
-import numpy as np, torch, diffusers
-from vllm import LLM
-from vllm_omni.inputs import DiffusionParams, engine_prompt
-from vllm_omni.outputs import unpack
 
-equal = {}
-for layout in sys.argv[2:]:
-    path = f"{sys.argv[1]}/{layout}"
-    llm = LLM(
-        model=path, config_format="omni", skip_tokenizer_init=True, enforce_eager=True,
-        distributed_executor_backend="vllm_omni.executor.DiffusersPipelineExecutor",  # Wan has a worker's model too
-    )
-    fields = {"num_inference_steps": 3, "height": 32, "width": 48, **({"num_frames": 5} if layout == "wan" else {})}
-    params = DiffusionParams(session_id="s", one_shot=True, prompt="a red fox", seed=5, **fields)
-    answer = llm.encode(engine_prompt(), params.to_pooling_params(), pooling_task="plugin")[0]
-    meta, tensors = unpack(answer.outputs.data)
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(path)
-    output = pipeline("a red fox", generator=torch.Generator().manual_seed(5), output_type="pil", **fields)
-    pictures = output.frames[0] if layout == "wan" else output.images
-    expected = np.stack([np.array(picture) for picture in pictures])
-    got = tensors["frames" if layout == "wan" else "images"].numpy()
-    equal[layout] = bool(np.array_equal(got, expected)) and float(expected.std()) > 1
-    del llm
-print("RESULT", json.dumps(equal))
-"""
+def compare(folder: Path, answers: Connection) -> None:
+    """Send, of every layout, whether the engine's result is diffusers' own: one engine after the other."""
+    import diffusers
+    from vllm import LLM
+
+    equal = {}
+    for layout in LAYOUTS:
+        path = str(folder / layout)
+        llm = LLM(
+            model=path,
+            config_format="omni",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            # Wan has a worker's model too.
+            distributed_executor_backend="vllm_omni.executor.DiffusersPipelineExecutor",
+        )
+        fields = {"num_inference_steps": 3, "height": 32, "width": 48, **({"num_frames": 5} if layout == "wan" else {})}
+        params = DiffusionParams(session_id="s", one_shot=True, prompt="a red fox", seed=5, **fields)
+        answer = llm.encode(engine_prompt(), params.to_pooling_params(), pooling_task="plugin")[0]
+        _, tensors = unpack(answer.outputs.data)
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(path)
+        output = pipeline("a red fox", generator=torch.Generator().manual_seed(5), output_type="pil", **fields)
+        pictures = output.frames[0] if layout == "wan" else output.images
+        expected = np.stack([np.array(picture) for picture in pictures])
+        got = tensors["frames" if layout == "wan" else "images"].numpy()
+        equal[layout] = bool(np.array_equal(got, expected)) and float(expected.std()) > 1
+        del llm
+    answers.send(equal)
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +60,18 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_layout_equals_diffusers_through_llm_encode(pipelines: Path) -> None:
+def test_every_layout_equals_diffusers_through_llm_encode(pipelines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen-Image, FLUX, Wan and SD3: the engine's picture or video is diffusers' own, byte for byte."""
-    result = subprocess.run(
-        [sys.executable, "-c", COMPARE, str(pipelines), *LAYOUTS],
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, result.stderr[-3000:]
-    assert json.loads(lines[-1].removeprefix("RESULT ")) == dict.fromkeys(LAYOUTS, True)
+    # A process with the engines' cores in it: nothing of them stays in the tests' own.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(target=compare, args=(pipelines, sender))
+    process.start()
+    sender.close()  # so that a process that dies is an end of file
+    try:
+        assert receiver.recv() == dict.fromkeys(LAYOUTS, True)
+    finally:
+        process.join(60)
 
 
 SMALL: dict[str, Any] = {"prompt": "a red fox", "height": 32, "width": 48, "num_inference_steps": 3, "one_shot": True}
