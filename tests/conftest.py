@@ -19,10 +19,15 @@ import torch
 
 from vllm_omni.model_executor.models.registry import get_family
 
-if torch.version.cuda is None:  # a process with CUDA may only be spawned
-    quick_spawn.install()
-
 _INIT_PORT_FILE = "dist-init"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The suite of every commit starts its engines quickly; nightly tests, and those run by name, as vLLM does."""
+    if (
+        torch.version.cuda is None and config.option.markexpr == "not nightly"
+    ):  # a process with CUDA may only be spawned
+        quick_spawn.install()
 
 
 @pytest.fixture(scope="session")

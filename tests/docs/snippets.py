@@ -184,7 +184,7 @@ def _vllm_omni(arguments: list[str], runs_in: Path, log: str) -> None:
     output = os.open(log, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
-    main(arguments)
+    main(arguments)  # ends the process with the command's status
 
 
 def _check_python(arguments: list[str]) -> None:

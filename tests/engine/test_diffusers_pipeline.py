@@ -37,7 +37,9 @@ def compare(folder: Path, answers: Connection) -> None:
             # Wan has a worker's model too.
             distributed_executor_backend="vllm_omni.executor.DiffusersPipelineExecutor",
         )
-        fields = {"num_inference_steps": 3, "height": 32, "width": 48, **({"num_frames": 5} if layout == "wan" else {})}
+        fields: dict[str, Any] = {"num_inference_steps": 3, "height": 32, "width": 48}
+        if layout == "wan":
+            fields["num_frames"] = 5
         params = DiffusionParams(session_id="s", one_shot=True, prompt="a red fox", seed=5, **fields)
         answer = llm.encode(engine_prompt(), params.to_pooling_params(), pooling_task="plugin")[0]
         _, tensors = unpack(answer.outputs.data)

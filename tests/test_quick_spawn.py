@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines get from `quick_spawn` is what the start method `spawn` promises."""
+
+import multiprocessing
+import os
+import sys
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+
+import psutil
+import pytest
+import quick_spawn
+import setproctitle
+import torch
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="with CUDA, processes are spawned as ever")
+
+memory = "as imported"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where `conftest.py` leaves processes as they are."""
+    monkeypatch.setattr(SpawnProcess, "_Popen", SpawnProcess._Popen)  # put back afterwards
+    quick_spawn.install()
+
+
+def report(answers: Connection, depth: int) -> None:
+    """Send what this process is, then what a process that it starts is."""
+    setproctitle.setproctitle(f"rank {depth}")
+    title = " ".join(psutil.Process().cmdline()).strip()
+    answers.send((os.getpid(), title, memory, os.environ.get("VLLM_OMNI_MOMENT"), "vllm.config" in sys.modules))
+    if depth:
+        os.environ["VLLM_OMNI_MOMENT"] = "later"
+        start(answers, depth - 1).join()
+
+
+def start(answers: Connection, depth: int) -> multiprocessing.process.BaseProcess:
+    process = multiprocessing.get_context("spawn").Process(target=report, args=(answers, depth))
+    process.start()
+    return process
+
+
+def test_a_process_shares_nothing_but_the_environment_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one that it starts; each has its own title (by which tests find workers), and nothing to import."""
+    monkeypatch.setattr(sys.modules[__name__], "memory", "changed")
+    monkeypatch.setenv("VLLM_OMNI_MOMENT", "now")
+    receiver, sender = multiprocessing.Pipe()
+    process = start(sender, 1)
+    process.join(60)
+    assert process.exitcode == 0
+    (first, *rest), (second, *others) = receiver.recv(), receiver.recv()
+    assert len({os.getpid(), first, second}) == 3
+    assert rest == ["rank 1", "as imported", "now", True]
+    assert others == ["rank 0", "as imported", "later", True]
+
+
+def wait_for_ever() -> None:
+    multiprocessing.Event().wait()
+
+
+def test_how_a_process_ended_is_known() -> None:
+    """`kill -9` is seen by whoever started it, as the status and at once."""
+    process = multiprocessing.get_context("spawn").Process(target=wait_for_ever)
+    process.start()
+    process.kill()
+    process.join(10)
+    assert process.exitcode == -9
