@@ -24,9 +24,8 @@ _INIT_PORT_FILE = "dist-init"
 
 def pytest_configure(config: pytest.Config) -> None:
     """The suite of every commit starts its engines quickly; nightly tests, and those run by name, as vLLM does."""
-    if (
-        torch.version.cuda is None and config.option.markexpr == "not nightly"
-    ):  # a process with CUDA may only be spawned
+    may_fork = torch.version.cuda is None
+    if may_fork and config.option.markexpr == "not nightly":
         quick_spawn.install()
 
 
