@@ -251,18 +251,16 @@ def _causal_wan() -> Curves:
         stream = replace(model, denoise=steps, clean=0, in_flight=steps)
         return predict(stream, H200, Split(1, steps, temporal=steps > 1)).fps
 
-    def with_vae(gpus: int) -> Split:
-        return Split(1, gpus, vae_stage=True) if gpus > 1 else Split()
+    def with_vae(stream: StreamModel) -> Curve:
+        return {n: predict(stream, H200, Split(1, n, vae_stage=n > 1), max(1, n - 1)).fps for n in GPUS}
 
     return {
         "VAE stage, CUDA graphs: measured": _measured(
             name, "1 GPU", "1 GPU + VAE, CUDA graphs", "PP 3 + VAE, CUDA graphs"
         ),
-        "VAE stage, CUDA graphs: plan": {n: predict(graphs, H200, with_vae(n), max(1, n - 1)).fps for n in GPUS},
+        "VAE stage, CUDA graphs: plan": with_vae(graphs),
         "VAE stage (4: PP 3, 3 sessions): measured": _measured(name, "1 GPU", "1 GPU + VAE", "PP 3 + VAE"),
-        "VAE stage (4: PP 3, 3 sessions): plan": {
-            n: predict(model, H200, with_vae(n), max(1, n - 1)).fps for n in GPUS
-        },
+        "VAE stage (4: PP 3, 3 sessions): plan": with_vae(model),
         "Ulysses: measured": _measured(name, "1 GPU", "Ulysses 2"),
         "Ulysses: plan": {n: predict(model, H200, Split(n)).fps for n in GPUS},
         **_ulysses_with_graphs(name, model),

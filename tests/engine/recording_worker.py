@@ -5,11 +5,13 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+from vllm_omni.model_executor.models.wan import split_decode
 from vllm_omni.worker import DiffusionGPUWorker
 
 FOLDER = "OMNI_TEST_EXCHANGES"
@@ -22,8 +24,8 @@ class RecordingWorker(DiffusionGPUWorker):
         self._log = (Path(os.environ[FOLDER]) / f"rank{self.rank}.jsonl").open("w", buffering=1)
         on_host = [get_pp_group().cpu_group, get_tp_group().cpu_group, dist.group.WORLD]
 
-        def recorded(name: str, kind: str) -> None:
-            original: Callable[..., Any] = getattr(dist, name)
+        def recorded(module: ModuleType, name: str, kind: str) -> None:
+            original: Callable[..., Any] = getattr(module, name)
 
             def record(*args: Any, **kwargs: Any) -> Any:
                 group = kwargs.get("group")
@@ -33,14 +35,15 @@ class RecordingWorker(DiffusionGPUWorker):
                     self._write(kind, partners, group.group_name)
                 return original(*args, **kwargs)
 
-            setattr(dist, name, record)
+            setattr(module, name, record)
 
         for name in ("isend", "send"):
-            recorded(name, "send")
+            recorded(dist, name, "send")
         for name in ("irecv", "recv"):
-            recorded(name, "recv")
+            recorded(dist, name, "recv")
         for name in ("all_to_all_single", "all_gather", "all_reduce"):
-            recorded(name, "all")
+            recorded(dist, name, "all")
+        recorded(split_decode, "_all_gather", "all")  # a name of its own, for releases of torch
         self._record_hand_over("isend_tensor_dict", "send", lambda pp: pp.next_rank)
         self._record_hand_over("irecv_tensor_dict", "recv", lambda pp: pp.prev_rank)
 

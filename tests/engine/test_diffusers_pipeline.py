@@ -71,9 +71,11 @@ def test_every_layout_equals_diffusers_through_llm_encode(pipelines: Path, monke
     process.start()
     sender.close()  # so that a process that dies is an end of file
     try:
+        assert receiver.poll(600)
         assert receiver.recv() == dict.fromkeys(LAYOUTS, True)
     finally:
-        process.join(60)
+        process.kill()
+        process.join()
 
 
 SMALL: dict[str, Any] = {"prompt": "a red fox", "height": 32, "width": 48, "num_inference_steps": 3, "one_shot": True}

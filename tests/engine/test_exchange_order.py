@@ -25,16 +25,16 @@ def stuck(ranks: list[list[Exchange]]) -> dict[int, Exchange]:
     """What each rank that does not come to its end waits for."""
     queues = [deque(exchanges) for exchanges in ranks]
 
-    def meet(rank: int) -> list[int]:
+    def next_of(rank: int) -> Exchange | None:
+        return queues[rank][0] if queues[rank] else None
+
+    def meet(rank: int) -> tuple[int, ...]:
         """Everybody at the exchange that `rank` has come to, or nobody."""
-        kind, partners, group = queues[rank][0]
+        kind, partners, group = exchange = queues[rank][0]
         if kind == "all":
-            return (
-                list(partners) if all(queues[each] and queues[each][0] == queues[rank][0] for each in partners) else []
-            )
+            return partners if all(next_of(each) == exchange for each in partners) else ()
         (peer,) = partners
-        other = ("recv" if kind == "send" else "send", (rank,), group)
-        return [rank, peer] if queues[peer] and queues[peer][0] == other else []
+        return (rank, peer) if next_of(peer) == ("recv" if kind == "send" else "send", (rank,), group) else ()
 
     moved = True
     while moved:

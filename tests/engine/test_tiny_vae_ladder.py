@@ -18,7 +18,7 @@ from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_ti
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.models.wan.weights import load_vae
 
-STREAMS, CHUNKS, AFTERWARDS = 3, 5, 2
+STREAMS, CHUNKS, AFTERWARDS = 4, 5, 2
 OMNI = {
     "scheduling": "deadline",
     "degradations": ["tiny_vae"],

@@ -2,6 +2,7 @@
 """The way back between stages: answers arrive in order, and nobody waits on a device before it has sent."""
 
 import contextlib
+import os
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
 
-from vllm_omni.worker import diffusion_worker, warm_up
+from vllm_omni.worker import diffusion_gpu_worker, diffusion_worker, warm_up
 from vllm_omni.worker.diffusion_worker import DiffusionWorkerMixin
 from vllm_omni.worker.pipeline_parallel import ReturnChannel, connect_forward
 
@@ -50,9 +51,9 @@ def stage(rank: int, address: str) -> None:
     dist.irecv = lambda *args, **kwargs: posted.append(1) or irecv(*args, **kwargs)
     taken = []
     for step in range(1, STEPS + 1):
-        channel.expect(requests(step), model)  # type: ignore[arg-type]
+        channel.expect(requests(step))
         assert len(posted) == step - 1, "a receive was posted before the hidden states were sent"
-        channel.listen()
+        channel.listen(model)  # type: ignore[arg-type]
         assert len(posted) == step
     channel.drain(["somebody else"], lambda *_: pytest.fail("nobody asked"))
     channel.drain(["r1"], lambda request, ok, latents: taken.append((request, ok, latents.tolist())))
@@ -99,6 +100,24 @@ def test_a_worker_listens_for_answers_once_it_has_sent(monkeypatch: pytest.Monke
     monkeypatch.setattr(diffusion_worker, "failing_together", lambda heard: contextlib.nullcontext())
     Worker().execute_model(None)  # type: ignore[arg-type]
     assert events == ["sent", "listens"]
+
+
+@pytest.mark.parametrize(("stages", "asked", "granted"), [(1, None, None), (2, None, "32"), (2, "8", "8")])
+def test_stages_ask_for_hardware_queues(
+    monkeypatch: pytest.MonkeyPatch, stages: int, asked: str | None, granted: str | None
+) -> None:
+    """Before CUDA is begun; whoever serves may ask for another number."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", asked or "")
+    if asked is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+
+    def stock(worker: Any) -> None:
+        worker.parallel_config = SimpleNamespace(pipeline_parallel_size=stages)
+        worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+
+    monkeypatch.setattr(diffusion_gpu_worker.Worker, "__init__", stock)
+    diffusion_gpu_worker.DiffusionGPUWorker()
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == granted
 
 
 def test_a_warm_up_listens_for_answers_once_it_has_sent() -> None:

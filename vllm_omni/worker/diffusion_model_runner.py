@@ -241,7 +241,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 assert result is not None
                 handed_on.append(result)
                 assert self._channel is not None
-                self._channel.expect(group, self.model)
+                self._channel.expect(group)
             else:
                 self._after_step([by_id[request.request_id] for request in group], outputs)
         if not self._ends_steps:
@@ -332,7 +332,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
     def listen_for_answers(self) -> None:
         """Earlier stage: to be called whenever hidden states have been sent (`ReturnChannel.listen`)."""
         if self._channel is not None:
-            self._channel.listen()
+            self._channel.listen(self.model)
 
     def _take_answer(self, request: DiffusionRequest, ok: bool, latents: torch.Tensor) -> None:
         """Earlier stage: the last stage has finished a step of `request`."""

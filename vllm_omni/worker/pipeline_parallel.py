@@ -44,18 +44,11 @@ def connect_forward(pp: GroupCoordinator, device: torch.device) -> None:
 
 
 @dataclass
-class _Answer:
-    """The answer to one batch, of one status and so many numbers for each of `requests`."""
-
-    requests: list[DiffusionRequest]
-    numels: list[int]
-
-
-@dataclass
 class _Receive:
     """A posted receive: filled when `work` is done."""
 
-    answer: _Answer
+    requests: list[DiffusionRequest]
+    numels: list[int]
     buffer: torch.Tensor
     work: Any
 
@@ -81,7 +74,7 @@ class ReturnChannel:
                 group = dist.new_group([rank, column[-1]], backend=backend)
                 if dist.get_rank() in (rank, column[-1]):
                     self._groups[stage] = group
-        self._expected: list[_Answer] = []
+        self._expected: list[list[DiffusionRequest]] = []
         self._pending: deque[_Receive] = deque()
         self._sends: deque[tuple[torch.Tensor, list[Any]]] = deque()
         self._connect()
@@ -111,17 +104,18 @@ class ReturnChannel:
         while self._sends and all(work.is_completed() for work in self._sends[0][1]):
             self._sends.popleft()  # the buffer must live until the send is done
 
-    def expect(self, requests: Sequence[DiffusionRequest], model: SupportsStepExecution) -> None:
+    def expect(self, requests: Sequence[DiffusionRequest]) -> None:
         """Earlier stage, after a batch's forward: its answer will come."""
         assert not self.is_last
-        self._expected.append(_Answer(list(requests), [model.latents(request).numel() for request in requests]))
+        self._expected.append(list(requests))
 
-    def listen(self) -> None:
+    def listen(self, model: SupportsStepExecution) -> None:
         """Earlier stage, once hidden states have been sent: post the receives of the answers to them."""
-        for answer in self._expected:
-            buffer = torch.empty(len(answer.numels) + sum(answer.numels), dtype=torch.float32, device=self._device)
+        for requests in self._expected:
+            numels = [model.latents(request).numel() for request in requests]
+            buffer = torch.empty(len(numels) + sum(numels), dtype=torch.float32, device=self._device)
             work = dist.irecv(buffer, src=self._ranks[-1], group=self._groups[self._stage])
-            self._pending.append(_Receive(answer, buffer, work))
+            self._pending.append(_Receive(requests, numels, buffer, work))
         self._expected.clear()
 
     def drain(
@@ -136,13 +130,13 @@ class ReturnChannel:
         """
         assert not self._expected, "listen() posts a batch's receive before the next batch"
         wanted = set(request_ids)
-        while any(request.request_id in wanted for receive in self._pending for request in receive.answer.requests):
+        while any(request.request_id in wanted for receive in self._pending for request in receive.requests):
             receive = self._pending.popleft()
             receive.work.wait()
-            requests = receive.answer.requests
+            requests = receive.requests
             # Reading the statuses waits for the device, so do it only where a chunk may be committed.
             final = any(request.step >= request.num_steps for request in requests)
             status = receive.buffer[: len(requests)].tolist() if final else [_STATUS_OK] * len(requests)
-            parts = receive.buffer[len(requests) :].split(receive.answer.numels)
+            parts = receive.buffer[len(requests) :].split(receive.numels)
             for request, value, part in zip(requests, status, parts, strict=True):
                 apply(request, value == _STATUS_OK, part)

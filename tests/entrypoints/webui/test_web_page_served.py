@@ -185,12 +185,8 @@ def test_the_log_names_the_page_and_holds_no_key(served: demo.ServerProcess) -> 
     assert not re.search(r"ticket[=.][A-Za-z0-9_-]{20}", log)
 
 
-@pytest.mark.nightly
 def test_screenshot_for_the_guide(page: Page, tmp_path: Path) -> None:
-    """The guide's picture can be made anew at any time; it stays below 300 kB.
-
-    A longer walk with keys and a mark, as `test_a_walk_with_everything` and test_web_page.py hold them by day.
-    """
+    """The guide's picture can be made anew at any time; it stays below 300 kB."""
     target = Path(os.environ.get("OMNI_SCREENSHOT", tmp_path / "web_page.png"))
     page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     page.desktop(1280, 800)
