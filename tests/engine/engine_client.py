@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,11 @@ from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import unpack
 
 STOCK_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+SHARED_GPU = {
+    "worker_cls": "shared_gpu_worker.SharedGPUWorker",
+    "distributed_executor_backend": "mp",  # named, so that vLLM does not count GPUs
+    "disable_custom_all_reduce": True,  # it writes into the memory of another GPU
+}
 
 Result = TypeVar("Result")
 
@@ -95,7 +101,10 @@ async def running_engine(
     several_engines = "data_parallel_size" in engine_args or engine_args.get("distributed_executor_backend") == "ray"
     bind = "nobind" if several_engines else cores if size > 1 else "auto"
     if torch.cuda.is_available():
-        engine_args.setdefault("gpu_memory_utilization", 0.4)  # another engine may be alive
+        sharing = math.ceil(size / torch.cuda.device_count())
+        if sharing > 1:
+            engine_args = {**SHARED_GPU, **engine_args}
+        engine_args.setdefault("gpu_memory_utilization", 0.4 / sharing)  # another engine may be alive
     with _environment(VLLM_CPU_OMP_THREADS_BIND=bind):
         args = AsyncEngineArgs(
             model=str(model),

@@ -134,7 +134,6 @@ def test_the_stock_scheduler_gives_identical_chunks(lingbot_world: Path, alone: 
     asyncio.run(scenario())
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="this machine has a single GPU")
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -161,7 +160,6 @@ def test_two_ranks_agree_with_one(
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="this machine has a single GPU")
 @pytest.mark.parametrize("vae_stage", [False, True], ids=["one rank", "a stage for the VAE"])
 def test_a_world_as_pr_3701_serves_it(lingbot_world: Path, alone: list[list[torch.Tensor]], vae_stage: bool) -> None:
     """Frames are the engine's latents decoded two latents early, a later prompt changes nothing, bytes stay the same.
