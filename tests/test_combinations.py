@@ -51,9 +51,9 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, int]) -> None:
     [
         ("causal_wan", {"chunks_in_flight": 2}, {}, "cache 'strict' shows a chunk the clean chunk before it"),
         ("causal_wan", {**TEMPORAL, "model": {"cache": "cascaded", "sink_frames": 0}}, PP2, "a stage has its own only"),
-        ("causal_wan", {**TEMPORAL, "model": MATCHED}, PP3, "pass --pipeline-parallel-size 2, got 3"),
+        ("causal_wan", {**TEMPORAL, "model": MATCHED}, PP3, "got 3: pass --pipeline-parallel-size 2"),
         ("causal_wan", {**TEMPORAL, "model": MATCHED}, {}, "pass --pipeline-parallel-size"),
-        ("causal_wan", {**TEMPORAL, "model": MATCHED, "vae_stage": True}, PP3, "not built together with vae_stage"),
+        ("causal_wan", {**TEMPORAL, "model": MATCHED, "vae_stage": True}, PP2, "2, or one more with omni.vae_stage"),
         ("causal_wan", {"model": {"sequence_parallel": True}}, TP3, "does not divide over 3 parallel ranks"),
         ("causal_wan", {}, {"pipeline_parallel_size": 5}, "4 layers can not be cut into 5 stages"),
         ("causal_wan", {"pipeline_partition": [4, 1]}, PP2, "does not fit: 4 layers over 2 stages"),
@@ -87,6 +87,8 @@ def test_what_cannot_work_is_refused(
     [
         ("causal_wan", {**TEMPORAL, "model": MATCHED}, PP2),
         ("causal_wan", {**TEMPORAL, "model": MATCHED | {"sequence_parallel": True}}, PP2 | TP2),
+        ("causal_wan", {**TEMPORAL, "model": MATCHED, "vae_stage": True}, PP3),
+        ("causal_wan", {"chunks_in_flight": 2, "model": MATCHED, "vae_stage": True}, PP2 | TP2),
         ("causal_wan", {"vae_stage": True, "pipeline_partition": [3, 1]}, PP3 | TP2),
         ("causal_wan", {"model": {"cuda_graphs": True}}, PP2),
         ("lingbot_world", {"vae_stage": True}, PP3 | TP2),

@@ -19,8 +19,6 @@ def test_nothing_given_means_all_defaults() -> None:
         ({"max_requests_per_step": 0}, "max_requests_per_step"),
         ({"session_idle_s": "5"}, "session_idle_s"),
         ({"model": 3}, "model"),
-        ({"vae_stage": True, "chunks_in_flight": 2}, "chunks_in_flight 2 is not built together with vae_stage"),
-        ({"vae_stage": True, "pipeline": "temporal"}, "pipeline 'temporal' is not built together with vae_stage"),
         ({"pipeline": "temporal", "pipeline_partition": [2, 2]}, "there is no pipeline_partition"),
         ({"scheduling": "lifo"}, "allowed values: 'deadline', 'fifo'"),
         ({"scheduling": 3}, "allowed values: 'deadline', 'fifo'"),

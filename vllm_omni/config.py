@@ -87,8 +87,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("target_fps and degradations need scheduling 'deadline'")
         if len(set(self.degradations)) != len(self.degradations):
             raise ValueError(f"degradations must differ, got {list(self.degradations)}")
-        if self.vae_stage and self.ahead is not None:
-            raise ValueError(f"{self.ahead} is not built together with vae_stage: drop one of them")
         if self.pipeline == "temporal" and self.pipeline_partition is not None:
             raise ValueError("pipeline 'temporal': every stage holds all layers, so there is no pipeline_partition")
 

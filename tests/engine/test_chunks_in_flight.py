@@ -157,19 +157,44 @@ def two_steps(causal_wan: Path) -> list[list[torch.Tensor]]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "omni",
+    ("stages", "omni"),
     [
-        pytest.param({"pipeline": "temporal"}, id="temporal"),
-        pytest.param({"pipeline": "temporal", "scheduling": "deadline"}, id="temporal, deadline"),
-        pytest.param({}, id="blocks"),
+        pytest.param(2, {"pipeline": "temporal"}, id="temporal"),
+        pytest.param(2, {"pipeline": "temporal", "scheduling": "deadline"}, id="temporal, deadline"),
+        pytest.param(2, {}, id="blocks"),
+        pytest.param(2, {"vae_stage": True}, id="VAE stage"),
+        pytest.param(3, {"vae_stage": True}, id="blocks + VAE stage"),
+        pytest.param(3, {"vae_stage": True, "pipeline": "temporal"}, id="temporal + VAE stage"),
+        pytest.param(
+            3, {"vae_stage": True, "pipeline": "temporal", "overlap_decode": True}, id="temporal + VAE stage, late"
+        ),
     ],
 )
-def test_two_stages_equal_one_rank(causal_wan: Path, two_steps: list[list[torch.Tensor]], omni: dict[str, Any]) -> None:
+def test_stages_equal_one_rank(
+    causal_wan: Path, two_steps: list[list[torch.Tensor]], stages: int, omni: dict[str, Any]
+) -> None:
     """Bit for bit, aborts and all."""
 
     async def scenario() -> None:
-        async with engine(causal_wan, 2, chunks_in_flight=2, pipeline_parallel_size=2, omni=omni) as client:
+        async with engine(causal_wan, 2, chunks_in_flight=2, pipeline_parallel_size=stages, omni=omni) as client:
             assert_equal(await everything(client, steps=2), two_steps)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.nightly
+def test_a_vae_stage_decodes_in_order_where_clean_passes_follow(causal_wan: Path) -> None:
+    """Cache 'cascaded': a chunk's latents are final, and on their way to the decoder, a pass before it is done."""
+    cascaded = {**options(3), "cache": "cascaded", "sink_frames": 0, "window_frames": 6}
+
+    async def scenario() -> None:
+        async with engine(causal_wan, 3, chunks_in_flight=1, omni={"model": cascaded}) as client:
+            expected = [await one_by_one(client, f"s{seed}", seed, "rgb") for seed in range(STREAMS)]
+        omni = {"model": cascaded, "vae_stage": True}
+        async with engine(causal_wan, 3, chunks_in_flight=4, pipeline_parallel_size=2, omni=omni) as client:
+            assert_equal(
+                await asyncio.gather(*(ahead(client, f"s{seed}", seed, "rgb") for seed in range(STREAMS))), expected
+            )
 
     asyncio.run(scenario())
 
@@ -182,6 +207,7 @@ def test_two_stages_equal_one_rank(causal_wan: Path, two_steps: list[list[torch.
         pytest.param(2, {}, True, id="blocks x Ulysses"),
         pytest.param(2, {"pipeline": "temporal", "vae_parallel": True}, True, id="temporal x Ulysses, parallel decode"),
         pytest.param(2, {"pipeline": "temporal"}, False, id="temporal x tensor parallel"),
+        pytest.param(2, {"vae_stage": True, "vae_parallel": True}, True, id="VAE stage x Ulysses, parallel decode"),
     ],
 )
 def test_ranks_that_share_layers_agree_with_one(

@@ -81,6 +81,11 @@ def test_what_waits_for_each_other_is_found() -> None:
                     {"model": MATCHED, "chunks_in_flight": 2},
                     {"pipeline_parallel_size": 2},
                 ),
+                "temporal + VAE stage": (
+                    "causal_wan",
+                    {"model": MATCHED, "chunks_in_flight": 2, "pipeline": "temporal", "vae_stage": True},
+                    {"pipeline_parallel_size": 3},
+                ),
                 "temporal x Ulysses 2": (
                     "causal_wan",
                     {"model": MATCHED | ULYSSES, "chunks_in_flight": 2, "pipeline": "temporal", "vae_parallel": True},
@@ -110,7 +115,7 @@ def test_every_rank_issues_its_exchanges_in_one_order(
     asyncio.run(scenario())
     logs = sorted(tmp_path.glob("rank*.jsonl"))
     ranks = [[(kind, tuple(partners), group) for kind, partners, group in map(json.loads, log.open())] for log in logs]
-    assert len(ranks) > 1 and all(len(exchanges) > 20 for exchanges in ranks)
+    assert len(ranks) > 1 and all(len(exchanges) > 10 for exchanges in ranks)
     assert not stuck(ranks)
 
 

@@ -25,7 +25,7 @@ class Pair:
     def __init__(self, make_runner: Any, checkpoint: Path) -> None:
         self.layers, self.vae = make_runner(checkpoint), make_runner(checkpoint)
         self.results = ResultStream(torch.device("cpu"), True)
-        self.stage = VAEStage(self.vae.model, self.vae.sessions, self.results)
+        self.stage = VAEStage(self.vae.model, self.vae.sessions, self.vae.chunk_end.commit, self.results)
 
     def admit(self, name: str, index: int, **fields: Any) -> tuple[Any, Any]:
         prompt = {"prompt": "a field", "seed": 3} if index == 0 else {}
@@ -41,11 +41,12 @@ class Pair:
             if ours.done:
                 ours.finite.require("latents")
                 self.layers.chunk_end.commit(ours.chunk)
-            message = hand_over(self.layers.model, [ours], 1)
-            done = self.stage.advance([theirs], message)
-            for state in done:
-                self.vae._in_flight.end(state.chunk)
-            return done
+            return self.hand_over([ours], [theirs])
+
+    def hand_over(self, ours: list[Any], theirs: list[Any]) -> list[Any]:
+        message = hand_over(self.layers.model, self.layers._in_flight, ours, 1).tensors
+        note = StageNote.read(message)
+        return self.stage.advance(theirs, note, note.latents(message))
 
     def close(self, *states: Any) -> None:
         for runner, state in zip((self.layers, self.vae), states, strict=True):
@@ -119,11 +120,37 @@ def test_a_failure_of_the_other_rank_arrives_with_its_reason(pair: Pair) -> None
     assert theirs.failure.code == "non_finite" and theirs.pending is None
 
 
+def test_a_chunk_that_is_done_comes_before_the_one_behind_it(pair: Pair) -> None:
+    """Whatever their order in the batch: the other rank counts the session's chunks by it."""
+    pair.close(*pair.chunk(0))
+    (ours, theirs), (our_next, their_next) = pair.admit("r1", 1), pair.admit("r2", 2)
+    with torch.inference_mode():
+        for _ in range(STEPS):
+            pair.layers._forward([ours], None)
+        pair.layers._forward([our_next], None)
+        pair.layers.chunk_end.commit(ours.chunk)
+        assert pair.hand_over([our_next, ours], [their_next, theirs]) == [theirs]
+    assert their_next.failure is None and their_next.chunk.step == 1
+    assert pair.vae.chunk_end.committed[-1] == "r1", "what the scheduler is told"
+
+
+def test_a_chunk_that_fails_takes_the_one_behind_it_along(pair: Pair) -> None:
+    """At once, on both ranks: it could be done before the scheduler hears of the failure."""
+    pair.close(*pair.chunk(0))
+    (ours, theirs), (our_next, their_next) = pair.admit("r1", 1, options={"nan_at": 1}), pair.admit("r2", 2)
+    with torch.inference_mode():
+        for _ in range(STEPS):
+            pair.layers._forward([ours], None)
+        assert pair.hand_over([our_next, ours], [their_next, theirs]) == []
+    assert ours.failure.code == theirs.failure.code == "non_finite"
+    assert our_next.failure.code == their_next.failure.code == "predecessor_failed"
+
+
 def share_decode(pair: Pair, others_fine: bool) -> None:
     """The VAE stage's rank decodes together with another one, which is fine or not."""
     agreement = RankAgreement(None, None)
     agreement.all_fine = lambda fine: fine and others_fine  # type: ignore[method-assign]
-    pair.stage = VAEStage(pair.vae.model, pair.vae.sessions, pair.results, agreement)
+    pair.stage = VAEStage(pair.vae.model, pair.vae.sessions, pair.vae.chunk_end.commit, pair.results, agreement)
 
 
 @pytest.mark.parametrize("others_fine", [True, False])
@@ -155,7 +182,7 @@ def test_several_ranks_hand_over_the_same(pair: Pair, ranks: int) -> None:
     with torch.inference_mode():
         for _ in range(STEPS - 1):
             pair.layers._forward([ours], None)
-        note = StageNote.read(hand_over(pair.layers.model, [ours], ranks).tensors)
+        note = StageNote.read(hand_over(pair.layers.model, pair.layers._in_flight, [ours], ranks).tensors)
     assert [chunk.clean for chunk in note.chunks] == ([True] if ranks > 1 else [])
     assert (note.failure("r") is None) == (ranks > 1)
 
@@ -199,7 +226,7 @@ def test_decodes_in_flight_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPat
 
 def test_a_rank_beside_the_one_that_decodes_only_follows(make_runner: Any, null_world: Path) -> None:
     pair = Pair(make_runner, null_world)
-    pair.stage = VAEStage(pair.vae.model, pair.vae.sessions, None)
+    pair.stage = VAEStage(pair.vae.model, pair.vae.sessions, pair.vae.chunk_end.commit, None)
     _, theirs = pair.chunk(0)
     assert theirs.pending is None and theirs.chunk.session.chunk_index == 1
 

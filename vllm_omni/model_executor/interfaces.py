@@ -254,7 +254,7 @@ class SupportsChunksInFlight(Protocol):
 
     @property
     def steps_behind(self) -> int:
-        """At least 1."""
+        """At least 1, and more than a chunk has clean passes: latents are final in the order of the chunks."""
 
     def refuse_chunks_in_flight(self) -> str | None:
         """Why this model, as it is configured, cannot have several; None if it can."""

@@ -41,7 +41,7 @@ from vllm_omni.worker.pipeline_parallel import ReturnChannel, connect_forward
 from vllm_omni.worker.requests import RequestState, RequestStates, as_failure
 from vllm_omni.worker.runner_surface import RunnerSurface
 from vllm_omni.worker.sessions import SessionStore
-from vllm_omni.worker.stage_messages import together, unpack
+from vllm_omni.worker.stage_messages import StageNote, together, unpack
 from vllm_omni.worker.step_batch import group_requests
 from vllm_omni.worker.temporal import TemporalStage
 from vllm_omni.worker.vae_stage import VAEStage, hand_over
@@ -87,7 +87,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self._in_flight = ChunksInFlight(self.omni.chunks_in_flight)
         self._temporal: TemporalStage | None = None
         if self.omni.pipeline == "temporal":
-            self._temporal = TemporalStage(self.pp.rank_in_group, self.pp.world_size)
+            self._temporal = TemporalStage(self.pp.rank_in_group, self._num_stages)
 
     # -- what the worker asks at start --------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         in_steps = isinstance(model, SupportsStepExecution) and model.supports_step_execution
         self.model: Any = model if in_steps else WholeRequestModel(model)
         check_degradations(model, self.omni.degradations)
-        self._in_flight.steps_behind = check_chunks_in_flight(model, self.omni, self.pp.world_size)
+        self._in_flight.steps_behind = check_chunks_in_flight(model, self.omni, self._num_stages)
         self.admission = Admission(self.model, self.sessions, self._in_flight, self.device)
         shares_decode = check_parallel_decode(model, self.omni)
         decodes = self.tp.is_first_rank or shares_decode
@@ -132,7 +132,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
         if not self.pp.is_last_rank:
             return None
         results = self._results if self.tp.is_first_rank or self.shares_decode else None
-        return VAEStage(self.model, self.sessions, results, self.agreement if self.shares_decode else None)
+        agreement = self.agreement if self.shares_decode else None
+        return VAEStage(self.model, self.sessions, self.chunk_end.commit, results, agreement)
 
     def get_model(self) -> Any:
         return self.model
@@ -249,7 +250,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
             return IntermediateTensors(hidden_states | self.agreement.mask(chunks, alive, waiting))
         if self.omni.vae_stage:
             failed = [state for state in states if state.failure is not None and state not in alive]
-            return hand_over(self.model, [*alive, *failed], self.tp.world_size)
+            return hand_over(self.model, self._in_flight, [*alive, *failed], self.tp.world_size)
         self.chunk_end.pack_failures(states, outputs)
         return None
 
@@ -262,12 +263,13 @@ class DiffusionGPUModelRunner(RunnerSurface):
     ) -> None:
         """The VAE stage's micro-step."""
         assert received is not None
+        note = StageNote.read(received.tensors)
         for state in states:
-            if state.failure is None and state.chunk is None:
+            # A chunk that the ranks with layers still hold back, or have refused, does not begin here either.
+            begins = state.is_session_operation or state.request_id in note.taking_part
+            if state.failure is None and state.chunk is None and begins:
                 self.admission.admit(state, outputs)
-        for state in vae_stage.advance(states, received):
-            assert state.chunk is not None
-            self._in_flight.end(state.chunk)
+        for state in vae_stage.advance(states, note, note.latents(received.tensors)):
             self.chunk_end.hand_out(state, outputs)
         self.chunk_end.pack_failures(states, outputs)
 

@@ -53,6 +53,11 @@ class StageNote(msgspec.Struct, frozen=True):
     def read(cls, tensors: Mapping[str, torch.Tensor]) -> "StageNote":
         return msgspec.json.decode(tensors[_NOTE].numpy().tobytes(), type=cls)
 
+    @property
+    def taking_part(self) -> set[str]:
+        """The requests with a chunk that took this step, and has not failed."""
+        return {chunk.request_id for chunk in self.chunks}
+
     def latents(self, received: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Request id -> final latents, of the clean `chunks`."""
         clean = [chunk.request_id for chunk in self.chunks if chunk.clean]

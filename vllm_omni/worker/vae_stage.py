@@ -15,15 +15,16 @@ Knows no model by name. Held by tests/worker/test_vae_stage_rank.py and tests/en
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.sequence import IntermediateTensors
 
-from vllm_omni.model_executor.interfaces import SupportsStepExecution, SupportsVAEStage
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution, SupportsVAEStage
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.agreement import RankAgreement
+from vllm_omni.worker.in_flight import ChunksInFlight
 from vllm_omni.worker.overlap import PendingResult, ResultStream
 from vllm_omni.worker.requests import RequestState, as_failure
 from vllm_omni.worker.sessions import SessionStore
@@ -42,7 +43,9 @@ _MAX_DECODES = 3
 """Decodes in flight, over all sessions. From there on the stage holds up the steps: it is the slowest one."""
 
 
-def hand_over(model: "StageModel", states: Sequence[RequestState], ranks: int) -> IntermediateTensors:
+def hand_over(
+    model: "StageModel", in_flight: ChunksInFlight, states: Sequence[RequestState], ranks: int
+) -> IntermediateTensors:
     """The last stage with layers, after a step in which `states` took part or failed.
 
     ranks: that share a stage's layers. Each of several hands over to its counterpart, and all must say the same: what
@@ -51,7 +54,7 @@ def hand_over(model: "StageModel", states: Sequence[RequestState], ranks: int) -
     chunks: list[ChunkNote] = []
     failures: dict[str, tuple[str, str]] = {}
     latents: list[torch.Tensor] = []
-    for state in states:
+    for state in sorted(states, key=lambda state: not state.done):  # a chunk that is done before the one behind it
         request = state.chunk
         if ranks == 1 and state.failure is None and state.finite is not None and state.finite.known:
             try:
@@ -60,9 +63,12 @@ def hand_over(model: "StageModel", states: Sequence[RequestState], ranks: int) -
                 state.failure = failure  # before the VAE stage has to do with it
         if state.failure is not None:
             failures[state.request_id] = (state.failure.code, str(state.failure.message))
+            if request is not None:
+                in_flight.fail(request)
         elif request is not None:
             clean = request.step == request.num_steps - request.clean_passes
             if clean:
+                assert state.done or in_flight.is_next(request), "chunks of a session are decoded in order"
                 latents.append(model.latents(request))
             chunks.append(
                 ChunkNote(
@@ -82,35 +88,37 @@ def hand_over(model: "StageModel", states: Sequence[RequestState], ranks: int) -
 class VAEStage:
     """The VAE stage's rank.
 
-    results: where it decodes, None on a rank that only follows (`ParallelContext.decodes`). agreement: with the ranks
-    beside it, where they decode together (`SupportsParallelDecode`); None = this rank decodes, or follows, by itself.
+    commit: makes a chunk part of its session here. results: where it decodes, None on a rank that only follows
+    (`ParallelContext.decodes`). agreement: with the ranks beside it, where they decode together
+    (`SupportsParallelDecode`); None = this rank decodes, or follows, by itself.
     """
 
     def __init__(
         self,
         model: "StageModel",
         sessions: SessionStore,
+        commit: Callable[[DiffusionRequest], None],
         results: ResultStream | None,
         agreement: RankAgreement | None = None,
     ) -> None:
         self._model = model
         self._sessions = sessions
+        self._commit = commit
         self._results = results
         self._agreement = agreement
         self._decoding: deque[PendingResult] = deque()
 
-    def advance(self, states: Sequence[RequestState], received: IntermediateTensors) -> list[RequestState]:
+    def advance(
+        self, states: Sequence[RequestState], note: StageNote, latents: Mapping[str, torch.Tensor]
+    ) -> list[RequestState]:
         """Take in what `hand_over` sent about `states`; returns those whose chunk is now committed.
 
         Their results are `pending` (nowhere on a rank that only follows). A refused or failed one has its `failure`.
         """
-        tensors = received.tensors
-        note = StageNote.read(tensors)
         by_id = {state.request_id: state for state in states}
         for state in states:
             state.failure = state.failure or note.failure(state.request_id)
         done = []
-        latents = note.latents(tensors)
         for entry in note.chunks:
             state = by_id[entry.request_id]
             try:
@@ -122,7 +130,7 @@ class VAEStage:
             if entry.clean:
                 self._decode(state)
             if entry.done and state.failure is None and state.chunk is not None:
-                self._model.commit(state.chunk)
+                self._commit(state.chunk)
                 state.chunk.timer.add(entry.timings_ms)
                 done.append(state)
             elif entry.done:

@@ -45,7 +45,7 @@ def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages
     if omni.ahead is not None:
         reason = in_flight.refuse_chunks_in_flight(options, plan)
     if reason is None and omni.pipeline == "temporal":
-        reason = in_flight.refuse_temporal_pipeline(options, stages)
+        reason = in_flight.refuse_temporal_pipeline(options, stages - omni.vae_stage)
     if reason is not None:
         raise ValueError(f"omni.{omni.ahead}: causal Wan cannot do that: {reason}")
     check_split(transformer, omni, ranks, stages, sequence_parallel=options.sequence_parallel)

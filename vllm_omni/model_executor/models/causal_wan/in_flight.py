@@ -36,8 +36,8 @@ def refuse_temporal_pipeline(options: CausalWanOptions, num_stages: int) -> str 
     num_steps = options.text_schedule().num_steps
     if num_steps != num_stages:
         return (
-            f"denoising_steps has {num_steps} entries and every stage owns one: "
-            f"pass --pipeline-parallel-size {num_steps}, got {num_stages}"
+            f"denoising_steps has {num_steps} entries and every stage with layers owns one, got {num_stages}: "
+            f"pass --pipeline-parallel-size {num_steps}, or one more with omni.vae_stage"
         )
     return None
 

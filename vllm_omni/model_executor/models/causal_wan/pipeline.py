@@ -82,11 +82,12 @@ class CausalWan(nn.Module):
                 device=options.text_encoder_device or "model",
                 dtype=setup.dtype,
             )
-        self._own_step = parallel.stage if setup.omni.pipeline == "temporal" else None
+        temporal = setup.omni.pipeline == "temporal"
+        self._own_step = parallel.stage if temporal and not parallel.is_vae_stage else None
         with default_dtype(setup.dtype):
             self.transformer = CausalWanTransformer(
                 setup.config,
-                parallel if self._own_step is None else replace(parallel, stage=0, num_stages=1),
+                replace(parallel, stage=int(parallel.is_vae_stage), num_stages=1) if temporal else parallel,
                 residual_fp32=options.residual_dtype == "fp32",
                 compiled=setup.compiled,
                 cuda_graphs=options.cuda_graphs and torch.cuda.is_available(),
@@ -206,7 +207,7 @@ class CausalWan(nn.Module):
         frames = self.plan.frames(standing.chunk_index)
         size = self.sizes.latent_shape(session.shape, len(frames))
         if self.text_encoder is None:
-            request.state = Chunk.to_decode(frames, self.schedule, size, session.cache, inputs.prompt, inputs.seed)
+            request.state = Chunk.to_decode(frames, self.schedule, size, session.cache, inputs, standing.chunk_index)
             request.num_steps = 1  # the ranks with layers know
             return
         noise = ChunkNoise(tuple(size), inputs.seed, standing.chunk_index, self.transformer.device)

@@ -9,7 +9,7 @@ Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -27,6 +27,9 @@ from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
+
+if TYPE_CHECKING:
+    from vllm_omni.model_executor.models.causal_wan.request import ChunkInputs
 
 Source = Literal["text", "video"]
 
@@ -268,9 +271,12 @@ class Chunk:
         schedule: FewStepSchedule,
         size: Sequence[int],
         cache: ChunkCache,
-        prompt: str,
-        seed: int,
+        inputs: "ChunkInputs",
+        index: int,
     ) -> "Chunk":
-        """A chunk on the VAE stage: its latents, of `size`, come when other ranks have made them."""
+        """Chunk `index` on the VAE stage: its latents, of `size`, come when other ranks have made them."""
         nothing = torch.empty(size, device="meta")
-        return cls(frames, schedule, nothing, None, (nothing, nothing), None, cache, (), prompt, seed, None)
+        prompt, seed = inputs.prompt, inputs.seed
+        return cls(
+            frames, schedule, nothing, None, (nothing, nothing), None, cache, (), prompt, seed, None, index=index
+        )
