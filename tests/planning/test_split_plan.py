@@ -209,7 +209,7 @@ def test_noise_matched_chunks_in_flight_fill_the_stages() -> None:
     assert four.chunk_ms == pytest.approx(four.steps_ms / 4 + four.decode_ms, rel=0.05)
     assert four.first_frame_ms >= one.first_frame_ms
     assert Split(1, 4, temporal=True) in splits(model, 4) and Split(1, 2, temporal=True) not in splits(model, 4)
-    assert not any(split.vae_stage for split in splits(model, 4))
+    assert Split(1, 5, vae_stage=True, temporal=True) in splits(model, 5), "and one more for the VAE"
     assert not any(split.temporal for split in splits(model_of("causal_wan_14b"), 4))
 
 

@@ -269,7 +269,8 @@ def until_result_ms(model: StreamModel, card: Card, split: Split, sessions: int 
     passes = pass_latency_ms(model, card, split, model.first_chunk)
     step = step_ms(card, split, passes)
     if split.temporal:
-        return max(decode + step / 2, 1e3 * card.decode_launch_s + (2 * split.stages - 1) * step)
+        launch = 0.0 if split.vae_stage else 1e3 * card.decode_launch_s
+        return max(decode + step / 2, launch + (2 * split.layer_stages - 1) * step)
     if split.stages > 1:
         return decode + (sessions - 1) * max(0.0, decode - setup_ms(model, card)) + step / 2
     early = model.clean and not model.waits_for_clean
@@ -395,15 +396,10 @@ def splits(model: StreamModel, gpus: int, sessions: int = 1) -> list[Split]:
             if ranks * stages == 1 or stages > model.layers:
                 continue
             tensors = (False, True) if ranks > 1 else (False,)
-            vae_stages = (False, True) if stages > 1 and model.in_flight == 1 else (False,)
-            together = ranks > 1
-            found += [
-                Split(ranks, stages, tensor, vae_stage, vae_parallel=together)
-                for vae_stage in vae_stages
-                for tensor in tensors
-            ]
-            if not model.clean and stages == model.denoise and stages > 1:
-                found += [Split(ranks, stages, tensor, temporal=True, vae_parallel=together) for tensor in tensors]
+            for vae_stage in (False, True) if stages > 1 else (False,):
+                found += [Split(ranks, stages, tensor, vae_stage, vae_parallel=ranks > 1) for tensor in tensors]
+                if not model.clean and 1 < stages - vae_stage == model.denoise:
+                    found += [replace(split, temporal=True) for split in found[-len(tensors) :]]
     replicas = [count for count in range(2, sessions + 1) if sessions % count == 0]
     copies = [replace(split, replicas=count) for split in found for count in replicas]
     return found + [split for split in copies if split.gpus <= gpus]
