@@ -144,6 +144,10 @@ _WHY = {
         "one stream, four chunks in flight; twice the steps of the row above at the rate of the last stage, which has "
         "as much to do: one step and the decode",
     ),
+    ("causal Wan 1.3B", "matched2_vae_stage"): (
+        "1 GPU + VAE, two steps",
+        "the stream of temporal 2 with both steps on one GPU: the VAE's is busy 145 of 150 ms, the other 100",
+    ),
     ("causal Wan 14B", "streaming_wan_14b"): ("1 GPU", "the device is busy all the time"),
     ("causal Wan 14B", "ulysses4_vae_parallel"): (
         "Ulysses 4, parallel decode",
@@ -247,9 +251,8 @@ def _causal_wan() -> Curves:
     name, model = "causal Wan 1.3B", model_of("causal_wan_1_3b", window=9)
     graphs = replace(model, cuda_graphs=True)
 
-    def matched(steps: int) -> float:
-        stream = replace(model, denoise=steps, clean=0, in_flight=steps)
-        return predict(stream, H200, Split(1, steps, temporal=steps > 1)).fps
+    def matched(steps: int, split: Split) -> float:
+        return predict(replace(model, denoise=steps, clean=0, in_flight=steps), H200, split).fps
 
     def with_vae(stream: StreamModel) -> Curve:
         return {n: predict(stream, H200, Split(1, n, vae_stage=n > 1), max(1, n - 1)).fps for n in GPUS}
@@ -267,7 +270,9 @@ def _causal_wan() -> Curves:
         "PP, n sessions: measured": _measured(name, "1 GPU", "PP 2", "PP 4"),
         "PP, n sessions: plan": {n: predict(model, H200, Split(1, n), n).fps for n in GPUS},
         "temporal, as many steps as GPUs: measured": _measured(name, "temporal 2, two steps", "temporal 4, four steps"),
-        "temporal, as many steps as GPUs: plan": {n: matched(n) for n in GPUS},
+        "temporal, as many steps as GPUs: plan": {n: matched(n, Split(1, n, temporal=n > 1)) for n in GPUS},
+        "two noise-matched steps, VAE stage: measured": _measured(name, "1 GPU + VAE, two steps"),
+        "two noise-matched steps, VAE stage: plan": {n: matched(2, Split(1, n, vae_stage=n > 1)) for n in GPUS},
     }
 
 

@@ -152,6 +152,9 @@ MODELS = {
 }
 
 
+SHARED_GPUS = {"worker_cls": "vllm_omni.worker.SharedGPUWorker", "distributed_executor_backend": "mp"}
+
+
 class RankClient:
     """One data-parallel rank of an engine: stock `encode` takes no rank, `add_request` does."""
 
@@ -211,6 +214,7 @@ async def measure(model: Model, folder: Path, row: Row, args: argparse.Namespace
         pipeline_parallel_size=row.stages,
         data_parallel_size=row.replicas,
         gpu_memory_utilization=args.gpu_memory_utilization,
+        **(SHARED_GPUS if args.share_gpus else {}),
     ) as engine:
         load_s = time.perf_counter() - loading
         clients = [RankClient(engine, rank) for rank in range(row.replicas)] if row.replicas > 1 else [engine]
@@ -275,6 +279,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
     add_serving_arguments(parser)
+    parser.add_argument(
+        "--share-gpus", action="store_true", help="whether a row works, not how fast: it may have more ranks than GPUs"
+    )
     parser.add_argument("--name", help="name of the result file (default: pipeline_parallel_MODEL)")
     add_output_arguments(parser)
     return parser

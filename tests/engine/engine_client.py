@@ -20,9 +20,8 @@ from vllm_omni.outputs import unpack
 
 STOCK_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 SHARED_GPU = {
-    "worker_cls": "shared_gpu_worker.SharedGPUWorker",
+    "worker_cls": "vllm_omni.worker.SharedGPUWorker",
     "distributed_executor_backend": "mp",  # named, so that vLLM does not count GPUs
-    "disable_custom_all_reduce": True,  # it writes into the memory of another GPU
 }
 
 Result = TypeVar("Result")

@@ -7,7 +7,7 @@ CUDA process.
 
 from typing import Any
 
-__all__ = ["ARGPUWorker", "DiffusionGPUWorker"]
+__all__ = ["ARGPUWorker", "DiffusionGPUWorker", "SharedGPUWorker"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,6 +27,10 @@ def __getattr__(name: str) -> Any:
         from vllm_omni.worker.diffusion_cpu_worker import DiffusionCPUWorker
 
         return DiffusionCPUWorker
+    if name == "SharedGPUWorker":
+        from vllm_omni.worker.shared_gpu_worker import SharedGPUWorker
+
+        return SharedGPUWorker
     from vllm_omni.worker.diffusion_gpu_worker import DiffusionGPUWorker
 
     return DiffusionGPUWorker
