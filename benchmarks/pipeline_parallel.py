@@ -282,7 +282,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--share-gpus", action="store_true", help="whether a row works, not how fast: it may have more ranks than GPUs"
     )
-    parser.add_argument("--name", help="name of the result file (default: pipeline_parallel_MODEL)")
+    parser.add_argument("--name", help="name of the result file (default: pipeline_parallel_MODEL, shared_gpus_MODEL)")
     add_output_arguments(parser)
     return parser
 
@@ -295,7 +295,8 @@ def main() -> None:
     if args.chunks <= args.warm_chunks:
         raise SystemExit(f"--chunks {args.chunks} leaves nothing after --warm-chunks {args.warm_chunks}")
     restart_with(HUGE_PAGES)
-    model, name = MODELS[args.model], args.name or f"pipeline_parallel_{args.model}"
+    kind = "shared_gpus" if args.share_gpus else "pipeline_parallel"
+    model, name = MODELS[args.model], args.name or f"{kind}_{args.model}"
     rows = earlier_rows(name, args)
     with tempfile.TemporaryDirectory() as folder:
         model.write(Path(folder) / "model")

@@ -4,7 +4,6 @@
 import asyncio
 import contextlib
 import itertools
-import math
 import os
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
@@ -56,7 +55,8 @@ class EngineClient:
         return latents
 
     async def stats(self) -> dict[str, Any]:
-        return (await self.engine.collective_rpc("session_stats"))[0]
+        """Of the last rank: an earlier pipeline stage hears of a commit with a later step."""
+        return (await self.engine.collective_rpc("session_stats"))[-1]
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,9 @@ async def running_engine(
     several_engines = "data_parallel_size" in engine_args or engine_args.get("distributed_executor_backend") == "ray"
     bind = "nobind" if several_engines else cores if size > 1 else "auto"
     if torch.cuda.is_available():
-        sharing = math.ceil(size / torch.cuda.device_count())
-        if sharing > 1:
+        engine_args.setdefault("gpu_memory_utilization", 0.4)  # another engine may be alive
+        if size > torch.cuda.device_count():
             engine_args = {**SHARED_GPU, **engine_args}
-        engine_args.setdefault("gpu_memory_utilization", 0.4 / sharing)  # another engine may be alive
     with _environment(VLLM_CPU_OMP_THREADS_BIND=bind):
         args = AsyncEngineArgs(
             model=str(model),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker for `--worker-cls` whose model fails on one rank, as a request's prompt says."""
+"""A worker for `--worker-cls` whose model fails on one rank, or makes NaN, as a request's prompt says."""
 
 from typing import Any
 
-from vllm_omni.worker import DiffusionGPUWorker
+from vllm_omni.worker import SharedGPUWorker
 
 AT_STEP = 2
 
@@ -13,11 +13,15 @@ def fault(rank: int, method: str) -> str:
     return f"rank {rank} fails in {method}"
 
 
-class FaultyWorker(DiffusionGPUWorker):
+NAN = "latents that are not finite"
+"""The prompt of a chunk whose last step, wherever it is taken, makes NaN."""
+
+
+class FaultyWorker(SharedGPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         model = self.model_runner.model
-        denoise_step, post_decode = model.denoise_step, model.post_decode
+        denoise_step, post_decode, step_scheduler = model.denoise_step, model.post_decode, model.step_scheduler
 
         def failing_step(batch: Any, *args: Any) -> Any:
             if any(request.step >= AT_STEP for request in batch):
@@ -28,7 +32,13 @@ class FaultyWorker(DiffusionGPUWorker):
             self._fail([request], "post_decode")
             return post_decode(request)
 
-        model.denoise_step, model.post_decode = failing_step, failing_decode
+        def spoiling_scheduler(batch: Any, prediction: Any) -> None:
+            step_scheduler(batch, prediction)
+            for request in batch:
+                if request.params.prompt == NAN and request.step == request.num_steps - 1:
+                    model.set_latents(request, model.latents(request) * float("nan"))
+
+        model.denoise_step, model.post_decode, model.step_scheduler = failing_step, failing_decode, spoiling_scheduler
 
     def _fail(self, batch: Any, method: str) -> None:
         if any(request.params.prompt == fault(self.rank, method) for request in batch):

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from vllm_omni.model_executor.models.wan import split_decode
-from vllm_omni.worker import DiffusionGPUWorker
+from vllm_omni.worker import SharedGPUWorker
 
 FOLDER = "OMNI_TEST_EXCHANGES"
 """Environment variable: where each rank writes `rank{N}.jsonl`, a line [kind, partners, group] for each exchange."""
 
 
-class RecordingWorker(DiffusionGPUWorker):
+class RecordingWorker(SharedGPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         self._log = (Path(os.environ[FOLDER]) / f"rank{self.rank}.jsonl").open("w", buffering=1)

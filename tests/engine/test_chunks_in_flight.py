@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_client import STOCK_SCHEDULER, EngineClient, running_engine
+from faulty_worker import NAN
 
 from vllm_omni.outputs import RequestFailed
 
@@ -178,6 +179,47 @@ def test_stages_equal_one_rank(
     async def scenario() -> None:
         async with engine(causal_wan, 2, chunks_in_flight=2, pipeline_parallel_size=stages, omni=omni) as client:
             assert_equal(await everything(client, steps=2), two_steps)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("stages", "omni"),
+    [
+        pytest.param(2, {"pipeline": "temporal"}, id="temporal"),
+        pytest.param(2, {}, id="blocks"),
+        pytest.param(2, {"vae_stage": True}, id="VAE stage"),
+        pytest.param(3, {"vae_stage": True, "pipeline": "temporal"}, id="temporal + VAE stage"),
+    ],
+)
+def test_a_chunk_that_fails_on_the_last_stage_takes_those_behind_it(
+    causal_wan: Path, two_steps: list[list[torch.Tensor]], stages: int, omni: dict[str, Any]
+) -> None:
+    """Also those that an earlier stage lets begin before it has heard of the failure; the stream goes on."""
+    args: dict[str, Any] = {"pipeline_parallel_size": stages, "worker_cls": "faulty_worker.FaultyWorker"}
+
+    async def scenario() -> None:
+        async with engine(causal_wan, 2, chunks_in_flight=2, omni=omni, **args) as client:
+
+            async def late(attempt: int, name: str, index: int) -> torch.Tensor:
+                await asyncio.sleep(0.02 * attempt)
+                return await send(client, name, 0, index)
+
+            for attempt in range(4):
+                name = f"s{attempt}"
+                found = list(await asyncio.gather(*(send(client, name, 0, index) for index in range(ABORTED))))
+                spoiled = client.send(session_id=name, chunk_index=ABORTED, prompt=NAN, output="latents")
+                behind = [asyncio.create_task(late(attempt, name, index)) for index in range(ABORTED + 1, CHUNKS)]
+                with pytest.raises(RequestFailed, match="non_finite"):
+                    await spoiled
+                outcomes = await asyncio.wait_for(asyncio.gather(*behind, return_exceptions=True), 120)
+                codes = {outcome.code for outcome in outcomes if isinstance(outcome, RequestFailed)}
+                assert len(outcomes) == CHUNKS - ABORTED - 1 and codes <= {"predecessor_failed", "out_of_order"}, (
+                    outcomes
+                )
+                found += [await send(client, name, 0, index) for index in range(ABORTED, CHUNKS)]
+                assert_equal([found], two_steps[:1])
 
     asyncio.run(scenario())
 

@@ -70,6 +70,13 @@ async def a_lost_chunk_ends_its_session(client: EngineClient) -> None:
     await client.send(session_id="lost", op="reset")
     fresh = await frames(client, "fresh", seed=9)
     assert_equal([await frames(client, "lost", seed=9)], [fresh])
+    first = {"session_id": "unborn", "chunk_index": 0, "prompt": "a field"}
+    for options, code in (({"fail_in": "decode"}, "engine_error"), ({}, "session_lost")):
+        with pytest.raises(RequestFailed, match=code):
+            await client.send(**first, options=options)
+    await client.send(session_id="unborn", op="close")
+    for stats in await client.engine.collective_rpc("session_stats"):
+        assert "unborn" not in stats["chunks"]
 
 
 @pytest.mark.parametrize(

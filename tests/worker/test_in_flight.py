@@ -111,6 +111,23 @@ def test_a_chunk_with_nan_takes_those_behind_it(runner: Any, expected: list[torc
     assert [torch.equal(a, b) for a, b in zip(rest(runner, 1), expected[1:], strict=True)] == [True] * 3
 
 
+def test_what_an_earlier_stage_began_behind_a_failure_takes_part_for_nothing(
+    runner: Any, expected: list[torch.Tensor]
+) -> None:
+    """It could not know yet: its hidden states arrive, as the chunk that it has said. What nobody began is refused."""
+    begun(runner)
+    runner._in_flight.fail(runner.requests["s2"].chunk)
+    states = [runner.requests.add(chunk(index, name)) for index, name in ((4, "late"), (5, "later"), (6, "wrong"))]
+    for state, index in zip(states, (4, 5, 7), strict=True):
+        runner.admission.admit(state, {}, index)
+    assert [state.failure.code for state in states] == ["predecessor_failed", "predecessor_failed", "out_of_order"]
+    assert [state.chunk and state.chunk.state.index for state in states] == [4, 5, None]
+    for name in ("s1", "s2", "s3", "late", "later"):
+        runner.admission.release(runner.requests.remove(name))
+    assert not runner._in_flight._failed and not runner.sessions.is_pinned("s")
+    assert [torch.equal(a, b) for a, b in zip(rest(runner, 1), expected[1:], strict=True)] == [True] * 3
+
+
 def test_what_is_not_next_is_refused(runner: Any) -> None:
     """Chunks in flight count; one that is refused costs the others nothing."""
     begun(runner)

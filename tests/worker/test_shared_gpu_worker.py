@@ -19,12 +19,24 @@ def test_ranks_are_spread_over_the_gpus_there_are(monkeypatch: pytest.MonkeyPatc
     places = []
 
     def stock(worker: Any) -> None:
-        places.append((worker.local_rank, os.environ["NCCL_HOSTID"], worker.parallel_config.disable_custom_all_reduce))
+        assert worker.parallel_config.disable_custom_all_reduce and os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
+        assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+        places.append((worker.local_rank, os.environ["NCCL_HOSTID"]))
 
     monkeypatch.setattr(shared_gpu_worker.DiffusionGPUWorker, "init_device", stock)
+    monkeypatch.setattr(shared_gpu_worker.DiffusionGPUWorker, "compile_or_warm_up_model", lambda worker: "times")
     for rank in range(4):
         worker: Any = object.__new__(SharedGPUWorker)
         worker.rank = worker.local_rank = rank
-        worker.parallel_config = SimpleNamespace(disable_custom_all_reduce=False)
+        worker.parallel_config = SimpleNamespace(world_size=4, data_parallel_size=1)
         worker.init_device()
-    assert places == [(0, "rank0", True), (1, "rank1", True), (0, "rank2", True), (1, "rank3", True)]
+        worker.model_runner = SimpleNamespace(sessions=SimpleNamespace(max_bytes=1000))
+        assert worker.compile_or_warm_up_model() == "times" and worker.model_runner.sessions.max_bytes == 500
+    assert places == [(0, "rank0"), (1, "rank1"), (0, "rank2"), (1, "rank3")]
+
+
+def test_several_engines_are_refused() -> None:
+    worker: Any = object.__new__(SharedGPUWorker)
+    worker.parallel_config = SimpleNamespace(data_parallel_size=2)
+    with pytest.raises(ValueError, match="drop --data-parallel-size"):
+        worker.init_device()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scheduling import new_request
 
-from vllm_omni.outputs import unpack
+from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.worker import vae_stage
 from vllm_omni.worker.agreement import RankAgreement
 from vllm_omni.worker.overlap import PendingResult, ResultStream
@@ -25,7 +25,9 @@ class Pair:
     def __init__(self, make_runner: Any, checkpoint: Path) -> None:
         self.layers, self.vae = make_runner(checkpoint), make_runner(checkpoint)
         self.results = ResultStream(torch.device("cpu"), True)
-        self.stage = VAEStage(self.vae.model, self.vae.sessions, self.vae.chunk_end.commit, self.results)
+        self.stage = VAEStage(
+            self.vae.model, self.vae.sessions, self.vae._in_flight, self.vae.chunk_end.commit, self.results
+        )
 
     def admit(self, name: str, index: int, **fields: Any) -> tuple[Any, Any]:
         prompt = {"prompt": "a field", "seed": 3} if index == 0 else {}
@@ -46,6 +48,7 @@ class Pair:
     def hand_over(self, ours: list[Any], theirs: list[Any]) -> list[Any]:
         message = hand_over(self.layers.model, self.layers._in_flight, ours, 1).tensors
         note = StageNote.read(message)
+        self.stage.fail(theirs, note)
         return self.stage.advance(theirs, note, note.latents(message))
 
     def close(self, *states: Any) -> None:
@@ -146,11 +149,36 @@ def test_a_chunk_that_fails_takes_the_one_behind_it_along(pair: Pair) -> None:
     assert our_next.failure.code == their_next.failure.code == "predecessor_failed"
 
 
+def test_a_chunk_behind_one_that_is_lost_is_lost_too(pair: Pair) -> None:
+    pair.close(*pair.chunk(0))
+    (ours, theirs), (_, behind) = pair.admit("r1", 1, options={"fail_in": "decode"}), pair.admit("r2", 2)
+    for _ in range(STEPS):
+        pair.step(ours, theirs)
+    assert theirs.failure.code == "engine_error" and "cannot go on" in theirs.failure.message
+    assert behind.failure.code == "session_lost"
+
+
+def test_what_the_other_rank_refuses_is_not_done_here(pair: Pair) -> None:
+    """A fork, for instance, for which only this rank has room."""
+    pair.close(*pair.chunk(0))
+    fork = new_request("fork", session_id="s", op="fork", fork_to="copy")
+    ours, theirs = (runner.requests.add(fork) for runner in (pair.layers, pair.vae))
+    ours.failure = RequestFailed("capacity", "no room")
+    message = hand_over(pair.layers.model, pair.layers._in_flight, [ours], 1)
+    outputs: dict[str, torch.Tensor] = {}
+    pair.vae._follow(pair.stage, [theirs], message, outputs)
+    with pytest.raises(RequestFailed, match="no room"):
+        unpack(outputs["fork"])
+    assert "copy" not in pair.vae.sessions
+
+
 def share_decode(pair: Pair, others_fine: bool) -> None:
     """The VAE stage's rank decodes together with another one, which is fine or not."""
     agreement = RankAgreement(None, None)
     agreement.all_fine = lambda fine: fine and others_fine  # type: ignore[method-assign]
-    pair.stage = VAEStage(pair.vae.model, pair.vae.sessions, pair.vae.chunk_end.commit, pair.results, agreement)
+    pair.stage = VAEStage(
+        pair.vae.model, pair.vae.sessions, pair.vae._in_flight, pair.vae.chunk_end.commit, pair.results, agreement
+    )
 
 
 @pytest.mark.parametrize("others_fine", [True, False])
@@ -226,7 +254,7 @@ def test_decodes_in_flight_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPat
 
 def test_a_rank_beside_the_one_that_decodes_only_follows(make_runner: Any, null_world: Path) -> None:
     pair = Pair(make_runner, null_world)
-    pair.stage = VAEStage(pair.vae.model, pair.vae.sessions, pair.vae.chunk_end.commit, None)
+    pair.stage = VAEStage(pair.vae.model, pair.vae.sessions, pair.vae._in_flight, pair.vae.chunk_end.commit, None)
     _, theirs = pair.chunk(0)
     assert theirs.pending is None and theirs.chunk.session.chunk_index == 1
 

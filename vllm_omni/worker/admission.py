@@ -28,9 +28,10 @@ class Admission:
         self._in_flight = in_flight
         self._device = device
 
-    def admit(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
+    def admit(self, state: RequestState, outputs: dict[str, torch.Tensor], index: int | None = None) -> None:
         """Give the request its session and its conditions; run a session operation at once, answered in `outputs`.
 
+        index: which chunk of its session an earlier pipeline stage has begun it as; None = this rank is the first.
         Afterwards the request has its `chunk`, its answer or its `failure`; nothing is raised.
         """
         params = state.params
@@ -52,10 +53,15 @@ class Admission:
             if session.failure is not None:
                 raise session.failure
             expected = session.chunk_index + self._in_flight.count(params.session_id)
-            if params.chunk_index is not None and params.chunk_index != expected:
+            predecessor = self._in_flight.last(params.session_id)
+            if index is not None and index != expected:  # the chunk before has failed, which is not known there yet
+                predecessor = self._in_flight.failed(params.session_id, index - 1)
+                expected = expected if predecessor is None else index
+            wanted = params.chunk_index if index is None else index
+            if wanted is not None and wanted != expected:
                 raise RequestFailed(
                     "out_of_order",
-                    f"chunk_index {params.chunk_index} arrived, session {params.session_id!r} expects {expected}",
+                    f"chunk_index {wanted} arrived, session {params.session_id!r} expects {expected}",
                 )
             request = DiffusionRequest(
                 state.request_id,
@@ -63,7 +69,7 @@ class Admission:
                 state.tensors,
                 session,
                 degradations=state.degradations,
-                predecessor=self._in_flight.last(params.session_id),
+                predecessor=predecessor,
                 timer=StageTimer(self._device),
             )
             with request.timer.stage("encode"):
@@ -71,8 +77,8 @@ class Admission:
             assert request.num_steps > 0, "prepare_encode must set num_steps"
             request.predecessor = None
             self._sessions.pin(params.session_id)
-            state.chunk = request
-            self._in_flight.add(state)
+            state.chunk, state.index = request, expected
+            self._in_flight.add(state, predecessor)
         except Exception as error:
             state.failure = as_failure(error)
             self._drop_unborn_session(state)
@@ -84,7 +90,7 @@ class Admission:
         if state.pending is not None:
             state.pending.wait()
         if state.chunk is not None:
-            self._in_flight.fail(state.chunk)
+            self._in_flight.release(state.chunk)
             self._sessions.unpin(state.chunk.session.session_id)
             state.chunk.state = None
         self._drop_unborn_session(state)
@@ -93,8 +99,9 @@ class Admission:
         """A session whose first chunk never succeeded does not exist, and a one-shot request's session ends with it."""
         if state.opened_session and state.params is not None:
             session_id = state.params.session_id
-            if session_id in self._sessions and (
-                state.params.one_shot or self._sessions.get(session_id).chunk_index == 0
-            ):
-                self._sessions.close(session_id)
+            if session_id in self._sessions:
+                session = self._sessions.get(session_id)
+                lost = session.failure is not None  # it lives on other ranks, and says so here
+                if state.params.one_shot or (session.chunk_index == 0 and not lost):
+                    self._sessions.close(session_id)
             state.opened_session = False

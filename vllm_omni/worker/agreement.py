@@ -18,7 +18,7 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.requests import RequestState
 
 _MASK = "alive"
-_REFUSED, _ALIVE, _WAITING = range(3)
+_REFUSED, _WAITING = -1, -2
 
 
 class RankAgreement:
@@ -31,8 +31,14 @@ class RankAgreement:
     # within a step
 
     def read_mask(self, received: Mapping[str, torch.Tensor], states: Sequence[RequestState]) -> list[int]:
-        """What the stage before said of each of `states`."""
+        """What the stage before said of each of `states`: a chunk's index in its session if it takes part."""
         return [int(flag) for flag in received[_MASK].tolist()[: len(states)]]
+
+    def indices(self, states: Sequence[RequestState], mask: Sequence[int] | None) -> dict[str, int]:
+        """Request -> which chunk of its session it is, of those that take part; empty on the first stage."""
+        if mask is None:
+            return {}
+        return {state.request_id: flag for state, flag in zip(states, mask, strict=True) if flag >= 0}
 
     def waiting(self, states: Sequence[RequestState], mask: Sequence[int]) -> list[RequestState]:
         """Those that an earlier stage holds back."""
@@ -49,7 +55,7 @@ class RankAgreement:
         if self._tensor.world_size > 1 and any(state.chunk is None or state.chunk.step == 0 for state in states):
             fine = self._everywhere(fine)
         if mask is not None:
-            wanted = [flag == _ALIVE for flag in mask]
+            wanted = [flag >= 0 for flag in mask]
             # One that has failed since (a chunk before it did) still takes part, for nothing.
             able = [good or state.chunk is not None for state, good in zip(states, fine, strict=True)]
             if any(want and not mine for want, mine in zip(wanted, able, strict=True)):
@@ -69,14 +75,15 @@ class RankAgreement:
     def mask(
         self, states: Sequence[RequestState], alive: Sequence[RequestState], waiting: Sequence[RequestState]
     ) -> dict[str, torch.Tensor]:
-        """For the next stage: which of `states` are in the hidden states, and which wait, as a small CPU tensor.
+        """For the next stage: which of `states` are in the hidden states, as which chunk of their session, and which
+        wait, as a small CPU tensor.
 
         Its length is one more than a multiple of the tensor-parallel size: vLLM sends tensors of a divisible length
         in shards, which needs a device tensor.
         """
-        flags = [_ALIVE if state in alive else _WAITING if state in waiting else _REFUSED for state in states]
+        flags = [state.index if state in alive else _WAITING if state in waiting else _REFUSED for state in states]
         padding = -len(flags) % self._tensor.world_size + 1
-        return {_MASK: torch.tensor([*flags, *([_REFUSED] * padding)], dtype=torch.uint8)}
+        return {_MASK: torch.tensor([*flags, *([_REFUSED] * padding)], dtype=torch.int32)}
 
     def agree(self, state: RequestState) -> None:
         """Before something that every tensor-parallel rank takes part in or none: one that has failed fails on all."""

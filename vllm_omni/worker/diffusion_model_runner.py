@@ -133,7 +133,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
             return None
         results = self._results if self.tp.is_first_rank or self.shares_decode else None
         agreement = self.agreement if self.shares_decode else None
-        return VAEStage(self.model, self.sessions, self.chunk_end.commit, results, agreement)
+        return VAEStage(self.model, self.sessions, self._in_flight, self.chunk_end.commit, results, agreement)
 
     def get_model(self) -> Any:
         return self.model
@@ -224,9 +224,10 @@ class DiffusionGPUModelRunner(RunnerSurface):
         chunks = [state for state in states if not state.is_session_operation and not state.done]
         mask = None if received is None else self.agreement.read_mask(received.tensors, chunks)
         waiting = self._in_flight.waiting(chunks) if mask is None else self.agreement.waiting(chunks, mask)
+        indices = self.agreement.indices(chunks, mask)
         for state in states:
             if state.failure is None and state.chunk is None and state not in waiting:
-                self.admission.admit(state, outputs)
+                self.admission.admit(state, outputs, indices.get(state.request_id))
         alive = self.agreement.alive(chunks, waiting, mask)
         limit = 1 if self.omni.batch_invariant else self.omni.max_requests_per_step
         groups = group_requests(self.model, [state.chunk for state in alive if state.chunk], limit)
@@ -264,6 +265,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         """The VAE stage's micro-step."""
         assert received is not None
         note = StageNote.read(received.tensors)
+        vae_stage.fail(states, note)
         for state in states:
             # A chunk that the ranks with layers still hold back, or have refused, does not begin here either.
             begins = state.is_session_operation or state.request_id in note.taking_part

@@ -4,8 +4,10 @@
 A chunk may begin, and take each further step, while the one before it in its session is at least `steps_behind` steps
 ahead. A session's first chunk is alone: until it has succeeded there is no session to continue. A chunk that fails or
 is aborted takes those behind it with it: they were computed from it, and the session stays as it was committed.
-Decides alike on every rank that has seen the same batches; later pipeline stages are told (`waiting` is asked on the
-first one only). Knows no model and no scheduler. Held by tests/worker/test_in_flight.py.
+The first pipeline stage decides who may begin (`waiting`) and as which chunk of the session; later ones are told. A
+failure is known first where it happens, the last stage: until the scheduler lets go of the chunk, what an earlier stage
+still sends of those behind it finds it here (`failed`). Knows no model and no scheduler.
+Held by tests/worker/test_in_flight.py and tests/engine/test_chunks_in_flight.py.
 """
 
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ class ChunksInFlight:
         self._limit = limit
         self.steps_behind = 1
         self._chunks: dict[str, list[RequestState]] = {}
+        self._failed: dict[str, list[RequestState]] = {}
 
     def last(self, session_id: str) -> DiffusionRequest | None:
         """The chunk that the session's next one follows; None if that is the committed state."""
@@ -69,28 +72,49 @@ class ChunksInFlight:
             return True
         return before.step < before.num_steps and step + self.steps_behind > before.step
 
-    def add(self, state: RequestState) -> None:
-        """The chunk has been admitted."""
-        assert state.params is not None and state.chunk is not None
-        self._chunks.setdefault(state.params.session_id, []).append(state)
+    def failed(self, session_id: str, index: int) -> DiffusionRequest | None:
+        """The newest chunk of that index that has failed here and is not released yet."""
+        return next((state.chunk for state in reversed(self._failed.get(session_id, [])) if state.index == index), None)
+
+    def add(self, state: RequestState, predecessor: DiffusionRequest | None) -> None:
+        """The chunk has been admitted behind `predecessor`; if that has failed, it fails too and takes its steps for
+        nothing.
+        """
+        assert state.chunk is not None
+        session_id = state.chunk.session.session_id
+        failed = self._failed.get(session_id, [])
+        if predecessor is not None and any(other.chunk is predecessor for other in failed):
+            failed.append(state)
+            state.failure = _predecessor_failed()
+        else:
+            self._chunks.setdefault(session_id, []).append(state)
 
     def end(self, request: DiffusionRequest) -> None:
         """The chunk is part of its session; those behind it go on from there. Idempotent."""
         self._cut(request, keep_followers=True)
 
-    def fail(self, request: DiffusionRequest) -> None:
-        """The chunk will not become part of its session: neither will those behind it. Idempotent, also after `end`."""
-        followers = self._cut(request, keep_followers=False)
-        for state in followers:
+    def fail(self, request: DiffusionRequest, because: RequestFailed | None = None) -> None:
+        """The chunk will not become part of its session: neither will those behind it. Idempotent, also after `end`.
+
+        because: what clients are told about those behind it; None = the session is as it was.
+        """
+        chunks = self._cut(request, keep_followers=False)
+        for state in chunks[1:]:
             if state.failure is None:
-                state.failure = RequestFailed(
-                    "predecessor_failed",
-                    "a chunk before this one failed or was aborted while both were in flight; the session is as it "
-                    "was before that chunk: send both again",
-                )
+                state.failure = because or _predecessor_failed()
+        if chunks:
+            self._failed.setdefault(request.session.session_id, []).extend(chunks)
+
+    def release(self, request: DiffusionRequest) -> None:
+        """The scheduler has finished or aborted the chunk: if it is no part of its session by now, it has failed."""
+        self.fail(request)
+        session_id = request.session.session_id
+        left = [state for state in self._failed.pop(session_id, []) if state.chunk is not request]
+        if left:
+            self._failed[session_id] = left
 
     def _cut(self, request: DiffusionRequest, *, keep_followers: bool) -> list[RequestState]:
-        """Take the chunk out, and return those behind it."""
+        """Take the chunk out, and return it and those behind it."""
         session_id = request.session.session_id
         chunks = self._chunks.get(session_id, [])
         position = next((index for index, state in enumerate(chunks) if state.chunk is request), None)
@@ -102,4 +126,12 @@ class ChunksInFlight:
             self._chunks[session_id] = left
         else:
             del self._chunks[session_id]
-        return followers
+        return chunks[position:]
+
+
+def _predecessor_failed() -> RequestFailed:
+    return RequestFailed(
+        "predecessor_failed",
+        "a chunk before this one failed or was aborted while both were in flight; the session is as it was before that "
+        "chunk: send both again",
+    )

@@ -34,6 +34,8 @@ class RequestState:
     params: DiffusionParams | None
     tensors: dict[str, torch.Tensor]
     chunk: DiffusionRequest | None = None
+    index: int = 0
+    """Of the chunk in its session."""
     opened_session: bool = False
     failure: RequestFailed | None = None
     finite: FiniteCheck | None = None

@@ -7,7 +7,9 @@ what it issues on a GPU of its own. Held by tests/worker/test_shared_gpu_worker.
 than an engine has ranks, by every test of tests/engine/.
 """
 
+import math
 import os
+from typing import Any
 
 import torch
 
@@ -17,11 +19,13 @@ from vllm_omni.worker.diffusion_gpu_worker import DiffusionGPUWorker
 class SharedGPUWorker(DiffusionGPUWorker):
     """`DiffusionGPUWorker` whose ranks are spread over the GPUs there are, several on each.
 
-    Needs `--distributed-executor-backend mp` (else vLLM counts GPUs and refuses) and a `--gpu-memory-utilization` that
-    leaves room for the other ranks of a GPU. One node only.
+    Needs `--distributed-executor-backend mp`, else vLLM counts GPUs and refuses. `--gpu-memory-utilization` is of a
+    GPU, for all its ranks together. One engine on one node: raises ValueError with data parallel.
     """
 
     def init_device(self) -> None:
+        if self.parallel_config.data_parallel_size > 1:
+            raise ValueError("SharedGPUWorker spreads the ranks of one engine: drop --data-parallel-size")
         os.environ |= {
             "NCCL_HOSTID": f"rank{self.rank}",
             "NCCL_SOCKET_IFNAME": "lo",
@@ -29,5 +33,13 @@ class SharedGPUWorker(DiffusionGPUWorker):
             "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         }
         self.parallel_config.disable_custom_all_reduce = True  # as symmetric memory: it writes to another GPU's memory
-        self.local_rank %= torch.accelerator.device_count()
+        gpus = torch.accelerator.device_count()
+        self._ranks_of_a_gpu = math.ceil(self.parallel_config.world_size / gpus)
+        self.local_rank %= gpus
         super().init_device()
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        sessions = self.model_runner.sessions  # each rank has counted what all of them leave free
+        sessions.max_bytes = sessions.max_bytes and sessions.max_bytes // self._ranks_of_a_gpu
+        return times

@@ -21,14 +21,14 @@ _LATENTS = "latents"
 
 
 class ChunkNote(msgspec.Struct, frozen=True):
-    """Where one chunk stands after a step. chunk: its index in the session.
+    """Where one chunk stands after a step. committed: how many other chunks its session has had by now.
 
     clean: its latents are final and travel beside this note; `facts` are the model's.
     done: the chunk is part of its session on the ranks that hold layers; `timings_ms` is what they have measured.
     """
 
     request_id: str
-    chunk: int
+    committed: int
     step: int
     num_steps: int
     clean: bool

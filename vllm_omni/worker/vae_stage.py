@@ -97,16 +97,25 @@ class VAEStage:
         self,
         model: "StageModel",
         sessions: SessionStore,
+        in_flight: ChunksInFlight,
         commit: Callable[[DiffusionRequest], None],
         results: ResultStream | None,
         agreement: RankAgreement | None = None,
     ) -> None:
         self._model = model
         self._sessions = sessions
+        self._in_flight = in_flight
         self._commit = commit
         self._results = results
         self._agreement = agreement
         self._decoding: deque[PendingResult] = deque()
+
+    def fail(self, states: Sequence[RequestState], note: StageNote) -> None:
+        """Before anything of a step begins: what has failed where the layers are fails here too."""
+        for state in states:
+            failure = note.failure(state.request_id)
+            if failure is not None and state.failure is None:
+                state.failure = self._loss(state) or failure
 
     def advance(
         self, states: Sequence[RequestState], note: StageNote, latents: Mapping[str, torch.Tensor]
@@ -116,8 +125,6 @@ class VAEStage:
         Their results are `pending` (nowhere on a rank that only follows). A refused or failed one has its `failure`.
         """
         by_id = {state.request_id: state for state in states}
-        for state in states:
-            state.failure = state.failure or note.failure(state.request_id)
         done = []
         for entry in note.chunks:
             state = by_id[entry.request_id]
@@ -150,7 +157,7 @@ class VAEStage:
         request = state.chunk
         if request is None or state.failure is not None:
             return
-        if request.session.chunk_index != entry.chunk:
+        if request.session.chunk_index != entry.committed:
             raise _lost()
         request.step, request.num_steps = entry.step, entry.num_steps
 
@@ -178,6 +185,17 @@ class VAEStage:
         session_id = None if state.params is None else state.params.session_id
         if session_id is not None and session_id in self._sessions:
             self._sessions.get(session_id).failure = _lost()
+        if state.failure is not None:
+            state.failure = RequestFailed(state.failure.code, str(_lost().message))
+        if state.chunk is not None:
+            self._in_flight.fail(state.chunk, because=_lost())
+
+    def _loss(self, state: RequestState) -> RequestFailed | None:
+        """Why the session of a chunk that begins cannot go on; None if it can, or is not known here."""
+        if state.chunk is not None or state.params is None or state.is_session_operation:
+            return None
+        session_id = state.params.session_id
+        return self._sessions.get(session_id).failure if session_id in self._sessions else None
 
 
 def _lost() -> RequestFailed:
