@@ -299,7 +299,7 @@ def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: st
             4,
             "a stage has its own only: 'noise_matched'",
         ),
-        (MATCHED, {"pipeline": "temporal"}, 2, "--pipeline-parallel-size 3, got 2"),
+        (MATCHED, {"pipeline": "temporal"}, 2, "got 2: pass --pipeline-parallel-size 3"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_reason(
