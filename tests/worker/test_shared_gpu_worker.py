@@ -35,6 +35,19 @@ def test_ranks_are_spread_over_the_gpus_there_are(monkeypatch: pytest.MonkeyPatc
     assert places == [(0, "rank0"), (1, "rank1"), (0, "rank2"), (1, "rank3")]
 
 
+def test_where_there_are_gpus_enough_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are connected as ever."""
+    monkeypatch.setattr(shared_gpu_worker.os, "environ", dict(os.environ))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(shared_gpu_worker.DiffusionGPUWorker, "init_device", lambda worker: None)
+    worker: Any = object.__new__(SharedGPUWorker)
+    worker.rank = worker.local_rank = 1
+    worker.parallel_config = SimpleNamespace(world_size=2, data_parallel_size=1, disable_custom_all_reduce=False)
+    worker.init_device()
+    assert worker.local_rank == 1 and not worker.parallel_config.disable_custom_all_reduce
+    assert "NCCL_HOSTID" not in os.environ
+
+
 def test_several_engines_are_refused() -> None:
     worker: Any = object.__new__(SharedGPUWorker)
     worker.parallel_config = SimpleNamespace(data_parallel_size=2)

@@ -158,6 +158,19 @@ def test_a_chunk_behind_one_that_is_lost_is_lost_too(pair: Pair) -> None:
     assert behind.failure.code == "session_lost"
 
 
+def test_a_chunk_that_is_held_back_there_does_not_begin_here(pair: Pair) -> None:
+    """It would be another chunk of its session when it begins."""
+    pair.close(*pair.chunk(0))
+    ours, theirs = pair.admit("r1", 1)
+    waits = pair.vae.requests.add(new_request("r2", session_id="s", chunk_index=2))
+    with torch.inference_mode():
+        pair.layers._forward([ours], None)
+        message = hand_over(pair.layers.model, pair.layers._in_flight, [ours], 1)
+        pair.vae._follow(pair.stage, [theirs, waits], message, {})
+    assert theirs.chunk.step == 1
+    assert waits.chunk is None and waits.failure is None
+
+
 def test_what_the_other_rank_refuses_is_not_done_here(pair: Pair) -> None:
     """A fork, for instance, for which only this rank has room."""
     pair.close(*pair.chunk(0))

@@ -17,7 +17,7 @@ from vllm_omni.worker.diffusion_gpu_worker import DiffusionGPUWorker
 
 
 class SharedGPUWorker(DiffusionGPUWorker):
-    """`DiffusionGPUWorker` whose ranks are spread over the GPUs there are, several on each.
+    """`DiffusionGPUWorker` whose ranks are spread over the GPUs there are, several on each if there are too few.
 
     Needs `--distributed-executor-backend mp`, else vLLM counts GPUs and refuses. `--gpu-memory-utilization` is of a
     GPU, for all its ranks together. One engine on one node: raises ValueError with data parallel.
@@ -26,15 +26,16 @@ class SharedGPUWorker(DiffusionGPUWorker):
     def init_device(self) -> None:
         if self.parallel_config.data_parallel_size > 1:
             raise ValueError("SharedGPUWorker spreads the ranks of one engine: drop --data-parallel-size")
-        os.environ |= {
-            "NCCL_HOSTID": f"rank{self.rank}",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "NCCL_IB_DISABLE": "1",
-            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-        }
-        self.parallel_config.disable_custom_all_reduce = True  # as symmetric memory: it writes to another GPU's memory
         gpus = torch.accelerator.device_count()
         self._ranks_of_a_gpu = math.ceil(self.parallel_config.world_size / gpus)
+        if self._ranks_of_a_gpu > 1:
+            os.environ |= {
+                "NCCL_HOSTID": f"rank{self.rank}",
+                "NCCL_SOCKET_IFNAME": "lo",
+                "NCCL_IB_DISABLE": "1",
+                "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+            }
+            self.parallel_config.disable_custom_all_reduce = True  # it, too, writes to another GPU's memory
         self.local_rank %= gpus
         super().init_device()
 
