@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transformer's data: walks as latents, conditions and camera commands.
+
+    torchrun --nproc-per-node 2 -m training.tiny_world.clips --vae vae.pt --out DIR --seconds 90
+
+Each process writes `clips-R.pt`, the first one also `clips-held.pt`; README.md describes the format. A quarter of the
+walks is filmed in two styles, for prompts that change on the way.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+from training.tiny_world.autoencoder import Autoencoder
+from training.tiny_world.footage import film, pixels
+from training.tiny_world.ranks import Clock, Ranks
+from training.tiny_world.render import FOCAL, Renderer
+from training.tiny_world.village import STYLES
+from training.tiny_world.walks import Walks, random_walks
+from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_FOCAL
+
+LATENTS = 21
+CONDITION_LATENTS = 6
+"""Latent frames of [image, grey, grey, ...] that are stored; the rest equals the last of them."""
+_HELD_OUT_SEED = 880_001
+
+Shard = dict[str, torch.Tensor]
+
+
+class Encoder:
+    """The trained autoencoder's first half, for data: pixels to fp16 latents."""
+
+    def __init__(self, model: Autoencoder) -> None:
+        self.model = model
+        self.run = torch.compile(self._run, dynamic=False) if next(model.parameters()).is_cuda else self._run
+
+    @torch.no_grad()
+    def __call__(self, clips_BTCHW: torch.Tensor, at_once: int = 16) -> torch.Tensor:
+        out = []
+        for part in clips_BTCHW.split(at_once):
+            padded = part if len(part) == at_once else torch.cat((part, part[-1:].expand(at_once - len(part), *part.shape[1:])))
+            out.append(self.run(padded)[: len(part)].half())
+        return torch.cat(out)
+
+    def _run(self, clips_BTCHW: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(clips_BTCHW.device.type, torch.bfloat16, enabled=clips_BTCHW.is_cuda):
+            return self.model.moments(clips_BTCHW)[0]
+
+
+def encode_walks(walks: Walks, style_N: torch.Tensor, renderer: Renderer, encoder: Encoder, *, at_once: int) -> Shard:
+    """Film and encode walks; tensors on the renderer's device."""
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for begin in range(0, len(walks), at_once):
+        clips = film(renderer, walks.part(begin, begin + at_once), style_N[begin : begin + at_once])
+        latents = torch.cat([encoder(pixels(part), at_once) for part in clips.split(at_once)])
+        still = pixels(clips[:, :1])
+        grey = still.new_zeros(len(still), 4 * (CONDITION_LATENTS - 1), *still.shape[2:])
+        parts.append((latents, encoder(torch.cat((still, grey), dim=1), at_once)))
+    latents, condition = (torch.cat(column) for column in zip(*parts, strict=True))
+    device = latents.device
+    return {
+        "latents": latents,
+        "condition": condition,
+        "relative": walks.relative.to(device),
+        "style": style_N.to(device, torch.uint8),
+        "keys": walks.keys.to(device),
+    }
+
+
+def make_clips(number: int, seed: int, renderer: Renderer, encoder: Encoder, *, at_once: int = 16, paired: float = 0.25) -> Shard:
+    """One batch of the data set; `number` walks and, for a share of them, the same walk in a second style."""
+    generator = torch.Generator().manual_seed(seed)
+    walks = random_walks(number, LATENTS, seed)
+    style = torch.randint(len(STYLES), (number,), generator=generator)
+    pairs = int(number * paired)
+    both = Walks(*(torch.cat((value, value[:pairs])) for value in (walks.keys, walks.positions, walks.yaw, walks.pitch, walks.relative)))
+    other = (style[:pairs] + torch.randint(1, len(STYLES), (pairs,), generator=generator)) % len(STYLES)
+    shard = encode_walks(both, torch.cat((style, other)), renderer, encoder, at_once=at_once)
+    total, device = number + pairs, shard["latents"].device
+    twin = torch.full((total,), -1)
+    twin[:pairs], twin[number:] = torch.arange(number, total), torch.arange(pairs)
+    true_focal = torch.rand(total, generator=generator) < 0.5
+    focal = torch.where(true_focal, FOCAL * renderer.width, ACTION_FOCAL)
+    return shard | {"twin": twin.to(device), "focal": focal.float().to(device)}
+
+
+def joined(shards: list[Shard]) -> Shard:
+    """One shard of several, twins pointing to where they are now."""
+    begin, twins = 0, []
+    for shard in shards:
+        twins.append(torch.where(shard["twin"] >= 0, shard["twin"] + begin, -1))
+        begin += len(shard["twin"])
+    return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]} | {"twin": torch.cat(twins)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--vae", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=90.0, help="wall time of rendering and encoding")
+    parser.add_argument("--largest", type=int, default=24_000, help="clips a process")
+    parser.add_argument("--held", type=int, default=96, help="held-out clips")
+    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device")
+    parser.add_argument("--size", type=int, nargs=2, default=(96, 160), metavar=("HEIGHT", "WIDTH"))
+    args = parser.parse_args()
+
+    ranks = Ranks.join(args.device)
+    torch.set_float32_matmul_precision("high")
+    model = Autoencoder()
+    model.load_state_dict(torch.load(args.vae, map_location="cpu", weights_only=True))
+    encoder = Encoder(model.to(ranks.device).eval())
+    renderer = Renderer(ranks.device, *args.size)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if ranks.rank == 0:
+        held = make_clips(args.held, _HELD_OUT_SEED, renderer, encoder, at_once=args.at_once)
+        torch.save(held, args.out / "clips-held.pt")
+    clock, shards, count = Clock(args.seconds / 60), [], 0
+    number = args.at_once * (16 if ranks.device.type == "cuda" else 1)
+    while not shards or (clock.fraction() < 1 and count < args.largest):
+        seed = args.seed * 1_000_003 + 10_007 * ranks.rank + len(shards)
+        shards.append(make_clips(number, seed, renderer, encoder, at_once=args.at_once))
+        count += len(shards[-1]["twin"])
+    begun = time.monotonic()
+    torch.save(joined(shards), args.out / f"clips-{ranks.rank}.pt")
+    print(f"rank {ranks.rank}: {count} clips in {clock.elapsed():.0f} s, saved in {time.monotonic() - begun:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rendered clips of random walks, kept on the device: what the autoencoder and the decoders learn from."""
+
+import time
+
+import torch
+
+from training.tiny_world.render import Renderer
+from training.tiny_world.village import STYLES
+from training.tiny_world.walks import Walks, random_walks
+
+
+def film(renderer: Renderer, walks: Walks, style_N: torch.Tensor) -> torch.Tensor:
+    """Render walks, each in its style: uint8 [N, T, H, W, 3] on the renderer's device."""
+    positions, yaw, pitch = walks.frames()
+    number, frames = yaw.shape
+    styles = style_N[:, None].expand(number, frames).flatten()
+    pictures = renderer.render(positions.flatten(0, 1), yaw.flatten(), pitch.flatten(), styles)
+    return pictures.view(number, frames, *pictures.shape[1:])
+
+
+def pixels(clips_BTHW3: torch.Tensor) -> torch.Tensor:
+    """uint8 [B, T, H, W, 3] -> fp32 [B, T, 3, H, W] in [-1, 1]."""
+    return clips_BTHW3.permute(0, 1, 4, 2, 3).float() / 127.5 - 1
+
+
+class Footage:
+    """A pool of clips of `latents` latent frames, drawn from one seed; sampled without end.
+
+    seconds: render for so long (at least one batch of `at_once` clips, at most `largest`).
+    """
+
+    def __init__(
+        self, renderer: Renderer, latents: int, seed: int, *, seconds: float, largest: int = 6000, at_once: int = 256
+    ) -> None:
+        begun, parts = time.monotonic(), []
+        self.renderer, self.latents = renderer, latents
+        while not parts or (time.monotonic() - begun < seconds and at_once * len(parts) < largest):
+            walks = random_walks(at_once, latents, seed + 7919 * len(parts))
+            style = torch.arange(at_once) % len(STYLES)
+            parts.append(film(renderer, walks, style))
+            if renderer.device.type == "cuda":
+                torch.cuda.synchronize(renderer.device)
+        self.clips = torch.cat(parts)
+
+    def __len__(self) -> int:
+        return len(self.clips)
+
+    def sample(self, number: int, frames: int) -> torch.Tensor:
+        """Pixels [number, frames, 3, H, W] of clips cut at random places (at whole latent frames)."""
+        device = self.clips.device
+        which = torch.randint(len(self.clips), (number, 1), device=device)
+        begin = 4 * torch.randint((self.clips.shape[1] - frames) // 4 + 1, (number, 1), device=device)
+        return pixels(self.clips[which, begin + torch.arange(frames, device=device)])
