@@ -63,7 +63,8 @@ class Sizes:
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> "Sizes":
         """From what `asdict` made, tuples possibly as lists."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        read: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**read)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -503,7 +504,7 @@ class WorldTransformer(nn.Module):
         identity = folded[:, :, 3::4].sum(2) + layer.bias.float()  # a camera that stands: R = 1, t = 0
         turn = motion[..., :3] - torch.eye(3, device=motion.device)
         numbers = torch.cat((motion[..., 3], turn.flatten(2)), dim=-1)
-        chosen = functional.one_hot(focal, len(self.basis)).to(numbers)
+        chosen = (focal.unsqueeze(1) == torch.arange(len(self.basis), device=focal.device)).to(numbers)
         patches = torch.einsum("bn,bfj,npjd->bfpd", chosen, numbers, folded)
         patches = patches + torch.einsum("bn,npd->bpd", chosen, identity).unsqueeze(1)
         patches = patches.flatten(1, 2).to(self.compute_dtype)
