@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer of the tiny world: two steps, a state, one step more; what is logged, kept and exported."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from training.tiny_world import train_world
+from training.tiny_world.train_world import main, read_parts, write_parts, write_synthetic_data
+from training.tiny_world.transformer import Sizes
+from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
+from vllm_omni.model_executor.models.lingbot_world.weights import load_transformer
+
+SIZES = Sizes(dim=48, layers=2, heads=2, ffn=64, grid=(4, 6), window=9)
+SMALL = [
+    *("--dim", "48", "--layers", "2", "--heads", "2", "--ffn", "64", "--grid", "4", "6", "--window", "9"),
+    *("--batch", "4", "--log-steps", "1", "--seed", "3"),
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_synthetic_data(tmp_path / "data", SIZES, ranks=2, clips=6, frames=12)
+    return tmp_path / "data"
+
+
+def _train(data: Path, out: Path, *more: str) -> list[dict]:
+    main(["--data", str(data), "--prompts", str(data / "prompts.pt"), "--out", str(out), *SMALL, *more])
+    return [json.loads(line) for line in (out / "curve.jsonl").read_text().splitlines()]
+
+
+def test_training_stops_resumes_and_exports(data: Path, tmp_path: Path) -> None:
+    """Two steps, a state in files, one step more along one curve, and a folder that the package's loader takes."""
+    first = _train(data, tmp_path / "a", "--max-steps", "2")
+    steps = [line for line in first if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert 0.5 < steps[0]["loss"] < 4 and len(steps[0]["by_chunk"]) == 4 and len(steps[0]["by_frame"]) == 12
+    held = next(line for line in first if "held" in line)
+    assert set(held["held"]["by_sigma"]) == {"1", "0.9375", "0.8333", "0.625"}
+    assert len(held["rollout_3"]["mse"]) == 4 and len(held["rollout_1"]["mse"]) == 4
+
+    second = _train(data, tmp_path / "b", "--max-steps", "1", "--resume", str(tmp_path / "a"))
+    assert [line["step"] for line in second if "loss" in line] == [1, 2, 3]
+    assert read_parts(tmp_path / "b")["step"] == 3
+    files = sorted((tmp_path / "b").iterdir())
+    assert len(files) <= 5 and all(path.stat().st_size <= 15 << 20 for path in files)
+
+    main(["--resume", str(tmp_path / "b"), "--export", str(tmp_path / "transformers"), "--chunk-frames", "1"])
+    config = LingBotWorldConfig.from_checkpoint(json.loads((tmp_path / "transformers" / "config.json").read_text()))
+    assert config.frames_per_chunk == 1
+    served = LingBotTransformer(config)
+    load_transformer(served, tmp_path / "transformers", config)
+    kept = read_parts(tmp_path / "b")["ema"]["head.head.weight"].float()
+    assert torch.equal(served.head.head.weight, kept) and kept.abs().max() > 0
+
+
+def test_training_lowers_the_loss(data: Path, tmp_path: Path) -> None:
+    """On clips that repeat, in 40 steps, by a fifth; at every sigma."""
+    rates = ("--muon-lr", "0.02", "--adam-lr", "0.01", "--total-minutes", "0.01")
+    curve = _train(data, tmp_path / "a", "--max-steps", "40", "--log-steps", "10", "--decay-from", "1", *rates)
+    first, *_, last = [line for line in curve if "loss" in line]
+    assert last["loss"] < 0.8 * first["loss"]
+    assert all(last["by_sigma"][sigma] < loss for sigma, loss in first["by_sigma"].items())
+
+
+def test_the_rate_follows_the_minutes_of_all_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = object.__new__(train_world.Trainer)
+    trainer.options = argparse.Namespace(decay=False, minutes=8.0, total_minutes=16.0, decay_from=0.5)
+    trainer.minutes_before = 8.0
+    monkeypatch.setattr(train_world, "minutes_since_start", lambda: 4.0)
+    assert trainer._rate() == pytest.approx(0.505)  # half-way down to a hundredth
+    trainer.options.decay = True
+    assert trainer._rate() == 0.5
+
+
+def test_a_piece_stops_when_its_time_is_up(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit of steps, by the clock."""
+    now = iter(range(1000))
+    monkeypatch.setattr(train_world, "minutes_since_start", lambda: 0.2 * next(now))
+    monkeypatch.setattr(train_world, "_SYNC_STEPS", 1)
+    curve = _train(data, tmp_path / "a", "--minutes", "4", "--evaluate-minutes", "100", "--save-minutes", "100")
+    assert 1 < sum("loss" in line for line in curve) < 12
+    assert read_parts(tmp_path / "a")["minutes"] > 3.5
+
+
+def test_a_large_state_is_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older files of a larger state do not stay."""
+    monkeypatch.setattr(train_world, "_PART_BYTES", 1000)
+    state = {"numbers": torch.arange(1500.0)}
+    assert len(write_parts(state, tmp_path)) >= 6
+    assert torch.equal(read_parts(tmp_path)["numbers"], state["numbers"])
+    fewer = write_parts({"numbers": torch.zeros(3)}, tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(fewer)
+    with pytest.raises(ValueError, match="to go on from"):
+        read_parts(tmp_path / "nowhere")
+
+
+@pytest.mark.nightly  # 20 s: two processes that import torch
+def test_two_ranks_train_as_one(data: Path, tmp_path: Path) -> None:
+    """Under torchrun, each rank with its own shard: one state, gradients averaged."""
+    out = tmp_path / "two"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"),
+        *("-m", "training.tiny_world.train_world", "--data", str(data), "--prompts", str(data / "prompts.pt")),
+        *("--out", str(out), *SMALL, "--max-steps", "2"),
+    ]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert read_parts(out)["step"] == 2
+
+
+def test_the_selftest_passes_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it checks on a GPU it also checks here: mask, step, evaluation, state, export."""
+    main(["--selftest", "--out", str(tmp_path), *SMALL])
+    said = capsys.readouterr().out
+    assert "selftest passed" in said and "flex against dense attention" in said

@@ -1,0 +1,711 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train the tiny world's transformer: the loop that all phases share, and the first phase, `teacher`.
+
+    torchrun --nproc-per-node N -m training.tiny_world.train_world --phase teacher --data DIR --prompts prompts.pt
+        --out DIR --minutes M [--total-minutes T] [--resume DIR] [--decay]
+
+A piece stops after M minutes of wall time, compiling included, and leaves `state-*.bin` (resumable) and `curve.jsonl`
+in `--out`. The learning rate follows the minutes that all pieces together have had, of T. `--selftest` checks in under
+a minute what only a GPU can show; `--export` writes the averaged weights as a checkpoint's transformer folder.
+
+Phase `teacher`: packed teacher forcing. The network predicts v = eps - x0 at x = (1 - sigma) x0 + sigma eps, fed
+t = 1000 sigma: what the package's sampler subtracts, sigma v, to get x0. The loss is the mean square of v's error. An
+x0-loss is sigma^2 times that; of the sigmas served, it would give the last (.625 in v2), which decides what is seen,
+0.39 of the first one's weight, where the first mostly places things; v weighs all the same.
+
+Held by tests/training/tiny_world/test_train_world.py.
+"""
+
+import argparse
+import io
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+
+from training.tiny_world.optimizers import Ema, build_optimizer, learning_rate
+from training.tiny_world.transformer import (
+    Sizes,
+    WorldTransformer,
+    block_mask,
+    dense_mask,
+    roll_out,
+    visibility,
+)
+from training.tiny_world.world_data import (
+    Batch,
+    Mix,
+    Prompts,
+    Sampler,
+    Shard,
+    few_step_sigmas,
+    find_shards,
+    noised,
+    synthetic_prompts,
+    synthetic_shard,
+)
+
+_BEGIN = time.monotonic()
+_PART_BYTES = 14_500_000
+"""Of one file of a state: files that come back from a GPU host may have 16 MiB."""
+_SYNC_STEPS = 20
+"""Steps between two looks at the clock; ranks agree on the learning rate then."""
+
+Decode = Callable[[torch.Tensor], torch.Tensor]
+"""Latents [B, F, 16, h, w] -> video [B, 3, 4 F - 3, H, W] in [-1, 1]."""
+
+
+def minutes_since_start() -> float:
+    return (time.monotonic() - _BEGIN) / 60
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of torchrun; one process without it."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @classmethod
+    def join(cls) -> "Ranks":
+        world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", local) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(device)
+        if world > 1 and not distributed.is_initialized():
+            distributed.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+        return cls(int(os.environ.get("RANK", "0")), world, device)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def average_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Replace each gradient by its mean over the ranks."""
+        if self.world == 1:
+            return
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        distributed.all_reduce(flat)
+        flat /= self.world
+        pieces = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)])
+
+    def agree(self, values: Sequence[float]) -> list[float]:
+        """Return the first rank's values."""
+        if self.world == 1:
+            return list(values)
+        sent = torch.tensor(values, dtype=torch.float64, device=self.device)
+        distributed.broadcast(sent, 0)
+        return [float(value) for value in sent.tolist()]
+
+    def leave(self) -> None:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def write_parts(state: Any, folder: Path, name: str = "state") -> list[Path]:
+    """Write `state` as files `NAME-K.bin` of at most 14.5 MB, replacing older ones."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    data = buffer.getvalue()
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for number, start in enumerate(range(0, len(data), _PART_BYTES)):
+        path = folder / f"{name}-{number}.bin"
+        path.write_bytes(data[start : start + _PART_BYTES])
+        parts.append(path)
+    for path in folder.glob(f"{name}-*.bin"):
+        if path not in parts:
+            path.unlink()
+    return parts
+
+
+def read_parts(folder: Path, name: str = "state") -> Any:
+    """Read what `write_parts` wrote. Raises ValueError if there is nothing."""
+    parts = sorted(folder.glob(f"{name}-*.bin"), key=lambda path: int(path.stem.rsplit("-", 1)[1]))
+    if not parts:
+        raise ValueError(f"{folder} has no {name}-*.bin to go on from")
+    data = b"".join(path.read_bytes() for path in parts)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """The options that every phase has."""
+    parser.add_argument("--data", type=Path, help="folder of clips-N.pt and clips-held.pt")
+    parser.add_argument("--prompts", type=Path, help="what world_data --embed-prompts wrote")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--resume", type=Path, help="folder of a state to go on from")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of wall time for this piece, compiling included")
+    parser.add_argument("--total-minutes", type=float, help="of the phase, all pieces together; default: --minutes")
+    parser.add_argument("--decay", action="store_true", help="let the learning rate fall to zero over this piece")
+    parser.add_argument("--decay-from", type=float, default=0.4, help="fraction of the total time")
+    parser.add_argument(
+        "--reserve-seconds", type=float, default=15.0, help="kept for the last evaluation and the state"
+    )
+    parser.add_argument("--evaluate-minutes", type=float, default=2.0)
+    parser.add_argument("--save-minutes", type=float, default=3.0)
+    parser.add_argument("--max-steps", type=int, help="stop after so many steps of this piece")
+    parser.add_argument("--log-steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=32, help="clips a GPU")
+    parser.add_argument("--single", type=float, default=0.5, help="fraction of clips with chunks of one latent frame")
+    parser.add_argument("--muon-lr", type=float, default=2e-3)
+    parser.add_argument("--adam-lr", type=float, default=1e-3)
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of all gradients together")
+    parser.add_argument("--weight-decay", type=float, default=0.0)
+    parser.add_argument("--ema", type=float, default=0.999)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--decoder", type=Path, help="weights for `autoencoder.Decoder`: adds PSNR and sharpness")
+    for name in ("dim", "layers", "heads", "ffn", "window", "sink", "chunk-frames"):
+        parser.add_argument(f"--{name}", type=int, help="of a new network; see `Sizes`")
+    parser.add_argument("--grid", type=int, nargs=2, help="latent rows and columns of a new network")
+    for name in ("switch", "far", "few", "shift", "noisy-context", "context-sigma", "second-chunk", "other-sink"):
+        parser.add_argument(f"--{name}", type=float, help="see `Mix`")
+    parser.add_argument("--far-frames", type=int, help="see `Mix`")
+
+
+def read_sizes(options: argparse.Namespace) -> Sizes:
+    names = ("dim", "layers", "heads", "ffn", "window", "sink", "chunk_frames", "grid")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return Sizes.read(Sizes().to_dict() | given)
+
+
+def read_mix(options: argparse.Namespace) -> Mix:
+    names = (
+        *("switch", "far", "far_frames", "few", "shift", "noisy_context", "context_sigma"),
+        *("second_chunk", "other_sink"),
+    )
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return replace(Mix(few_step_sigmas()), **given)
+
+
+def chunk_lengths(batch: int, single: float) -> torch.Tensor:
+    """Each clip's chunk length by its place: chunks of one frame last."""
+    ones = round(batch * single)
+    return torch.tensor([3] * (batch - ones) + [1] * ones)
+
+
+# -- the curve ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Losses:
+    """What an objective computed. total: scalar, to be differentiated. by_frame: [B, F], detached, and the sigmas and
+    weights it was made with; `parts`: other scalars for the curve, detached."""
+
+    total: torch.Tensor
+    by_frame: torch.Tensor
+    sigma: torch.Tensor
+    weights: torch.Tensor
+    parts: dict[str, torch.Tensor]
+
+
+class Sums:
+    """Sums of losses on the device, by sigma and by place; read without a wait for each step."""
+
+    def __init__(self, mix: Mix, chunk_B: torch.Tensor, device: torch.device) -> None:
+        self.sigmas = torch.tensor(mix.sigmas, device=device)
+        self.singles = (chunk_B == 1).to(device)
+        self.reset()
+
+    def reset(self) -> None:
+        self.steps = 0
+        self.sums: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, losses: Losses, norm: torch.Tensor) -> None:
+        self.steps += 1
+        self._add("loss", losses.total.detach())
+        self._add("norm", norm)
+        for name, value in losses.parts.items():
+            self._add(name, value)
+        counted = (losses.weights > 0).float()
+        values = losses.by_frame * counted
+        few = (losses.sigma.unsqueeze(-1) == self.sigmas).float() * counted.unsqueeze(-1)
+        self._add("by_sigma", torch.stack(((values.unsqueeze(-1) * few).sum((0, 1)), few.sum((0, 1)))))
+        rest = counted - few.sum(-1)
+        self._add("continuous", torch.stack(((values * rest).sum(), rest.sum())))
+        for name, rows in (("by_frame_3", ~self.singles), ("by_frame_1", self.singles)):
+            own = rows.float().unsqueeze(1)
+            self._add(name, torch.stack(((values * own).sum(0), (counted * own).sum(0))))
+
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        self.sums[name] = value if name not in self.sums else self.sums[name] + value
+
+    def read(self) -> dict[str, Any]:
+        """Means since the last `reset`; waits for the device."""
+
+        def mean(name: str) -> Any:
+            total, count = self.sums[name].double().cpu()
+            return (total / count.clamp_min(1)).tolist()
+
+        pairs = ("by_sigma", "continuous", "by_frame_3", "by_frame_1")
+        out: dict[str, Any] = {
+            name: float(value) / self.steps for name, value in self.sums.items() if name not in pairs
+        }
+        out["by_sigma"] = {f"{s:.4g}": round(v, 4) for s, v in zip(self.sigmas.tolist(), mean("by_sigma"), strict=True)}
+        if float(self.sums["continuous"][1]):
+            out["by_sigma"]["other"] = round(mean("continuous"), 4)
+        threes, ones = mean("by_frame_3"), mean("by_frame_1")
+        if not bool(self.singles.all()):
+            out["by_chunk"] = [round(sum(threes[i : i + 3]) / 3, 4) for i in range(0, len(threes), 3)]
+        if bool(self.singles.any()):
+            out["by_frame"] = [round(value, 4) for value in ones]
+        return out
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+class Objective(Protocol):
+    """What a phase minimises. extra_state: more than weights and momenta that it needs to go on, or None."""
+
+    def losses(self) -> Losses: ...
+    def extra_state(self) -> Any: ...
+    def load_extra_state(self, state: Any) -> None: ...
+
+
+class Trainer:
+    """Network, data and optimiser of one process, and the loop that trains until the time is up."""
+
+    def __init__(self, options: argparse.Namespace, phase: str, ranks: Ranks | None = None) -> None:
+        self.options, self.phase = options, phase
+        self.ranks = ranks or Ranks.join()
+        device = self.ranks.device
+        resumed = None if options.resume is None else read_parts(options.resume)
+        self.sizes = Sizes.read(resumed["sizes"]) if resumed else read_sizes(options)
+        if resumed and options.chunk_frames:
+            self.sizes = replace(self.sizes, chunk_frames=options.chunk_frames)
+        self.mix = read_mix(options)
+        torch.manual_seed(options.seed)
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision("high")
+        compute = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.model = WorldTransformer(self.sizes, compute).to(device)
+        self.step, self.minutes_before = 0, 0.0
+        if resumed:
+            self._load_weights(resumed["weights"])
+        self.ema = Ema(self.model, options.ema)
+        self.optimizer = build_optimizer(
+            self.model, options.muon_lr, options.adam_lr, weight_decay=options.weight_decay
+        )
+        self.extra: Any = None
+        if resumed:
+            self.ema.load_state_dict({"means": resumed["ema"], "num_updates": resumed["ema_updates"]})
+            if resumed["phase"] == phase:
+                self.optimizer.load_state_dict(resumed["optimizer"])
+                self.step, self.minutes_before = resumed["step"], resumed["minutes"]
+                self.extra = resumed["extra"]
+        if device.type == "cuda" and not options.eager:
+            self.model.compile_blocks()
+        # From here on each rank draws its own, and another piece draws others.
+        torch.manual_seed(1_000_003 * (options.seed + 1) + 1009 * self.step + self.ranks.rank)
+
+        prompts = Prompts.load(options.prompts, device)
+        shard = Shard.load(find_shards(options.data, self.ranks.rank, self.ranks.world), device, self.sizes)
+        self.chunk_B = chunk_lengths(options.batch, options.single)
+        self.sampler = Sampler(shard, prompts, self.sizes, self.mix, self.chunk_B)
+        self.mask = make_mask(self.sizes, shard.frames, self.chunk_B, device)
+        held = options.data / "clips-held.pt"
+        self.held: Sampler | None = None
+        if held.exists() and self.ranks.leads:
+            plain = replace(self.mix, switch=0.0, far=0.0, second_chunk=1.0)
+            self.held = Sampler(Shard.load([held], device, self.sizes), prompts, self.sizes, plain, self.chunk_B)
+        self.sums = Sums(self.mix, self.chunk_B, device)
+        self.decode: Decode | None = None
+        if options.decoder is not None:
+            self.decode = load_decoder(options.decoder, device)
+        self.curve: list[str] = []
+        if resumed and (options.resume / "curve.jsonl").exists():
+            self.curve = (options.resume / "curve.jsonl").read_text().splitlines()
+
+    def _load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        self.model.load_state_dict({name: value.float() for name, value in weights.items()})
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _rate(self) -> float:
+        """The learning rate's factor now."""
+        options, now = self.options, minutes_since_start()
+        if options.decay:
+            return max(0.0, 1 - now / options.minutes)
+        fraction = (self.minutes_before + now) / (options.total_minutes or options.minutes)
+        return learning_rate(fraction, decay_from=options.decay_from, last=0.01)
+
+    def run(self, objective: Objective) -> None:
+        """Train until the piece's time is up; leaves state and curve in `--out`."""
+        options, leads = self.options, self.ranks.leads
+        if self.extra is not None:
+            objective.load_extra_state(self.extra)
+        if leads:
+            options.out.mkdir(parents=True, exist_ok=True)
+            self._note(
+                {"phase": self.phase, "begins": self.step, "sizes": self.sizes.to_dict(), "batch": options.batch}
+            )
+        reserve = options.reserve_seconds / 60
+        first, last_log = self.step, (self.step, time.monotonic())
+        evaluated = saved = minutes_since_start()
+        while True:
+            done = self.step - first
+            if done % _SYNC_STEPS == 0:
+                now = minutes_since_start()
+                stop = now >= options.minutes - reserve
+                look = now - evaluated >= options.evaluate_minutes and not stop
+                keep = now - saved >= options.save_minutes and not stop
+                rate, stop, look, keep = self.ranks.agree([self._rate(), stop, look, keep])
+                if stop:
+                    break
+                self.optimizer.set_scale(rate)
+                if look:
+                    evaluated = now
+                    self.evaluate()
+                if keep:
+                    saved = now
+                    self.save(objective)
+            if options.max_steps is not None and done >= options.max_steps:
+                break
+            self.train_step(objective)
+            if (self.step - first) % options.log_steps == 0:
+                seconds = time.monotonic() - last_log[1]
+                self._log(rate, (self.step - last_log[0]) / seconds)
+                last_log = (self.step, time.monotonic())
+        if self.sums.steps:
+            self._log(rate, 0.0)
+        self.evaluate()
+        self.save(objective)
+
+    def train_step(self, objective: Objective) -> None:
+        self.optimizer.zero_grad()
+        losses = objective.losses()
+        losses.total.backward()
+        self.ranks.average_gradients(self.optimizer.parameters)
+        norm = self.optimizer.clip(self.options.clip)
+        self.optimizer.apply()
+        self.ema.update()
+        self.sums.add(losses, norm)
+        self.step += 1
+
+    # -- what is written -----------------------------------------------------------------------------------------------
+
+    def _log(self, rate: float, steps_per_second: float) -> None:
+        means = self.sums.read()
+        self.sums.reset()
+        if not torch.isfinite(torch.tensor(means["loss"])):
+            raise RuntimeError(f"the loss is {means['loss']} at step {self.step}; the last saved state is kept")
+        if self.ranks.leads:
+            rounded = {name: round(v, 5) if isinstance(v, float) else v for name, v in means.items()}
+            self._note(
+                {
+                    "step": self.step,
+                    "minutes": round(self.minutes_before + minutes_since_start(), 3),
+                    "rate": round(rate, 4),
+                    "steps_per_s": round(steps_per_second, 2),
+                    **rounded,
+                }
+            )
+
+    def _note(self, line: dict[str, Any]) -> None:
+        self.curve.append(json.dumps(line))
+        print(self.curve[-1], flush=True)
+        (self.options.out / "curve.jsonl").write_text("\n".join(self.curve) + "\n")
+
+    def evaluate(self) -> None:
+        """Note the averaged weights' losses and roll-outs on the held-out clips."""
+        if self.held is None:
+            return
+        began = time.monotonic()
+        with fixed_draws(self.held.device), self.ema.applied():
+            line = {"step": self.step, "held": self._held_losses(self.held)}
+            singles = sorted(set(self.chunk_B.tolist()), reverse=True)
+            line |= {f"rollout_{chunk}": self._held_rollouts(self.held, chunk) for chunk in singles}
+        self._note({**line, "seconds": round(time.monotonic() - began, 1)})
+
+    def _held_losses(self, held: Sampler) -> dict[str, Any]:
+        """Teacher-forced losses at each of the few steps' sigmas. Keeps gradients on, so that no other graph is
+        compiled for this."""
+        sums = Sums(self.mix, self.chunk_B, held.device)
+        batch = len(self.chunk_B)
+        never = torch.zeros(batch, dtype=torch.bool, device=held.device)
+        for start in range(0, min(len(held.shard), 2 * batch), batch):
+            index = (start + torch.arange(batch, device=held.device)) % len(held.shard)
+            given = held.batch(index, never, never)
+            for sigma in self.mix.sigmas:
+                levels = torch.full_like(given.weights, sigma)
+                losses = packed_losses(self.model, given, levels, given.latents, self.mask)
+                sums.add(losses, losses.total.detach())
+                del losses
+        means = sums.read()
+        return {name: means[name] for name in ("loss", "by_sigma", "by_chunk", "by_frame") if name in means}
+
+    def _held_rollouts(self, held: Sampler, chunk: int) -> dict[str, Any]:
+        """Mean square errors of own roll-outs from the image alone, by three latent frames; frames' PSNR, sharpness."""
+        batch = min(len(held.shard), 32)
+        index = torch.arange(batch, device=held.device)
+        drawn = Sampler(held.shard, held.prompts, self.sizes, held.mix, torch.full((batch,), chunk))
+        never = torch.zeros(batch, dtype=torch.bool, device=held.device)
+        given = drawn.batch(index, never, never)
+        none = torch.zeros(batch, device=held.device)
+        with uncompiled():
+            made, _ = roll_out(self.model, given.clips, given.latents, none, chunk, self.mix.sigmas)
+        error = (made - given.latents).square().mean((0, 2, 3, 4))
+        out: dict[str, Any] = {
+            "mse": [round(float(x), 4) for x in error.unfold(0, 3, 3).mean(1)],
+            "deviation": [round(float(x), 3) for x in made.std((0, 2, 3, 4)).unfold(0, 3, 3).mean(1)],
+        }
+        if self.decode is not None:
+            out |= frame_scores(self.decode, made[:8], given.latents[:8])
+        return out
+
+    def save(self, objective: Objective) -> None:
+        """Write a state to go on from. Lost: weights and means are rounded to fp16, momenta to bf16."""
+        if not self.ranks.leads:
+            return
+        half = {name: value.detach().to("cpu", torch.float16) for name, value in self.model.state_dict().items()}
+        state = {
+            "phase": self.phase,
+            "sizes": {n: list(v) if isinstance(v, tuple) else v for n, v in self.sizes.to_dict().items()},
+            "weights": half,
+            "ema": {name: mean.to("cpu", torch.float16) for name, mean in self.ema.means.items()},
+            "ema_updates": self.ema.num_updates,
+            "optimizer": self.optimizer.state_dict(torch.bfloat16),
+            "step": self.step,
+            "minutes": self.minutes_before + minutes_since_start(),
+            "extra": objective.extra_state(),
+        }
+        write_parts(state, self.options.out)
+
+
+@contextmanager
+def fixed_draws(device: torch.device) -> Iterator[None]:
+    """Draw the same numbers each time, without a trace in the draws that follow."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(20)
+        yield
+
+
+def uncompiled() -> Any:
+    """A context in which compiled parts run as they are written: nothing is compiled for shapes met once."""
+    return torch.compiler.set_stance("force_eager")
+
+
+def make_mask(sizes: Sizes, frames: int, chunk_B: torch.Tensor, device: torch.device) -> Any:
+    """Return what `WorldTransformer.packed` takes as its mask here: FlexAttention's on a GPU."""
+    seen = torch.stack([visibility(frames, chunk, sizes.window, sizes.sink) for chunk in (3, 1)]).to(device)
+    mode_B = (chunk_B == 1).long().to(device)
+    if device.type == "cuda":
+        return block_mask(seen, mode_B, sizes.tokens)
+    return dense_mask(seen[mode_B], sizes.tokens)
+
+
+def load_decoder(path: Path, device: torch.device) -> Decode:
+    """The autoencoder's decoder, frozen; gradients pass through it."""
+    from training.tiny_world.autoencoder import Decoder  # type: ignore[import-not-found,unused-ignore]
+
+    decoder: Decode = Decoder.load(path, device)
+    return decoder
+
+
+@torch.no_grad()
+def frame_scores(decode: Decode, made: torch.Tensor, truth: torch.Tensor) -> dict[str, list[float]]:
+    """PSNR of the video against the decoded truth, and sharpness (mean horizontal difference over the truth's), for
+    every three latent frames."""
+    own, true = decode(made).float().clamp(-1, 1), decode(truth).float().clamp(-1, 1)
+    edges = [0, *range(9, own.shape[2] + 1, 12)]
+    psnr, sharpness = [], []
+    for start, stop in itertools.pairwise(edges):
+        a, b = own[:, :, start:stop], true[:, :, start:stop]
+        psnr.append(round(float((10 * torch.log10(4 / (a - b).square().mean((1, 2, 3, 4)))).mean()), 2))
+        sharpness.append(round(float(a.diff(dim=-1).abs().mean() / b.diff(dim=-1).abs().mean()), 3))
+    return {"psnr": psnr, "sharpness": sharpness}
+
+
+# -- phase teacher -----------------------------------------------------------------------------------------------------
+
+
+def packed_losses(
+    model: WorldTransformer, batch: Batch, sigma: torch.Tensor, context: torch.Tensor, mask: Any
+) -> Losses:
+    """v-loss of every chunk at `sigma` [B, F], behind clean frames `context`."""
+    noise = torch.randn_like(batch.latents)
+    flow = model.packed(context, noised(batch.latents, sigma, noise), 1000 * sigma, batch.clips, mask)
+    by_frame = (flow - (noise - batch.latents)).square().mean((2, 3, 4))
+    total = (by_frame * batch.weights).mean()
+    return Losses(total, by_frame.detach(), sigma, batch.weights, {})
+
+
+class TeacherForcing:
+    """True frames, slightly noised, as context; every chunk of a clip at once, each at its own sigma."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def losses(self) -> Losses:
+        trainer = self.trainer
+        sampler = trainer.sampler
+        batch = sampler.draw()
+        context = noised(batch.latents, sampler.context_levels(), torch.randn_like(batch.latents))
+        return packed_losses(trainer.model, batch, sampler.noise_levels(), context, trainer.mask)
+
+    def extra_state(self) -> Any:
+        return None
+
+    def load_extra_state(self, state: Any) -> None:
+        pass
+
+
+# -- export and selftest -----------------------------------------------------------------------------------------------
+
+
+def export(state_folder: Path, out: Path, chunk_frames: int | None) -> None:
+    """Write the averaged weights of a state as a transformer's folder. Name it `transformers`: that is v2's layout,
+    whose schedule was trained for."""
+    state = read_parts(state_folder)
+    sizes = Sizes.read(state["sizes"])
+    if chunk_frames is not None:
+        sizes = replace(sizes, chunk_frames=chunk_frames)
+    WorldTransformer(sizes).export(out, state["ema"])
+    size = sum(path.stat().st_size for path in out.iterdir())
+    print(f"{out}: {size / 1e6:.2f} MB, step {state['step']} of phase {state['phase']}")
+
+
+def write_synthetic_data(folder: Path, sizes: Sizes, ranks: int, clips: int, frames: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(ranks):
+        torch.save(synthetic_shard(clips, frames, sizes, rank), folder / f"clips-{rank}.pt")
+    torch.save(synthetic_shard(clips, frames, sizes, 99), folder / "clips-held.pt")
+    torch.save(synthetic_prompts(sizes), folder / "prompts.pt")
+
+
+def selftest(options: argparse.Namespace) -> None:
+    """Check what only the training machine can show; prints one line a check and raises on the first fault."""
+    ranks = Ranks.join()
+    sizes = read_sizes(options)
+    folder = options.out or Path("/tmp/tiny_world_selftest")
+    data = folder / "data"
+    if ranks.leads:
+        write_synthetic_data(data, sizes, ranks.world, 48, 21)
+    ranks.agree([0.0])  # a barrier
+    options.data, options.prompts, options.out, options.resume = data, data / "prompts.pt", folder, None
+    options.minutes, options.total_minutes = 60.0, 60.0
+
+    def say(text: str) -> None:
+        if ranks.leads:
+            print(f"[{60 * minutes_since_start():5.1f} s] {text}", flush=True)
+
+    say(f"torch {torch.__version__} on {ranks.world} x {ranks.device.type}")
+    trainer = Trainer(options, "teacher", ranks)
+    objective = TeacherForcing(trainer)
+    check_mask(trainer, say)
+    trainer.train_step(objective)
+    say("one step")
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize()
+    began, steps = time.monotonic(), 20
+    for _ in range(steps):
+        trainer.train_step(objective)
+    means = trainer.sums.read()
+    memory = torch.cuda.max_memory_allocated() / 2**30 if ranks.device.type == "cuda" else 0.0
+    say(f"{steps / (time.monotonic() - began):.2f} steps/s, loss {means['loss']:.3f}, {memory:.1f} GiB")
+    trainer.evaluate()
+    say("evaluated")
+    trainer.save(objective)
+    ranks.agree([0.0])
+    again_options = argparse.Namespace(**{**vars(options), "resume": folder})
+    again = Trainer(again_options, "teacher", ranks)
+    far = max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(trainer.model.parameters(), again.model.parameters(), strict=True)
+    )
+    if not (again.step == trainer.step and far < 5e-3):
+        raise RuntimeError(f"resumed at step {again.step} of {trainer.step}, weights off by {far}")
+    again.train_step(TeacherForcing(again))
+    say(f"resumed and went on (weights rounded by {far:.1e})")
+    if ranks.leads:
+        export(folder, folder / "transformers", None)
+    say("selftest passed")
+    ranks.leave()
+
+
+def check_mask(trainer: Trainer, say: Callable[[str], None]) -> None:
+    """Compiled FlexAttention against plain masked attention: flows and gradients, in the products' type."""
+    batch = trainer.sampler.draw()
+    sigma = trainer.sampler.noise_levels()
+    dense = dense_mask(
+        torch.stack([visibility(batch.latents.shape[1], c, trainer.sizes.window, trainer.sizes.sink) for c in (3, 1)])[
+            (trainer.chunk_B == 1).long()
+        ],
+        trainer.sizes.tokens,
+    ).to(trainer.ranks.device)
+    with torch.no_grad():  # a fresh head is zero
+        before = trainer.model.head.head.weight.clone()
+        trainer.model.head.head.weight.normal_(std=0.05)
+        for block in trainer.model._blocks():
+            block.cam_scale_layer.weight.normal_(std=0.01)
+    results = []
+    for mask in (trainer.mask, dense):
+        trainer.optimizer.zero_grad()
+        with uncompiled() if mask is dense else nullcontext():
+            noise = torch.ones_like(batch.latents)
+            flow = trainer.model.packed(
+                batch.latents, noised(batch.latents, sigma, noise), 1000 * sigma, batch.clips, mask
+            )
+        flow.square().mean().backward()
+        grads = torch.cat([p.grad.flatten() for p in trainer.optimizer.parameters if p.grad is not None])
+        results.append((flow.detach(), grads.double()))
+    (flow, grad), (flow_dense, grad_dense) = results
+    away = float((flow - flow_dense).norm() / flow_dense.norm())
+    angle = float(1 - torch.nn.functional.cosine_similarity(grad, grad_dense, dim=0))
+    say(f"flex against dense attention: flows differ by {away:.1e}, gradients by an angle of {angle:.1e} (1 - cos)")
+    if not (away < 3e-2 and angle < 3e-3):
+        raise RuntimeError("the compiled packed forward is not the plain one")
+    with torch.no_grad():
+        trainer.model.head.head.weight.copy_(before)
+        for block in trainer.model._blocks():
+            block.cam_scale_layer.weight.zero_()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Train the tiny world's transformer.")
+    parser.add_argument("--phase", choices=["teacher"], default="teacher")
+    parser.add_argument("--selftest", action="store_true", help="check this machine; --out is a folder for its files")
+    parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the state of --resume as a checkpoint")
+    add_common_options(parser)
+    options = parser.parse_args(arguments)
+    if options.export is not None:
+        if options.resume is None:
+            parser.error("--export needs --resume")
+        export(options.resume, options.export, options.chunk_frames)
+        return
+    if options.selftest:
+        selftest(options)
+        return
+    for name in ("data", "prompts", "out"):
+        if getattr(options, name) is None:
+            parser.error(f"--{name} is needed")
+    trainer = Trainer(options, options.phase)
+    trainer.run(TeacherForcing(trainer))
+    trainer.ranks.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,682 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiny world's transformer as it is trained: LingBot World's parameters and maths, whole clips at once.
+
+`packed` runs a clip as one sequence, the clean frames before the noisy ones; a mask by pairs of frames (`visibility`)
+shows each frame what its chunk sees when served. `ClipWindow` and `chunk` run chunk by chunk with keys and values
+kept, as served, without gradients. Parameter names are the original checkpoint's, so `vllm_omni` loads them; nothing
+of `vllm_omni` is imported, since the machine that trains need not have what it needs.
+
+The camera map is linear in a frame's motion (translation and rotation) for a given focal length, so its embedding is
+12 numbers times a basis that the weights are folded into: no 384-channel maps.
+
+Held by tests/training/tiny_world/test_world_transformer.py, which drives `LingBotTransformer` beside it.
+"""
+
+# B clips, F latent frames of a clip, G = 2 F (clean, then noisy), P tokens of a frame, S = G P, D width, N heads,
+# H head dim, C = H/2 rotary lanes, E text width, X text tokens, K kept frames of a window
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+LATENTS, CONDITION = 16, 20
+_CAMERA_CHANNELS = 6 * 64
+_MOTION = 12
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Architecture and how it is served. grid: latent rows and columns. focals: focal lengths, in pixels of the
+    output, for which camera maps can be embedded. chunk_frames: what the exported checkpoint names as its chunk."""
+
+    dim: int = 256
+    layers: int = 6
+    heads: int = 4
+    ffn: int = 1024
+    freq_dim: int = 64
+    text_dim: int = 32
+    text_len: int = 64
+    grid: tuple[int, int] = (12, 20)
+    window: int = 18
+    sink: int = 3
+    chunk_frames: int = 3
+    focals: tuple[float, ...] = (104.0, 500.0)
+    eps: float = 1e-6
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one latent frame."""
+        return self.grid[0] * self.grid[1] // 4
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "Sizes":
+        """From what `asdict` made, tuples possibly as lists."""
+        read: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**read)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def config_json(self) -> dict[str, Any]:
+        """The original layout's `config.json` of this network."""
+        return {
+            "_class_name": "WanModelFast",
+            "model_type": "i2v",
+            "control_type": "cam",
+            "dim": self.dim,
+            "num_heads": self.heads,
+            "num_layers": self.layers,
+            "ffn_dim": self.ffn,
+            "freq_dim": self.freq_dim,
+            "text_dim": self.text_dim,
+            "text_len": self.text_len,
+            "in_dim": LATENTS + CONDITION,
+            "out_dim": LATENTS,
+            "eps": self.eps,
+            "sliding_window_num_frames": self.window,
+            "sink_size": self.sink,
+            "num_frames_per_block": self.chunk_frames,
+            "dtype": "float32",
+        }
+
+
+# -- what is seen ------------------------------------------------------------------------------------------------------
+
+
+def visibility(frames: int, chunk: int, window: int, sink: int) -> torch.Tensor:
+    """Return which frame sees which, bool [2 frames, 2 frames], clean before noisy ones.
+
+    A clean frame sees the clean ones of its chunk's window, a noisy one the same but its own chunk's noisy ones for
+    the clean ones. A chunk [a, b) has in its window the first `sink` frames and those from b - (window - sink) on.
+    """
+    frame = torch.arange(frames)
+    start = frame // chunk * chunk
+    end = (start + chunk).unsqueeze(1)
+    other = frame.unsqueeze(0)
+    kept = (other < sink) | (other >= end - (window - sink))
+    before = kept & (other < start.unsqueeze(1))
+    own = (other >= start.unsqueeze(1)) & (other < end)
+    clean = torch.cat((before | own, torch.zeros_like(own)), dim=1)
+    return torch.cat((clean, torch.cat((before, own), dim=1)))
+
+
+def dense_mask(seen: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[M, 2F, 2F] of `visibility` -> bool [M, 1, S, S], for attention without FlexAttention (CPU)."""
+    return seen.repeat_interleave(tokens, 1).repeat_interleave(tokens, 2).unsqueeze(1)
+
+
+def block_mask(seen: torch.Tensor, clip_mode: torch.Tensor, tokens: int) -> BlockMask:
+    """Return FlexAttention's mask of clips whose `visibility` is `seen[clip_mode[b]]`. All on one device."""
+    length = seen.shape[1] * tokens
+
+    def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return seen[clip_mode[b], q // tokens, k // tokens]
+
+    return create_block_mask(sees, len(clip_mode), None, length, length, device=seen.device)
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def linear(x: torch.Tensor, *layers: nn.Linear) -> torch.Tensor:
+    """Apply layers side by side, in the type of `x`, as one product."""
+    if len(layers) == 1:
+        return functional.linear(x, layers[0].weight.to(x.dtype), layers[0].bias.to(x.dtype))
+    weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)
+    return functional.linear(x, weight, torch.cat([layer.bias for layer in layers]).to(x.dtype))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm over all heads together, fp32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn interleaved pairs of [..., T, N, H] by angles [..., T, 1, C]; fp32."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+
+def layer_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return functional.layer_norm(x, x.shape[-1:], eps=eps)
+
+
+def patchify(x: torch.Tensor) -> torch.Tensor:
+    """[B, F, c, h, w] -> [B, F, P, 4 c], values in (channel, row, column) order."""
+    batch, frames, channels, height, width = x.shape
+    cells = x.reshape(batch, frames, channels, height // 2, 2, width // 2, 2)
+    return cells.permute(0, 1, 3, 5, 2, 4, 6).reshape(batch, frames, -1, 4 * channels)
+
+
+def unpatchify(tokens: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    """[B, F, P, 4 c], values in (row, column, channel) order -> [B, F, c, h, w]."""
+    batch, frames, _, values = tokens.shape
+    cells = tokens.view(batch, frames, grid[0] // 2, grid[1] // 2, 2, 2, values // 4)
+    return cells.permute(0, 1, 6, 2, 4, 3, 5).reshape(batch, frames, values // 4, *grid)
+
+
+def camera_basis(focal: float, grid: tuple[int, int]) -> torch.Tensor:
+    """Return fp32 [P, 12, 1536]: what each of a frame's 12 numbers adds to its tokens of the camera map.
+
+    The 12: translation x y z, then the rotation's rows. fp64 inside.
+    """
+    height, width = 8 * grid[0], 8 * grid[1]
+    x = (torch.arange(width, dtype=torch.float64) + 0.5 - width / 2) / focal
+    y = (torch.arange(height, dtype=torch.float64) + 0.5 - height / 2) / focal
+    rays = torch.stack((x.expand(height, width), y.unsqueeze(1).expand(height, width), torch.ones(height, width)))
+    rays = rays / rays.norm(dim=0)
+    planes = torch.zeros(_MOTION, 6, height, width, dtype=torch.float64)
+    for axis in range(3):
+        planes[axis, axis] = 1.0
+        for column in range(3):
+            planes[3 + 3 * axis + column, 3 + axis] = rays[column]
+    maps = functional.pixel_unshuffle(planes.float(), 8)
+    return patchify(maps.unsqueeze(0))[0].transpose(0, 1).contiguous()
+
+
+class RotaryTables(nn.Module):
+    """Rotations by (frame, row, column); frames come with each clip, in fp64 so that far ones keep their place."""
+
+    frequencies: torch.Tensor
+    cos_hw: torch.Tensor
+    sin_hw: torch.Tensor
+
+    def __init__(self, head_dim: int, grid: tuple[int, int], theta: float = 10000.0) -> None:
+        super().__init__()
+        spatial = 2 * (head_dim // 6)
+        temporal = head_dim - 2 * spatial
+        rows, columns = grid[0] // 2, grid[1] // 2
+
+        def rates(size: int) -> torch.Tensor:
+            return theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+
+        row_PC = torch.outer(torch.arange(rows).double(), rates(spatial)).repeat_interleave(columns, 0)
+        column_PC = torch.outer(torch.arange(columns).double(), rates(spatial)).repeat(rows, 1)
+        angles = torch.cat((row_PC, column_PC), dim=1)
+        self.register_buffer("frequencies", rates(temporal), persistent=False)
+        self.register_buffer("cos_hw", angles.cos().float(), persistent=False)
+        self.register_buffer("sin_hw", angles.sin().float(), persistent=False)
+
+    def forward(self, positions_BF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (cos, sin) fp32 [B, F P, 1, C] of frames at absolute positions."""
+        batch, frames = positions_BF.shape
+        angles = positions_BF.double().unsqueeze(-1) * self.frequencies
+        tokens = self.cos_hw.shape[0]
+
+        def table(temporal: torch.Tensor, spatial: torch.Tensor) -> torch.Tensor:
+            first = temporal.float().unsqueeze(2).expand(batch, frames, tokens, -1)
+            return torch.cat((first, spatial.expand(batch, frames, -1, -1)), dim=-1).view(batch, frames * tokens, 1, -1)
+
+        return table(angles.cos(), self.cos_hw), table(angles.sin(), self.sin_hw)
+
+
+class Attention(nn.Module):
+    """The projections and norms of an attention layer, under Wan's names."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.norm_q, self.norm_k = _Scale(dim), _Scale(dim)
+
+
+class _Scale(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+
+class Block(nn.Module):
+    """One transformer block. Tokens come as [B, g, P, D]: g frames, each with its own modulation."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        dim = sizes.dim
+        self.heads, self.eps = sizes.heads, sizes.eps
+        self.modulation = nn.Parameter(torch.zeros(1, 6, dim))
+        self.self_attn = Attention(dim)
+        self.norm3 = nn.LayerNorm(dim, eps=sizes.eps)
+        self.cross_attn = Attention(dim)
+        self.ffn = nn.Sequential(nn.Linear(dim, sizes.ffn), nn.GELU(approximate="tanh"), nn.Linear(sizes.ffn, dim))
+        self.cam_injector_layer1 = nn.Linear(dim, dim)
+        self.cam_injector_layer2 = nn.Linear(dim, dim)
+        self.cam_scale_layer = nn.Linear(dim, dim)
+        self.cam_shift_layer = nn.Linear(dim, dim)
+
+    def camera(self, camera: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the camera's (1 + scale, shift), fp32."""
+        hidden = linear(functional.silu(linear(camera, self.cam_injector_layer1)), self.cam_injector_layer2) + camera
+        scale, shift = linear(hidden, self.cam_scale_layer, self.cam_shift_layer).chunk(2, dim=-1)
+        return 1 + scale.float(), shift.float()
+
+    def text_keys_values(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[..., X, D] -> normalised keys and values, each [..., X, D]."""
+        attn = self.cross_attn
+        k, v = linear(text, attn.k, attn.v).chunk(2, dim=-1)
+        return rms_norm(k, attn.norm_k.weight, self.eps).to(text.dtype), v
+
+    def _modulate(self, time: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.modulation.float() + time).unsqueeze(3).unbind(2)
+
+    def _queries_keys_values(
+        self,
+        x: torch.Tensor,
+        shift: torch.Tensor,
+        scale: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        dtype: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q, k (rotated) and v, [B, N, g P, H]; cos, sin: [B, 1, F P, 1, C], g a multiple of F."""
+        attn = self.self_attn
+        hidden = (layer_norm(x, self.eps) * (1 + scale) + shift).to(dtype)
+        q, k, v = linear(hidden, attn.q, attn.k, attn.v).chunk(3, dim=-1)
+        batch, copies, tokens = x.shape[0], x.shape[1] * x.shape[2] // cos.shape[2], cos.shape[2]
+
+        def turned(y: torch.Tensor, norm: _Scale) -> torch.Tensor:
+            y = rms_norm(y, norm.weight, self.eps).view(batch, copies, tokens, self.heads, -1)
+            return rotate(y, cos, sin).to(dtype).flatten(1, 2).transpose(1, 2)
+
+        v = v.reshape(batch, copies * tokens, self.heads, -1).transpose(1, 2)
+        return turned(q, attn.norm_q), turned(k, attn.norm_k), v
+
+    def _after_attention(
+        self,
+        x: torch.Tensor,
+        attended: torch.Tensor,
+        modulation: tuple[torch.Tensor, ...],
+        camera: tuple[torch.Tensor, torch.Tensor],
+        text_k: torch.Tensor,
+        text_v: torch.Tensor,
+    ) -> torch.Tensor:
+        """The block behind self-attention. text_k, text_v: [B, g or 1, X, D], for each frame or for all."""
+        gate1, shift2, scale2, gate2 = modulation[2:]
+        dtype, cross = attended.dtype, self.cross_attn
+        update = linear(attended.transpose(1, 2).flatten(2), self.self_attn.o).view(x.shape)
+        x = x + gate1 * update.float()
+        by_copy = x.view(x.shape[0], -1, *camera[0].shape[1:])
+        x = (by_copy * camera[0].unsqueeze(1) + camera[1].unsqueeze(1)).view(x.shape)
+        hidden = functional.layer_norm(
+            x, x.shape[-1:], self.norm3.weight.float(), self.norm3.bias.float(), self.eps
+        ).to(dtype)
+        q = rms_norm(linear(hidden, cross.q), cross.norm_q.weight, self.eps).to(dtype)
+        # Frames of one text are queries of one attention.
+        q, k, v = (
+            y.reshape(x.shape[0] * text_k.shape[1], -1, self.heads, x.shape[-1] // self.heads).transpose(1, 2)
+            for y in (q, text_k, text_v)
+        )
+        seen = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        x = x + linear(seen, cross.o)
+        hidden = (layer_norm(x, self.eps) * (1 + scale2) + shift2).to(dtype)
+        first, last = self.ffn[0], self.ffn[2]
+        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+        update = linear(functional.gelu(linear(hidden, first), approximate="tanh"), last)
+        return x + gate2 * update.float()
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        time: torch.Tensor,
+        camera: torch.Tensor,
+        text: torch.Tensor,
+        switched: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: BlockMask | torch.Tensor,
+    ) -> torch.Tensor:
+        """A packed clip: x fp32 [B, G, P, D], time [B, G, 6, D], camera [B, F P, D], text [B, 2, X, D].
+
+        switched: bool [B, G], frames of the second text. The type of `camera` is the type of the products.
+        """
+        modulation = self._modulate(time)
+        q, k, v = self._queries_keys_values(x, modulation[0], modulation[1], cos, sin, camera.dtype)
+        if isinstance(mask, BlockMask):
+            attended = flex_attention(q, k, v, block_mask=mask)
+        else:
+            attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        assert isinstance(attended, torch.Tensor)
+        which = switched[:, :, None, None]
+        text_k, text_v = (torch.where(which, y[:, 1:], y[:, :1]) for y in self.text_keys_values(text))
+        scale, shift = self.camera(camera)
+        return self._after_attention(x, attended, modulation, (scale, shift), text_k, text_v)
+
+    def chunk(
+        self,
+        x: torch.Tensor,
+        time: torch.Tensor,
+        camera: tuple[torch.Tensor, torch.Tensor],
+        text: tuple[torch.Tensor, torch.Tensor],
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        past_k: torch.Tensor,
+        past_v: torch.Tensor,
+        allowed: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A chunk behind kept keys and values; returns x and the chunk's own k and v.
+
+        past_k, past_v: [B, N, K P, H]. allowed: bool [K P + chunk's tokens]. text: keys and values [B, 1, X, D].
+        """
+        modulation = self._modulate(time)
+        q, k, v = self._queries_keys_values(x, modulation[0], modulation[1], cos, sin, past_k.dtype)
+        attended = functional.scaled_dot_product_attention(
+            q, torch.cat((past_k, k), 2), torch.cat((past_v, v), 2), attn_mask=allowed.expand(*q.shape[:3], -1)
+        )
+        return self._after_attention(x, attended, modulation, camera, *text), k, v
+
+
+class WorldHead(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.eps = sizes.eps
+        self.modulation = nn.Parameter(torch.zeros(1, 2, sizes.dim))
+        self.head = nn.Linear(sizes.dim, 4 * LATENTS)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """x [B, g, P, D], time [B, g, D] -> patch values, fp32."""
+        shift, scale = (self.modulation.float() + time.unsqueeze(2)).unsqueeze(3).unbind(2)
+        return linear(layer_norm(x, self.eps) * (1 + scale) + shift, self.head)
+
+
+# -- the network -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Clips:
+    """What clips bring beside their latents, on the model's device.
+
+    condition: fp32 [B, F, 20, h, w], mask and image latents. motion: fp32 [B, F, 3, 4], rotation and, last,
+    translation. focal: int64 [B], index into `Sizes.focals`. text: fp32 [B, 2, X, E], zero rows behind each prompt.
+    switched: bool [B, F], frames of the second text. positions: [B, F], absolute.
+    """
+
+    condition: torch.Tensor
+    motion: torch.Tensor
+    focal: torch.Tensor
+    text: torch.Tensor
+    switched: torch.Tensor
+    positions: torch.Tensor
+
+    def frames(self, start: int, stop: int) -> "Clips":
+        """The same clips' frames [start, stop)."""
+        return Clips(
+            self.condition[:, start:stop],
+            self.motion[:, start:stop],
+            self.focal,
+            self.text,
+            self.switched[:, start:stop],
+            self.positions[:, start:stop],
+        )
+
+    def rows(self, which: slice) -> "Clips":
+        """Some of the clips."""
+        return Clips(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
+
+
+class WorldTransformer(nn.Module):
+    """The network. compute_dtype: of the products; residual stream, norms, modulation and head are fp32."""
+
+    basis: torch.Tensor
+    frequencies: torch.Tensor
+
+    def __init__(self, sizes: Sizes, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.sizes, self.compute_dtype = sizes, compute_dtype
+        dim = sizes.dim
+        self.patch_embedding = nn.Conv3d(LATENTS + CONDITION, dim, (1, 2, 2), (1, 2, 2))
+        self.patch_embedding_wancamctrl = nn.Linear(4 * _CAMERA_CHANNELS, dim)
+        self.c2ws_hidden_states_layer1 = nn.Linear(dim, dim)
+        self.c2ws_hidden_states_layer2 = nn.Linear(dim, dim)
+        self.text_embedding = nn.Sequential(
+            nn.Linear(sizes.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
+        )
+        self.time_embedding = nn.Sequential(nn.Linear(sizes.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.head = WorldHead(sizes)
+        self.rotary = RotaryTables(sizes.head_dim, sizes.grid)
+        basis = torch.stack([camera_basis(focal, sizes.grid) for focal in sizes.focals])
+        self.register_buffer("basis", basis, persistent=False)
+        half = sizes.freq_dim // 2
+        frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Start as a function near zero: no flow, no camera, open gates into small updates."""
+        depth = 2 * len(self.blocks)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Conv3d):
+                fan_in = module.weight[0].numel()
+                updates = name.endswith(("self_attn.o", "cross_attn.o", "ffn.2"))
+                gain = 1 / math.sqrt(depth) if updates else 1.0
+                nn.init.normal_(module.weight, std=gain / math.sqrt(fan_in))
+                nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+        for block in self._blocks():
+            nn.init.zeros_(block.cam_scale_layer.weight)
+            nn.init.zeros_(block.cam_shift_layer.weight)
+            with torch.no_grad():
+                block.modulation[:, 2::3] = 1.0
+        nn.init.normal_(self._last_linear(self.time_projection).weight, std=0.02)
+        nn.init.zeros_(self.head.head.weight)
+
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+    @staticmethod
+    def _last_linear(layers: nn.Sequential) -> nn.Linear:
+        layer = layers[-1]
+        assert isinstance(layer, nn.Linear)
+        return layer
+
+    def compile_blocks(self) -> None:
+        """Compile one block's packed forward and reuse it for all; and the chunk forward likewise."""
+        for block in self._blocks():
+            block.compile(dynamic=False)
+            block.chunk = torch.compile(block.chunk, dynamic=False)  # type: ignore[method-assign]
+
+    # -- embeddings ----------------------------------------------------------------------------------------------------
+
+    def time(self, timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Timesteps [..., in 0 to 1000] -> (e [..., D], its six modulation rows [..., 6, D]), fp32."""
+        angles = timesteps.double().unsqueeze(-1) * self.frequencies
+        sinusoid = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+        first, last, rows = self.time_embedding[0], self.time_embedding[2], self._last_linear(self.time_projection)
+        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+        time = linear(functional.silu(linear(sinusoid, first)), last)
+        return time, linear(functional.silu(time), rows).unflatten(-1, (6, -1))
+
+    def camera(self, motion: torch.Tensor, focal: torch.Tensor) -> torch.Tensor:
+        """Motion [B, F, 3, 4] at focal lengths [B] -> the camera's tokens [B, F P, D] in the products' type."""
+        layer = self.patch_embedding_wancamctrl
+        folded = torch.einsum("npjc,dc->npjd", self.basis, layer.weight.float())
+        identity = folded[:, :, 3::4].sum(2) + layer.bias.float()  # a camera that stands: R = 1, t = 0
+        turn = motion[..., :3] - torch.eye(3, device=motion.device)
+        numbers = torch.cat((motion[..., 3], turn.flatten(2)), dim=-1)
+        chosen = (focal.unsqueeze(1) == torch.arange(len(self.basis), device=focal.device)).to(numbers)
+        patches = torch.einsum("bn,bfj,npjd->bfpd", chosen, numbers, folded)
+        patches = patches + torch.einsum("bn,npd->bpd", chosen, identity).unsqueeze(1)
+        patches = patches.flatten(1, 2).to(self.compute_dtype)
+        hidden = functional.silu(linear(patches, self.c2ws_hidden_states_layer1))
+        return patches + linear(hidden, self.c2ws_hidden_states_layer2)
+
+    def text(self, text: torch.Tensor) -> torch.Tensor:
+        """Prompt rows [..., X, E] -> [..., X, D] in the products' type."""
+        first, last = self.text_embedding[0], self.text_embedding[2]
+        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+        hidden = functional.gelu(linear(text.to(self.compute_dtype), first), approximate="tanh")
+        return linear(hidden, last)
+
+    def patches(self, latents: torch.Tensor) -> torch.Tensor:
+        """The latents' part of the patch embedding, fp32 [B, F, P, D]."""
+        return functional.linear(patchify(latents), self.patch_embedding.weight[:, :LATENTS].flatten(1))
+
+    def condition_patches(self, condition: torch.Tensor) -> torch.Tensor:
+        """The condition's part of the patch embedding, bias included, fp32 [B, F, P, D]."""
+        weight = self.patch_embedding.weight[:, LATENTS:].flatten(1)
+        return functional.linear(patchify(condition), weight, self.patch_embedding.bias)
+
+    # -- forwards ------------------------------------------------------------------------------------------------------
+
+    def packed(
+        self,
+        clean: torch.Tensor,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        clips: Clips,
+        mask: BlockMask | torch.Tensor,
+    ) -> torch.Tensor:
+        """Predict the flow of every noisy frame, fp32 [B, F, 16, h, w].
+
+        clean, noisy: fp32 [B, F, 16, h, w]. timesteps: [B, F], of the noisy frames; the clean ones are at 0.
+        """
+        time, rows = self.time(timesteps)
+        _, clean_rows = self.time(timesteps.new_zeros(1, 1))
+        rows = torch.cat((clean_rows.expand_as(rows), rows), dim=1)
+        condition = self.condition_patches(clips.condition)
+        x = torch.cat((self.patches(clean) + condition, self.patches(noisy) + condition), dim=1)
+        camera = self.camera(clips.motion, clips.focal)
+        text = self.text(clips.text)
+        switched = torch.cat((clips.switched, clips.switched), dim=1)
+        cos, sin = (table.unsqueeze(1) for table in self.rotary(clips.positions))
+        for block in self.blocks:
+            x = block(x, rows, camera, text, switched, cos, sin, mask)
+        return unpatchify(self.head(x[:, clean.shape[1] :], time), self.sizes.grid)
+
+    def export(self, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write `config.json` and one fp16 safetensors file; `weights`: other values for the parameters (means)."""
+        from safetensors.torch import save_file
+
+        state = dict(self.state_dict() if weights is None else weights)
+        halves = {name: value.detach().to("cpu", torch.float16).contiguous() for name, value in state.items()}
+        broken = [name for name, value in halves.items() if not bool(torch.isfinite(value).all())]
+        if broken:
+            raise ValueError(f"{len(broken)} tensors hold values that fp16 has not, e.g. {broken[:3]}")
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(halves, folder / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(self.sizes.config_json(), indent=2, sort_keys=True) + "\n")
+
+
+class ClipWindow:
+    """The keys and values that clips keep while they are made chunk by chunk; without gradients.
+
+    Sink frames and a ring, as `KVWindow`, but without room for the chunk itself: shapes stay the same for every chunk.
+    """
+
+    def __init__(self, model: WorldTransformer, batch: int, chunk: int) -> None:
+        sizes = model.sizes
+        self.model, self.size = model, chunk
+        self.kept = sizes.window - chunk
+        if self.kept < sizes.sink:
+            raise ValueError(f"a window of {sizes.window} frames has no room for {sizes.sink} sinks beside {chunk}")
+        device = model.basis.device
+        shape = (sizes.layers, 2, batch, sizes.heads, self.kept * sizes.tokens, sizes.head_dim)
+        self.buffer = torch.zeros(shape, dtype=model.compute_dtype, device=device)
+        self.written = 0
+
+    def _slot(self, frame: int) -> int:
+        sink = self.model.sizes.sink
+        return frame if frame < sink else sink + (frame - sink) % (self.kept - sink)
+
+    def allowed(self, start: int) -> torch.Tensor:
+        """bool [kept tokens + chunk's tokens]: what chunk [start, ...) sees."""
+        sizes, past = self.model.sizes, torch.zeros(self.kept, dtype=torch.bool)
+        oldest = start + self.size - (sizes.window - sizes.sink)
+        for frame in range(start):
+            if frame < sizes.sink or frame >= oldest:
+                past[self._slot(frame)] = True
+        both = torch.cat((past, torch.ones(self.size, dtype=torch.bool)))
+        return both.repeat_interleave(sizes.tokens).to(self.buffer.device)
+
+    def write(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        tokens = self.model.sizes.tokens
+        slots = [self._slot(start + offset) for offset in range(self.size)]
+        together = slots == list(range(slots[0], slots[0] + self.size))
+        count = self.size if together else 1
+        for offset in range(0, self.size, count):
+            slot, own = slots[offset] * tokens, slice(offset * tokens, (offset + count) * tokens)
+            self.buffer[layer, 0, :, :, slot : slot + count * tokens] = k[:, :, own]
+            self.buffer[layer, 1, :, :, slot : slot + count * tokens] = v[:, :, own]
+
+
+class ChunkRun:
+    """One chunk [start, start + size) of clips: what every pass shares is computed once. Use under `no_grad`."""
+
+    def __init__(self, window: ClipWindow, clips: Clips, start: int) -> None:
+        model = window.model
+        self.window, self.model, self.start = window, model, start
+        own = clips.frames(start, start + window.size)
+        camera = model.camera(own.motion, own.focal)
+        # A chunk has one prompt: its first frame's.
+        rows = torch.arange(len(own.text), device=own.text.device)
+        text = model.text(own.text[rows, own.switched[:, 0].long()]).unsqueeze(1)
+        self.camera = [block.camera(camera) for block in model._blocks()]
+        self.text = [block.text_keys_values(text) for block in model._blocks()]
+        self.condition = model.condition_patches(own.condition)
+        self.cos, self.sin = (table.unsqueeze(1) for table in model.rotary(own.positions))
+        self.allowed = window.allowed(start)
+
+    def predict(self, latents: torch.Tensor, timestep: torch.Tensor, *, write: bool = False) -> torch.Tensor:
+        """Flow of latents [B, f, 16, h, w] at timesteps [B, f]; `write`: keep the keys and values (at 0: clean)."""
+        model = self.model
+        time, rows = model.time(timestep)
+        x = model.patches(latents) + self.condition
+        for layer, block in enumerate(model._blocks()):
+            past = self.window.buffer[layer]
+            x, k, v = block.chunk(
+                x, rows, self.camera[layer], self.text[layer], self.cos, self.sin, past[0], past[1], self.allowed
+            )
+            if write:
+                self.window.write(layer, self.start, k, v)
+        return unpatchify(model.head(x, time), model.sizes.grid)
+
+
+@torch.no_grad()
+def roll_out(
+    model: WorldTransformer,
+    clips: Clips,
+    given: torch.Tensor,
+    num_given: torch.Tensor,
+    chunk: int,
+    sigmas: tuple[float, ...],
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make clips chunk by chunk as served. Returns (latents [B, F, 16, h, w], step inputs [steps, B, F, 16, h, w]).
+
+    given: [B, F, 16, h, w], true latents; the first num_given [B] chunks of a clip are taken from them. step inputs:
+    what the network was given at each step, its own x0 of the step before with fresh noise.
+    """
+    frames = given.shape[1]
+    window = ClipWindow(model, len(given), chunk)
+    made = torch.empty_like(given)
+    inputs = given.new_empty(len(sigmas), *given.shape)
+    for index, start in enumerate(range(0, frames, chunk)):
+        run, own = ChunkRun(window, clips, start), slice(start, start + chunk)
+        x = _noise(given[:, own], generator)
+        x0 = x
+        for step, sigma in enumerate(sigmas):
+            if step:
+                x = (1 - sigma) * x0 + sigma * _noise(x0, generator)
+            inputs[step][:, own] = x
+            time = x.new_full(x.shape[:2], 1000 * sigma)
+            x0 = x - sigma * run.predict(x, time)
+        x0 = torch.where((num_given > index).view(-1, 1, 1, 1, 1), given[:, own], x0)
+        made[:, own] = x0
+        if start + chunk < frames:
+            run.predict(x0, x.new_zeros(x.shape[:2]), write=True)
+    return made, inputs
+
+
+def _noise(like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    return torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training clips on the device: shards, prompts, and the batches that make sessions of every kind likely.
+
+A batch holds what a served session may meet: prompts that change in mid-clip (the same walk in another style), places
+far from the start (later positions, sink frames of another walk), either length of chunk. All draws happen on the
+device. `--embed-prompts OUT.pt` writes the prompts' embeddings where `vllm_omni` can be imported; nothing else here
+needs it.
+
+Shards are described in training/tiny_world/README.md; held by tests/training/tiny_world/test_world_data.py.
+"""
+
+# N clips of a shard, B clips of a batch, F latent frames
+
+import argparse
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.tiny_world.transformer import CONDITION, LATENTS, Clips, Sizes
+
+CONDITION_FRAMES = 6
+"""Latent frames of the condition that a shard holds; all later ones equal the last."""
+
+_FIELDS = ("latents", "condition", "relative", "focal", "style", "twin")
+
+
+class Prompts:
+    """Embedded prompts by style: rows fp32 [prompts, X, E] on a device, zero behind each prompt's end."""
+
+    def __init__(self, rows: torch.Tensor, counts: Sequence[int]) -> None:
+        self.rows = rows
+        self.counts = torch.tensor(counts, device=rows.device)
+        self.starts = self.counts.cumsum(0) - self.counts
+
+    @classmethod
+    def load(cls, path: Path, device: torch.device) -> "Prompts":
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        by_style = [saved["embeddings"][style] for style in saved["styles"]]
+        return cls(torch.cat(by_style).to(device), [len(rows) for rows in by_style])
+
+    def draw(self, style_B: torch.Tensor) -> torch.Tensor:
+        """A random prompt of each style, [B, X, E]."""
+        count = self.counts[style_B]
+        return self.rows[self.starts[style_B] + _below(count)]
+
+
+def _below(count: torch.Tensor) -> torch.Tensor:
+    """A random integer in [0, count) for each count."""
+    drawn = (torch.rand(count.shape, device=count.device) * count).long()
+    return drawn.minimum(count - 1)
+
+
+class Shard:
+    """Clips on one device. The fields are described in training/tiny_world/README.md."""
+
+    def __init__(self, fields: Mapping[str, torch.Tensor], device: torch.device, sizes: Sizes) -> None:
+        missing = [name for name in _FIELDS if name not in fields]
+        if missing:
+            raise ValueError(f"the shard has no {', '.join(missing)}; it has {', '.join(fields)}")
+        num, frames = fields["latents"].shape[:2]
+        wanted = {
+            "latents": (num, frames, LATENTS, *sizes.grid),
+            "condition": (num, CONDITION_FRAMES, LATENTS, *sizes.grid),
+            "relative": (num, frames, 3, 4),
+            "focal": (num,),
+            "style": (num,),
+            "twin": (num,),
+        }
+        for name, shape in wanted.items():
+            if tuple(fields[name].shape) != shape:
+                raise ValueError(f"{name} of a shard must be {list(shape)}, got {list(fields[name].shape)}")
+        focals = torch.tensor(sizes.focals)
+        away = (fields["focal"].float().unsqueeze(1) - focals).abs()
+        if float(away.min(dim=1).values.max()) > 0.5:
+            raise ValueError(f"the shard has focal lengths that are not of {sizes.focals}")
+        self.latents = fields["latents"].to(device, torch.float16)
+        self.condition = fields["condition"].to(device, torch.float16)
+        self.motion = fields["relative"].to(device, torch.float32)
+        self.focal = away.argmin(dim=1).to(device)
+        self.style = fields["style"].to(device, torch.int64)
+        self.twin = fields["twin"].to(device, torch.int64)
+        self.by_style = self.style.argsort(stable=True)
+        self.style_counts = torch.bincount(self.style, minlength=3)
+        self.style_starts = self.style_counts.cumsum(0) - self.style_counts
+
+    def __len__(self) -> int:
+        return len(self.latents)
+
+    @property
+    def frames(self) -> int:
+        return self.latents.shape[1]
+
+    @classmethod
+    def load(cls, paths: Sequence[Path], device: torch.device, sizes: Sizes) -> "Shard":
+        """Read files as one shard; twins stay twins."""
+        parts = [torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in paths]
+        if not parts:
+            raise ValueError("no shard to read")
+        before = 0
+        for part in parts:
+            part["twin"] = torch.where(part["twin"] >= 0, part["twin"] + before, part["twin"])
+            before += len(part["latents"])
+        return cls({name: torch.cat([part[name] for part in parts]) for name in _FIELDS}, device, sizes)
+
+
+def find_shards(folder: Path, rank: int, world: int) -> list[Path]:
+    """Return the files `clips-N.pt` of this rank: every `world`-th of them. Raises ValueError if there is none."""
+    numbered = sorted(
+        (int(path.stem.removeprefix("clips-")), path)
+        for path in folder.glob("clips-*.pt")
+        if path.stem.removeprefix("clips-").isdigit()
+    )
+    own = [path for number, path in numbered if number % world == rank]
+    if not own:
+        raise ValueError(f"{folder} has no clips-N.pt for rank {rank} of {world}; it has {len(numbered)} shards")
+    return own
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How batches are drawn; probabilities of a clip unless said otherwise.
+
+    switch: the prompt changes in mid-clip, where the walk exists in another style. far: the clip plays up to
+    far_frames latent frames after the start, with sinks of another walk; other_sink: of those, sinks of any style.
+    few: of a chunk's noise, that it is one of the few steps' sigmas (`sigmas`); else continuous with `shift`.
+    noisy_context, context_sigma: of a clean chunk, that it is noised, and by how much at most.
+    second_chunk: weight of frames 3 to 5, which have the least to go by.
+    """
+
+    sigmas: tuple[float, ...]
+    switch: float = 0.3
+    far: float = 0.3
+    far_frames: int = 2400
+    other_sink: float = 0.25
+    few: float = 0.75
+    shift: float = 5.0
+    noisy_context: float = 0.6
+    context_sigma: float = 0.3
+    second_chunk: float = 1.5
+
+
+def few_step_sigmas(shift: float = 5.0, indices: Sequence[int] = (0, 250, 500, 750)) -> tuple[float, ...]:
+    """The sigmas at which a served chunk is denoised; the defaults are LingBot World v2's schedule, `exact`."""
+    flat = (1 - index / 1000 for index in indices)
+    return tuple(shift * sigma / (1 + (shift - 1) * sigma) for sigma in flat)
+
+
+@dataclass
+class Batch:
+    """latents: fp32 [B, F, 16, h, w], the truth. weights: fp32 [B, F], of frames in the loss, mean about 1."""
+
+    latents: torch.Tensor
+    clips: Clips
+    weights: torch.Tensor
+
+
+class Sampler:
+    """Draws batches from a shard. chunk_B: each clip's chunk length, fixed by its place in the batch."""
+
+    def __init__(self, shard: Shard, prompts: Prompts, sizes: Sizes, mix: Mix, chunk_B: torch.Tensor) -> None:
+        self.shard, self.prompts, self.sizes, self.mix = shard, prompts, sizes, mix
+        self.device = shard.latents.device
+        self.chunk_B1 = chunk_B.to(self.device).unsqueeze(1)
+        self.frame_F = torch.arange(shard.frames, device=self.device)
+        self.first_BF = self.frame_F // self.chunk_B1 * self.chunk_B1
+        """The first frame of each frame's chunk."""
+        self.few = torch.tensor(mix.sigmas, device=self.device)
+        self.condition_frame_F = self.frame_F.clamp(max=CONDITION_FRAMES - 1)
+
+    def draw(self) -> Batch:
+        """A batch of sessions of every kind."""
+        batch = len(self.chunk_B1)
+        index = torch.randint(len(self.shard), (batch,), device=self.device)
+        return self.batch(index, self._chance(batch, self.mix.switch), self._chance(batch, self.mix.far))
+
+    def batch(self, index_B: torch.Tensor, switches_B: torch.Tensor, far_B: torch.Tensor) -> Batch:
+        """A batch of given clips; `switches_B` holds where a clip has a twin."""
+        shard, sizes, batch = self.shard, self.sizes, len(index_B)
+        sink_F = self.frame_F < sizes.sink
+        twin = shard.twin[index_B]
+        switches = switches_B & (twin >= 0)
+        other = torch.where(switches, twin, index_B)
+        start = sizes.sink + (torch.rand(batch, 1, device=self.device) * self._num_switches()).long() * self.chunk_B1
+        switched = switches.unsqueeze(1) & (self.frame_F >= start)
+
+        sink_clip = torch.where(far_B, self._another_walk(shard.style[index_B]), index_B)
+        source = torch.where(
+            sink_F, sink_clip.unsqueeze(1), torch.where(switched, other.unsqueeze(1), index_B[:, None])
+        )
+        latents = shard.latents[source, self.frame_F].float()
+        motion = shard.motion[torch.where(sink_F, sink_clip.unsqueeze(1), index_B.unsqueeze(1)), self.frame_F]
+
+        # Whoever is far from the start has long been on the condition's last frame.
+        last = far_B.unsqueeze(1) & ~sink_F
+        row = torch.where(last, CONDITION_FRAMES - 1, self.condition_frame_F)
+        image = shard.condition[sink_clip.unsqueeze(1), row].float()
+        mask = image.new_zeros(batch, shard.frames, CONDITION - LATENTS, *sizes.grid)
+        mask[:, 0] = 1
+        shift = (torch.rand(batch, 1, device=self.device) * self.mix.far_frames).long() * far_B.unsqueeze(1)
+
+        clips = Clips(
+            condition=torch.cat((mask, image), dim=2),
+            motion=motion,
+            focal=shard.focal[index_B],
+            text=torch.stack((self.prompts.draw(shard.style[index_B]), self.prompts.draw(shard.style[other])), dim=1),
+            switched=switched,
+            positions=self.frame_F + shift * ~sink_F,
+        )
+        # Behind foreign sinks alone, the first frames of a far clip could be anything.
+        second = (self.frame_F >= sizes.sink) & (self.frame_F < sizes.sink + 3)
+        weights = torch.ones(batch, shard.frames, device=self.device)
+        weights = torch.where(second, torch.where(far_B.unsqueeze(1), 0.0, self.mix.second_chunk), weights)
+        return Batch(latents, clips, weights)
+
+    def noise_levels(self) -> torch.Tensor:
+        """A sigma for each frame, the same throughout a chunk; [B, F]."""
+        shape = self.first_BF.shape
+        chosen = self.few[torch.randint(len(self.few), shape, device=self.device)]
+        flat = torch.rand(shape, device=self.device) * 0.98 + 0.02
+        warped = self.mix.shift * flat / (1 + (self.mix.shift - 1) * flat)
+        return self._by_chunk(torch.where(self._chance(shape, self.mix.few), chosen, warped))
+
+    def context_levels(self) -> torch.Tensor:
+        """How much each clean frame is noised, the same throughout a chunk; [B, F]."""
+        shape = self.first_BF.shape
+        level = torch.rand(shape, device=self.device) * self.mix.context_sigma
+        return self._by_chunk(level * self._chance(shape, self.mix.noisy_context))
+
+    def _by_chunk(self, values_BF: torch.Tensor) -> torch.Tensor:
+        return values_BF.gather(1, self.first_BF)
+
+    def _num_switches(self) -> torch.Tensor:
+        """[B, 1]: chunks at which a prompt may change."""
+        return (self.shard.frames - self.sizes.sink) // self.chunk_B1
+
+    def _chance(self, shape: int | torch.Size, probability: float) -> torch.Tensor:
+        return torch.rand(shape, device=self.device) < probability
+
+    def _another_walk(self, style_B: torch.Tensor) -> torch.Tensor:
+        shard, batch = self.shard, len(style_B)
+        same = shard.by_style[shard.style_starts[style_B] + _below(shard.style_counts[style_B])]
+        anyone = torch.randint(len(shard), (batch,), device=self.device)
+        return torch.where(self._chance(batch, self.mix.other_sink), anyone, same)
+
+
+def noised(latents: torch.Tensor, sigma_BF: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """(1 - sigma) x0 + sigma eps, frame by frame."""
+    sigma = sigma_BF[:, :, None, None, None]
+    return (1 - sigma) * latents + sigma * noise
+
+
+def synthetic_shard(num: int, frames: int, sizes: Sizes, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A shard of smooth random latents that move, for tests of the trainer: no picture of anything."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = sizes.grid
+    style = torch.arange(num) % 3
+    field = torch.randn(3, LATENTS, rows, columns, generator=generator)
+    latents = torch.stack(
+        [
+            torch.stack([field[int(style[clip])].roll(frame + clip, dims=-1) for frame in range(frames)])
+            for clip in range(num)
+        ]
+    )
+    turn = torch.linspace(-0.1, 0.1, num)[:, None].expand(num, frames)
+    zero, one = torch.zeros_like(turn), torch.ones_like(turn)
+    matrix = (turn.cos(), zero, turn.sin(), zero, zero, one, zero, zero, -turn.sin(), zero, turn.cos(), one)
+    return {
+        "latents": latents.half(),
+        "condition": latents[:, :CONDITION_FRAMES].half(),
+        "relative": torch.stack(matrix, dim=-1).view(num, frames, 3, 4),
+        "focal": torch.tensor(sizes.focals)[torch.arange(num) % len(sizes.focals)],
+        "style": style.to(torch.uint8),
+        "twin": torch.where(torch.arange(num) < num - 1, torch.arange(num) + 1, -1),
+    }
+
+
+def synthetic_prompts(sizes: Sizes, counts: Sequence[int] = (3, 3, 3)) -> dict[str, Any]:
+    """What `--embed-prompts` writes, with random rows."""
+    generator = torch.Generator().manual_seed(1)
+    styles = [f"style {number}" for number in range(len(counts))]
+    rows = [torch.randn(count, sizes.text_len, sizes.text_dim, generator=generator) for count in counts]
+    return {"styles": styles, "embeddings": dict(zip(styles, rows, strict=True))}
+
+
+def embed_prompts(prompts: Mapping[str, Sequence[str]], sizes: Sizes, seed: int = 0) -> dict[str, Any]:
+    """Embed prompts by the tiny random umt5 that a shipped world holds. Raises ValueError if one is cut.
+
+    Rows behind a prompt's end are zero and take part in attention, as in the served network.
+    """
+    from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
+    from vllm_omni.model_executor.models.wan.tiny import TEXT, write_original_components
+    from vllm_omni.model_executor.models.wan.weights import load_text_encoder
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_original_components(Path(folder), seed)
+        tokenizer = Path(folder) / "google" / "umt5-xxl"
+        encoder = TextEncoder(TEXT, tokenizer, max_tokens=sizes.text_len + 1, dtype=torch.float32)
+        load_text_encoder(encoder.model, Path(folder) / "models_t5_umt5-xxl-enc-bf16.pth")
+        embedded: dict[str, torch.Tensor] = {}
+        for style, texts in prompts.items():
+            rows = torch.zeros(len(texts), sizes.text_len, sizes.text_dim)
+            for index, text in enumerate(texts):
+                length = len(encoder.tokenize(text))
+                if length > sizes.text_len:
+                    raise ValueError(f"prompt {text!r} has more than {sizes.text_len} tokens: it would be cut")
+                rows[index, :length] = encoder.encode(text)
+            embedded[style] = rows
+    return {"styles": list(prompts), "embeddings": embedded, "prompts": {s: list(p) for s, p in prompts.items()}}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Embed all prompts of the tiny world (needs vllm_omni).")
+    parser.add_argument("--embed-prompts", type=Path, required=True, metavar="OUT.pt")
+    options = parser.parse_args(arguments)
+    from training.tiny_world.prompts import PROMPTS, STYLES  # type: ignore[import-not-found,unused-ignore]
+
+    saved = embed_prompts({style: PROMPTS[style] for style in STYLES}, Sizes())
+    torch.save(saved, options.embed_prompts)
+    longest = max(int((rows != 0).any(-1).sum(-1).max()) for rows in saved["embeddings"].values())
+    counts = ", ".join(f"{style} {len(rows)}" for style, rows in saved["embeddings"].items())
+    print(f"{options.embed_prompts}: {counts} prompts, at most {longest} tokens")
+
+
+if __name__ == "__main__":
+    main()
