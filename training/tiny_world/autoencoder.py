@@ -10,6 +10,8 @@ Held by tests/training/test_tiny_world_autoencoder.py.
 # B clips, T frames, C channels, H, W pixels, h, w latent cells
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -216,3 +218,17 @@ class Autoencoder(nn.Module):
         """Pixels [B, 1 + 4 n, 3, H, W], fp32, not clamped."""
         clips = len(latents_BTCHW)
         return self.decoder(self.conv2(Frames(_merge(latents_BTCHW), clips))).split().float()
+
+
+def load_autoencoder(path: Path, device: torch.device | str) -> Autoencoder:
+    """The trained autoencoder of a `vae.pt`, frozen."""
+    weights = torch.load(path, map_location="cpu", weights_only=True)
+    model = Autoencoder(width=len(weights["encoder.conv1.bias"]))
+    model.load_state_dict(weights)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_decoder(path: Path, device: torch.device | str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Latents [B, n, 16, h, w] to video [B, 3, 4 n - 3, H, W] in about [-1, 1]; gradients pass through."""
+    model = load_autoencoder(path, device)
+    return lambda latents: model.decode(latents).transpose(1, 2)

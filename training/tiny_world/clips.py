@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from training.tiny_world.autoencoder import Autoencoder
+from training.tiny_world.autoencoder import Autoencoder, load_autoencoder
 from training.tiny_world.footage import film, pixels
 from training.tiny_world.ranks import Clock, Ranks
 from training.tiny_world.render import FOCAL, Renderer
@@ -110,9 +110,7 @@ def main() -> None:
 
     ranks = Ranks.join(args.device)
     torch.set_float32_matmul_precision("high")
-    model = Autoencoder()
-    model.load_state_dict(torch.load(args.vae, map_location="cpu", weights_only=True))
-    encoder = Encoder(model.to(ranks.device).eval())
+    encoder = Encoder(load_autoencoder(args.vae, ranks.device))
     renderer = Renderer(ranks.device, *args.size)
     args.out.mkdir(parents=True, exist_ok=True)
     if ranks.rank == 0:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from training.tiny_world import measure
-from training.tiny_world.autoencoder import LATENT_CHANNELS, Autoencoder
+from training.tiny_world.autoencoder import LATENT_CHANNELS, load_autoencoder
 from training.tiny_world.footage import Footage
 from training.tiny_world.optimizers import Ema, build_optimizer, learning_rate
 from training.tiny_world.ranks import Clock, Ranks
@@ -99,9 +99,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
-    autoencoder = Autoencoder()
-    autoencoder.load_state_dict(torch.load(args.vae, map_location="cpu", weights_only=True))
-    autoencoder = autoencoder.to(ranks.device).eval().requires_grad_(False)
+    autoencoder = load_autoencoder(args.vae, ranks.device)
     renderer = Renderer(ranks.device, *args.size)
     footage = Footage(renderer, 5, args.seed * 1000, seconds=args.footage_seconds, largest=4000, at_once=256 if cuda else 3)
     held = Footage(renderer, 5, _HELD_OUT_SEED, seconds=0, at_once=96 if cuda else 3)

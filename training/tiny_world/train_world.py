@@ -31,6 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
+from training.tiny_world.autoencoder import load_decoder
 from training.tiny_world.optimizers import Ema, build_optimizer, learning_rate
 from training.tiny_world.transformer import (
     Sizes,
@@ -515,14 +516,6 @@ def make_mask(sizes: Sizes, frames: int, chunk_B: torch.Tensor, device: torch.de
     if device.type == "cuda":
         return block_mask(seen, mode_B, sizes.tokens)
     return dense_mask(seen[mode_B], sizes.tokens)
-
-
-def load_decoder(path: Path, device: torch.device) -> Decode:
-    """The autoencoder's decoder, frozen; gradients pass through it."""
-    from training.tiny_world.autoencoder import Decoder  # type: ignore[import-not-found,unused-ignore]
-
-    decoder: Decode = Decoder.load(path, device)
-    return decoder
 
 
 @torch.no_grad()
