@@ -220,6 +220,19 @@ class Autoencoder(nn.Module):
         return self.decoder(self.conv2(Frames(_merge(latents_BTCHW), clips))).split().float()
 
 
+def with_latents_scaled(
+    state: dict[str, torch.Tensor], centre_C: torch.Tensor, scale_C: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The same autoencoder with latents (z - centre) / scale, by its last and first convolutions over single cells."""
+    out = {name: value.clone() for name, value in state.items()}
+    own = slice(0, LATENT_CHANNELS)
+    out["conv1.weight"][own] /= scale_C.view(-1, 1, 1, 1, 1)
+    out["conv1.bias"][own] = (out["conv1.bias"][own] - centre_C) / scale_C
+    out["conv2.bias"] += torch.einsum("oi,i->o", out["conv2.weight"].flatten(1), centre_C)
+    out["conv2.weight"] *= scale_C.view(1, -1, 1, 1, 1)
+    return out
+
+
 def load_autoencoder(path: Path, device: torch.device | str) -> Autoencoder:
     """The trained autoencoder of a `vae.pt`, frozen."""
     weights = torch.load(path, map_location="cpu", weights_only=True)

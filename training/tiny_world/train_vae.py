@@ -3,7 +3,7 @@
 
     torchrun --nproc-per-node 2 -m training.tiny_world.train_vae --out DIR --minutes 7
 
-Writes `vae.pt` (running mean of the weights, fp32), `vae_state.pt` (to go on from with --resume) and
+Writes `vae.pt` (running mean of the weights, latents normalised, fp32), `vae_state.pt` (to go on from with --resume) and
 `vae_curve.jsonl`. Noise on what the decoder sees, and a divergence from the normal distribution, keep detail that no
 context could predict out of the latents; a share of the clips is a picture and grey frames, which the served model's
 condition is made of.
@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional
 
 from training.tiny_world import measure
-from training.tiny_world.autoencoder import BASE_WIDTH, Autoencoder
-from training.tiny_world.footage import Footage
+from training.tiny_world.autoencoder import BASE_WIDTH, Autoencoder, with_latents_scaled
+from training.tiny_world.footage import Footage, pixels
 from training.tiny_world.optimizers import Ema, build_optimizer, learning_rate
 from training.tiny_world.ranks import Clock, Ranks
 from training.tiny_world.render import Renderer
@@ -60,6 +60,20 @@ def evaluate(model: Autoencoder, clips: torch.Tensor) -> dict[str, float]:
     return {"psnr": float(db), "sharpness": float(sharp), "latent_power": float(power)}
 
 
+@torch.no_grad()
+def normalised(model: Autoencoder, clips: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The model's state dict with latents of zero mean and unit deviation on `clips`.
+
+    The deviation counts the posterior's own, so channels that carry nothing stay near zero instead of being blown up.
+    """
+    moments = [model.moments(part) for part in clips.split(16)]
+    mean, log_variance = (torch.cat(column) for column in zip(*moments, strict=True))
+    others = (0, 1, 3, 4)
+    centre = mean.mean(others)
+    scale = (mean.var(others) + log_variance.exp().mean(others)).sqrt()
+    return with_latents_scaled(model.state_dict(), centre, scale)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -89,12 +103,13 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
 
     renderer = Renderer(ranks.device, *args.size)
+    latents = max(5, (args.frames + 3) // 4)
     footage = Footage(
-        renderer, 5, args.seed * 1000 + 500 * ranks.rank, seconds=args.footage_seconds, largest=args.footage_clips,
+        renderer, latents, args.seed * 1000 + 500 * ranks.rank, seconds=args.footage_seconds, largest=args.footage_clips,
         at_once=256 if cuda else 3,
     )  # fmt: skip
-    held = Footage(renderer, 5, _HELD_OUT_SEED, seconds=0, at_once=96 if cuda else 3)
-    held_clips = held.sample(len(held), 17 if cuda else args.frames)
+    held = Footage(renderer, latents, _HELD_OUT_SEED, seconds=0, at_once=96 if cuda else 3)
+    held_clips = pixels(held.clips if cuda else held.clips[:, : args.frames])
 
     model = Autoencoder(args.width).to(ranks.device)
     if args.resume:
@@ -106,7 +121,6 @@ def main() -> None:
     step = 0
     if args.resume:
         optimizer.load_state_dict(state["optimizer"])
-        ema.load_state_dict(state["ema"] | {"means": torch.load(args.resume / "vae.pt", map_location=ranks.device, weights_only=True)})
         step = state["step"]
     torch.manual_seed(args.seed + 17 + ranks.rank)
 
@@ -152,9 +166,10 @@ def main() -> None:
         with ema.applied():
             score = evaluate(model, held_clips)
         report(terms, **{name: round(value, 4) for name, value in score.items()})
-        torch.save(ema.averaged_state_dict(), args.out / "vae.pt")
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(torch.bfloat16), "step": step}
-        torch.save(state | {"ema": {"num_updates": ema.num_updates}}, args.out / "vae_state.pt")
+        torch.save(state, args.out / "vae_state.pt")
+        with ema.applied():
+            torch.save(normalised(model, held_clips), args.out / "vae.pt")
 
 
 if __name__ == "__main__":
