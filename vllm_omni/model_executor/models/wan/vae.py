@@ -82,7 +82,7 @@ class VAECache:
         """
         return cls(
             tuple(
-                _channels_last(saved.take(f"{prefix}conv{index:02d}", device, layout.dtype, shape))
+                saved.take(f"{prefix}conv{index:02d}", device, layout.dtype, shape)
                 for index, shape in enumerate(layout.shapes)
             )
         )
@@ -379,12 +379,7 @@ def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
         feature = nn.functional.pad(feature, (0, 0, 0, 0, shape[2] - feature.shape[2], 0))
     else:
         feature = like.new_zeros(shape)
-    return _channels_last(feature)
-
-
-def _channels_last(feature: torch.Tensor) -> torch.Tensor:
-    """The layout of activations; the tiny decoder's features have no dimension of time and stay as they are."""
-    return feature.contiguous(memory_format=torch.channels_last_3d) if feature.dim() == 5 else feature
+    return feature.contiguous(memory_format=torch.channels_last_3d)
 
 
 @lru_cache(maxsize=256)
