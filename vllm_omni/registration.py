@@ -5,6 +5,7 @@ Only additive and idempotent; nothing of vLLM is replaced. The exact list of tou
 tests/test_import_purity.py.
 """
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 CONFIG_FORMAT = "omni"
 WORKER_CLS = "vllm_omni.worker.DiffusionGPUWorker"
 SCHEDULER_CLS = "vllm_omni.core.sched.StreamBatchScheduler"
+IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""By its full name: what is called `uni` vLLM replaces by `mp` on a CPU."""
+THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+"""vLLM's own variable: cores of each rank."""
 
 
 class OmniPipelineConfig(PreTrainedConfig):
@@ -83,8 +88,10 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         executor_cls = family.executor_cls
         if executor_cls is not None:
             choose_executor(parallel, executor_cls)
-        elif parallel.worker_cls == "auto":
-            parallel.worker_cls = WORKER_CLS
+        else:
+            stay_in_process(parallel)
+            if parallel.worker_cls == "auto":
+                parallel.worker_cls = WORKER_CLS
         if scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = SCHEDULER_CLS
         if scheduler.async_scheduling:
@@ -127,6 +134,20 @@ def choose_executor(parallel: "ParallelConfig", executor_cls: str) -> None:
         raise ValueError(
             f"--distributed-executor-backend {backend} needs workers; this checkpoint needs {executor_cls}"
         )
+
+
+def stay_in_process(parallel: "ParallelConfig") -> None:
+    """On a CPU, let the only rank compute in the engine's own process, unless the user has said where it runs.
+
+    vLLM would start a worker process and keep a core back for the engine's, which polls while it waits: with two cores
+    that is half of the machine. How many threads there are then is up to `DiffusionCPUWorker`.
+    """
+    from vllm.platforms import current_platform  # looks for devices when imported
+
+    alone = parallel.world_size == 1 and parallel.data_parallel_size == 1
+    unnamed = parallel.distributed_executor_backend in (None, "uni") and THREADS_BIND not in os.environ
+    if current_platform.is_cpu() and alone and unnamed:
+        parallel.distributed_executor_backend = IN_PROCESS_EXECUTOR
 
 
 def check_options(hf_config: PreTrainedConfig, additional_config: Any) -> OmniConfig:

@@ -98,12 +98,12 @@ async def running_engine(
     cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(size))
     # Stock vLLM would bind the first rank of every engine to the same core.
     several_engines = "data_parallel_size" in engine_args or engine_args.get("distributed_executor_backend") == "ray"
-    bind = "nobind" if several_engines else cores if size > 1 else "auto"
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": "nobind" if several_engines else cores} if several_engines or size > 1 else {}
     if torch.cuda.is_available():
         engine_args.setdefault("gpu_memory_utilization", 0.4)  # another engine may be alive
         if size > torch.cuda.device_count():
             engine_args = {**SHARED_GPU, **engine_args}
-    with _environment(VLLM_CPU_OMP_THREADS_BIND=bind):
+    with _environment(**bind):
         args = AsyncEngineArgs(
             model=str(model),
             config_format="omni",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from scheduling import execute, new_request, run_to_end, step
-from snapshot_steps import Worker
+from snapshot_steps import Worker, world_chunk
 
 from vllm_omni.core.scheduler_note import SchedulerNote
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder
@@ -106,6 +106,21 @@ def test_a_snapshot_taken_while_degraded_goes_on_bit_for_bit(make_worker: Callab
         for index, tiny in ((3, then), (4, not then)):
             assert torch.equal(chunk(here, ours, index, tiny), chunk(there, theirs, index, tiny))
     assert there.runner.sessions.nbytes == here.runner.sessions.nbytes
+
+
+def test_a_world_with_the_tiny_decoder_goes_on_from_a_snapshot(
+    make_runner: Any, lingbot_world: Path, tmp_path: Path
+) -> None:
+    """LingBot World with `omni.model.decoder` `tiny`: on another server, bit for bit."""
+    omni = {"model": {"window_frames": 7, "sink_frames": 2, "decoder": "tiny"}}
+    here, there = (Worker(make_runner(lingbot_world, omni)) for _ in range(2))
+    for index in range(2):
+        world_chunk(here, "a", index)
+    here.save("a", tmp_path / "a")
+    there.restore("b", tmp_path / "a")
+    assert there.bits("b") == here.bits("a")
+    for index in (2, 3):
+        assert torch.equal(world_chunk(here, "a", index)["frames"], world_chunk(there, "b", index)["frames"])
 
 
 def test_a_snapshot_whose_latents_do_not_fit_is_refused(make_worker: Callable[[], Worker], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from vllm_omni.model_executor.models.causal_wan.config import CLASSES, CausalWanConfig
 from vllm_omni.model_executor.models.causal_wan.weights import open_transformer
-from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components
+from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components, find_tiny_vae
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
 from vllm_omni.model_executor.tensor_files import read_json
 from vllm_omni.model_executor.weights import rename
@@ -30,22 +30,17 @@ ORIGINAL_FILES = (
 )
 """Self-Forcing (two places), CausVid, StreamDiffusionV2 (two sizes); the first that is there."""
 
-TINY_VAE_FILE = "taew2_1.pth"
 _HEAD_DIM = 128
 _CAUSAL_CLASSES = CLASSES[:2]
 
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """The pieces of one checkpoint; `transformer` is a training checkpoint or a folder of safetensors.
-
-    tiny_vae: the TAEHV weights beside them, None = not there.
-    """
+    """The pieces of one checkpoint; `transformer` is a training checkpoint or a folder of safetensors."""
 
     download_name: ClassVar[str] = "causal_wan"
 
     kind: Literal["original", "diffusers"]
-    tiny_vae: Path | None
 
     def transformer_config(self) -> dict[str, Any]:
         """Return the transformer's config as stored, else what its weights' shapes say."""
@@ -88,7 +83,6 @@ def find_layout(path: Path) -> CheckpointLayout:
             f"{', '.join(ORIGINAL_FILES)} or transformer/ with a config.json of class {' or '.join(_CAUSAL_CLASSES)}"
         )
     places = find_components(path)
-    tiny_vae = path / TINY_VAE_FILE
     return CheckpointLayout(
         root=path,
         kind=kind,
@@ -96,7 +90,7 @@ def find_layout(path: Path) -> CheckpointLayout:
         vae=places["vae"],
         text_encoder=places["text_encoder"],
         tokenizer=places["tokenizer"],
-        tiny_vae=tiny_vae if tiny_vae.is_file() else None,
+        tiny_vae=find_tiny_vae(path),
     )
 
 

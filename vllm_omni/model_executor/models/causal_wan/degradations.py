@@ -5,20 +5,13 @@ Held by test_causal_wan_fewer_steps.py, test_causal_wan_smaller_window.py and te
 tests/model_executor/models/causal_wan/.
 """
 
-from vllm_omni.config import Degradation, OmniConfig
+from vllm_omni.config import Degradation
 from vllm_omni.model_executor.layers.narrow_view import narrow_frames
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanOptions, ChunkPlan
 
 FEWER_STEPS: Degradation = "fewer_steps"
 SMALLER_WINDOW: Degradation = "smaller_window"
 TINY_VAE: Degradation = "tiny_vae"
-
-
-def wants_tiny_vae(options: CausalWanOptions, omni: OmniConfig) -> str | None:
-    """What needs the tiny decoder, as a user would name it; None = nothing does."""
-    if options.decoder == "tiny":
-        return "omni.model.decoder 'tiny'"
-    return f"omni.degradations {TINY_VAE!r}" if TINY_VAE in omni.degradations else None
 
 
 def refuse_degradation(name: str, options: CausalWanOptions, plan: ChunkPlan) -> str | None:

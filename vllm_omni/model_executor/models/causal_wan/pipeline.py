@@ -31,7 +31,7 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, Sessio
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.narrow_view import NarrowView
 from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
-from vllm_omni.model_executor.models.causal_wan.checkpoint import TINY_VAE_FILE, CheckpointLayout, find_layout
+from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.causal_wan.config import ChunkPlan
 from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes
@@ -45,7 +45,7 @@ from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
-from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae
+from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wanted
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import every_second_step
@@ -105,6 +105,7 @@ class CausalWan(nn.Module):
             bands=RowBands.of(parallel),
         )
         self.tiny_vae: TinyVAEDecoder | None = None
+        self._wants_tiny_vae = setup.wants_tiny_vae
         tiny_vae_channels = setup.tiny_vae_channels  # read on every rank: each refuses a bad file
         if decodes and tiny_vae_channels is not None:
             self.tiny_vae = TinyVAEDecoder(tiny_vae_channels, dtype=vae_dtype)
@@ -122,11 +123,7 @@ class CausalWan(nn.Module):
         """Fill every parameter this rank has, strictly. Raises ValueError."""
         vae = self.vae if self.vae.has_encoder or self.vae.has_decoder else None
         load_pipeline_weights(layout, self.config, self.transformer, vae, self.text_encoder)
-        wanted = degradations.wants_tiny_vae(self.options, self.omni)
-        if wanted is not None and layout.tiny_vae is None:  # on every rank, also on those that do not decode
-            raise ValueError(f"{layout.root} lacks {TINY_VAE_FILE}, which {wanted} needs (madebyollin/taehv)")
-        if self.tiny_vae is not None and layout.tiny_vae is not None:
-            load_tiny_vae(self.tiny_vae, layout.tiny_vae)
+        load_wanted(self.tiny_vae, layout, self._wants_tiny_vae)
         self.transformer.forget()
         self.prompts.forget()
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.models.causal_wan.checkpoint import LAYOUTS, TINY_VAE_FILE
+from vllm_omni.model_executor.models.causal_wan.checkpoint import LAYOUTS
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
+from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
 from vllm_omni.model_executor.models.wan.tiny import (
     Tensors,
     normal,

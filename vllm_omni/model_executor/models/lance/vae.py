@@ -18,6 +18,7 @@ from torch import nn
 
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.models.lance.config import FRAMES_PER_LATENT, LATENT_CHANNELS, PIXELS_PER_LATENT
+from vllm_omni.model_executor.models.wan.cpu_layers import use_cpu_layers
 
 # fmt: off
 _MEAN = (
@@ -111,6 +112,7 @@ class LanceWanVAE(nn.Module):
         self.config, self.dtype = config, dtype
         with default_dtype(dtype):
             self.vae: Any = AutoencoderKLWan(**config.diffusers_config())
+        use_cpu_layers(self.vae)
         for name, values in (("latents_mean", config.latents_mean), ("latents_std", config.latents_std)):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1, 1), persistent=False)
         self.requires_grad_(False)

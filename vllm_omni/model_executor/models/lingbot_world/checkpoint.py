@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
-from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components, has_components
+from vllm_omni.model_executor.models.wan.checkpoint import (
+    WanComponents,
+    find_components,
+    find_tiny_vae,
+    has_components,
+)
 from vllm_omni.model_executor.tensor_files import open_tensors, read_json
 
 LAYOUTS = ("original", "diffusers", "v2")
@@ -70,6 +75,7 @@ def find_layout(path: Path) -> CheckpointLayout:
         vae=places["vae"],
         text_encoder=places["text_encoder"],
         tokenizer=places["tokenizer"],
+        tiny_vae=find_tiny_vae(root),
     )
 
 

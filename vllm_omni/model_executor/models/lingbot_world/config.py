@@ -180,9 +180,10 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         (`restart`).
     prompt_switch: a new prompt takes effect from the next chunk on, or is ignored after a session's first chunk.
     text_encoder_device: None = beside the transformer; `cpu` saves 10.6 GiB of device memory.
+    decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth` in the checkpoint's directory; 25 times cheaper, not exact).
     vae_dtype: type of the VAE's decoder and encoder; None = the transformer's (the original uses fp32).
-    vae_frames_per_call: how many of a latent frame's 4 video frames the decoder's largest levels take at a time (1
-        halves what a decode needs beside its cache; 4 is a little faster).
+    vae_frames_per_call: how many of a latent frame's 4 video frames the decoder's largest levels take at a time. None =
+        1 on CUDA, which halves what a decode needs beside its cache, and all on a CPU, which is faster.
     decode_before_clean_pass: make a chunk's frames before its clean-context pass, which then delays nobody (345 of 2006
         ms on an H200), beside several GiB of camera terms that are still held then.
     sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead.
@@ -216,7 +217,8 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     prompt_switch: Literal["refresh", "ignore"] = "refresh"
     text_encoder_device: Literal["cpu"] | None = None
     vae_dtype: Literal["fp32", "bf16"] | None = None
-    vae_frames_per_call: Annotated[int, msgspec.Meta(ge=1, le=4)] = 1
+    decoder: Literal["wan", "tiny"] = "wan"
+    vae_frames_per_call: Annotated[int, msgspec.Meta(ge=1, le=4)] | None = None
     decode_before_clean_pass: bool = False
     sequence_parallel: bool = False
     reprime_on_prompt_switch: bool = False
@@ -238,6 +240,8 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 f"omni.model: condition_video_frames must be 1 + a multiple of {VAE_TEMPORAL}, "
                 f"got {parsed.condition_video_frames}"
             )
+        if parsed.decoder == "tiny" and parsed.vae_continuation == "restart":
+            raise ValueError("omni.model: vae_continuation 'restart' is of decoder 'wan'; decoder 'tiny' keeps little")
         if parsed.prompt_switch == "ignore" and parsed.reprime_on_prompt_switch:
             raise ValueError("omni.model: reprime_on_prompt_switch needs prompt_switch 'refresh', got 'ignore'")
         return parsed

@@ -43,6 +43,7 @@ from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
+from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wanted
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import FewStepSchedule
@@ -88,16 +89,25 @@ class LingBotWorld(nn.Module):
                 cuda_graphs=setup.options.cuda_graphs and torch.cuda.is_available(),
             )
         decodes = setup.parallel.decodes
+        vae_dtype = setup.options.vae_torch_dtype(setup.dtype)
         self.vae = StreamingWanVAE(
             setup.vae_config,
             encoder=setup.parallel.first_stage,
-            decoder=decodes,
-            dtype=setup.options.vae_torch_dtype(setup.dtype),
+            decoder=decodes and setup.options.decoder == "wan",
+            dtype=vae_dtype,
             compiled=setup.compiled,
-            frames_per_call=setup.options.vae_frames_per_call,
+            frames_per_call=setup.options.vae_frames_per_call
+            or (1 if self.transformer.device.type == "cuda" else None),
             bands=RowBands.of(setup.parallel),
         )
-        self.decoder = ChunkDecoder(self.vae, continuation=setup.options.vae_continuation) if decodes else None
+        self._wants_tiny_vae = setup.wants_tiny_vae
+        tiny_vae_channels = setup.tiny_vae_channels  # read on every rank: each refuses a bad file
+        self.tiny_vae: TinyVAEDecoder | None = None
+        if decodes and tiny_vae_channels is not None:
+            self.tiny_vae = TinyVAEDecoder(tiny_vae_channels, dtype=vae_dtype)
+        self.decoder: ChunkDecoder | None = None
+        if decodes:
+            self.decoder = ChunkDecoder(self.tiny_vae or self.vae, continuation=setup.options.vae_continuation)
         self.condition: GreyCondition | None = None
         if setup.parallel.first_stage:
             self.condition = GreyCondition(
@@ -112,6 +122,7 @@ class LingBotWorld(nn.Module):
         """Fill every parameter this rank has, strictly. Raises ValueError."""
         vae = self.vae if self.vae.has_encoder or self.vae.has_decoder else None
         load_pipeline_weights(layout, self.config, self.transformer, vae, self.text_encoder)
+        load_wanted(self.tiny_vae, layout, self._wants_tiny_vae)
         self.transformer.forget()
         self.prompts.forget()
 

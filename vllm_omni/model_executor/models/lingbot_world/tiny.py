@@ -14,6 +14,7 @@ from typing import Any
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes
+from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
 from vllm_omni.model_executor.models.wan.tiny import (
     Tensors,
     normal,
@@ -21,6 +22,7 @@ from vllm_omni.model_executor.models.wan.tiny import (
     write_diffusers_components,
     write_original_components,
     write_shards,
+    write_tiny_vae,
 )
 
 _SIZES = {"ffn_dim": 112, "freq_dim": 32, "text_dim": 32, "text_len": 64, "num_layers": 4, "eps": 1e-6}
@@ -32,6 +34,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; allowed: {', '.join(LAYOUTS)}")
     out.mkdir(parents=True, exist_ok=True)
+    write_tiny_vae(out / TINY_VAE_FILE, seed)
     if layout == "diffusers":
         _write_diffusers(out, seed)
     else:

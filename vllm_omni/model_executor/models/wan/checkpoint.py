@@ -6,7 +6,7 @@ engine with dummy weights starts from configs alone, and a stage that decodes no
 its transformer is. Held by tests/model_executor/models/lingbot_world/test_checkpoint.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -23,13 +23,16 @@ COMPONENT_PLACES: dict[str, tuple[str, ...]] = {
     "tokenizer": ("google/umt5-xxl", "tokenizer"),
 }
 
+TINY_VAE_FILE = "taew2_1.pth"
+
 
 @dataclass(frozen=True)
 class WanComponents:
     """The resolved places of a checkpoint's pieces; None = not there.
 
     root: the folder that holds them. transformer: a folder of safetensors, or a weight file. vae, text_encoder: a
-    `.pth`/`.safetensors` file or a folder. Subclasses set `download_name`, the name `vllm-omni download` takes.
+    `.pth`/`.safetensors` file or a folder. tiny_vae: a TAEHV file. Subclasses set `download_name`, the name `vllm-omni
+    download` takes.
     """
 
     download_name: ClassVar[str]
@@ -39,6 +42,7 @@ class WanComponents:
     vae: Path | None
     text_encoder: Path | None
     tokenizer: Path | None
+    tiny_vae: Path | None = field(default=None, kw_only=True)
 
     def require(self, *pieces: Piece) -> None:
         """Raise ValueError of one line unless the named pieces are there with their weights."""
@@ -113,6 +117,10 @@ class WanComponents:
 def find_components(root: Path) -> dict[str, Path | None]:
     """Return the places of `vae`, `text_encoder` and `tokenizer` below `root`; None where there is nothing."""
     return {piece: _first_place(root, names) for piece, names in COMPONENT_PLACES.items()}
+
+
+def find_tiny_vae(root: Path) -> Path | None:
+    return _first_place(root, (TINY_VAE_FILE,))
 
 
 def has_components(root: Path) -> bool:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`WanChunkSetup`: checkpoint, options and ranks of one pipeline that streams in chunks; a family adds what is its own.
 
-Reads no weights and asks the device only whether it is there. Held by
+Of weights it reads only the tiny decoder's widths, and it asks the device only whether it is there. Held by
 tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
 from vllm_omni.model_executor.models.wan.components import VAEConfig
+from vllm_omni.model_executor.models.wan.tiny_vae import tiny_vae_channels
 from vllm_omni.model_executor.vllm_model import compiles
 
 
@@ -23,6 +24,8 @@ class _Options(Protocol):
     def sequence_parallel(self) -> bool: ...
     @property
     def compile(self) -> bool | None: ...
+    @property
+    def decoder(self) -> Literal["wan", "tiny"]: ...
 
 
 Config = TypeVar("Config")
@@ -62,6 +65,8 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
         eager: the engine was told not to compile anything.
         """
         config, options = cls._read(checkpoint, omni)
+        if options.decoder == "tiny" and omni.vae_parallel:
+            raise ValueError("omni.vae_parallel splits decoder 'wan' over ranks; decoder 'tiny' is too small to gain")
         return cls(
             config=config,
             vae_config=VAEConfig.from_dict(checkpoint["vae"]),
@@ -74,6 +79,16 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
             dtype=dtype,
             compiled=compiles(options.compile, eager),
         )
+
+    @property
+    def wants_tiny_vae(self) -> str | None:
+        """What needs the tiny decoder, as a user would name it; None = nothing does."""
+        return "omni.model.decoder 'tiny'" if self.options.decoder == "tiny" else None
+
+    @property
+    def tiny_vae_channels(self) -> tuple[int, ...] | None:
+        """Widths of the tiny decoder, read off its file; None = nothing uses it. Raises ValueError."""
+        return None if self.wants_tiny_vae is None else tiny_vae_channels(self.layout.tiny_vae)
 
     @classmethod
     def _read(cls, checkpoint: Mapping[str, Any], omni: OmniConfig) -> tuple[Config, Options]:

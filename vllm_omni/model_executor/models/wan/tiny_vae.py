@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE, WanComponents
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
 from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.model_executor.weights import load_strict, shapes_of
@@ -143,3 +144,15 @@ def load_tiny_vae(decoder: TinyVAEDecoder, path: Path) -> None:
     source = open_tensors(path)
     encoder = [name for name in source.shapes if name.startswith("encoder.")]
     load_strict(decoder, source, shapes_of(decoder), what="tiny VAE", ignored=encoder)
+
+
+def load_wanted(decoder: TinyVAEDecoder | None, layout: WanComponents, wanted_by: str | None) -> None:
+    """Fill this rank's tiny decoder from the checkpoint's directory, if it has one.
+
+    wanted_by: who needs it, as a user would name it; then a file that is not there is refused on every rank, also on
+    those that do not decode. Raises ValueError.
+    """
+    if wanted_by is not None and layout.tiny_vae is None:
+        raise ValueError(f"{layout.root} lacks {TINY_VAE_FILE}, which {wanted_by} needs (madebyollin/taehv)")
+    if decoder is not None and layout.tiny_vae is not None:
+        load_tiny_vae(decoder, layout.tiny_vae)

@@ -28,6 +28,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from vllm_omni.model_executor.models.wan.components import VAEConfig
+from vllm_omni.model_executor.models.wan.cpu_layers import use_cpu_layers
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, split_decoder
 from vllm_omni.model_executor.models.wan.streamed_layers import cached_convolution, stream_upsamplers
 from vllm_omni.outputs import empty_result
@@ -107,7 +108,7 @@ class StreamingWanVAE(nn.Module):
     frames_per_call: how many of a latent frame's 4 video frames go through the decoder's two largest levels at a time;
     None = all. Fewer need less memory beside the cache and a little more time; the frames are the same.
     bands: this rank decodes its band of rows only, together with the other ranks (`split_decode`); None = all rows.
-    On CUDA, convolutions run channels-last, the layout their kernels are fastest in.
+    Convolutions run channels-last, the layout their kernels are fastest in; on a CPU as 2-D ones (`cpu_layers`).
     """
 
     latents_mean: torch.Tensor
@@ -155,6 +156,7 @@ class StreamingWanVAE(nn.Module):
         self.requires_grad_(False)
         self.eval()
         _channels_last_on_cuda(self)
+        use_cpu_layers(self)
         self._decode_latent: Network | None = None
         """How a stream's later latents are decoded; its first has its own control flow."""
         if decoder:
@@ -370,14 +372,14 @@ def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
     """Give a feature of the first latent its final shape; zero frames in front are what the convolution pads with.
 
     The first latent leaves one frame where later ones leave two, and a text marker instead of a tensor in the temporal
-    up-samplers, which skip their convolution once. On CUDA it gets its final layout too: joined with one of another
-    layout, every later call's frames would be turned round before their convolution.
+    up-samplers, which skip their convolution once. It gets its final layout too: joined with one of another layout,
+    every later call's frames would be turned round before their convolution.
     """
     if isinstance(feature, torch.Tensor):
         feature = nn.functional.pad(feature, (0, 0, 0, 0, shape[2] - feature.shape[2], 0))
     else:
         feature = like.new_zeros(shape)
-    return feature.contiguous(memory_format=torch.channels_last_3d) if feature.is_cuda else feature
+    return feature.contiguous(memory_format=torch.channels_last_3d)
 
 
 @lru_cache(maxsize=256)

@@ -14,6 +14,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import nn
 
+from vllm_omni.model_executor.models.wan.cpu_layers import use_cpu_layers
 from vllm_omni.model_executor.models.wan2_2.checkpoint import check_vae_keys
 
 
@@ -26,6 +27,7 @@ class VideoVAE(nn.Module):
         self.dtype = dtype
         network: Any = AutoencoderKLWan(**values)
         self.network = network.to(dtype).eval().requires_grad_(False)
+        use_cpu_layers(self.network)
         if tiling:
             self.network.enable_tiling()
         statistics = (self.network.config.latents_mean, self.network.config.latents_std)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of diffusers' Wan autoencoders in the form that a CPU computes fastest. Same parameters, names and results.
+
+torch's 3-D convolution on a CPU reaches a tenth of the speed of its 2-D one, so a causal convolution over three time
+taps is made as a 2-D one whose input channels are the three frames laid side by side. The weights are not copied for
+that: `weight` keeps its shape, and its memory is in the order of the 2-D convolution, which is then a view of it. So
+loading, reloading and conversion of weights reach both. Activations lie channels-last.
+
+`use_cpu_layers` is called on a network that was built on a CPU. Moved to another device later, layers fall back to
+diffusers' own arithmetic. Held by tests/model_executor/models/wan/test_cpu_layers.py.
+"""
+
+# B clips, C channels, T frames, H rows, W columns, O channels of the result
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
+from torch import nn
+from torch.nn import functional
+
+from vllm_omni.model_executor.models.wan.streamed_layers import replace_layers
+
+
+class FoldedCausalConv3d(WanCausalConv3d):
+    """A causal convolution as a 2-D one over the time taps. Takes over the layer `whole`."""
+
+    def __init__(self, whole: WanCausalConv3d) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(vars(whole))
+        self.weight.data = _fold_memory(self.weight.data)
+        left, right, top, bottom, self.frames_before, _ = self._padding
+        assert (left, top) == (right, bottom) and self.groups == 1 and self.dilation == (1, 1, 1)
+        self.padding_HW = (top, left)
+
+    @property
+    def weight_2d(self) -> torch.Tensor:
+        """[O, taps C, kH, kW]: a view of `weight`, unless somebody has put a tensor of other strides in its place."""
+        return self.weight.transpose(1, 2).flatten(1, 2)
+
+    def forward(self, x_BCTHW: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
+        if x_BCTHW.device.type != "cpu":
+            return super().forward(x_BCTHW, cache_x)
+        x = x_BCTHW
+        missing = self.frames_before
+        if cache_x is not None and missing > 0:
+            x = torch.cat((cache_x, x), dim=2)
+            missing -= cache_x.shape[2]
+        if missing > 0:
+            x = functional.pad(x, (0, 0, 0, 0, missing, 0))
+        taps, step = self.kernel_size[0], self.stride[0]
+        if taps > 1 or step > 1:
+            last = (x.shape[2] - taps) // step * step
+            x = torch.cat([x[:, :, tap : tap + last + 1 : step] for tap in range(taps)], dim=1)
+        frames = x.transpose(1, 2)
+        out = functional.conv2d(frames.flatten(0, 1), self.weight_2d, self.bias, self.stride[1:], self.padding_HW)
+        # Not `unflatten` for one clip: of one frame it leaves strides that torch no longer takes for channels-last.
+        clips = out.unsqueeze(0) if len(frames) == 1 else out.unflatten(0, frames.shape[:2])
+        return clips.transpose(1, 2)
+
+
+class CPURMSNorm(WanRMS_norm):
+    """Normalisation over channels in few passes. Takes over the layer `whole`; below fp32 it is diffusers' own."""
+
+    def __init__(self, whole: WanRMS_norm) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(vars(whole))
+        assert self.channel_first and not isinstance(self.bias, nn.Parameter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float32 or x.device.type != "cpu":
+            return super().forward(x)
+        channels = x.shape[1]
+        x_C = x.movedim(1, -1)
+        # A product with a vector: torch's own sum over so few channels takes longer.
+        squares = torch.mv(x_C.square().reshape(-1, channels), x.new_full((channels,), 1 / channels))
+        scale = squares.add_(_TINY).rsqrt_().view(*x_C.shape[:-1], 1)
+        return (x_C * scale).mul_(self.gamma.flatten()).movedim(-1, 1)
+
+
+_TINY = 1e-30
+"""Keeps the norm of nothing at nothing."""
+
+
+def use_cpu_layers(network: nn.Module) -> None:
+    """Replace, in place, what a CPU computes slowly in a Wan encoder, decoder or whole autoencoder that lies on one.
+
+    What lies elsewhere stays as it is. Parameters keep their names, values and identity.
+    """
+    if any(parameter.device.type != "cpu" for parameter in network.parameters()):
+        return
+    replace_layers(network, _cpu_layer)
+    for layer in network.modules():
+        if isinstance(layer, nn.SiLU):
+            layer.inplace = True  # always behind a norm, whose result nobody else reads
+        elif isinstance(layer, nn.Conv2d):
+            layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
+
+
+def _cpu_layer(layer: nn.Module) -> nn.Module | None:
+    if type(layer) is WanCausalConv3d:
+        return FoldedCausalConv3d(layer)
+    return CPURMSNorm(layer) if type(layer) is WanRMS_norm else None
+
+
+def _fold_memory(weight_OCTHW: torch.Tensor) -> torch.Tensor:
+    """The same tensor with its memory in the order O, kH, kW, taps, C: channels-last for the 2-D convolution."""
+    return weight_OCTHW.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
