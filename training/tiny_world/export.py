@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the trained world as a checkpoint in LingBot World 2's own layout, with its start pictures.
+
+    python -m training.tiny_world.export --vae vae.pt --tiny-decoder tiny_decoder.pt --transformer STATE_DIR --out DIR
+
+All weights are fp16. The layout fixes what latents are normalised by, so the autoencoder's outermost convolutions take
+the difference; the text encoder is the random one of `vllm-omni make-tiny`, seed 0, whose embeddings were trained on.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from training.tiny_world.autoencoder import with_latents_scaled
+from training.tiny_world.render import Renderer
+from training.tiny_world.train_world import export as export_transformer
+from training.tiny_world.village import STYLES
+from vllm_omni.model_executor.models.lingbot_world.tiny import make_tiny
+from vllm_omni.model_executor.models.wan.components import VAEConfig
+
+TINY_DECODER = "taew2_1.safetensors"
+_FROM_MAKE_TINY = ("models_t5_umt5-xxl-enc-bf16.pth", "google")
+# name, x, z in metres, heading in degrees: wide places from which every landmark can be reached
+VIEWS = (("square", 1.2, -4.0, 0.0), ("street", 2.6, 7.4, 195.0), ("pond", 7.4, -5.6, 290.0))
+
+
+def export_world(vae: Path, tiny_decoder: Path, transformer: Path, out: Path, *, chunk_frames: int | None = None) -> None:
+    """Write the checkpoint into the new or empty directory `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    export_transformer(transformer, out / "transformers", chunk_frames)
+    config = VAEConfig()
+    mean, std = torch.tensor(config.latents_mean), torch.tensor(config.latents_std)
+    weights = torch.load(vae, map_location="cpu", weights_only=True)
+    served = with_latents_scaled(weights, -mean / std, 1 / std)
+    torch.save({name: value.half() for name, value in served.items()}, out / "Wan2.1_VAE.pth")
+    cheap = torch.load(tiny_decoder, map_location="cpu", weights_only=True)
+    save_file({name: value.half().contiguous() for name, value in cheap.items()}, out / TINY_DECODER)
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny(Path(folder) / "text", 0, "v2")
+        for name in _FROM_MAKE_TINY:
+            (Path(folder) / "text" / name).rename(out / name)
+    write_start_pictures(out / "start")
+
+
+def write_start_pictures(folder: Path) -> None:
+    """Render each view in each style, `VIEW_STYLE.png`, at the size the world is made in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    positions = torch.tensor([[x, z] for _, x, z, _ in VIEWS for _ in STYLES])
+    yaw = torch.deg2rad(torch.tensor([heading for *_, heading in VIEWS for _ in STYLES]))
+    style = torch.arange(len(STYLES)).repeat(len(VIEWS))
+    frames = Renderer(frames_per_call=1).render(positions, yaw, torch.zeros_like(yaw), style)
+    for index, picture in enumerate(frames):
+        name, place = STYLES[index % len(STYLES)], VIEWS[index // len(STYLES)][0]
+        Image.fromarray(picture.numpy()).save(folder / f"{place}_{name}.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--vae", type=Path, required=True)
+    parser.add_argument("--tiny-decoder", type=Path, required=True)
+    parser.add_argument("--transformer", type=Path, required=True, help="folder of state-*.bin")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--chunk-frames", type=int, choices=(1, 3), help="latent frames of a served chunk")
+    args = parser.parse_args()
+    export_world(args.vae, args.tiny_decoder, args.transformer, args.out, chunk_frames=args.chunk_frames)
+    size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
+    print(f"{args.out}: {size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
