@@ -54,7 +54,7 @@ from training.tiny_world.world_data import (
 )
 
 _BEGIN = time.monotonic()
-_PART_BYTES = 14_500_000
+_PART_BYTES = 15_500_000
 """Of one file of a state: files that come back from a GPU host may have 16 MiB."""
 _SYNC_STEPS = 20
 """Steps between two looks at the clock; ranks agree on the learning rate then."""
@@ -121,7 +121,7 @@ class Ranks:
 
 
 def write_parts(state: Any, folder: Path, name: str = "state") -> list[Path]:
-    """Write `state` as files `NAME-K.bin` of at most 14.5 MB, replacing older ones."""
+    """Write `state` as files `NAME-K.bin` of at most 15.5 MB, replacing older ones."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     data = buffer.getvalue()
@@ -303,8 +303,8 @@ class Trainer:
         compute = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = WorldTransformer(self.sizes, compute).to(device)
         self.step, self.minutes_before = 0, 0.0
-        if resumed:
-            self._load_weights(resumed["weights"])
+        if resumed:  # another phase begins with the means
+            self._load_weights(resumed["weights" if resumed["phase"] == phase else "ema"])
         self.ema = Ema(self.model, options.ema)
         self.optimizer = build_optimizer(
             self.model, options.muon_lr, options.adam_lr, weight_decay=options.weight_decay
@@ -470,6 +470,7 @@ class Trainer:
         error = (made - given.latents).square().mean((0, 2, 3, 4))
         out: dict[str, Any] = {
             "mse": [round(float(x), 4) for x in error.unfold(0, 3, 3).mean(1)],
+            "edges": [round(float(x), 3) for x in _edges(made) / _edges(given.latents)],
             "deviation": [round(float(x), 3) for x in made.std((0, 2, 3, 4)).unfold(0, 3, 3).mean(1)],
         }
         if self.decode is not None:
@@ -493,6 +494,11 @@ class Trainer:
             "extra": objective.extra_state(),
         }
         write_parts(state, self.options.out)
+
+
+def _edges(latents: torch.Tensor) -> torch.Tensor:
+    """Mean difference of neighbouring columns, for every three frames."""
+    return latents.diff(dim=-1).abs().mean((0, 2, 3, 4)).unfold(0, 3, 3).mean(1)
 
 
 @contextmanager

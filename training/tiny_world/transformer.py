@@ -19,6 +19,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -370,8 +371,9 @@ class Block(nn.Module):
         """
         modulation = self._modulate(time)
         q, k, v = self._queries_keys_values(x, modulation[0], modulation[1], cos, sin, past_k.dtype)
+        bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill(~allowed, -math.inf).expand(*q.shape[:3], -1)
         attended = functional.scaled_dot_product_attention(
-            q, torch.cat((past_k, k), 2), torch.cat((past_v, v), 2), attn_mask=allowed.expand(*q.shape[:3], -1)
+            q, torch.cat((past_k, k), 2), torch.cat((past_v, v), 2), attn_mask=bias
         )
         return self._after_attention(x, attended, modulation, camera, *text), k, v
 
@@ -568,6 +570,21 @@ class WorldTransformer(nn.Module):
         (folder / "config.json").write_text(json.dumps(self.sizes.config_json(), indent=2, sort_keys=True) + "\n")
 
 
+def _slot(frame: int, kept: int, sink: int) -> int:
+    return frame if frame < sink else sink + (frame - sink) % (kept - sink)
+
+
+@cache  # a copy to the device waits for it: once for each chunk of a clip
+def _allowed(window: int, sink: int, chunk: int, start: int, tokens: int, device: torch.device) -> torch.Tensor:
+    past = torch.zeros(window - chunk, dtype=torch.bool)
+    oldest = start + chunk - (window - sink)
+    for frame in range(start):
+        if frame < sink or frame >= oldest:
+            past[_slot(frame, window - chunk, sink)] = True
+    both = torch.cat((past, torch.ones(chunk, dtype=torch.bool)))
+    return both.repeat_interleave(tokens).to(device)
+
+
 class ClipWindow:
     """The keys and values that clips keep while they are made chunk by chunk; without gradients.
 
@@ -586,18 +603,12 @@ class ClipWindow:
         self.written = 0
 
     def _slot(self, frame: int) -> int:
-        sink = self.model.sizes.sink
-        return frame if frame < sink else sink + (frame - sink) % (self.kept - sink)
+        return _slot(frame, self.kept, self.model.sizes.sink)
 
     def allowed(self, start: int) -> torch.Tensor:
         """bool [kept tokens + chunk's tokens]: what chunk [start, ...) sees."""
-        sizes, past = self.model.sizes, torch.zeros(self.kept, dtype=torch.bool)
-        oldest = start + self.size - (sizes.window - sizes.sink)
-        for frame in range(start):
-            if frame < sizes.sink or frame >= oldest:
-                past[self._slot(frame)] = True
-        both = torch.cat((past, torch.ones(self.size, dtype=torch.bool)))
-        return both.repeat_interleave(sizes.tokens).to(self.buffer.device)
+        sizes = self.model.sizes
+        return _allowed(sizes.window, sizes.sink, self.size, start, sizes.tokens, self.buffer.device)
 
     def write(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         tokens = self.model.sizes.tokens
