@@ -81,7 +81,10 @@ class Contest:
 
     def look(self, latents: torch.Tensor) -> torch.Tensor:
         """[b, w, 16, h, w] -> what the adversary sees, [b, c, T, H, W]."""
-        return latents.transpose(1, 2) if self.decode is None else self.decode(latents).float()
+        if self.decode is None:
+            return latents.transpose(1, 2)
+        with torch.autocast(latents.device.type, torch.bfloat16, enabled=latents.is_cuda):
+            return self.decode(latents).float()
 
     def gradient(self, x0: torch.Tensor, truth: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Train the adversary on these clips; return its gradient at x0 (uphill for the generator's loss)."""

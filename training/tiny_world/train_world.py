@@ -178,7 +178,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--dense", action="store_true", help="no FlexAttention: slower, should it not compile")
-    parser.add_argument("--decoder", type=Path, help="weights for `autoencoder.Decoder`: adds PSNR and sharpness")
+    parser.add_argument("--decoder", type=Path, help="vae.pt: adds PSNR and sharpness to roll-outs")
     for name in ("dim", "layers", "heads", "ffn", "window", "sink", "chunk-frames"):
         parser.add_argument(f"--{name}", type=int, help="of a new network; see `Sizes`")
     parser.add_argument("--grid", type=int, nargs=2, help="latent rows and columns of a new network")
@@ -530,10 +530,10 @@ def make_mask(sizes: Sizes, frames: int, chunk_B: torch.Tensor, device: torch.de
 
 def load_decoder(path: Path, device: torch.device) -> Decode:
     """The autoencoder's decoder, frozen; gradients pass through it."""
-    from training.tiny_world.autoencoder import Decoder  # type: ignore[import-not-found,unused-ignore]
+    from training.tiny_world import autoencoder  # type: ignore[attr-defined,unused-ignore]
 
-    decoder: Decode = Decoder.load(path, device)
-    return decoder
+    decode: Decode = autoencoder.load_decoder(path, device)
+    return decode
 
 
 @torch.no_grad()
