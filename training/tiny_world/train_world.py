@@ -362,9 +362,8 @@ class Trainer:
             objective.load_extra_state(self.extra)
         if leads:
             options.out.mkdir(parents=True, exist_ok=True)
-            self._note(
-                {"phase": self.phase, "begins": self.step, "sizes": self.sizes.to_dict(), "batch": options.batch}
-            )
+            clips = options.batch * self.ranks.world
+            self._note({"phase": self.phase, "begins": self.step, "sizes": self.sizes.to_dict(), "batch": clips})
         reserve = options.reserve_seconds / 60
         first, last_log = self.step, (self.step, time.monotonic())
         evaluated = saved = minutes_since_start()
