@@ -636,6 +636,8 @@ def selftest(options: argparse.Namespace) -> None:
     means = trainer.sums.read()
     memory = torch.cuda.max_memory_allocated() / 2**30 if ranks.device.type == "cuda" else 0.0
     say(f"{steps / (time.monotonic() - began):.2f} steps/s, loss {means['loss']:.3f}, {memory:.1f} GiB")
+    if options.profile:
+        profile(trainer, objective, say)
     trainer.evaluate()
     say("evaluated")
     trainer.save(objective)
@@ -654,6 +656,25 @@ def selftest(options: argparse.Namespace) -> None:
         export(folder, folder / "transformers", None)
     say("selftest passed")
     ranks.leave()
+
+
+def profile(trainer: Trainer, objective: Objective, say: Callable[[str], None], steps: int = 4) -> None:
+    """Say where the time of a step goes: the longest kernels, and all of them against the clock."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if trainer.ranks.device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as recorded:
+        began = time.monotonic()
+        for _ in range(steps):
+            trainer.train_step(objective)
+        trainer.sums.read()
+        wall = time.monotonic() - began
+    kernels = [event for event in recorded.key_averages() if event.self_cpu_time_total == 0]
+    rows = sorted(((event.self_device_time_total, event.count, event.key) for event in kernels), reverse=True)
+    busy = sum(micros for micros, _, _ in rows) / 1000 / steps
+    say(f"profile: {1000 * wall / steps:.1f} ms a step, kernels {busy:.1f} ms")
+    for micros, count, name in rows[:24]:
+        say(f"  {micros / 1000 / steps:7.3f} ms {count / steps:6.1f} x {name[:100]}")
 
 
 def check_mask(trainer: Trainer, say: Callable[[str], None]) -> None:
@@ -698,6 +719,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train the tiny world's transformer.")
     parser.add_argument("--phase", choices=["teacher"], default="teacher")
     parser.add_argument("--selftest", action="store_true", help="check this machine; --out is a folder for its files")
+    parser.add_argument("--profile", action="store_true", help="in the selftest: say where a step's time goes")
     parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the state of --resume as a checkpoint")
     add_common_options(parser)
     options = parser.parse_args(arguments)

@@ -123,6 +123,6 @@ def test_two_ranks_train_as_one(data: Path, tmp_path: Path) -> None:
 
 def test_the_selftest_passes_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What it checks on a GPU it also checks here: mask, step, evaluation, state, export."""
-    main(["--selftest", "--out", str(tmp_path), *SMALL])
+    main(["--selftest", "--profile", "--out", str(tmp_path), *SMALL])
     said = capsys.readouterr().out
     assert "selftest passed" in said and "flex against dense attention" in said
