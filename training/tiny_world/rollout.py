@@ -134,7 +134,7 @@ class OwnContext:
 
 def add_rollout_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reuse", type=int, default=4, help="updates for each roll-out")
-    parser.add_argument("--given", type=int, default=2, help="most true threes of frames before a roll-out")
+    parser.add_argument("--given", type=int, default=4, help="most true threes of frames before a roll-out")
     parser.add_argument("--true", type=float, default=0.2, help="fraction of clips that are teacher-forced")
 
 
