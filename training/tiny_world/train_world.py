@@ -31,7 +31,6 @@ from typing import Any, Protocol
 import torch
 from torch import distributed
 
-from training.tiny_world.autoencoder import load_decoder
 from training.tiny_world.optimizers import Ema, build_optimizer, learning_rate
 from training.tiny_world.transformer import (
     Sizes,
@@ -55,10 +54,12 @@ from training.tiny_world.world_data import (
 )
 
 _BEGIN = time.monotonic()
-_PART_BYTES = 14_500_000
+_PART_BYTES = 15_500_000
 """Of one file of a state: files that come back from a GPU host may have 16 MiB."""
 _SYNC_STEPS = 20
 """Steps between two looks at the clock; ranks agree on the learning rate then."""
+
+_WARMUP_STEPS = 200
 
 Decode = Callable[[torch.Tensor], torch.Tensor]
 """Latents [B, F, 16, h, w] -> video [B, 3, 4 F - 3, H, W] in [-1, 1]."""
@@ -122,7 +123,7 @@ class Ranks:
 
 
 def write_parts(state: Any, folder: Path, name: str = "state") -> list[Path]:
-    """Write `state` as files `NAME-K.bin` of at most 14.5 MB, replacing older ones."""
+    """Write `state` as files `NAME-K.bin` of at most 15.5 MB, replacing older ones."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     data = buffer.getvalue()
@@ -176,7 +177,8 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ema", type=float, default=0.999)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eager", action="store_true", help="compile nothing")
-    parser.add_argument("--decoder", type=Path, help="weights for `autoencoder.Decoder`: adds PSNR and sharpness")
+    parser.add_argument("--dense", action="store_true", help="no FlexAttention: slower, should it not compile")
+    parser.add_argument("--decoder", type=Path, help="vae.pt: adds PSNR and sharpness to roll-outs")
     for name in ("dim", "layers", "heads", "ffn", "window", "sink", "chunk-frames"):
         parser.add_argument(f"--{name}", type=int, help="of a new network; see `Sizes`")
     parser.add_argument("--grid", type=int, nargs=2, help="latent rows and columns of a new network")
@@ -304,8 +306,8 @@ class Trainer:
         compute = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = WorldTransformer(self.sizes, compute).to(device)
         self.step, self.minutes_before = 0, 0.0
-        if resumed:
-            self._load_weights(resumed["weights"])
+        if resumed:  # another phase begins with the means
+            self._load_weights(resumed["weights" if resumed["phase"] == phase else "ema"])
         self.ema = Ema(self.model, options.ema)
         self.optimizer = build_optimizer(
             self.model, options.muon_lr, options.adam_lr, weight_decay=options.weight_decay
@@ -326,7 +328,7 @@ class Trainer:
         shard = Shard.load(find_shards(options.data, self.ranks.rank, self.ranks.world), device, self.sizes)
         self.chunk_B = chunk_lengths(options.batch, options.single)
         self.sampler = Sampler(shard, prompts, self.sizes, self.mix, self.chunk_B)
-        self.mask = make_mask(self.sizes, shard.frames, self.chunk_B, device)
+        self.mask = make_mask(self.sizes, shard.frames, self.chunk_B, device, dense=options.dense)
         held = options.data / "clips-held.pt"
         self.held: Sampler | None = None
         if held.exists() and self.ranks.leads:
@@ -351,7 +353,7 @@ class Trainer:
         if options.decay:
             return max(0.0, 1 - now / options.minutes)
         fraction = (self.minutes_before + now) / (options.total_minutes or options.minutes)
-        return learning_rate(fraction, decay_from=options.decay_from, last=0.01)
+        return learning_rate(fraction, warmup=0.0, decay_from=options.decay_from, last=0.01)
 
     def run(self, objective: Objective) -> None:
         """Train until the piece's time is up; leaves state and curve in `--out`."""
@@ -360,9 +362,8 @@ class Trainer:
             objective.load_extra_state(self.extra)
         if leads:
             options.out.mkdir(parents=True, exist_ok=True)
-            self._note(
-                {"phase": self.phase, "begins": self.step, "sizes": self.sizes.to_dict(), "batch": options.batch}
-            )
+            clips = options.batch * self.ranks.world
+            self._note({"phase": self.phase, "begins": self.step, "sizes": self.sizes.to_dict(), "batch": clips})
         reserve = options.reserve_seconds / 60
         first, last_log = self.step, (self.step, time.monotonic())
         evaluated = saved = minutes_since_start()
@@ -376,6 +377,8 @@ class Trainer:
                 rate, stop, look, keep = self.ranks.agree([self._rate(), stop, look, keep])
                 if stop:
                     break
+                # A phase begins slowly by steps: compiling may take longer than any part of its time.
+                rate *= min(1.0, (self.step + _SYNC_STEPS) / _WARMUP_STEPS)
                 self.optimizer.set_scale(rate)
                 if look:
                     evaluated = now
@@ -471,6 +474,7 @@ class Trainer:
         error = (made - given.latents).square().mean((0, 2, 3, 4))
         out: dict[str, Any] = {
             "mse": [round(float(x), 4) for x in error.unfold(0, 3, 3).mean(1)],
+            "edges": [round(float(x), 3) for x in _edges(made) / _edges(given.latents)],
             "deviation": [round(float(x), 3) for x in made.std((0, 2, 3, 4)).unfold(0, 3, 3).mean(1)],
         }
         if self.decode is not None:
@@ -496,6 +500,11 @@ class Trainer:
         write_parts(state, self.options.out)
 
 
+def _edges(latents: torch.Tensor) -> torch.Tensor:
+    """Mean difference of neighbouring columns, for every three frames."""
+    return latents.diff(dim=-1).abs().mean((0, 2, 3, 4)).unfold(0, 3, 3).mean(1)
+
+
 @contextmanager
 def fixed_draws(device: torch.device) -> Iterator[None]:
     """Draw the same numbers each time, without a trace in the draws that follow."""
@@ -509,13 +518,21 @@ def uncompiled() -> Any:
     return torch.compiler.set_stance("force_eager")
 
 
-def make_mask(sizes: Sizes, frames: int, chunk_B: torch.Tensor, device: torch.device) -> Any:
-    """Return what `WorldTransformer.packed` takes as its mask here: FlexAttention's on a GPU."""
+def make_mask(sizes: Sizes, frames: int, chunk_B: torch.Tensor, device: torch.device, *, dense: bool = False) -> Any:
+    """Return what `WorldTransformer.packed` takes as its mask: FlexAttention's on a GPU, unless it is to be dense."""
     seen = torch.stack([visibility(frames, chunk, sizes.window, sizes.sink) for chunk in (3, 1)]).to(device)
     mode_B = (chunk_B == 1).long().to(device)
-    if device.type == "cuda":
+    if device.type == "cuda" and not dense:
         return block_mask(seen, mode_B, sizes.tokens)
     return dense_mask(seen[mode_B], sizes.tokens)
+
+
+def load_decoder(path: Path, device: torch.device) -> Decode:
+    """The autoencoder's decoder, frozen; gradients pass through it."""
+    from training.tiny_world import autoencoder  # type: ignore[attr-defined,unused-ignore]
+
+    decode: Decode = autoencoder.load_decoder(path, device)
+    return decode
 
 
 @torch.no_grad()
@@ -619,6 +636,8 @@ def selftest(options: argparse.Namespace) -> None:
     means = trainer.sums.read()
     memory = torch.cuda.max_memory_allocated() / 2**30 if ranks.device.type == "cuda" else 0.0
     say(f"{steps / (time.monotonic() - began):.2f} steps/s, loss {means['loss']:.3f}, {memory:.1f} GiB")
+    if options.profile:
+        profile(trainer, objective, say)
     trainer.evaluate()
     say("evaluated")
     trainer.save(objective)
@@ -637,6 +656,25 @@ def selftest(options: argparse.Namespace) -> None:
         export(folder, folder / "transformers", None)
     say("selftest passed")
     ranks.leave()
+
+
+def profile(trainer: Trainer, objective: Objective, say: Callable[[str], None], steps: int = 4) -> None:
+    """Say where the time of a step goes: the longest kernels, and all of them against the clock."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if trainer.ranks.device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as recorded:
+        began = time.monotonic()
+        for _ in range(steps):
+            trainer.train_step(objective)
+        trainer.sums.read()
+        wall = time.monotonic() - began
+    kernels = [event for event in recorded.key_averages() if event.self_cpu_time_total == 0]
+    rows = sorted(((event.self_device_time_total, event.count, event.key) for event in kernels), reverse=True)
+    busy = sum(micros for micros, _, _ in rows) / 1000 / steps
+    say(f"profile: {1000 * wall / steps:.1f} ms a step, kernels {busy:.1f} ms")
+    for micros, count, name in rows[:24]:
+        say(f"  {micros / 1000 / steps:7.3f} ms {count / steps:6.1f} x {name[:100]}")
 
 
 def check_mask(trainer: Trainer, say: Callable[[str], None]) -> None:
@@ -669,7 +707,7 @@ def check_mask(trainer: Trainer, say: Callable[[str], None]) -> None:
     away = float((flow - flow_dense).norm() / flow_dense.norm())
     angle = float(1 - torch.nn.functional.cosine_similarity(grad, grad_dense, dim=0))
     say(f"flex against dense attention: flows differ by {away:.1e}, gradients by an angle of {angle:.1e} (1 - cos)")
-    if not (away < 3e-2 and angle < 3e-3):
+    if not (away < 5e-2 and angle < 1e-2):
         raise RuntimeError("the compiled packed forward is not the plain one")
     with torch.no_grad():
         trainer.model.head.head.weight.copy_(before)
@@ -681,6 +719,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train the tiny world's transformer.")
     parser.add_argument("--phase", choices=["teacher"], default="teacher")
     parser.add_argument("--selftest", action="store_true", help="check this machine; --out is a folder for its files")
+    parser.add_argument("--profile", action="store_true", help="in the selftest: say where a step's time goes")
     parser.add_argument("--export", type=Path, metavar="FOLDER", help="write the state of --resume as a checkpoint")
     add_common_options(parser)
     options = parser.parse_args(arguments)

@@ -19,6 +19,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,43 @@ def dense_mask(seen: torch.Tensor, tokens: int) -> torch.Tensor:
     return seen.repeat_interleave(tokens, 1).repeat_interleave(tokens, 2).unsqueeze(1)
 
 
+def seen_runs(seen: torch.Tensor, tokens: int) -> torch.Tensor:
+    """`visibility` tables [M, 2F, 2F] -> int32 [M, 6, S]: of each token, the three runs of tokens that it sees.
+
+    Rows are first and end of the sinks, of the later clean frames and of the noisy ones; an empty run is (0, 0).
+    """
+    modes, frames = seen.shape[0], seen.shape[1]
+    runs = torch.zeros(modes, 6, frames, dtype=torch.int32)
+    for mode in range(modes):
+        for frame, row in enumerate(seen[mode].tolist()):
+            found = [
+                (first, next((other for other in range(first, frames) if not row[other]), frames))
+                for first in range(frames)
+                if row[first] and (first == 0 or not row[first - 1])
+            ]
+            if len(found) > 3:
+                raise ValueError(f"frame {frame} sees {len(found)} runs of frames, at most 3 can be told")
+            for number, (first, end) in enumerate(found):
+                runs[mode, 2 * number, frame], runs[mode, 2 * number + 1, frame] = tokens * first, tokens * end
+    return runs.repeat_interleave(tokens, 2).contiguous()
+
+
 def block_mask(seen: torch.Tensor, clip_mode: torch.Tensor, tokens: int) -> BlockMask:
-    """Return FlexAttention's mask of clips whose `visibility` is `seen[clip_mode[b]]`. All on one device."""
+    """Return FlexAttention's mask of clips whose `visibility` is `seen[clip_mode[b]]`. All on one device.
+
+    Tokens of one frame are no whole blocks, so more than half of the blocks are masked one by one: each query's runs
+    are read once, a key is only compared.
+    """
     length = seen.shape[1] * tokens
+    runs = seen_runs(seen.cpu(), tokens).to(seen.device)
+    mode = clip_mode.to(torch.int32)
 
     def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return seen[clip_mode[b], q // tokens, k // tokens]
+        m = mode[b]
+        first = (k >= runs[m, 0, q]) & (k < runs[m, 1, q])
+        second = (k >= runs[m, 2, q]) & (k < runs[m, 3, q])
+        third = (k >= runs[m, 4, q]) & (k < runs[m, 5, q])
+        return first | second | third
 
     return create_block_mask(sees, len(clip_mode), None, length, length, device=seen.device)
 
@@ -370,8 +402,9 @@ class Block(nn.Module):
         """
         modulation = self._modulate(time)
         q, k, v = self._queries_keys_values(x, modulation[0], modulation[1], cos, sin, past_k.dtype)
+        bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill(~allowed, -math.inf).expand(*q.shape[:3], -1)
         attended = functional.scaled_dot_product_attention(
-            q, torch.cat((past_k, k), 2), torch.cat((past_v, v), 2), attn_mask=allowed.expand(*q.shape[:3], -1)
+            q, torch.cat((past_k, k), 2), torch.cat((past_v, v), 2), attn_mask=bias
         )
         return self._after_attention(x, attended, modulation, camera, *text), k, v
 
@@ -568,6 +601,21 @@ class WorldTransformer(nn.Module):
         (folder / "config.json").write_text(json.dumps(self.sizes.config_json(), indent=2, sort_keys=True) + "\n")
 
 
+def _slot(frame: int, kept: int, sink: int) -> int:
+    return frame if frame < sink else sink + (frame - sink) % (kept - sink)
+
+
+@cache  # a copy to the device waits for it: once for each chunk of a clip
+def _allowed(window: int, sink: int, chunk: int, start: int, tokens: int, device: torch.device) -> torch.Tensor:
+    past = torch.zeros(window - chunk, dtype=torch.bool)
+    oldest = start + chunk - (window - sink)
+    for frame in range(start):
+        if frame < sink or frame >= oldest:
+            past[_slot(frame, window - chunk, sink)] = True
+    both = torch.cat((past, torch.ones(chunk, dtype=torch.bool)))
+    return both.repeat_interleave(tokens).to(device)
+
+
 class ClipWindow:
     """The keys and values that clips keep while they are made chunk by chunk; without gradients.
 
@@ -586,18 +634,12 @@ class ClipWindow:
         self.written = 0
 
     def _slot(self, frame: int) -> int:
-        sink = self.model.sizes.sink
-        return frame if frame < sink else sink + (frame - sink) % (self.kept - sink)
+        return _slot(frame, self.kept, self.model.sizes.sink)
 
     def allowed(self, start: int) -> torch.Tensor:
         """bool [kept tokens + chunk's tokens]: what chunk [start, ...) sees."""
-        sizes, past = self.model.sizes, torch.zeros(self.kept, dtype=torch.bool)
-        oldest = start + self.size - (sizes.window - sizes.sink)
-        for frame in range(start):
-            if frame < sizes.sink or frame >= oldest:
-                past[self._slot(frame)] = True
-        both = torch.cat((past, torch.ones(self.size, dtype=torch.bool)))
-        return both.repeat_interleave(sizes.tokens).to(self.buffer.device)
+        sizes = self.model.sizes
+        return _allowed(sizes.window, sizes.sink, self.size, start, sizes.tokens, self.buffer.device)
 
     def write(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
         tokens = self.model.sizes.tokens

@@ -181,18 +181,22 @@ class Sampler:
         """A batch of given clips; `switches_B` holds where a clip has a twin."""
         shard, sizes, batch = self.shard, self.sizes, len(index_B)
         sink_F = self.frame_F < sizes.sink
+        style = shard.style[index_B]
+        sink_clip = torch.where(far_B, self._another_walk(style), index_B)
+        sink_style = shard.style[sink_clip]
+        # Sinks of another style: the prompt changed long ago, and does not change again here.
+        long_ago = sink_style != style
         twin = shard.twin[index_B]
-        switches = switches_B & (twin >= 0)
+        switches = switches_B & (twin >= 0) & ~long_ago
         other = torch.where(switches, twin, index_B)
         start = sizes.sink + (torch.rand(batch, 1, device=self.device) * self._num_switches()).long() * self.chunk_B1
-        switched = switches.unsqueeze(1) & (self.frame_F >= start)
+        start = torch.where(long_ago.unsqueeze(1), sizes.sink, start)
+        switched = (switches | long_ago).unsqueeze(1) & (self.frame_F >= start)
 
-        sink_clip = torch.where(far_B, self._another_walk(shard.style[index_B]), index_B)
-        source = torch.where(
-            sink_F, sink_clip.unsqueeze(1), torch.where(switched, other.unsqueeze(1), index_B[:, None])
-        )
-        latents = shard.latents[source, self.frame_F].float()
-        motion = shard.motion[torch.where(sink_F, sink_clip.unsqueeze(1), index_B.unsqueeze(1)), self.frame_F]
+        walk = torch.where(sink_F, sink_clip.unsqueeze(1), index_B.unsqueeze(1))
+        filmed = torch.where(switched, other.unsqueeze(1), walk)
+        latents = shard.latents[filmed, self.frame_F].float()
+        motion = shard.motion[walk, self.frame_F]
 
         # Whoever is far from the start has long been on the condition's last frame.
         last = far_B.unsqueeze(1) & ~sink_F
@@ -206,7 +210,7 @@ class Sampler:
             condition=torch.cat((mask, image), dim=2),
             motion=motion,
             focal=shard.focal[index_B],
-            text=torch.stack((self.prompts.draw(shard.style[index_B]), self.prompts.draw(shard.style[other])), dim=1),
+            text=torch.stack((self.prompts.draw(sink_style), self.prompts.draw(shard.style[other])), dim=1),
             switched=switched,
             positions=self.frame_F + shift * ~sink_F,
         )

@@ -203,9 +203,10 @@ def test_frames_see_what_the_kv_window_shows(chunk, window, sink) -> None:
         assert not seen[frame, 30:].any()
 
 
-def test_flex_attentions_mask_is_the_dense_one() -> None:
+@pytest.mark.parametrize(("window", "sink"), [(5, 1), (6, 0), (4, 1), (18, 3)])
+def test_flex_attentions_mask_is_the_dense_one(window, sink) -> None:
     """Also with both lengths of chunk in one batch."""
-    seen = torch.stack([visibility(6, chunk, 5, 1) for chunk in (3, 1)])
+    seen = torch.stack([visibility(6, chunk, window, sink) for chunk in (3, 1)])
     modes = torch.tensor([0, 1, 1])
     sparse = block_mask(seen, modes, 30)
     dense = dense_mask(seen[modes], 30)

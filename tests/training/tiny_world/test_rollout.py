@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The phase of own roll-outs: what is predicted is what was served, and it trains in pieces."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from training.tiny_world import rollout, train_world
+from training.tiny_world.rollout import RollOuts, at_steps, predicted
+from training.tiny_world.train_world import Trainer, add_common_options, read_parts, write_synthetic_data
+from training.tiny_world.transformer import Sizes
+
+SIZES = Sizes(dim=48, layers=2, heads=2, ffn=64, grid=(4, 6), window=9)
+SMALL = [
+    *("--dim", "48", "--layers", "2", "--heads", "2", "--ffn", "64", "--grid", "4", "6", "--window", "9"),
+    *("--batch", "4", "--log-steps", "1", "--seed", "3"),
+]
+
+
+@pytest.fixture
+def taught(tmp_path: Path) -> list[str]:
+    """Arguments for a phase that goes on from one step of the first."""
+    write_synthetic_data(tmp_path / "data", SIZES, ranks=1, clips=6, frames=12)
+    (tmp_path / "data" / "clips-held.pt").unlink()
+    given = ["--data", str(tmp_path / "data"), "--prompts", str(tmp_path / "data" / "prompts.pt"), *SMALL]
+    train_world.main([*given, "--max-steps", "1", "--out", str(tmp_path / "teacher")])
+    return [*given, "--resume", str(tmp_path / "teacher")]
+
+
+def _trainer(taught: list[str]) -> Trainer:
+    parser = argparse.ArgumentParser()
+    add_common_options(parser)
+    trainer = Trainer(parser.parse_args(taught), "rollout")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return trainer
+
+
+def test_a_step_of_a_roll_out_is_predicted_again_with_gradients(taught: list[str]) -> None:
+    """Packed, behind its own chunks: the last step's x0 is what the roll-out kept (1e-4, fp32), for both lengths."""
+    trainer = _trainer(taught)
+    own = RollOuts(trainer, reuse=1, given=0).next()
+    last = torch.full((4, 12), len(trainer.mix.sigmas) - 1)
+    x0, sigma = predicted(trainer, own, last, torch.zeros(4, dtype=torch.bool))
+    assert sigma.eq(0.625).all() and x0.requires_grad
+    far = own.batch.weights[:, 3] == 0
+    assert not far.all()
+    torch.testing.assert_close(x0[~far], own.made[~far], atol=1e-4, rtol=0)
+    torch.testing.assert_close(x0[far, 9:], own.made[far, 9:], atol=1e-4, rtol=0)
+
+
+def test_a_far_clip_is_shown_before_it_is_gone_on_with(taught: list[str]) -> None:
+    trainer = _trainer([*taught, "--far", "1"])
+    own = RollOuts(trainer, reuse=1, given=0).next()
+    same = (own.made == own.batch.latents).all((2, 3, 4))
+    assert same.tolist() == [[frame < 9 for frame in range(12)]] * 4
+
+
+def test_roll_outs_serve_several_updates_with_other_steps(taught: list[str]) -> None:
+    rollouts = RollOuts(_trainer(taught), reuse=3, given=2)
+    assert [rollouts.next() is rollouts.clips for _ in range(3)] == [True] * 3
+    first = rollouts.clips
+    assert rollouts.next() is not first
+    picked = at_steps(torch.arange(4.0).view(4, 1, 1, 1, 1, 1).expand(4, 1, 3, 1, 1, 1), torch.tensor([[2, 0, 3]]))
+    assert picked.flatten().tolist() == [2, 0, 3]
+
+
+def test_the_phase_goes_on_from_the_means_and_then_from_itself(taught: list[str], tmp_path: Path) -> None:
+    """Two steps from the first phase's averaged weights, then one more."""
+    rollout.main([*taught, "--max-steps", "2", "--out", str(tmp_path / "a")])
+    rollout.main([*taught[:-1], str(tmp_path / "a"), "--max-steps", "1", "--out", str(tmp_path / "b")])
+    lines = [json.loads(line) for line in (tmp_path / "b" / "curve.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "drift" in line] == [1, 2, 3]
+    assert (read_parts(tmp_path / "b")["phase"], read_parts(tmp_path / "b")["step"]) == ("rollout", 3)

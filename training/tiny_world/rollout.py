@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The second phase: own roll-outs as context, the truth as target.
+
+    torchrun --nproc-per-node N -m training.tiny_world.rollout --data DIR --prompts prompts.pt --out DIR
+        --resume DIR_OF_TEACHER --minutes M [--total-minutes T] [--decay]
+
+Clips are made chunk by chunk by the present weights, as served: few steps, keys and values kept, no gradients. That
+yields each chunk's own result and what the network was given at each of its steps. One packed pass then predicts, at
+one step of every chunk drawn at random, the true frames from its own input behind its own earlier chunks; gradients go
+through that step and through the pass that keeps keys and values, not through the steps before it (their gradient is
+that of other draws). Longer clips in the shards make longer roll-outs; nothing else changes.
+
+A roll-out serves several updates, each with other steps, because making it takes longer than an update.
+Held by tests/training/tiny_world/test_rollout.py.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from training.tiny_world.train_world import Losses, Trainer, add_common_options
+from training.tiny_world.transformer import roll_out
+from training.tiny_world.world_data import Batch, noised
+
+
+@dataclass
+class OwnClips:
+    """made: [B, F, 16, h, w], the network's clips. inputs: [steps, B, F, 16, h, w], what each step was given."""
+
+    batch: Batch
+    made: torch.Tensor
+    inputs: torch.Tensor
+
+
+class RollOuts:
+    """Own clips for training; each serves `reuse` updates. given: at most so many true threes of frames come first."""
+
+    def __init__(self, trainer: Trainer, reuse: int, given: int) -> None:
+        self.trainer, self.reuse, self.given = trainer, reuse, given
+        self.left = 0
+        self.clips: OwnClips | None = None
+
+    def next(self) -> OwnClips:
+        if self.left == 0 or self.clips is None:
+            self.clips = self._make()
+            self.left = self.reuse
+        self.left -= 1
+        return self.clips
+
+    @torch.no_grad()
+    def _make(self) -> OwnClips:
+        trainer = self.trainer
+        sampler, sigmas = trainer.sampler, trainer.mix.sigmas
+        batch = sampler.draw()
+        threes = torch.randint(self.given + 1, (len(batch.latents),), device=sampler.device)
+        # Behind foreign sinks a clip has to be shown before it can be gone on with.
+        threes = torch.where(batch.weights[:, sampler.sizes.sink] == 0, 3, threes)
+        made, inputs = [], []
+        for chunk, rows in same_lengths(trainer.chunk_B):
+            known = threes[rows] * (3 // chunk)
+            own = roll_out(trainer.model, batch.clips.rows(rows), batch.latents[rows], known, chunk, sigmas)
+            made.append(own[0])
+            inputs.append(own[1])
+        return OwnClips(batch, torch.cat(made), torch.cat(inputs, dim=1))
+
+
+def same_lengths(chunk_B: torch.Tensor) -> list[tuple[int, slice]]:
+    """The clips of a batch by chunk length, which are beside each other."""
+    threes = int((chunk_B == 3).sum())
+    parts = [(3, slice(0, threes)), (1, slice(threes, len(chunk_B)))]
+    return [(chunk, rows) for chunk, rows in parts if rows.start < rows.stop]
+
+
+def drawn_steps(trainer: Trainer) -> torch.Tensor:
+    """A step for each frame, the same throughout a chunk; int64 [B, F]."""
+    sampler = trainer.sampler
+    steps = torch.randint(len(trainer.mix.sigmas), sampler.first_BF.shape, device=sampler.device)
+    return steps.gather(1, sampler.first_BF)
+
+
+def at_steps(inputs: torch.Tensor, steps_BF: torch.Tensor) -> torch.Tensor:
+    """Pick from [steps, B, F, ...] the step of each frame."""
+    index = steps_BF.view(1, *steps_BF.shape, 1, 1, 1).expand(1, *inputs.shape[1:])
+    return inputs.gather(0, index)[0]
+
+
+def predicted(
+    trainer: Trainer, own: OwnClips, steps_BF: torch.Tensor, true_B: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (x0 of the network behind its own chunks, from its own inputs; the sigmas [B, F]).
+
+    true_B: clips that are teacher-forced instead, with true frames behind and in the input.
+    """
+    sampler, batch = trainer.sampler, own.batch
+    sigma = sampler.few[steps_BF]
+    true = true_B.view(-1, 1, 1, 1, 1)
+    noise = torch.randn_like(batch.latents)
+    x = torch.where(true, noised(batch.latents, sigma, noise), at_steps(own.inputs, steps_BF))
+    lightly = noised(batch.latents, sampler.context_levels(), torch.randn_like(noise))
+    context = torch.where(true, lightly, own.made)
+    flow = trainer.model.packed(context, x, 1000 * sigma, batch.clips, trainer.mask)
+    return x - sigma[:, :, None, None, None] * flow, sigma
+
+
+def squares(x0: torch.Tensor, truth: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """Mean square of v's error by frame, [B, F]: that of x0 over sigma."""
+    return (x0 - truth).square().mean((2, 3, 4)) / sigma.square()
+
+
+class OwnContext:
+    """The objective. true: fraction of clips that are teacher-forced, so that what was learnt stays."""
+
+    def __init__(self, trainer: Trainer, rollouts: RollOuts, true: float) -> None:
+        self.trainer, self.rollouts, self.true = trainer, rollouts, true
+
+    def losses(self) -> Losses:
+        own = self.rollouts.next()
+        weights = own.batch.weights
+        true_B = torch.rand(len(weights), device=weights.device) < self.true
+        x0, sigma = predicted(self.trainer, own, drawn_steps(self.trainer), true_B)
+        by_frame = squares(x0, own.batch.latents, sigma)
+        drift = (own.made - own.batch.latents).square().mean()
+        return Losses((by_frame * weights).mean(), by_frame.detach(), sigma, weights, {"drift": drift})
+
+    def extra_state(self) -> Any:
+        return None
+
+    def load_extra_state(self, state: Any) -> None:
+        pass
+
+
+def add_rollout_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--reuse", type=int, default=4, help="updates for each roll-out")
+    parser.add_argument("--given", type=int, default=4, help="most true threes of frames before a roll-out")
+    parser.add_argument("--true", type=float, default=0.2, help="fraction of clips that are teacher-forced")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Train the tiny world's transformer behind its own roll-outs.")
+    add_common_options(parser)
+    add_rollout_options(parser)
+    parser.set_defaults(muon_lr=1e-3, adam_lr=5e-4, decay_from=0.2)
+    options = parser.parse_args(arguments)
+    for name in ("data", "prompts", "out", "resume"):
+        if getattr(options, name) is None:
+            parser.error(f"--{name} is needed")
+    trainer = Trainer(options, "rollout")
+    trainer.run(OwnContext(trainer, RollOuts(trainer, options.reuse, options.given), options.true))
+    trainer.ranks.leave()
+
+
+if __name__ == "__main__":
+    main()

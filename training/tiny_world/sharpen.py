@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The third phase: an adversary that tells own roll-outs from the truth, beside the regression that keeps obedience.
+
+    torchrun --nproc-per-node N -m training.tiny_world.sharpen --data DIR --prompts prompts.pt --out DIR
+        --resume DIR_OF_ROLLOUT --minutes M [--decoder FILE] [--adversarial R]
+
+Regression gives the mean of what may come, which is soft; the few-step sampler's last step then has nothing to undo
+that. The adversary (a patch network over space and time) sees a few latent frames of the last step's result, decoded
+by the frozen decoder (`--decoder`) or, without one, as latents. Why not distribution matching: it needs a second
+network that follows the generator's distribution and a teacher good at every sigma; this teacher is trained for a
+handful of steps, and the time is better spent on one small adversary.
+
+- Pairs: the adversary compares a clip with the truth of the same walk, so style, place and motion are no way to tell
+  them apart (relativistic loss: softplus of fake minus real). Its slope is held down at real and at made clips by
+  finite differences (no second derivatives).
+- Balance: the adversary's gradient at x0 is scaled to R times the regression's, by running means of both norms, so
+  R means the same whatever the decoder and the adversary do.
+- Half of the clips (every second one) take part with all frames at the last step; the others go on as in phase two.
+
+Held by tests/training/tiny_world/test_sharpen.py.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from training.tiny_world.rollout import RollOuts, add_rollout_options, drawn_steps, predicted, squares
+from training.tiny_world.train_world import Decode, Losses, Ranks, Trainer, add_common_options
+
+
+class Adversary(nn.Module):
+    """Logits for patches of a clip [B, c, T, H, W]. strides: spatial, one for each layer but the last."""
+
+    def __init__(self, channels: int, widths: Sequence[int], strides: Sequence[int]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        before = channels
+        for number, (width, stride) in enumerate(zip(widths, strides, strict=True)):
+            # The first layer sees pictures, the later ones motion.
+            time = 1 if number == 0 else 3
+            size = 4 if stride == 2 else 3
+            padding = (time // 2, 1, 1)
+            layers += [nn.Conv3d(before, width, (time, size, size), (1, stride, stride), padding), nn.LeakyReLU(0.2)]
+            before = width
+        layers.append(nn.Conv3d(before, 1, (1, 3, 3), padding=(0, 1, 1)))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits [B, 1, T, h, w], one for each patch."""
+        logits: torch.Tensor = self.layers(x)
+        return logits
+
+    @classmethod
+    def of_frames(cls) -> "Adversary":
+        return cls(3, (24, 48, 96, 96), (2, 2, 2, 2))
+
+    @classmethod
+    def of_latents(cls) -> "Adversary":
+        return cls(16, (64, 96, 96), (1, 2, 1))
+
+
+class Contest:
+    """The adversary, its optimiser, and the running norms by which its gradient is scaled."""
+
+    def __init__(
+        self, ranks: Ranks, decode: Decode | None, *, lr: float, slope: float, noise: float, seed: int
+    ) -> None:
+        self.ranks, self.decode, self.slope, self.noise = ranks, decode, slope, noise
+        with torch.random.fork_rng(devices=[ranks.device] if ranks.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            network = Adversary.of_latents() if decode is None else Adversary.of_frames()
+        self.network = network.to(ranks.device)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=lr, betas=(0.0, 0.99))
+        self.norms = torch.zeros(2, device=ranks.device)
+        """Running means of the norms of the gradients at x0: regression's, adversary's."""
+        self.rounds = 0
+
+    def look(self, latents: torch.Tensor) -> torch.Tensor:
+        """[b, w, 16, h, w] -> what the adversary sees, [b, c, T, H, W]."""
+        if self.decode is None:
+            return latents.transpose(1, 2)
+        with torch.autocast(latents.device.type, torch.bfloat16, enabled=latents.is_cuda):
+            return self.decode(latents).float()
+
+    def gradient(self, x0: torch.Tensor, truth: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Train the adversary on these clips; return its gradient at x0 (uphill for the generator's loss)."""
+        leaf = x0.detach().requires_grad_()
+        fake = self.look(leaf)
+        with torch.no_grad():
+            real = self.look(truth)
+        parts = self._train(real, fake.detach())
+        with torch.no_grad():
+            real_logits = self.network(real)
+        adversarial = functional.softplus(real_logits - self.network(fake)).mean()
+        (gradient,) = torch.autograd.grad(adversarial, leaf)
+        return gradient, parts | {"adversarial": adversarial.detach()}
+
+    def _train(self, real: torch.Tensor, fake: torch.Tensor) -> dict[str, torch.Tensor]:
+        network = self.network
+        both = torch.cat((real, fake))
+        logits = network(both)
+        nudged = network(both + self.noise * torch.randn_like(both))
+        real_logits, fake_logits = logits.chunk(2)
+        told = functional.softplus(fake_logits - real_logits).mean()
+        steep = (logits - nudged).square().mean()
+        self.optimizer.zero_grad()
+        (told + self.slope * steep).backward()
+        self.ranks.average_gradients(list(network.parameters()))
+        self.optimizer.step()
+        self.rounds += 1
+        return {"told": told.detach(), "steep": steep.detach(), "gap": (real_logits - fake_logits).mean().detach()}
+
+    def scale(self, regression: torch.Tensor, adversary: torch.Tensor) -> torch.Tensor:
+        """Factor that makes the adversary's gradient as long as the regression's, by their running means."""
+        now = torch.stack((regression.norm(), adversary.norm()))
+        keep = min(0.98, self.rounds / (self.rounds + 10))
+        self.norms = keep * self.norms + (1 - keep) * now
+        return self.norms[0] / self.norms[1].clamp_min(1e-12)
+
+    def state(self) -> dict[str, Any]:
+        half = {name: value.detach().to("cpu", torch.float16) for name, value in self.network.state_dict().items()}
+        return {"network": half, "norms": self.norms.cpu(), "rounds": self.rounds}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on; the adversary's momenta begin anew."""
+        self.network.load_state_dict({name: value.float() for name, value in state["network"].items()})
+        self.norms, self.rounds = state["norms"].to(self.norms.device), int(state["rounds"])
+
+
+class Sharpening:
+    """The objective. ratio: of the adversary's gradient to the regression's. alone: rounds that the adversary is
+    trained before it is heeded. window: latent frames that it sees. keep: weight of the regression where it acts."""
+
+    def __init__(
+        self, trainer: Trainer, rollouts: RollOuts, contest: Contest, *,
+        ratio: float, alone: int, window: int, keep: float, true: float,
+    ) -> None:  # fmt: skip
+        self.trainer, self.rollouts, self.contest = trainer, rollouts, contest
+        self.ratio, self.alone, self.window, self.keep, self.true = ratio, alone, window, keep, true
+        self.rows = torch.arange(0, len(trainer.chunk_B), 2, device=trainer.ranks.device)
+
+    def losses(self) -> Losses:
+        own, trainer = self.rollouts.next(), self.trainer
+        truth, weights = own.batch.latents, own.batch.weights.clone()
+        steps = drawn_steps(trainer)
+        steps[self.rows] = len(trainer.mix.sigmas) - 1
+        true_B = torch.rand(len(weights), device=weights.device) < self.true
+        true_B[self.rows] = False
+        x0, sigma = predicted(trainer, own, steps, true_B)
+        by_frame = squares(x0, truth, sigma)
+        kept = weights.clone()
+        kept[self.rows] *= self.keep
+        total = (by_frame * kept).mean()
+
+        rows, frames = self.rows.unsqueeze(1), self._frames(weights)
+        seen = x0[rows, frames]
+        gradient, parts = self.contest.gradient(seen, truth[rows, frames])
+        leaf = seen.detach().requires_grad_()
+        (regression,) = torch.autograd.grad(squares(leaf, truth[rows, frames], sigma[rows, frames]).sum(), leaf)
+        scale = self.contest.scale(regression / by_frame.numel(), gradient)
+        if self.contest.rounds > self.alone:
+            total = total + (seen * (gradient * scale * self.ratio)).sum()
+        return Losses(total, by_frame.detach(), sigma, weights, parts | {"scale": scale})
+
+    def _frames(self, weights: torch.Tensor) -> torch.Tensor:
+        """Which frames of each row the adversary sees, [rows, window]; none that could be anything."""
+        num, frames = len(self.rows), weights.shape[1]
+        first = (weights[self.rows] == 0).any(1) * 6
+        start = first + (torch.rand(num, device=weights.device) * (frames - self.window + 1 - first)).long()
+        return start.unsqueeze(1) + torch.arange(self.window, device=weights.device)
+
+    def extra_state(self) -> Any:
+        return self.contest.state()
+
+    def load_extra_state(self, state: Any) -> None:
+        self.contest.load(state)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Sharpen the tiny world's transformer by an adversary.")
+    add_common_options(parser)
+    add_rollout_options(parser)
+    parser.add_argument("--adversarial", type=float, default=1.0, help="the adversary's gradient over the regression's")
+    parser.add_argument("--keep", type=float, default=1.0, help="weight of the regression on the adversary's clips")
+    parser.add_argument("--seen-frames", type=int, default=5, help="latent frames that the adversary sees")
+    parser.add_argument("--alone", type=int, default=200, help="updates of the adversary before it is heeded")
+    parser.add_argument("--adversary-lr", type=float, default=3e-4)
+    parser.add_argument("--slope", type=float, default=20.0, help="weight of the adversary's slope")
+    parser.add_argument("--slope-noise", type=float, default=0.1, help="deviation of the nudge that measures the slope")
+    parser.set_defaults(muon_lr=5e-4, adam_lr=2e-4, decay_from=0.5, ema=0.998)
+    options = parser.parse_args(arguments)
+    for name in ("data", "prompts", "out", "resume"):
+        if getattr(options, name) is None:
+            parser.error(f"--{name} is needed")
+    trainer = Trainer(options, "sharpen")
+    contest = Contest(
+        trainer.ranks,
+        trainer.decode,
+        lr=options.adversary_lr,
+        slope=options.slope,
+        noise=options.slope_noise,
+        seed=options.seed,
+    )
+    objective = Sharpening(
+        trainer,
+        RollOuts(trainer, options.reuse, options.given),
+        contest,
+        ratio=options.adversarial,
+        alone=options.alone,
+        window=options.seen_frames,
+        keep=options.keep,
+        true=options.true,
+    )
+    trainer.run(objective)
+    trainer.ranks.leave()
+
+
+if __name__ == "__main__":
+    main()
