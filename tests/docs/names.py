@@ -16,12 +16,12 @@ FOLDERS = ("vllm_omni", "tests", "benchmarks", "examples", "scripts")
 _QUOTED = re.compile(r"(?<![`\w])`([^`\n]+)`(?!`)")
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
 _PATH = re.compile(r"(?:\.\./|[\w.-]+/)*[\w.-]*\.(?:py|md|json|js|svg|toml)|(?:\.\./)?(?:[\w.-]+/)+")
-_FENCE = re.compile(r"^([ ]*)(`{3,}).*?^\1\2[ ]*$", re.M | re.S)
+FENCE = re.compile(r"^([ ]*)(`{3,}).*?^\1\2[ ]*$", re.M | re.S)
 
 
 def quoted(text: str) -> list[str]:
     """Names and paths in back quotes, once each, outside fenced blocks; what is neither (commands, values) is left."""
-    found = (name.strip() for name in _QUOTED.findall(_FENCE.sub("", text)))
+    found = (name.strip() for name in _QUOTED.findall(FENCE.sub("", text)))
     return list(dict.fromkeys(name for name in found if _NAME.fullmatch(name) or _PATH.fullmatch(name)))
 
 
