@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured figures in README and docs are those of the results they name (`scripts/figures.py`)."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,23 @@ def test_names_and_settings_in_code_are_no_figures() -> None:
     [block] = figures.blocks(page)
     [unit] = block.units
     assert [page[begin:end] for begin, end in unit.spans] == ["12.5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "results"),
+    [
+        ("LingBot World", r"lingbot_world"),
+        ("causal Wan", r"streaming_wan|causal_wan"),
+        ("Lance", r"lance"),
+        ("Wan 2.2", r"wan_?2_?2"),
+        ("Qwen2.5-Omni", r"omni_pipeline|qwen2_5_omni"),
+        ("Qwen-Image", r"diffusers_executor"),
+    ],
+)
+def test_the_readme_says_which_models_no_gpu_has_run(name: str, results: str) -> None:
+    """Those without a result on a GPU are in its section on what is not there yet, and no others as "entirely"."""
+    runs = [path for path in figures.RESULTS.glob("*.json") if re.search(results, path.stem)]
+    on_gpu = any(json.loads(path.read_text())["hardware"]["gpus"] for path in runs)
+    section = (docs.REPO / "README.md").read_text().split("## What is not there yet\n")[1].split("\n## ")[0]
+    [entirely] = [line for line in section.splitlines() if "entirely" in line]
+    assert (name in entirely) == (not on_gpu)

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names in back quotes, in every page and every docstring of the package, are names of something that exists."""
 
+import argparse
+import re
+from functools import cache
 from pathlib import Path
 
 import names
 import pytest
 import snippets as docs
+
+from vllm_omni.entrypoints.cli.main import make_parser
+from vllm_omni.entrypoints.cli.serve import serve_parser
 
 ELSEWHERE = {
     "vae/config.json": "a file of a checkpoint",
@@ -101,3 +107,37 @@ def test_a_name_that_is_gone_is_found(name: str) -> None:
 def test_a_name_that_exists_passes(name: str) -> None:
     """Also through a re-export, or as vLLM's."""
     assert unknown(f"Look at `{name}`.", docs.REPO) == []
+
+
+@cache
+def flags() -> frozenset[str]:
+    """Of `vllm serve` with and without `--omni`, of `vllm-omni` and of this repository's scripts; pip's and Ray's."""
+    parsers: list[argparse.ArgumentParser] = [serve_parser(), docs._stock_parser(), make_parser()]
+    found = {"--extra-index-url", "--head", "--port", "--address", "--block", "--num-gpus", "--shm-size"}
+    while parsers:
+        for action in parsers.pop()._actions:
+            found.update(action.option_strings)
+            if isinstance(action.choices, dict):
+                parsers += [each for each in action.choices.values() if isinstance(each, argparse.ArgumentParser)]
+    folders = [docs.REPO / folder for folder in ("benchmarks", "examples", "scripts", "tests")]
+    scripts = (path for folder in folders for path in folder.rglob("*.py") if path != Path(__file__))
+    return frozenset(found.union(*(re.findall(r'"(--[a-z][a-z0-9-]*)"', path.read_text()) for path in scripts)))
+
+
+def unknown_flags(text: str) -> list[str]:
+    text = re.sub(r"^```text$.*?^```$", "", text, flags=re.M | re.S)  # drawings have lines
+    found = re.findall(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])", text)
+    return [flag for flag in found if flag not in flags()]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if path.name != "CHANGELOG.md"], ids=lambda path: str(path.relative_to(docs.REPO))
+)
+def test_flags_in_a_page_exist(path: Path) -> None:
+    """In sentences and tables too, where no command is parsed."""
+    assert unknown_flags(path.read_text()) == []
+
+
+def test_a_flag_that_does_not_exist_is_found() -> None:
+    """The check can fail."""
+    assert unknown_flags("Pass `--no-such-flag-here 3` and `--omni`.") == ["--no-such-flag-here"]
