@@ -258,7 +258,8 @@ def _check_block(page: str, block: Block, sources: tuple[str, ...]) -> Iterator[
 
 
 def pages() -> list[Path]:
-    return [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]
+    notes = (REPO / "vllm_omni").rglob("README.md")
+    return [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md")), *sorted(notes)]
 
 
 EVERYWHERE = frozenset({"Measured", "What it costs", "What to expect"})
