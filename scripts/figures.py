@@ -54,7 +54,7 @@ _NOT_FIGURES = re.compile(r"`[^`]*`|\]\([^)]*\)|<[^>]*>|\bWan 2\.\d\b|\bvLLM 0\.
 _NUMBER = re.compile(r"(?<![\w./#])(?<!\w-)-?\d+(?:,\d{3})*(?:\.\d+)?(?![\w./]*\w)")
 _UNIT = r"(?:ms|s|seconds|FPS|frames (?:per|a) second|GiB|MiB|GB|MB|%|times)\b"
 _WITH_UNIT = re.compile(rf"{_NUMBER.pattern} ?(?:{_UNIT}|%)")
-_MEASURED = re.compile(r"\bmeasured\b|\bH[12]00s?\b|benchmarks/results|\btwo CPU cores\b", re.I)
+_MEASURED = re.compile(r"\bmeasured\b|\bH[12]00s?\b|benchmarks/|\btwo CPU cores\b|\bmedians?\b|\bpercentile\b", re.I)
 
 
 class FigureError(Exception):

@@ -127,3 +127,28 @@ def test_the_readme_says_which_models_no_gpu_has_run(name: str, results: str) ->
     section = (docs.REPO / "README.md").read_text().split("## What is not there yet\n")[1].split("\n## ")[0]
     [entirely] = [line for line in section.splitlines() if "entirely" in line]
     assert (name in entirely) == (not on_gpu)
+
+
+def test_the_readme_names_the_cards_and_versions_of_the_results() -> None:
+    """Of all results on a GPU."""
+    section = (docs.REPO / "README.md").read_text().split("## What is not there yet\n")[1].split("\n## ")[0]
+    runs = [json.loads(path.read_text()) for path in figures.RESULTS.glob("*.json")]
+    on_gpu = [run for run in runs if run["hardware"]["gpus"]]
+    assert len(on_gpu) > 10
+    cards = {gpu.split()[-1] for run in on_gpu for gpu in run["hardware"]["gpus"]}
+    versions = {run["versions"]["vllm"] for run in on_gpu}
+    assert [name for name in cards | versions if name not in section] == []
+
+
+def test_a_wrong_figure_is_put_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`--write` changes the figure and nothing else; figures without a source stay, and are a failure."""
+    page = tmp_path / "page.md"
+    page.write_text((TABLE + SOURCES).replace("2006 ms", "1925 ms").replace("9.7 frames", "9.8 frames"))
+    monkeypatch.setattr(figures, "REPO", tmp_path)
+    monkeypatch.setattr(figures, "pages", lambda: [page])
+    monkeypatch.setattr("sys.argv", ["figures.py", "--write"])
+    assert figures.main() == 0
+    assert page.read_text() == TABLE + SOURCES
+    page.write_text(TABLE)
+    assert figures.main() == 1
+    assert page.read_text() == TABLE
