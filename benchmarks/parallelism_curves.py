@@ -45,24 +45,27 @@ class MeasuredRow:
     fps: float
     chunk_ms: float
     pass_ms: float
+    decode_ms: float
     why: str
 
 
 _WHY = {
-    # (model, row of benchmarks/pipeline_parallel.py, or else name of the result file) -> (split, why it is so fast)
+    # (model, row of benchmarks/pipeline_parallel.py, or else name of the result file) -> (split, why it is so fast).
+    # Figures of it are fields of `_Figures`: of this row and of the model's others by name.
     ("LingBot World", "lingbot_world"): ("1 GPU", "the device is busy all the time: five passes, then the decode"),
-    ("LingBot World", "ulysses"): ("Ulysses 2", "passes are 1.75 times faster, the decode is not"),
+    ("LingBot World", "ulysses"): ("Ulysses 2", "passes are {this.faster:.2f} times faster, the decode is not"),
     ("LingBot World", "ulysses_vae_parallel"): (
         "Ulysses 2, parallel decode",
-        "each rank decodes half the rows: 95 ms a chunk less than when one decodes all",
+        "each rank decodes half the rows: beside the steps {this.decode:.0f} ms a chunk, "
+        "{of[ulysses].decode:.0f} when one decodes all",
     ),
     ("LingBot World", "vae_stage"): (
         "1 GPU + VAE",
-        "the decode is out of the way, but the five passes alone take 1.8 s",
+        "the decode is out of the way, but the five passes alone take {this.five_passes_s:.1f} s",
     ),
     ("LingBot World", "lingbot_world_ulysses4"): (
         "Ulysses 4",
-        "passes are 3.4 times faster; the decode, on one rank, is now a fifth of a chunk",
+        "passes are {this.faster:.1f} times faster; the decode, on one rank, is now a fifth of a chunk",
     ),
     ("LingBot World", "ulysses4_vae_parallel"): (
         "Ulysses 4, parallel decode",
@@ -78,11 +81,13 @@ _WHY = {
     ),
     ("causal Wan 1.3B", "streaming_wan_1_3b"): (
         "1 GPU",
-        "the device is busy all the time: five passes, then the decode, which is 38 % of a chunk",
+        "the device is busy all the time: five passes, then the decode, which is {this.decode_percent:.0f} % of "
+        "a chunk",
     ),
     ("causal Wan 1.3B", "vae_stage"): (
         "1 GPU + VAE",
-        "the decode is out of the way, but a pass now takes 56 ms with the way through two processes: the host is the "
+        "the decode is out of the way, but a pass now takes {this.chunk_fifth:.0f} ms with the way through two "
+        "processes: the host is the "
         "limit, not the device",
     ),
     ("causal Wan 1.3B", "vae_stage, CUDA graphs"): (
@@ -96,15 +101,18 @@ _WHY = {
     ),
     ("causal Wan 1.3B", "ulysses_vae_parallel"): (
         "Ulysses 2, parallel decode",
-        "the decode takes 86 ms beside the passes instead of 150, the host is the limit as before",
+        "the decode takes {this.decode:.0f} ms beside the passes instead of {one.decode:.0f}, the host is the "
+        "limit as before",
     ),
     ("causal Wan 1.3B", "ulysses_vae_parallel, CUDA graphs"): (
         "Ulysses 2, parallel decode, CUDA graphs",
-        "both GPUs share all the work, and a pass takes 30 ms where the host alone took 79",
+        "both GPUs share all the work, and a pass takes {this.a_pass:.0f} ms where the host alone took "
+        "{of[ulysses_vae_parallel].a_pass:.0f}",
     ),
     ("causal Wan 1.3B", "ulysses4_vae_parallel, CUDA graphs"): (
         "Ulysses 4, parallel decode, CUDA graphs",
-        "a pass takes 17 ms instead of 47 on one GPU, the decode 49 beside the next chunk's passes",
+        "a pass takes {this.a_pass:.0f} ms instead of {one.a_pass:.0f} on one GPU, the decode {this.decode:.0f} "
+        "beside the next chunk's passes",
     ),
     ("causal Wan 1.3B", "vae_stage_2_replicas, CUDA graphs"): (
         "2 x (1 GPU + VAE), CUDA graphs",
@@ -120,11 +128,13 @@ _WHY = {
     ),
     ("causal Wan 1.3B", "pp4_4_sessions"): (
         "PP 4",
-        "the last stage has a quarter of each pass and all decodes, 228 ms a chunk: the others wait for it",
+        "the last stage has a quarter of each pass and all decodes, {this.each_chunk:.0f} ms a chunk: the others "
+        "wait for it",
     ),
     ("causal Wan 1.3B", "pp4_4_sessions, measured partition"): (
         "PP 4, measured partition",
-        "layers have moved away from the stage that decodes; its decode alone takes 143 of 200 ms",
+        "layers have moved away from the stage that decodes; its decode alone takes {this.decode:.0f} of "
+        "{this.each_chunk:.0f} ms",
     ),
     ("causal Wan 1.3B", "pp3_vae_stage_3_sessions"): (
         "PP 3 + VAE",
@@ -132,7 +142,7 @@ _WHY = {
     ),
     ("causal Wan 1.3B", "pp3_vae_stage_3_sessions, CUDA graphs"): (
         "PP 3 + VAE, CUDA graphs",
-        "the VAE's GPU is busy all the time: 149 ms a chunk",
+        "the VAE's GPU is busy all the time: {this.decode:.0f} ms a chunk",
     ),
     ("causal Wan 1.3B", "matched2_temporal2"): (
         "temporal 2, two steps",
@@ -146,12 +156,14 @@ _WHY = {
     ),
     ("causal Wan 1.3B", "matched2_vae_stage"): (
         "1 GPU + VAE, two steps",
-        "the stream of temporal 2 with both steps on one GPU: the VAE's is busy 145 of 150 ms, the other 100",
+        "the stream of temporal 2 with both steps on one GPU: the VAE's is busy {this.decode:.0f} of "
+        "{this.each_chunk:.0f} ms, the other less",
     ),
     ("causal Wan 14B", "streaming_wan_14b"): ("1 GPU", "the device is busy all the time"),
     ("causal Wan 14B", "ulysses4_vae_parallel"): (
         "Ulysses 4, parallel decode",
-        "a pass takes 115 ms where the devices need 85: the host launches no faster",
+        "a pass takes {this.a_pass:.0f} ms where the devices need {of[ulysses4_vae_parallel, CUDA "
+        "graphs].a_pass:.0f}: the host launches no faster",
     ),
     ("causal Wan 14B", "ulysses4_vae_parallel, CUDA graphs"): (
         "Ulysses 4, parallel decode, CUDA graphs",
@@ -161,6 +173,16 @@ _WHY = {
 
 
 _TITLES = {"causal_wan_1_3b": "causal Wan 1.3B", "causal_wan_14b": "causal Wan 14B", "lingbot_world": "LingBot World"}
+
+
+class _Figures:
+    """What a reason may say of a measured row, from its result."""
+
+    def __init__(self, row: MeasuredRow, one_gpu_pass_ms: float) -> None:
+        self.a_pass, self.decode, self.each_chunk = row.pass_ms, row.decode_ms, row.chunk_ms / row.sessions
+        self.five_passes_s = 5e-3 * row.pass_ms
+        self.faster, self.decode_percent = one_gpu_pass_ms / row.pass_ms, 100 * row.decode_ms / row.chunk_ms
+        self.chunk_fifth = row.chunk_ms / 5
 
 
 def _table_rows() -> dict[tuple[str, str], dict[str, Any]]:
@@ -181,23 +203,44 @@ def _table_rows() -> dict[tuple[str, str], dict[str, Any]]:
 def measured_rows() -> list[MeasuredRow]:
     """Those with a reason in `_WHY`, then the others."""
     rows = _table_rows()
-    found = []
+    found: dict[tuple[str, str], MeasuredRow] = {}
     for key in [*_WHY, *(key for key in rows if key not in _WHY)]:
         row = rows[key] if key in rows else _single(key[1])
         split, why = _WHY.get(key, (key[1].replace("_", " "), "-"))
-        found.append(
-            MeasuredRow(
-                key[0],
-                split,
-                row.get("num_gpus", len(row["device_memory"])),
-                row["sessions"] if "sessions" in row else row["streams"],
-                row["fps_all_sessions"] if "fps_all_sessions" in row else row["fps_all_streams"],
-                row["chunk_interval_ms"],
-                statistics.median(row["steps_ms"][1:] or row["steps_ms"]),
-                why,
-            )
+        found[key] = MeasuredRow(
+            key[0],
+            split,
+            row.get("num_gpus", len(row["device_memory"])),
+            row["sessions"] if "sessions" in row else row["streams"],
+            _fps(row),
+            row["chunk_interval_ms"],
+            statistics.median(row["steps_ms"][1:] or row["steps_ms"]),
+            row["stages_ms"]["decode"],
+            why,
         )
-    return found
+    one_gpu_ms = {row.model: row.pass_ms for row in found.values() if row.split == "1 GPU"}
+    figures = {key: _Figures(row, one_gpu_ms[row.model]) for key, row in found.items()}
+    return [
+        replace(
+            row,
+            why=row.why.format(
+                this=figures[key],
+                one=figures[next(each for each in found if each[0] == key[0])],
+                of={name: each for (model, name), each in figures.items() if model == key[0]},
+            ),
+        )
+        for key, row in found.items()
+    ]
+
+
+def _fps(row: dict[str, Any]) -> float:
+    """Of all sessions. Of one session by its interval where that was kept to more digits, so as not to round twice."""
+    rate = float(row["fps_all_sessions"] if "fps_all_sessions" in row else row["fps_all_streams"])
+    interval_ms = row["chunk_interval_ms"]
+    one_session = row.get("sessions", row.get("streams")) == 1
+    if one_session and 0.05 / interval_ms < 0.005 / rate:  # half of the last digit of each
+        return float(1e3 * row.get("frames_per_chunk", 12) / interval_ms)
+    return rate
 
 
 def _single(name: str) -> dict[str, Any]:

@@ -135,6 +135,18 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"omni.{self.ahead}: {model} cannot do that: its next chunk needs the one before it complete"
             )
 
+    def refuse_degradations(self, model: str) -> None:
+        """Raise ValueError if degradations are asked for of `model` (its name for users), which has none."""
+        if self.degradations:
+            raise ValueError(
+                f"omni.degradations: {model} cannot do {self.degradations[0]!r}: it has one quality only; remove them"
+            )
+
+    def refuse_vae_parallel(self, model: str) -> None:
+        """Raise ValueError if ranks are to share the decode of `model` (its name for users), which cannot be split."""
+        if self.vae_parallel:
+            raise ValueError(f"omni.vae_parallel: the decode of {model} cannot be split over ranks; remove it")
+
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "OmniConfig":
         """Parse `additional_config["omni"]` (missing = all defaults). Raises ValueError naming key and range.

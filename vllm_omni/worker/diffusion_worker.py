@@ -74,7 +74,7 @@ class DiffusionWorkerMixin(_Worker):
         return self._snapshots
 
     def describe_session(self, session_id: str) -> dict[str, Any]:
-        """The first of two RPCs that save a session (`vllm_omni.snapshot.save_exchange`): this rank's part."""
+        """The first of two RPCs that save a session (`vllm_omni.snapshot_exchange.save_exchange`): this rank's part."""
         return self.snapshots.describe(session_id)
 
     def write_session(self, session_id: str, path: str, chunk_index: int, starts: list[int]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class DiffusionWorkerMixin(_Worker):
 
     @torch.inference_mode()
     def restore_session(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> dict[str, Any]:
-        """Make a session of this rank's part of a file (`vllm_omni.snapshot.restore_exchange`)."""
+        """Make a session of this rank's part of a file (`vllm_omni.snapshot_exchange.restore_exchange`)."""
         return self.snapshots.restore(session_id, path, data_parallel_rank)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:

@@ -151,7 +151,7 @@ class CausalWanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         below this; None = sinks stay. Needs chunks of one frame.
     residual_dtype: `fp32` residual stream or the model's type (faster, less close).
     text_encoder_device: None = beside the transformer; `cpu` saves 10.6 GiB of device memory.
-    vae_dtype: type of the VAE; None = the transformer's. decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth`; 25 times
+    vae_dtype: type of the VAE; None = the transformer's. decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth`; much
         cheaper, not exact).
     vae_frames_per_call: how many of a latent frame's 4 video frames decoder `wan` takes through its largest levels at a
         time; None = all, which is fastest, 1 needs half the memory beside its cache.
@@ -160,7 +160,7 @@ class CausalWanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     compile: fuse elementwise chains and the VAE's decoder with torch.compile. None = on CUDA, unless the engine runs
         with --enforce-eager.
     cuda_graphs: launch the forwards of a stream whose window is full as CUDA graphs, one set per place in the ring and
-        kind of pass. For where the host cannot keep up: several GPUs, small models. Layers must be on one stage.
+        kind of pass. For where the host cannot keep up: several GPUs, small models. Chunks in flight go without.
     """
 
     cache: CacheKind = "strict"

@@ -37,7 +37,7 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
 
 
 def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
-    from vllm_omni.model_executor.models.causal_wan import in_flight
+    from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
 
     transformer, plan = _plan(config, omni)
     options = CausalWanOptions.parse(omni.model)
@@ -48,6 +48,12 @@ def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages
         reason = in_flight.refuse_temporal_pipeline(options, stages - omni.vae_stage)
     if reason is not None:
         raise ValueError(f"omni.{omni.ahead}: causal Wan cannot do that: {reason}")
+    for name in omni.degradations:
+        refusal = degradations.refuse_degradation(name, options, plan)
+        if refusal is not None:
+            raise ValueError(f"omni.degradations: causal Wan cannot do {name!r}: {refusal}")
+    if options.decoder == "tiny" and omni.vae_parallel:
+        raise ValueError("omni.vae_parallel splits decoder 'wan' over ranks; decoder 'tiny' is too small to gain")
     check_split(transformer, omni, ranks, stages, sequence_parallel=options.sequence_parallel)
 
 

@@ -51,6 +51,7 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     check_components(path, PipelineIndex.read(path), options.without)
     if options.pipeline_class is not None:
         check_class(options.pipeline_class)
+    omni.refuse_degradations("diffusers' own pipeline")
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:

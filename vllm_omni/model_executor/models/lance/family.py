@@ -33,10 +33,12 @@ def _verify(golden: Path) -> Any:
 def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     LanceOptions.parse(omni.model)
     lance_config(config["lance"])
+    omni.refuse_degradations("Lance")
 
 
 def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
     omni.refuse_chunks_in_flight("Lance")
+    omni.refuse_vae_parallel("Lance")
     check_stages(stages)
 
 

@@ -192,8 +192,8 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     compile: fuse elementwise chains and the VAE's decoder with torch.compile, for every video size when it is first
         seen (the largest at start). None = on CUDA, unless the engine runs with --enforce-eager.
     cuda_graphs: launch the forwards of a session whose window is full as CUDA graphs, one set per place in the ring and
-        kind of pass. For where the host cannot keep up: ranks that share layers. Layers must be on one stage. Holds a
-        chunk's camera terms twice.
+        kind of pass. For where the host cannot keep up: ranks that share layers. Holds a chunk's camera
+        terms twice.
     """
 
     version: Version | None = None

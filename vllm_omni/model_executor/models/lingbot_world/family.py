@@ -39,6 +39,7 @@ def _plan(config: dict[str, Any], omni: OmniConfig) -> tuple[LingBotWorldConfig,
 def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     transformer, _ = _plan(config, omni)
     transformer.latent_size(omni.height, omni.width)
+    omni.refuse_degradations("LingBot World")
 
 
 def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:

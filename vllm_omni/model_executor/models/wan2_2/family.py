@@ -35,11 +35,13 @@ def _make_tiny(out: Path, seed: int, layout: str) -> None:
 def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     Wan22Options.parse(omni.model)
     Wan22Checkpoint(**config["wan2_2"]["facts"]).latent_size(omni.height, omni.width)
+    omni.refuse_degradations("Wan 2.2")
 
 
 def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
     options = Wan22Options.parse(omni.model)
     omni.refuse_chunks_in_flight("Wan 2.2")
+    omni.refuse_vae_parallel("Wan 2.2")
     if options.cfg_parallel:
         check_guidance_ranks(ranks)
         ranks = 1

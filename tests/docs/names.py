@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which names that a page or docstring puts in back quotes exist: in this package, its tests and tools, or in vLLM.
+
+A name counts as existing where code defines or uses it, or holds it as a string; a docstring or a comment is no proof.
+"""
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+FOLDERS = ("vllm_omni", "tests", "benchmarks", "examples", "scripts")
+_QUOTED = re.compile(r"(?<![`\w])`([^`\n]+)`(?!`)")
+_NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
+_PATH = re.compile(r"(?:\.\./|[\w.-]+/)*[\w.-]*\.(?:py|md|json|js|svg|toml)|(?:\.\./)?(?:[\w.-]+/)+")
+FENCE = re.compile(r"^([ ]*)(`{3,}).*?^\1\2[ ]*$", re.M | re.S)
+
+
+def quoted(text: str) -> list[str]:
+    """Names and paths in back quotes, once each, outside fenced blocks; what is neither (commands, values) is left."""
+    found = (name.strip() for name in _QUOTED.findall(FENCE.sub("", text)))
+    return list(dict.fromkeys(name for name in found if _NAME.fullmatch(name) or _PATH.fullmatch(name)))
+
+
+def docstrings(tree: ast.Module) -> str:
+    """All of a module."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return "\n".join(ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds))
+
+
+def missing(names: list[str], beside: Path, private: frozenset[str] = frozenset()) -> list[str]:
+    """Those that do not exist.
+
+    Paths are of the repository, of the package, or `beside` the page. A private name needs its class, because every
+    second class has a `_close`, unless it is one of `private`: those that a docstring's own module defines.
+    """
+    return [name for name in names if name not in private and not _exists(name, beside)]
+
+
+def _exists(name: str, beside: Path) -> bool:
+    if _PATH.fullmatch(name):
+        return _path_exists(name, beside)
+    parts = name.removesuffix("()").split(".")
+    if parts[0] == "vllm_omni" and len(parts) > 1:
+        return _in_module(parts)
+    if len(parts) == 2 and parts[0] == "omni":
+        return parts[1] in _members("OmniConfig")
+    if len(parts) == 2 and parts[0] in _classes():
+        return parts[1] in _members(parts[0])
+    if len(parts) == 1 and re.match(r"_(?!_)", parts[0]):
+        return False
+    return all(_word_exists(part) for part in parts)
+
+
+def _word_exists(word: str) -> bool:
+    """Also as an environment variable of a limit (`VLLM_OMNI_IDLE_TIMEOUT_S` of `idle_timeout_s`), or as a counter."""
+    variable = word.removeprefix("VLLM_OMNI_").lower() if word.isupper() else word
+    return any(each in _ours() or each in _of_vllm() for each in (word, variable, word.removesuffix("_total")))
+
+
+def _path_exists(name: str, beside: Path) -> bool:
+    if any(
+        (root / name).exists() for root in (beside, REPO, REPO / "vllm_omni", REPO / "vllm_omni" / "model_executor")
+    ):
+        return True
+    if any(path.as_posix().endswith("/" + name.rstrip("/")) for path in _files()):
+        return True
+    return name.rstrip("/") in _strings()  # a checkpoint's file, say
+
+
+@cache
+def _files() -> list[Path]:
+    found = [path for folder in FOLDERS for path in (REPO / folder).rglob("*") if "__pycache__" not in path.parts]
+    return [*found, *(REPO / "docs").rglob("*")]
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in _files() if path.suffix == ".py"}
+
+
+def _strings_of(tree: ast.AST) -> Iterator[str]:
+    """But docstrings, of which a field's is one too."""
+    documentation = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.value
+
+
+def names_of(tree: ast.AST) -> Iterator[str]:
+    """What code defines or uses, and words of its strings."""
+    for text in _strings_of(tree):
+        yield from re.findall(r"\w+", text)
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                yield name
+            case ast.keyword(arg=str() as name):
+                yield name
+            case ast.alias(name=name):
+                yield from name.split(".")
+
+
+@cache
+def _ours() -> frozenset[str]:
+    tests = {path: tree for path, tree in trees().items() if path.is_relative_to(REPO / "tests")}
+    ours = {name for path, tree in trees().items() if path not in tests for name in names_of(tree)}
+    ours |= {node.name for tree in tests.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    scripts = (path.read_text() for path in _files() if path.suffix == ".js")
+    return frozenset(
+        ours | {word for text in scripts for word in re.findall(r"\w+", text)} | {p.stem for p in _files()}
+    )
+
+
+@cache
+def _strings() -> str:
+    """Strings of the package's code, docstrings left out."""
+    package = [tree for path, tree in trees().items() if path.is_relative_to(REPO / "vllm_omni")]
+    return "\n".join(text for tree in package for text in _strings_of(tree))
+
+
+@cache
+def _classes() -> dict[str, tuple[set[str], list[str]]]:
+    """Class of this package -> its own members, and the names of its bases."""
+    found: dict[str, tuple[set[str], list[str]]] = {}
+    for path, tree in trees().items():
+        if path.is_relative_to(REPO / "vllm_omni"):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    members, bases = found.setdefault(node.name, (set(), []))
+                    members.update(_members_of(node))
+                    bases += [name for base in node.bases for name in names_of(base)]
+    return found
+
+
+def _members_of(node: ast.ClassDef) -> Iterator[str]:
+    for each in ast.walk(node):
+        match each:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                yield name
+
+
+def _members(name: str, seen: frozenset[str] = frozenset()) -> set[str]:
+    members, bases = _classes()[name]
+    inherited = (_members(base, seen | {name}) for base in bases if base in _classes() and base not in seen)
+    return members.union(*inherited)
+
+
+def _in_module(parts: list[str]) -> bool:
+    """`vllm_omni.a.b.c`: a module, or a name that a module of this package defines or imports."""
+    path = REPO.joinpath(*parts)
+    if path.is_dir() or path.with_suffix(".py").is_file():
+        return True
+    for module in (path.parent.with_suffix(".py"), path.parent / "__init__.py"):
+        if module.is_file():
+            return parts[-1] in set(names_of(trees()[module]))
+    return len(parts) > 2 and parts[-2] in _classes() and parts[-1] in _members(parts[-2])
+
+
+@cache
+def _of_vllm() -> frozenset[str]:
+    """All words of vLLM's source."""
+    [root] = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
+    texts = (path.read_text(errors="replace") for path in Path(root).rglob("*.py"))
+    return frozenset(word for text in texts for word in re.findall(r"\w+", text))

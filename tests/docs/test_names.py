@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names in back quotes, in every page and every docstring of the package, are names of something that exists."""
+
+import argparse
+import re
+from functools import cache
+from pathlib import Path
+
+import names
+import pytest
+import snippets as docs
+
+from vllm_omni.entrypoints.cli.main import make_parser
+from vllm_omni.entrypoints.cli.serve import serve_parser
+
+ELSEWHERE = {
+    "vae/config.json": "a file of a checkpoint",
+    "FORWARDED_ALLOW_IPS": "an environment variable of uvicorn",
+    "last_image": "an argument of diffusers' pipelines",
+    "control_image": "an argument of diffusers' pipelines",
+    "pooled_prompt_embeds": "an argument of diffusers' pipelines",
+    "QwenImageImg2ImgPipeline": "of diffusers",
+    "QwenImageInpaintPipeline": "of diffusers",
+    "moof": "a part of an MP4 file",
+    "image_2": "an example of the names that are counted up",
+    "_flash_3": "an attention backend's name in diffusers",
+    "PretrainedConfig": "of transformers",
+    "pipeline_qwenimage.py": "of diffusers",
+    "_get_qwen_prompt_embeds": "of diffusers",
+    "numpy_to_pil": "of diffusers",
+    "torchvision/extension.py": "of torchvision",
+    "models/qwen2_5_omni/modeling_qwen2_5_omni.py": "of transformers",
+    "MediaSource.addSourceBuffer": "of browsers",
+    "Esc": "a key",
+    "terminationGracePeriodSeconds": "of Kubernetes",
+    "cfg_img_scale": "an option of the original Lance, which is not offered",
+    "ticket.XXX": "an example",
+    "rank0.kv.frame3": "an example: names in a snapshot are put together",
+}
+"""Names that are neither of this package nor of vLLM, and whose they are."""
+
+PAGES = docs.documents()
+MODULES = sorted((docs.REPO / "vllm_omni").rglob("*.py"))
+
+
+def unknown(text: str, beside: Path, private: frozenset[str] = frozenset()) -> list[str]:
+    return [name for name in names.missing(names.quoted(text), beside, private) if name not in ELSEWHERE]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if path.name != "CHANGELOG.md"], ids=lambda path: str(path.relative_to(docs.REPO))
+)
+def test_names_in_a_page_exist(path: Path) -> None:
+    """Classes, functions, options, environment variables, error codes, files. (The changelog may speak of the past.)"""
+    assert unknown(path.read_text(), path.parent) == []
+
+
+def test_names_in_docstrings_exist() -> None:
+    """All docstrings of the package."""
+    found = {}
+    for path in MODULES:
+        tree = names.trees()[path]
+        private = frozenset(name for name in names.names_of(tree) if name.startswith("_"))
+        if wrong := unknown(names.docstrings(tree), path.parent, private):
+            found[str(path.relative_to(docs.REPO))] = wrong
+    assert found == {}
+
+
+def test_every_exception_is_needed() -> None:
+    """A name on the list is still written somewhere."""
+    written = {name for path in PAGES for name in names.quoted(path.read_text())}
+    written |= {name for path in MODULES for name in names.quoted(names.docstrings(names.trees()[path]))}
+    assert set(ELSEWHERE) - written == set()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NoSuchClassHere",
+        "DiffusionGPUModelRunner.no_such_method",
+        "vllm_omni.worker.no_such_module",
+        "vllm_omni.snapshot.save_exchange",
+        "worker/no_such_file.py",
+        "VLLM_OMNI_NO_SUCH_LIMIT_S",
+        "omni.no_such_option",
+        "_close",
+    ],
+)
+def test_a_name_that_is_gone_is_found(name: str) -> None:
+    """Functions that moved to another module, and private names without their class, included."""
+    assert unknown(f"Look at `{name}`.", docs.REPO) == [name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DiffusionGPUModelRunner.execute_model",
+        "vllm_omni.snapshot_exchange.save_exchange",
+        "vllm_omni.executor.DiffusersPipelineExecutor",
+        "worker/in_flight.py",
+        "VLLM_OMNI_IDLE_TIMEOUT_S",
+        "omni.max_session_bytes",
+        "Scheduler._free_request",
+        "finished_req_ids",
+    ],
+)
+def test_a_name_that_exists_passes(name: str) -> None:
+    """Also through a re-export, or as vLLM's."""
+    assert unknown(f"Look at `{name}`.", docs.REPO) == []
+
+
+@cache
+def flags() -> frozenset[str]:
+    """Of `vllm serve` with and without `--omni`, of `vllm-omni` and of this repository's scripts; pip's and Ray's."""
+    parsers: list[argparse.ArgumentParser] = [serve_parser(), docs._stock_parser(), make_parser()]
+    found = {"--extra-index-url", "--head", "--port", "--address", "--block", "--num-gpus", "--shm-size"}
+    while parsers:
+        for action in parsers.pop()._actions:
+            found.update(action.option_strings)
+            if isinstance(action.choices, dict):
+                parsers += [each for each in action.choices.values() if isinstance(each, argparse.ArgumentParser)]
+    folders = [docs.REPO / folder for folder in ("benchmarks", "examples", "scripts", "tests")]
+    scripts = (path for folder in folders for path in folder.rglob("*.py") if path != Path(__file__))
+    return frozenset(found.union(*(re.findall(r'"(--[a-z][a-z0-9-]*)"', path.read_text()) for path in scripts)))
+
+
+def unknown_flags(text: str) -> list[str]:
+    text = re.sub(r"^```text$.*?^```$", "", text, flags=re.M | re.S)  # drawings have lines
+    found = re.findall(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])", text)
+    return [flag for flag in found if flag not in flags()]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if path.name != "CHANGELOG.md"], ids=lambda path: str(path.relative_to(docs.REPO))
+)
+def test_flags_in_a_page_exist(path: Path) -> None:
+    """In sentences and tables too, where no command is parsed."""
+    assert unknown_flags(path.read_text()) == []
+
+
+def test_a_flag_that_does_not_exist_is_found() -> None:
+    """The check can fail."""
+    assert unknown_flags("Pass `--no-such-flag-here 3` and `--omni`.") == ["--no-such-flag-here"]

@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pages and option texts call refused is refused: every such sentence is in one of the two tables here.
+
+`AT_START`: combinations of options that the sentence says cannot be; each is configured as `vllm serve` does it, and
+must raise before any process starts. `HELD_BY`: refusals of requests, files and readers, and the test that holds each.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import names
+import pytest
+import snippets as docs
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_omni.model_executor.models.registry import get_family
+
+_REFUSAL = re.compile(r"\brefus(?:ed|es|al)\b|\b(?:is|are) an error\b|\ban error at start\b", re.I)
+_MODELS = docs.REPO / "vllm_omni" / "model_executor" / "models"
+PAGES = [
+    docs.REPO / "README.md",
+    *sorted((docs.REPO / "docs").rglob("*.md")),
+    *sorted(_MODELS.glob("*/README.md")),
+    docs.REPO / "vllm_omni" / "config.py",
+    *sorted(_MODELS.glob("*/config.py")),
+    *sorted(_MODELS.glob("*/options.py")),
+]
+
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+"""Model, options under `omni`, arguments of vLLM's engine."""
+
+PP2, PP3, TP2, TP3 = (
+    {"pipeline_parallel_size": 2},
+    {"pipeline_parallel_size": 3},
+    {"tensor_parallel_size": 2},
+    {"tensor_parallel_size": 3},
+)
+STOCK = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
+MATCHED = {"cache": "noise_matched", "denoising_steps": [1000, 750], "video_denoising_steps": [700, 500]}
+TWO_CHUNKS = {"chunks_in_flight": 2}
+TEMPORAL = {"pipeline": "temporal", "chunks_in_flight": 2}
+BANDS = {"vae_parallel": True}
+
+
+def ladder(*rungs: str) -> dict[str, Any]:
+    return {"scheduling": "deadline", "degradations": list(rungs)}
+
+
+NO_LADDER = ("lingbot_world", "lance", "wan2_2", "diffusers_pipeline")
+NO_CHUNKS_AHEAD = ("lingbot_world", "wan2_2", "lance", "diffusers_pipeline")
+
+AT_START: dict[str, list[Case]] = {
+    # README and serving.md
+    "refuses what cannot work within seconds and with one line": [("null_world", {"no_such_option": 1}, {})],
+    "An unknown key or a value out of range is an error": [
+        ("null_world", {"no_such_option": 1}, {}),
+        ("null_world", {"max_sessions": 0}, {}),
+    ],
+    # parallelism.md
+    "`vae_parallel` with one rank or with a model other than causal Wan and LingBot World, is an error at start": [
+        ("causal_wan", BANDS | {"model": {"decoder": "tiny"}}, TP2),
+        ("causal_wan", BANDS, {}),
+        ("wan2_2", BANDS, TP2),
+        ("lance", BANDS, TP2),
+        ("diffusers_pipeline", BANDS, {}),
+    ],
+    "| LingBot World | exact |": [
+        ("lingbot_world", TWO_CHUNKS, {}),
+        ("lingbot_world", TEMPORAL, PP2),
+        ("lingbot_world", {"model": {"cfg_parallel": True}}, TP2),
+    ],
+    "| Wan 2.2 | exact |": [("wan2_2", TWO_CHUNKS, {}), ("wan2_2", TEMPORAL, PP2)],
+    "| Lance | refused |": [
+        ("lance", {}, PP2),
+        ("lance", {"vae_stage": True}, PP2),
+        ("lance", {"vae_stage": True}, PP3),
+        ("lance", {}, PP2 | TP2),
+        ("lance", {"vae_stage": True}, PP2 | TP2),
+        ("lance", TWO_CHUNKS, {}),
+        ("lance", TEMPORAL, PP2),
+        ("lance", {"model": {"cfg_parallel": True}}, TP2),
+    ],
+    "| images and videos through diffusers | refused |": [
+        ("diffusers_pipeline", {}, PP2),
+        ("diffusers_pipeline", {"vae_stage": True}, PP2),
+        ("diffusers_pipeline", {"vae_stage": True}, PP3),
+        ("diffusers_pipeline", {}, TP2),
+        ("diffusers_pipeline", {}, PP2 | TP2),
+        ("diffusers_pipeline", {"vae_stage": True}, PP2 | TP2),
+        ("diffusers_pipeline", TWO_CHUNKS, {}),
+        ("diffusers_pipeline", TEMPORAL, {}),
+        ("diffusers_pipeline", {"model": {"cfg_parallel": True}}, {}),
+    ],
+    "What else is refused, and why": [],  # the table behind it has a row each, below
+    "| `vae_stage` with one stage |": [("causal_wan", {"vae_stage": True}, {})],
+    "| stages with a scheduler that runs whole chunks |": [("causal_wan", {}, PP2 | STOCK)],
+    "| `vae_parallel` with one rank a stage, with decoder `tiny`, or with another model |": [
+        ("causal_wan", BANDS, PP2),
+        ("causal_wan", BANDS | {"model": {"decoder": "tiny"}}, TP2),
+        ("wan2_2", BANDS, TP2),
+    ],
+    "| `chunks_in_flight`, `temporal` with cache `strict`, or with another model |": [
+        ("causal_wan", TWO_CHUNKS, {}),
+        ("causal_wan", TEMPORAL, PP2),
+        *((model, TWO_CHUNKS, {}) for model in NO_CHUNKS_AHEAD),
+    ],
+    "| `temporal` with cache `cascaded` |": [
+        ("causal_wan", TEMPORAL | {"model": {"cache": "cascaded", "sink_frames": 0}}, PP2)
+    ],
+    "| `temporal` with other than one stage with layers per denoise step |": [
+        ("causal_wan", TEMPORAL | {"model": MATCHED}, PP3),
+        ("causal_wan", TEMPORAL | {"model": MATCHED, "vae_stage": True}, PP2),
+        ("causal_wan", TEMPORAL | {"model": MATCHED}, {}),
+    ],
+    "| `chunks_in_flight`, `temporal` with a scheduler that runs whole chunks |": [
+        ("causal_wan", TWO_CHUNKS | {"model": MATCHED}, STOCK),
+        ("causal_wan", TEMPORAL | {"model": MATCHED}, PP2 | STOCK),
+    ],
+    "| `temporal` with `pipeline_partition` or `rebalance_pipeline` |": [
+        ("causal_wan", TEMPORAL | {"model": MATCHED, "pipeline_partition": [2, 2]}, PP2)
+    ],
+    "| `pipeline_partition` that does not fit stages or layers |": [
+        ("causal_wan", {"pipeline_partition": [4]}, PP2),
+        ("causal_wan", {"pipeline_partition": [4, 1]}, PP2),
+    ],
+    "| pipeline stages of Lance |": [("lance", {}, PP2)],
+    "| several ranks of a diffusers pipeline |": [("diffusers_pipeline", {}, TP2)],
+    "| `cfg_parallel` with other than two tensor-parallel ranks, or with `sequence_parallel` |": [
+        ("wan2_2", {"model": {"cfg_parallel": True}}, TP3),
+        ("wan2_2", {"model": {"cfg_parallel": True, "sequence_parallel": True}}, TP2),
+    ],
+    "| heads that do not divide over the ranks |": [
+        ("causal_wan", {}, TP3),
+        ("lingbot_world", {"model": {"sequence_parallel": True}}, TP3),
+    ],
+    # scheduling.md
+    "| `fewer_steps`: every second denoise step |": [
+        ("causal_wan", ladder("fewer_steps") | {"model": MATCHED}, {}),
+        *((model, ladder("fewer_steps"), {}) for model in NO_LADDER),
+    ],
+    "| `smaller_window`: attend to the sinks": [
+        ("causal_wan", ladder("smaller_window") | {"model": MATCHED}, {}),
+        ("causal_wan", ladder("smaller_window") | {"model": {"window_frames": -1}}, {}),
+        *((model, ladder("smaller_window"), {}) for model in NO_LADDER),
+    ],
+    "| `tiny_vae`: frames by the tiny decoder": [
+        ("causal_wan", ladder("tiny_vae") | {"model": {"decoder": "tiny"}}, {}),
+        *((model, ladder("tiny_vae"), {}) for model in NO_LADDER),
+    ],
+    # models' notes
+    "a value that does not exist is refused at start with those that do": [
+        ("lingbot_world", {"model": {"camera_scale": "no_such_value"}}, {})
+    ],
+    "An unknown value is refused before anything is loaded": [
+        ("lingbot_world", {"model": {"later_condition": "no_such_value"}}, {})
+    ],
+    "degradations (`omni.degradations`) are refused": [
+        ("lingbot_world", ladder(rung), {}) for rung in ("fewer_steps", "smaller_window", "tiny_vae")
+    ],
+    "**Async scheduling is refused.**": [("null_world", {}, {"async_scheduling": True})],
+}
+"""Part of a sentence or table row -> what cannot be configured if it is true."""
+
+HELD_BY = {
+    # requests of diffusers pipelines, Lance and the image and video routes
+    "sizes that the pipeline would silently round are refused": "tests/executor/test_call_arguments.py::test_refusals",
+    "A field or option that the pipeline has no argument for is an error": (
+        "tests/executor/test_call_arguments.py::test_refusals"
+    ),
+    "pickled ones, and code inside a checkpoint, are refused": (
+        "tests/model_executor/models/diffusers_pipeline/test_diffusers_checkpoint.py::test_missing_and_pickled_weights"
+    ),
+    "a class with a larger one (LTX: 32) refuses in the engine": "tests/executor/test_call_arguments.py::test_refusals",
+    "Anything else is refused with the allowed values": (
+        "tests/model_executor/models/lance/test_lance_request.py::test_a_drawing_out_of_range_is_refused"
+    ),
+    "and is refused when the tensors do not fit": (
+        "tests/model_executor/models/lance/test_lance_request.py::test_a_contradiction_is_refused"
+    ),
+    "`options.resolution` is refused": (
+        "tests/model_executor/models/lance/test_lance_choices.py"
+        "::test_every_frame_of_a_clip_is_read_and_its_length_is_bounded"
+    ),
+    "a refusal names a size near it": (
+        "tests/entrypoints/openai/test_plan.py::test_a_side_that_is_too_long_is_refused_with_what_is_near"
+    ),
+    "`transparent` is refused": (
+        "tests/entrypoints/openai/test_openai_served.py::test_what_cannot_be_done_is_said_in_openais_words"
+    ),
+    "a model that cannot use one refuses it": (
+        "tests/entrypoints/openai/test_plan.py::test_what_the_model_cannot_do_is_refused"
+    ),
+    "`num_frames` and `fps` are refused beside it": (
+        "tests/entrypoints/openai/test_plan.py::test_what_an_edited_video_cannot_be_told_is_refused"
+    ),
+    "refused by models in which they are fixed": (
+        "tests/entrypoints/openai/test_plan.py::test_what_the_model_cannot_do_is_refused"
+    ),
+    "T2V refuses it": (
+        "tests/entrypoints/openai/test_openai_wan22.py::test_videos_that_cannot_be_made_are_refused_at_once"
+    ),
+    "`speed` of `/v1/audio/speech` other than 1 is refused": (
+        "tests/entrypoints/speech/test_protocol_speech.py::test_refusals_name_the_field"
+    ),
+    # doors
+    "the script refuses other numbers": (
+        "tests/examples/test_offline_lingbot_world.py::test_a_path_that_fills_no_chunk_is_refused"
+    ),
+    "Without a policy the server refuses them": (
+        "tests/entrypoints/realtime/test_world_camera_refusals.py"
+        "::test_bad_requests_are_refused_by_name_and_change_nothing"
+    ),
+    "rounded down, filled up or refused as the client asks": (
+        "tests/entrypoints/realtime/test_world_camera_refusals.py::test_pose_policies"
+    ),
+    "another number of poses is an error unless": (
+        "tests/entrypoints/realtime/test_world_camera_refusals.py"
+        "::test_bad_requests_are_refused_by_name_and_change_nothing"
+    ),
+    "NaN, Inf and focal lengths that are not positive are refused": (
+        "tests/entrypoints/realtime/test_world_camera_refusals.py"
+        "::test_bad_requests_are_refused_by_name_and_change_nothing"
+    ),
+    "A refused request changes nothing": (
+        "tests/entrypoints/realtime/test_world_camera_refusals.py"
+        "::test_bad_requests_are_refused_by_name_and_change_nothing"
+    ),
+    "a message that is refused changes nothing": (
+        "tests/entrypoints/realtime/test_generate_door.py::test_a_text_frame_does_not_end_the_session"
+    ),
+    "Text frames are refused": (
+        "tests/entrypoints/realtime/test_world_camera_refusals.py::test_text_frames_are_refused_and_the_third_closes"
+    ),
+    "of all realtime doors; one more is refused with 503": (
+        "tests/entrypoints/realtime/test_live_faults.py::test_connections_of_all_doors_are_counted_together"
+    ),
+    "beyond it journals are cut and new sessions refused": (
+        "tests/entrypoints/realtime/test_live_faults.py::test_bytes_held_for_readers_are_bounded"
+    ),
+    "beyond it new sessions are refused and running ones wait": (
+        "tests/entrypoints/realtime/test_live_faults.py::test_bytes_held_for_readers_are_bounded"
+    ),
+    "refuses new connections and `POST`/`PUT` with 503": (
+        "tests/entrypoints/realtime/test_drain.py::test_nothing_new_begins"
+    ),
+    "live sessions; one more is refused with `capacity`": (
+        "tests/entrypoints/realtime/test_world_camera_sessions.py::test_capacity_is_said_at_once_and_comes_back"
+    ),
+    "live sessions kept; one more is refused with `capacity`": (
+        "tests/entrypoints/realtime/test_world_camera_sessions.py::test_capacity_is_said_at_once_and_comes_back"
+    ),
+    "image calls and video jobs: `completed`, `failed`, `cancelled`, `refused`": (
+        "tests/entrypoints/openai/test_openai_served.py"
+        "::test_jobs_beyond_the_queue_are_refused_with_429_and_when_to_come_back"
+    ),
+    # the engine
+    "a picture lower than 8 pixels a rank is refused": (
+        "tests/model_executor/models/wan/test_split_decode.py::test_every_rank_needs_a_row"
+    ),
+    "data parallel is refused": "tests/worker/test_shared_gpu_worker.py::test_several_engines_are_refused",
+    "(together at most 95 % of the engine's time) is refused": (
+        "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
+    ),
+    "a stream that cannot be held is refused with `capacity`": (
+        "tests/engine/test_deadline_scheduling.py::test_a_stream_that_cannot_be_held_is_refused_and_says_why"
+    ),
+    "turns refusal on": "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused",
+    "A stream that is being served is never refused": (
+        "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
+    ),
+    "has been served nothing is refused": (
+        "tests/core/test_scheduling_policy.py::test_a_stream_that_cannot_be_held_is_refused"
+    ),
+    "(a refusal, which the runner answers with `capacity`": (
+        "tests/worker/test_scheduler_note_in_runner.py::test_a_refused_stream_ends_at_once_without_a_session"
+    ),
+    "is refused by one whose `degradations` lack `tiny_vae`": (
+        "tests/worker/test_snapshot_refusals.py::test_a_snapshot_that_does_not_fit_is_refused_by_name"
+    ),
+    "What does not fit is refused before the engine holds anything": (
+        "tests/worker/test_snapshot_refusals.py::test_a_snapshot_that_does_not_fit_is_refused_by_name"
+    ),
+    "a tensor that is missing, left over or of another shape is an error": (
+        "tests/worker/test_snapshot_refusals.py::test_a_snapshot_that_does_not_fit_is_refused_by_name"
+    ),
+    "`write_session`, which refuses if a chunk was finished in between": (
+        "tests/worker/test_snapshot_refusals.py::test_a_session_that_moved_between_the_two_calls_is_not_torn"
+    ),
+    "an aborted, failed or refused chunk": (
+        "tests/worker/test_diffusion_model_runner.py::test_a_chunk_out_of_order_is_refused"
+    ),
+    "not even one session of the largest shape fits is refused at start": (
+        "tests/worker/test_diffusion_model_runner.py::test_sessions_are_bounded_in_bytes"
+    ),
+    # checkpoints, language models
+    "`act` (ray directions plus key flags) is refused by name": (
+        "tests/model_executor/models/lingbot_world/test_lingbot_config.py"
+        "::test_what_the_code_does_not_implement_is_an_error"
+    ),
+    "an unknown key or a value this code does not implement is an error": (
+        "tests/model_executor/models/lingbot_world/test_lingbot_config.py"
+        "::test_what_the_code_does_not_implement_is_an_error"
+    ),
+    "a value that this code does not implement is an error": (
+        "tests/model_executor/models/lance/test_lance_checkpoint.py::test_a_config_of_another_network_is_refused"
+    ),
+    "drafters that would misread additional layers are refused at start": (
+        "tests/worker/test_hidden_state_layers.py::test_a_drafter_that_would_read_our_layers_is_refused"
+    ),
+    "so the two exclude each other (an error at start)": (
+        "tests/core/test_ar_hidden_states_scheduler.py::test_it_refuses_to_share_its_field"
+    ),
+    "stock auto-detection refuses them": "tests/test_import_purity.py",  # of stock vLLM: why the format is ours
+    "What is not here is refused before any process starts": "tests/test_combinations.py",
+}
+"""Part of a sentence -> the test that it is true."""
+
+
+def sentences(path: Path) -> Iterator[str]:
+    """Of a page, or of a module's docstrings; a table row counts as one."""
+    text = names.docstrings(ast.parse(path.read_text())) if path.suffix == ".py" else path.read_text()
+    text = re.sub(r"<!--.*?-->", "", names.FENCE.sub("", text), flags=re.S)
+    for block in re.split(r"\n\s*\n|\n(?=\||- |\d+\. )", text):
+        block = " ".join(block.split())
+        yield from [block] if block.startswith("|") else re.split(r"(?<=[.:;])\s+(?=[A-Z`*\[(-])", block)
+
+
+def refusals(path: Path) -> list[str]:
+    """Sentences that call something refused, and rows of the table of what else is."""
+    found = [sentence for sentence in sentences(path) if _REFUSAL.search(sentence)]
+    if path.name == "parallelism.md":
+        table = path.read_text().split("| asked for | answer |\n|---|---|\n")[1].split("\n\n")[0]
+        found += table.splitlines()
+    return found
+
+
+@cache
+def checkpoint(folder: Path, name: str) -> Path:
+    family = get_family(name)
+    family.make_tiny(folder / name, 0, family.layouts[0])
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("refusals")
+
+
+def configure(model: Path, omni: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """What `vllm serve` does before it starts anything."""
+    EngineArgs(
+        model=str(model),
+        config_format="omni",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        additional_config={"omni": {"height": 32, "width": 48, **omni}},
+        **arguments,
+    ).create_engine_config()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(docs.REPO)))
+def test_every_sentence_about_a_refusal_is_held(path: Path) -> None:
+    """A new one needs an entry here, with options that are refused or with its test."""
+    known = [*AT_START, *HELD_BY, "the same, refusing", "a snapshot taken with another split"]
+    assert [sentence for sentence in refusals(path) if not any(part in sentence for part in known)] == []
+
+
+def test_no_entry_is_left_over() -> None:
+    """A sentence that was rewritten takes its entry along."""
+    written = [sentence for path in PAGES for sentence in refusals(path)]
+    assert [part for part in (*AT_START, *HELD_BY) if not any(part in sentence for sentence in written)] == []
+
+
+@pytest.mark.parametrize("part", [part for part, cases in AT_START.items() if cases])
+def test_what_a_page_calls_refused_is_refused(part: str, folder: Path) -> None:
+    """With a reason, before any process starts."""
+    for model, omni, arguments in AT_START[part]:
+        with pytest.raises(ValueError, match=r"omni|parallel|async") as refused:
+            configure(checkpoint(folder, model), omni, arguments)
+        assert re.search(r"[a-z]{3,} [a-z]{2,} ", str(refused.value)), "a reason"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("causal_wan", TEMPORAL | {"model": MATCHED}, PP2),
+        ("causal_wan", ladder("tiny_vae", "fewer_steps", "smaller_window"), {}),
+        ("causal_wan", {"vae_stage": True, "chunks_in_flight": 2, "model": MATCHED}, PP2),
+        ("causal_wan", {"model": {"cuda_graphs": True}}, PP2),
+        ("causal_wan", BANDS, TP2),
+        ("lingbot_world", BANDS, TP2),
+        ("wan2_2", {"model": {"cfg_parallel": True}}, TP2),
+    ],
+    ids=str,
+)
+def test_what_is_close_to_it_and_works_is_not_refused(case: Case, folder: Path) -> None:
+    """So that the test above does not pass because of something else."""
+    model, omni, arguments = case
+    configure(checkpoint(folder, model), omni, arguments)
+
+
+def test_the_tests_that_hold_refusals_exist() -> None:
+    """By file and name."""
+    gone = []
+    for held in HELD_BY.values():
+        file, _, name = held.partition("::")
+        path = docs.REPO / file
+        if not path.is_file() or (name and not re.search(rf"def {name}\(", path.read_text())):
+            gone.append(held)
+    assert gone == []
+
+
+def test_a_sentence_without_an_entry_is_found(tmp_path: Path) -> None:
+    """In a page, in a table and in the docstring of an options class."""
+    page = tmp_path / "page.md"
+    page.write_text("Green worlds are refused. Red ones work.\n\n| blue | refused |\n")
+    assert refusals(page) == ["Green worlds are refused.", "| blue | refused |"]
+    module = tmp_path / "options.py"
+    module.write_text('class Options:\n    """colour: green is refused."""\n')
+    assert refusals(module) == ["colour: green is refused."]
