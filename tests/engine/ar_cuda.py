@@ -22,6 +22,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from vllm_omni.hidden_states import hidden_states_of
 
+SHARED_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28}
+"""Nothing is measured at start, so that engines of several tests can start side by side on one GPU."""
 WIDTH = 256
 """Hidden size of `write_model`."""
 PROMPTS = ["the red bird sings in the big tree", "a small blue house", "sea", "the road is grey " * 12]
@@ -60,7 +62,7 @@ class Engine:
             "max_model_len": 1024,
             "max_num_batched_tokens": 64,
             "max_num_seqs": 16,
-            "gpu_memory_utilization": 0.2,
+            **SHARED_GPU,
             "additional_config": {"omni": {"hidden_state_layers": [0, 2], **omni}},
         }
         return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **{**fields, **engine_args}))
