@@ -78,10 +78,11 @@ wan_2_2_and_streams &
 ti2v_and_speech &
 wait
 
-# Nothing is timed from here on, and these engines measure no memory: five at once.
+# Nothing is timed from here on, and these engines measure no memory: six at once.
 ar ar_v2 0 150 "test_ar_engine_cuda and V2" &
 ar ar_v2_exact 0 150 "test_ar_engine_cuda and (untouched or options_are_as_stock or stop_string or in_fp32)" &
-ar ar_v2_alone 1 150 "rejected_drafts_have_no_row or rows_are_the_adapters or test_images or without_the" &
+ar ar_v2_drafts 1 150 "rejected_drafts_have_no_row or read_the_same_layers" &
+ar ar_v2_alone 1 150 "rows_are_the_adapters or test_images or without_the" &
 ar ar_v2_ranks 0,1 150 "two_tensor_ranks or two_stages" &
 ar ar_v2_engines 0,1 150 "two_engines or (torchrun_tensor_parallel and V2)" &
 wait

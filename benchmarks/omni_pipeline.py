@@ -107,21 +107,27 @@ def write_full_size(out: Path, sizes: dict[str, Any]) -> None:
     config = _merged(json.loads((out / "config.json").read_text()), sizes)
     (out / "config.json").write_text(json.dumps(config, indent=2))
     text, talker = config["thinker_config"]["text_config"], config["talker_config"]
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # half a billion numbers
-    shapes = {
-        THINKER_EMBEDDINGS: (text["vocab_size"], text["hidden_size"]),
-        TALKER_EMBEDDINGS: (talker["vocab_size"], talker["embedding_size"]),
+    tables = {
+        THINKER_EMBEDDINGS: _table(text["vocab_size"], text["hidden_size"]),
+        TALKER_EMBEDDINGS: _table(talker["vocab_size"], talker["embedding_size"]),
     }
-    tables = {name: torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for name, shape in shapes.items()}
     for file in out.glob("model*.safetensors*"):
         file.unlink()
-    save_file({name: (0.02 * table).cpu() for name, table in tables.items()}, out / "model.safetensors")
+    save_file(tables, out / "model.safetensors")
     dit = config["token2wav_config"]["dit_config"]
     voices = torch.load(out / "spk_dict.pt", weights_only=True)
     for voice in voices.values():
         voice["cond"] = torch.randn(1, dit["enc_emb_dim"])
         voice["ref_mel"] = torch.randn(1, REFERENCE_FRAMES, dit["mel_dim"])
     torch.save(voices, out / "spk_dict.pt")
+
+
+def _table(rows: int, width: int) -> Any:
+    """Random rows that repeat: half a billion numbers of their own would take the host many seconds."""
+    import torch
+
+    block = (0.02 * torch.randn(min(rows, 4096), width)).bfloat16()
+    return block.repeat(-(-rows // len(block)), 1)[:rows].contiguous()
 
 
 def _merged(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ WIDTH = 256
 PROMPTS = ["the red bird sings in the big tree", "a small blue house", "sea", "the road is grey " * 12]
 
 
-def write_model(out: Path) -> Path:
+def write_model(out: Path, **config: Any) -> Path:
     from vllm_omni.model_executor.tiny_language_model import write_tiny_language_model
 
     return write_tiny_language_model(
@@ -39,6 +39,7 @@ def write_model(out: Path) -> Path:
         intermediate_size=512,
         num_attention_heads=4,
         num_key_value_heads=2,
+        **config,
     )
 
 
