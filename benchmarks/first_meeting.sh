@@ -15,6 +15,8 @@ cd "$(dirname "$0")/.."
 WORK=$(mktemp -d)
 mkdir -p "$OUT" "$WORK/logs" "$WORK/results"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+# No NVLink multicast: a program that ends badly while it uses it can leave the GPUs of a shared host unusable.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 VLLM_ALLREDUCE_USE_SYMM_MEM=0
 export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-INFO}
 
 # What has been made so far, in four files.
@@ -51,7 +53,7 @@ bench() { # bench NAME GPUS LIMIT_S SCRIPT OPTIONS...
 }
 
 ar() { # ar NAME GPUS LIMIT_S TESTS (an expression of pytest's -k)
-  part "$1" "$2" "$3" "$PYTHON" scripts/ar_compatibility.py -m cuda -k "$4" -v -p no:cacheprovider --durations=0 --tb=short
+  part "$1" "$2" "$3" "$PYTHON" scripts/ar_compatibility.py -m cuda -k "$4" -vv -p no:cacheprovider --durations=0 --tb=short
 }
 
 wan_2_2_and_streams() {
