@@ -2,19 +2,155 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to first text and first sound of a speaking model, and where the time goes, over three real engines.
 
-Without `--model` a tiny random Qwen2.5-Omni is made: the numbers are then those of engines, transport and queues.
+    python benchmarks/omni_pipeline.py --requests 20             # a tiny random model: engines, transport and queues
+    python benchmarks/omni_pipeline.py --full-size               # the released 7B's sizes, random weights, on CUDA
+    python benchmarks/omni_pipeline.py --model DIR               # a checkpoint
 
-    python benchmarks/omni_pipeline.py --requests 20
+Real-time factor: seconds from a request's arrival to its last sound, over seconds of sound; below 1 is faster than
+speech. `silence`: how long a listener who begins with the first piece waits for later ones, all in all. Random weights
+at real shapes take the time of real ones; only a reply's length is asked for (`--reply-tokens`, `--codes`), since a
+random model ends nowhere.
 """
 
 import argparse
 import asyncio
+import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import common
+
+RELEASED: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "thinker_config": {
+        "audio_config": {
+            "d_model": 1280,
+            "encoder_layers": 32,
+            "encoder_attention_heads": 20,
+            "encoder_ffn_dim": 5120,
+            "output_dim": 3584,
+        },
+        "vision_config": {
+            "depth": 32,
+            "hidden_size": 1280,
+            "num_heads": 16,
+            "intermediate_size": 3420,
+            "out_hidden_size": 3584,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+        "text_config": {
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {"mrope_section": [16, 24, 24]},
+        },
+    },
+    "talker_config": {
+        "vocab_size": 8448,
+        "tts_codec_pad_token_id": 8292,
+        "tts_codec_start_token_id": 8293,
+        "tts_codec_end_token_id": 8294,
+        "tts_codec_mask_token_id": 8296,
+        "embedding_size": 3584,
+        "hidden_size": 896,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"mrope_section": [16, 24, 24]},
+    },
+    "token2wav_config": {
+        "dit_config": {
+            "hidden_size": 1024,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 16,
+            "head_dim": 64,
+            "emb_dim": 512,
+            "look_ahead_layers": [10],
+            "look_backward_layers": [0, 20],
+            "num_embeds": 8448,  # released: 8193; an untrained talker says its control codes too
+            "mel_dim": 80,
+            "enc_emb_dim": 192,
+            "enc_dim": 128,
+            "enc_channels": [256, 256, 256, 256, 768],
+            "enc_attention_channels": 64,
+            "enc_se_channels": 64,
+        },
+        "bigvgan_config": {"mel_dim": 80, "upsample_initial_channel": 1536},
+    },
+}
+"""Sizes of Qwen2.5-Omni 7B, over the tiny checkpoint's config; token ids stay those of the tiny tokenizer."""
+REFERENCE_FRAMES = 300
+"""Mel frames of a voice's reference."""
+
+
+def write_full_size(out: Path, sizes: dict[str, Any]) -> None:
+    """A checkpoint of these sizes whose engines draw their own weights (`--load-format dummy`).
+
+    The two embedding tables that the process between the engines reads are files; the rest is the tiny one's.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import TALKER_EMBEDDINGS, THINKER_EMBEDDINGS
+    from vllm_omni.model_executor.models.registry import get_family
+
+    get_family("qwen2_5_omni").make_tiny(out, 0, "original")
+    config = _merged(json.loads((out / "config.json").read_text()), sizes)
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    text, talker = config["thinker_config"]["text_config"], config["talker_config"]
+    tables = {
+        THINKER_EMBEDDINGS: _table(text["vocab_size"], text["hidden_size"]),
+        TALKER_EMBEDDINGS: _table(talker["vocab_size"], talker["embedding_size"]),
+    }
+    for file in out.glob("model*.safetensors*"):
+        file.unlink()
+    save_file(tables, out / "model.safetensors")
+    dit = config["token2wav_config"]["dit_config"]
+    voices = torch.load(out / "spk_dict.pt", weights_only=True)
+    for voice in voices.values():
+        voice["cond"] = torch.randn(1, dit["enc_emb_dim"])
+        voice["ref_mel"] = torch.randn(1, REFERENCE_FRAMES, dit["mel_dim"])
+    torch.save(voices, out / "spk_dict.pt")
+
+
+def _table(rows: int, width: int) -> Any:
+    """Random rows that repeat: half a billion numbers of their own would take the host many seconds."""
+    import torch
+
+    block = (0.02 * torch.randn(min(rows, 4096), width)).bfloat16()
+    return block.repeat(-(-rows // len(block)), 1)[:rows].contiguous()
+
+
+def _merged(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """`sizes` over `config`; what a config class derived from the sizes before is left out."""
+    merged = {name: value for name, value in config.items() if name not in ("layer_types", "max_window_layers")}
+    for name, value in sizes.items():
+        merged[name] = _merged(config.get(name) or {}, value) if isinstance(value, dict) else value
+    return merged
+
+
+class Listener:
+    """Counts a request's sound, and the silence that one who plays it as it comes would hear."""
+
+    def __init__(self) -> None:
+        self.sound_s = self.silence_s = 0.0
+        self._played_until_s: float | None = None
+
+    def hear(self, samples: int, sample_rate: int) -> None:
+        now_s, piece_s = time.perf_counter(), samples / sample_rate
+        due_s = now_s if self._played_until_s is None else self._played_until_s
+        self.silence_s += max(0.0, now_s - due_s)
+        self._played_until_s = max(now_s, due_s) + piece_s
+        self.sound_s += piece_s
 
 
 async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -23,83 +159,116 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     from vllm.sampling_params import SamplingParams
 
     from vllm_omni.model_executor.models.qwen2_5_omni.options import StageOptions
-    from vllm_omni.model_executor.models.qwen2_5_omni.speech import Timings
+    from vllm_omni.model_executor.models.qwen2_5_omni.speech import AudioChunk, Timings
     from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines
 
     start = time.perf_counter()
-    talker = {"enforce_eager": args.enforce_eager, "max_model_len": args.max_model_len, "max_num_seqs": 4}
+    load_format = "dummy" if args.full_size else "auto"
+    talker = {
+        "enforce_eager": args.enforce_eager,
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": 4,
+        "load_format": load_format,
+    }
     engines = await SpeechEngines.start(
         model,
-        StageOptions(talker=talker),
+        StageOptions(talker=talker, token2wav={"load_format": load_format}),
         enforce_eager=args.enforce_eager,
         max_model_len=args.max_model_len,
         max_num_seqs=4,
+        load_format=load_format,
         skip_mm_profiling=True,
         limit_mm_per_prompt={"image": 0, "audio": 0, "video": 0},
     )
     startup_s = time.perf_counter() - start
     composition = engines.composition
     rows: dict[str, list[float]] = {}
-    sound_s: list[float] = []
+    sound_s: dict[str, list[float]] = {}
+    factors: dict[str, list[float]] = {}
     try:
         for how_name, chunk in (("streamed", args.chunk_codes), ("whole_clip", 0)):
             how = msgspec.structs.replace(composition.defaults, chunk_codes=chunk, max_codes=args.codes)
             for number in range(args.warmup + args.requests):
-                timings = Timings()
-                prompt = tokens_input(prompt_token_ids=list(range(5, 5 + args.prompt_tokens)))
-                params = SamplingParams(max_tokens=args.reply_tokens, ignore_eos=True, seed=number)
-                samples = 0
+                timings, listener = Timings(), Listener()
+                prompt = tokens_input(prompt_token_ids=[5 + index % 40 for index in range(args.prompt_tokens)])
+                # Of a random model of full size most ids are no token of its tiny tokenizer.
+                params = SamplingParams(
+                    max_tokens=args.reply_tokens, ignore_eos=True, seed=number, detokenize=not args.full_size
+                )
                 name = f"{how_name}-{number}"
                 async for event in composition.respond(prompt, params, name, how, seed=number, timings=timings):
-                    samples += len(event.samples) if hasattr(event, "samples") else 0
+                    if isinstance(event, AudioChunk):
+                        listener.hear(len(event.samples), event.sample_rate)
                 if number < args.warmup:
                     continue
                 for mark, seconds in timings.marks_s.items():
                     rows.setdefault(f"{how_name}.{mark}", []).append(seconds * 1e3)
-                sound_s.append(samples / 24_000)
+                rows.setdefault(f"{how_name}.silence", []).append(listener.silence_s * 1e3)
+                sound_s.setdefault(how_name, []).append(listener.sound_s)
+                if listener.sound_s:  # a talker may end its speech with its first code
+                    factors.setdefault(how_name, []).append(timings.marks_s["done"] / listener.sound_s)
+        memory = await composition.token2wav.engine.collective_rpc("device_memory")
     finally:
         engines.shutdown()
     return {
-        "model": "tiny random Qwen2.5-Omni" if args.model is None else str(args.model.name),
+        "model": model_name(args),
+        "eager": args.enforce_eager,
         "startup_s": round(startup_s, 2),
         "prompt_tokens": args.prompt_tokens,
         "reply_tokens": args.reply_tokens,
         "max_codes": args.codes,
         "chunk_codes": args.chunk_codes,
         "requests": args.requests,
-        "seconds_of_sound": common.quantiles(sound_s),
+        "seconds_of_sound": {name: common.quantiles(values) for name, values in sound_s.items()},
+        "real_time_factor": {name: common.quantiles(values) for name, values in factors.items()},
         "milliseconds_since_arrival": {name: common.quantiles(values) for name, values in rows.items()},
-        "note": "`token2wav` is the sum over pieces; every other mark counts from the request's arrival",
+        "device_memory": memory[0],
+        "note": "`token2wav` and `silence` are sums over pieces; every other mark counts from the request's arrival",
     }
+
+
+def model_name(args: argparse.Namespace) -> str:
+    if args.model is not None:
+        return str(args.model.name)
+    return "Qwen2.5-Omni 7B, random weights" if args.full_size else "tiny random Qwen2.5-Omni"
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a Qwen2.5-Omni checkpoint; a tiny one is made if left out")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", type=Path, help="a Qwen2.5-Omni checkpoint; a tiny one is made if left out")
+    which.add_argument("--full-size", action="store_true", help="the released 7B's sizes, random weights, on CUDA")
     parser.add_argument("--requests", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--prompt-tokens", type=int, default=40)
-    parser.add_argument("--reply-tokens", type=int, default=24)
-    parser.add_argument("--codes", type=int, default=96, help="longest speech, in codes (50 a second)")
+    parser.add_argument("--reply-tokens", type=int, help="default: 24 (full size: 64)")
+    parser.add_argument("--codes", type=int, help="longest speech, 50 codes a second (default: 96; full size: 400)")
     parser.add_argument("--chunk-codes", type=int, default=24)
-    parser.add_argument("--max-model-len", type=int, default=512)
-    parser.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--max-model-len", type=int, help="default: 512 (full size: 2048)")
+    parser.add_argument(
+        "--enforce-eager", action=argparse.BooleanOptionalAction, help="default: yes (full size: no, with CUDA graphs)"
+    )
     common.add_output_arguments(parser)
     return parser
 
 
 def main() -> None:
     args = make_parser().parse_args()
+    defaults = (64, 400, 2048, False) if args.full_size else (24, 96, 512, True)
+    for name, value in zip(("reply_tokens", "codes", "max_model_len", "enforce_eager"), defaults, strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     common.restart_with({"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"})
     with tempfile.TemporaryDirectory() as folder:
-        model = args.model
-        if model is None:
+        model = args.model or Path(folder) / "model"
+        if args.full_size:
+            write_full_size(model, RELEASED)
+        elif args.model is None:
             from vllm_omni.model_executor.models.registry import get_family
 
-            model = Path(folder) / "tiny"
             get_family("qwen2_5_omni").make_tiny(model, 0, "original")
         result = asyncio.run(measure(model, args))
-    common.save("omni_pipeline", result, args)
+    common.save("omni_pipeline_full_size" if args.full_size else "omni_pipeline", result, args)
 
 
 if __name__ == "__main__":

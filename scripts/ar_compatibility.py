@@ -11,6 +11,7 @@ tests/docs/test_ar_compatibility.py.
 """
 
 import ast
+import fcntl
 import json
 import sys
 from collections.abc import Iterator
@@ -41,8 +42,7 @@ def main(arguments: list[str]) -> int:
         plugin = Outcomes()
         files = sorted({mark["test"].split("::")[0] for mark in marks()})
         status = int(pytest.main([*[str(REPO / file) for file in files], "-q", *arguments], plugins=[plugin]))
-        kept = {**read(), **plugin.outcomes}
-        OUTCOMES.write_text(json.dumps(dict(sorted(kept.items())), indent=2) + "\n")
+        keep(plugin.outcomes)
     TABLE.write_text(render(read()))
     return status
 
@@ -70,7 +70,17 @@ class Outcomes:
 
 def read() -> dict[str, str]:
     """Test name -> passed or failed, as kept."""
-    return json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
+    text = OUTCOMES.read_text() if OUTCOMES.exists() else ""
+    return json.loads(text or "{}")
+
+
+def keep(outcomes: dict[str, str]) -> None:
+    """Add to the outcomes kept so far; several processes may do so at once."""
+    with OUTCOMES.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        kept = {**read(), **outcomes}
+        file.truncate(0)
+        file.write(json.dumps(dict(sorted(kept.items())), indent=2) + "\n")
 
 
 def marks() -> Iterator[dict[str, str]]:

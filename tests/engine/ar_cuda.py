@@ -22,12 +22,14 @@ from vllm.sampling_params import RequestOutputKind
 
 from vllm_omni.hidden_states import hidden_states_of
 
+SHARED_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28}
+"""Nothing is measured at start, so that engines of several tests can start side by side on one GPU."""
 WIDTH = 256
 """Hidden size of `write_model`."""
 PROMPTS = ["the red bird sings in the big tree", "a small blue house", "sea", "the road is grey " * 12]
 
 
-def write_model(out: Path) -> Path:
+def write_model(out: Path, **config: Any) -> Path:
     from vllm_omni.model_executor.tiny_language_model import write_tiny_language_model
 
     return write_tiny_language_model(
@@ -37,6 +39,7 @@ def write_model(out: Path) -> Path:
         intermediate_size=512,
         num_attention_heads=4,
         num_key_value_heads=2,
+        **config,
     )
 
 
@@ -60,7 +63,7 @@ class Engine:
             "max_model_len": 1024,
             "max_num_batched_tokens": 64,
             "max_num_seqs": 16,
-            "gpu_memory_utilization": 0.2,
+            **SHARED_GPU,
             "additional_config": {"omni": {"hidden_state_layers": [0, 2], **omni}},
         }
         return AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **{**fields, **engine_args}))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from ar_compatibility import feature
 from ar_cuda import PROMPTS, WIDTH, Engine, Reference, check_ngram_drafts, write_adapter, write_model
+from ar_eagle import BLOCKS, DRAFTER_LAYERS, write_eagle3_drafter
 from ar_engine import params
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.lora.request import LoRARequest
@@ -203,6 +204,21 @@ def test_a_stop_string_cuts_rows_with_tokens(exact: Engine, reference: Reference
 @feature("speculative decoding (ngram)", "V2")
 def test_rejected_drafts_have_no_row(model: Path, reference: Reference) -> None:
     check_ngram_drafts(model, reference, "V2")
+
+
+@feature("speculative decoding (EAGLE-3, its layers)", "V2")
+def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
+    """Rows of accepted tokens, of layers that the drafter reads too; in fp32, so that a wrong row would show."""
+    model = write_model(tmp_path / "model", num_hidden_layers=BLOCKS)
+    drafter = write_eagle3_drafter(model, tmp_path / "drafter")
+    speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 2}
+    layers = {"hidden_state_layers": list(DRAFTER_LAYERS)}
+    reference = Reference(model)
+    with Engine(model, "V2", layers, dtype="float32", speculative_config=speculative) as running:
+        for mode in ("all", "generated", "last"):
+            asked = params(mode, (2, 5, -1), max_tokens=24, output_kind=FINAL)
+            [[output]] = running.run((PROMPTS[3], asked))
+            reference.check(output, mode, (2, 5, -1))
 
 
 @feature("LoRA", "V2")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ar_compatibility import feature
+from ar_eagle import BLOCKS, DRAFTER_LAYERS, write_eagle3_drafter
 from ar_engine import PROMPTS, Reference, assert_rows, params, running_llm, states_of
 from vllm.lora.request import LoRARequest
 
@@ -50,6 +51,22 @@ def test_rejected_drafts_have_no_row(tiny_language_model: Path) -> None:
             if m.name.startswith("vllm:spec_decode_num") and hasattr(m, "value")
         }
         assert drafted["vllm:spec_decode_num_draft_tokens"] > drafted["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+@feature("speculative decoding (EAGLE-3, its layers)")
+def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
+    """A random drafter's tokens are mostly rejected; rows of accepted ones, of layers that it reads too, are right."""
+    from vllm_omni.model_executor.tiny_language_model import write_tiny_language_model
+
+    model = write_tiny_language_model(tmp_path / "model", num_hidden_layers=BLOCKS)
+    drafter = write_eagle3_drafter(model, tmp_path / "drafter")
+    speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 2}
+    with running_llm(
+        model, {"hidden_state_layers": list(DRAFTER_LAYERS)}, speculative_config=speculative, disable_log_stats=False
+    ) as llm:
+        check_all_modes(llm, Reference(model), (2, 5, -1), max_tokens=40)
+        drafted = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+        assert drafted["vllm:spec_decode_num_draft_tokens"] > 40
 
 
 @feature("tensor parallelism (TP 2)")

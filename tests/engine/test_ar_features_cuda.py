@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ar_compatibility import feature
-from ar_cuda import PROMPTS, Engine, Reference, check_ngram_drafts, write_model
+from ar_cuda import PROMPTS, SHARED_GPU, Engine, Reference, check_ngram_drafts, write_model
 from ar_engine import params
 from vllm.sampling_params import RequestOutputKind
 
@@ -65,7 +65,7 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     # 1e-2: attention kernels may multiply fp32 in TF32 (10 bits), and the rows are of size 1.
-    check_image_request(write_tiny_qwen2_vl(tmp_path / "qwen2_vl"), tolerance=1e-2, gpu_memory_utilization=0.2)
+    check_image_request(write_tiny_qwen2_vl(tmp_path / "qwen2_vl"), tolerance=1e-2, **SHARED_GPU)
 
 
 @feature("worker without the scheduler", "V2")
@@ -153,13 +153,13 @@ TORCHRUN_SCRIPT = """
 import os, sys
 from pathlib import Path
 import torch
-from ar_cuda import PROMPTS, Reference
+from ar_cuda import PROMPTS, SHARED_GPU, Reference
 from ar_engine import params, running_llm
 from vllm_omni.hidden_states import hidden_states_of
 
 if __name__ == "__main__":
     model, parallel = Path(sys.argv[1]), sys.argv[2]
-    fields = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2, "distributed_executor_backend": "external_launcher"}
+    fields = {**SHARED_GPU, "dtype": "bfloat16", "distributed_executor_backend": "external_launcher"}
     with running_llm(model, {"hidden_state_layers": [2]}, seed=0, **fields, **{parallel: 2}) as llm:
         asked = [params("all", (2, -1)), params("generated"), params(None)]
         outputs = llm.generate([*PROMPTS[:2], PROMPTS[0]], asked, use_tqdm=False)

@@ -27,6 +27,9 @@ class DiffusionGPUWorker(DiffusionWorkerMixin, Worker):
             # holds 6 GiB more than it uses. Read when torch first allocates on the device; sleep mode has its own pool.
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
+    def _used_before(self) -> int:
+        return self.init_snapshot.total_memory - self.init_snapshot.free_memory
+
     def sleep(self, level: int = 1) -> None:
         torch.cuda.synchronize(self.device)  # a result may still be decoding
         if level == 1:

@@ -149,9 +149,9 @@ class DiffusionGPUModelRunner(RunnerSurface):
         if self._num_stages > 1:
             self._channel = ReturnChannel(self.pp.ranks[: self._num_stages], self.device)
 
-    def warm_up(self) -> float:
+    def warm_up(self, used_before: int = 0) -> float:
         """Run the largest shape once in a throw-away session, fix the session budget; returns seconds."""
-        return warm_up(self)
+        return warm_up(self, used_before)
 
     # -- the engine step ---------------------------------------------------------------------------------------
 

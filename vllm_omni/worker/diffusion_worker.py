@@ -46,11 +46,15 @@ class DiffusionWorkerMixin(_Worker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Run the largest shape once and fix the bytes that sessions may hold."""
         with failing_together(heard=get_world_group().rank == 0):  # replies are read in order of rank
-            seconds = self.model_runner.warm_up()
+            seconds = self.model_runner.warm_up(self._used_before())
         timeout_s = self.model_runner.omni.rank_timeout_s
         if timeout_s is not None and get_world_group().world_size > 1:
             self._watchdog = watch_other_ranks(timeout_s)
         return CompilationTimes(language_model=seconds, encoder=0.0)
+
+    def _used_before(self) -> int:
+        """Bytes of the device that were in use before this rank loaded anything."""
+        return 0
 
     def execute_model(self, scheduler_output: "SchedulerOutput") -> "ModelRunnerOutput | AsyncModelRunnerOutput | None":
         with failing_together(heard=answers_steps()):

@@ -2,7 +2,9 @@
 """`MemoryBudget`: how many bytes the sessions of one rank may hold.
 
 vLLM profiles memory only for models with KV groups; a diffusion runner has none, so the budget is taken here: what
-`--gpu-memory-utilization` allows, less weights, less the peak of a warm-up chunk at the largest shape.
+`--gpu-memory-utilization` allows, less weights, less the peak of a warm-up chunk at the largest shape. Memory that was
+in use before this rank's worker began (another engine on the same GPU) is not this rank's and does not count, as in
+vLLM's own profiling. Held by tests/worker/test_memory.py.
 """
 
 from collections.abc import Iterator
@@ -17,9 +19,12 @@ if TYPE_CHECKING:
 
 
 class MemoryBudget:
-    def __init__(self, vllm_config: "VllmConfig", device: torch.device) -> None:
+    """used_before: bytes of the device in use when the worker had its device and groups, before it loaded anything."""
+
+    def __init__(self, vllm_config: "VllmConfig", device: torch.device, used_before: int = 0) -> None:
         self._cache_config = vllm_config.cache_config
         self._device = device
+        self._used_before = used_before
         self._peak_bytes = 0
 
     @contextmanager
@@ -32,8 +37,9 @@ class MemoryBudget:
         yield
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
-        outside_torch = total - free - torch.cuda.memory_reserved(self._device)
-        self._peak_bytes = torch.cuda.max_memory_allocated(self._device) + outside_torch
+        outside_torch = total - free - torch.cuda.memory_reserved(self._device) - self._used_before
+        # below 0: another process has given memory back since
+        self._peak_bytes = torch.cuda.max_memory_allocated(self._device) + max(0, outside_torch)
         torch.cuda.empty_cache()
 
     def session_bytes(self, warm_up_session_bytes: int, configured: int | None) -> int:

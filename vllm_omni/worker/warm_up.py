@@ -24,17 +24,18 @@ logger = logging.getLogger("vllm." + __name__)
 _REQUEST_ID = "warm-up"
 
 
-def warm_up(runner: "DiffusionGPUModelRunner") -> float:
+def warm_up(runner: "DiffusionGPUModelRunner", used_before: int = 0) -> float:
     """Collective. Connects the stages, runs the warm-up chunks, sets `runner.sessions.max_bytes`; returns seconds.
 
-    Raises RuntimeError if a chunk fails, ValueError if not even one session of the largest shape fits.
+    used_before: see `MemoryBudget`. Raises RuntimeError if a chunk fails, ValueError if not even one session of the
+    largest shape fits.
     """
     start = time.perf_counter()
     runner.connect_stages()
     if runner.omni.pipeline_partition == "measured":
         _, times = _run_session(runner)
         rebalance(runner, measured_partition(runner, times))
-    budget = MemoryBudget(runner.vllm_config, runner.device)
+    budget = MemoryBudget(runner.vllm_config, runner.device, used_before)
     with budget.measure():
         session_bytes, _ = _run_session(runner)
         if runner.omni.degradations:  # a chunk that goes without all, and the way back from it

@@ -15,6 +15,7 @@ from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import is_checkpoin
 from vllm_omni.model_executor.models.qwen2_5_omni.options import (
     AR_SCHEDULER_CLS,
     AR_WORKER_CLS,
+    THINKER_GPU_SHARE,
     StageOptions,
     Token2WavModelOptions,
 )
@@ -46,7 +47,7 @@ def _check_options(hf_config: dict[str, Any], omni: OmniConfig) -> None:
 
 def _serve_flags(path: Path, on_cpu: bool) -> dict[str, str]:
     flags = {"worker-cls": AR_WORKER_CLS, "scheduler-cls": AR_SCHEDULER_CLS, "dtype": stored_dtype(read_config(path))}
-    return flags if on_cpu else {**flags, "gpu-memory-utilization": "0.65"}  # the other engines take a quarter
+    return flags if on_cpu else {**flags, "gpu-memory-utilization": str(THINKER_GPU_SHARE)}
 
 
 def _make_tiny(out: Path, seed: int, layout: str) -> None:

@@ -13,6 +13,9 @@ from vllm_omni.config import parse_options
 AR_WORKER_CLS = "vllm_omni.worker.ARGPUWorker"
 AR_SCHEDULER_CLS = "vllm_omni.core.sched.ARHiddenStatesScheduler"
 
+THINKER_GPU_SHARE = 0.65
+"""`gpu_memory_utilization` of the thinker; the other engines take a quarter of the GPU."""
+
 SAMPLE_RATE = 24_000
 """Hertz; fixed by the vocoder's training, stored nowhere in the checkpoint."""
 

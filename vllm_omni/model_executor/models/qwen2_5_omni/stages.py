@@ -14,7 +14,12 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import read_config, stored_dtype
-from vllm_omni.model_executor.models.qwen2_5_omni.options import AR_SCHEDULER_CLS, AR_WORKER_CLS, StageOptions
+from vllm_omni.model_executor.models.qwen2_5_omni.options import (
+    AR_SCHEDULER_CLS,
+    AR_WORKER_CLS,
+    THINKER_GPU_SHARE,
+    StageOptions,
+)
 from vllm_omni.model_executor.models.qwen2_5_omni.speech import SpeechComposition
 from vllm_omni.model_executor.models.qwen2_5_omni.speech_text import TalkerPromptBuilder
 from vllm_omni.model_executor.models.qwen2_5_omni.talker import talker_hf_config
@@ -23,7 +28,13 @@ from vllm_omni.pipeline.stage import Stage
 
 def thinker_args(path: Path, **overrides: Any) -> AsyncEngineArgs:
     """vLLM's own Qwen2.5-Omni thinker on the AR worker."""
-    defaults = {"worker_cls": AR_WORKER_CLS, "scheduler_cls": AR_SCHEDULER_CLS, "dtype": _dtype(path)}
+    defaults: dict[str, Any] = {
+        "worker_cls": AR_WORKER_CLS,
+        "scheduler_cls": AR_SCHEDULER_CLS,
+        "dtype": _dtype(path),
+    }
+    if not current_platform.is_cpu():
+        defaults["gpu_memory_utilization"] = THINKER_GPU_SHARE
     return AsyncEngineArgs(model=str(path), **{**defaults, **overrides})
 
 
@@ -85,18 +96,21 @@ class SpeechEngines:
         }
         if thinker is None:
             wanted = {"thinker": thinker_args(path, **thinker_overrides), **wanted}
-        # Each start is mostly waiting for processes that import and load: start them side by side.
-        started = await asyncio.gather(
-            *(asyncio.to_thread(AsyncLLM.from_engine_args, args) for args in wanted.values()), return_exceptions=True
-        )
-        stages = [
-            Stage(name, engine) for name, engine in zip(wanted, started, strict=True) if isinstance(engine, AsyncLLM)
-        ]
-        failed = [engine for engine in started if isinstance(engine, BaseException)]
-        if failed:
-            for stage in stages:
-                stage.shutdown()
-            raise failed[0]
+        # On a CPU each start is mostly waiting for processes that import and load: all side by side. On a GPU an engine
+        # measures what it may take by what is in use before and after it loads, so nobody else may load meanwhile.
+        names = list(wanted)
+        turns = [names] if current_platform.is_cpu() else [[name] for name in names]
+        stages: list[Stage] = []
+        for turn in turns:
+            started = await asyncio.gather(
+                *(asyncio.to_thread(AsyncLLM.from_engine_args, wanted[name]) for name in turn), return_exceptions=True
+            )
+            stages += [Stage(name, it) for name, it in zip(turn, started, strict=True) if isinstance(it, AsyncLLM)]
+            failed = [it for it in started if isinstance(it, BaseException)]
+            if failed:
+                for stage in stages:
+                    stage.shutdown()
+                raise failed[0]
         if thinker is not None:
             stages.insert(0, Stage("thinker", thinker, owned=False))
         return cls(SpeechComposition(*stages, builder=builder, defaults=defaults))

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MemoryBudget` on a GPU that other processes use too; the device is pretended."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_omni.worker import diffusion_worker
+from vllm_omni.worker.diffusion_gpu_worker import DiffusionGPUWorker
+from vllm_omni.worker.memory import MemoryBudget
+
+GIB = 1 << 30
+TOTAL = 140 * GIB
+SESSION = GIB
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU; `used`: by everybody. This process has 3 GiB of weights, peaks at 5 GiB and holds 6 GiB from torch."""
+    gpu = SimpleNamespace(used=0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (TOTAL - gpu.used, TOTAL))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=TOTAL))
+    return gpu
+
+
+def session_bytes(device: SimpleNamespace, used_before: int) -> int:
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=0.1))
+    budget = MemoryBudget(config, torch.device("cuda", 0), used_before)
+    with budget.measure():
+        pass
+    return budget.session_bytes(SESSION, None)
+
+
+def test_memory_of_others_is_not_taken_from_sessions(device: SimpleNamespace) -> None:
+    """A tenth of a GPU beside an engine that has taken 92 GiB is the same tenth as on an empty one."""
+    device.used = 6 * GIB + GIB
+    alone = session_bytes(device, used_before=0)
+    assert alone == int(TOTAL * 0.1) - (5 * GIB + GIB) + SESSION
+    device.used += 92 * GIB
+    assert session_bytes(device, used_before=92 * GIB) == alone
+
+
+def test_what_came_since_counts(device: SimpleNamespace) -> None:
+    """Memory that this rank's libraries take beside torch; and what others give back is no gain."""
+    device.used = 6 * GIB + 92 * GIB
+    without = session_bytes(device, used_before=92 * GIB)
+    device.used += 2 * GIB
+    assert session_bytes(device, used_before=92 * GIB) == without - 2 * GIB
+    device.used -= 50 * GIB
+    assert session_bytes(device, used_before=92 * GIB) == without
+
+
+def test_sessions_that_do_not_fit_are_an_error(device: SimpleNamespace) -> None:
+    device.used = 6 * GIB + 92 * GIB
+    with pytest.raises(ValueError, match="raise --gpu-memory-utilization"):
+        session_bytes(device, used_before=80 * GIB)
+
+
+def test_a_worker_says_what_was_in_use_when_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's snapshot of the device, taken before anything was loaded, reaches the warm-up."""
+    worker: Any = object.__new__(DiffusionGPUWorker)
+    worker.init_snapshot = SimpleNamespace(total_memory=TOTAL, free_memory=TOTAL - 93 * GIB)
+    asked: list[int] = []
+    omni = SimpleNamespace(rank_timeout_s=None)
+    worker.model_runner = SimpleNamespace(warm_up=lambda used: asked.append(used) or 0.0, omni=omni)
+    monkeypatch.setattr(diffusion_worker, "get_world_group", lambda: SimpleNamespace(rank=0, world_size=1))
+    worker.compile_or_warm_up_model()
+    assert asked == [93 * GIB]
