@@ -181,8 +181,7 @@ def straight_on(facts: WorldFacts, num_chunks: int) -> tuple[torch.Tensor, torch
     count = facts.first_chunk_frames + (num_chunks - 1) * facts.chunk_frames
     poses_N44 = torch.eye(4).repeat(count, 1, 1)
     poses_N44[:, 2, 3] = 0.0125 * torch.arange(count)
-    width, height = facts.intrinsics_reference_size
-    return poses_N44, torch.tensor([0.8 * width, 0.8 * width, width / 2, height / 2]).expand(count, 4)
+    return poses_N44, torch.tensor(facts.key_intrinsics(facts.width, facts.height)).expand(count, 4)
 
 
 if __name__ == "__main__":

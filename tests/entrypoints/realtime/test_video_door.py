@@ -13,6 +13,7 @@ from fake_engine import FIRST, LATER, DoorServer, FakeEngine, wait_until
 from live_clients import HEIGHT, WIDTH, VideoClient, png
 
 from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.video_door import PATHS
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
@@ -167,7 +168,8 @@ def test_a_target_steers_the_camera(client: VideoClient, engine: FakeEngine) -> 
     assert all(call.params.actions is None for call in steered)
     np.testing.assert_allclose(steered[0].arrays["poses"][-1, :3, 3], [0, -0.5, 1.0], atol=1e-6)
     np.testing.assert_allclose(steered[1].arrays["poses"][-1, :3, 3], [0, -1, 2], atol=1e-6)
-    assert steered[0].arrays["intrinsics"].shape == (LATER, 4)
+    view = WorldFacts(height=32, width=48).key_intrinsics(48, 32)
+    np.testing.assert_allclose(steered[0].arrays["intrinsics"], np.tile(view, (LATER, 1)), rtol=1e-6)
 
 
 def test_a_key_script_steers_the_first_chunks(client: VideoClient, engine: FakeEngine) -> None:

@@ -413,13 +413,12 @@ def test_a_model_without_camera_is_told_apart(browser: Browser, make_server: Mak
 def test_other_geometries_come_from_the_greeting(browser: Browser, make_server: MakeServer, engine: FakeEngine) -> None:
     """Sizes, reference size and frame rate are the server's; nothing is one model's."""
     facts = {"height": 96, "width": 128, "fps": 8.0, "intrinsics_reference_size": (640, 360), "patch_size": (1, 4, 4)}
+    facts["key_focal"] = 100.0
     with browser.page(make_server(facts=facts).url) as page:
         page.wait_for("document.body.dataset.link === 'up'")
         assert page.run("[...document.querySelector('#start').elements.size.options].map((o) => o.value)") == ["128x96"]
         begin(page)
-        assert engine.chunks[0].arrays["intrinsics"][0].tolist() == pytest.approx(
-            [384.6154, 384.6154, 320, 180], abs=1e-3
-        )
+        assert engine.chunks[0].arrays["intrinsics"][0].tolist() == pytest.approx([500, 375, 320, 180], abs=1e-3)
         before = shown(page)
         time.sleep(2)
         assert 13 <= shown(page) - before <= 19

@@ -40,8 +40,8 @@ _LOG_LINES_SHOWN = 20
 _EXCEPTION = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S.*")
 _STOP_S = 20.0
 _CHUNK_TIMEOUT_S = 300.0
-_SPEED = 0.0125  # scene units each frame: 0.05 for each latent frame, the step of the reference's `w` key
-_TURN_RAD = 0.012
+_TURNS = ("", "", "l", "l", "", "", "j", "j")
+"""Beside `w`, latent frame for latent frame."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -232,25 +232,20 @@ def stream(url: str, image: bytes, prompt: str, height: int, width: int, num_chu
         ):
             task = progress.add_task("", total=num_chunks)
             hello = msgspec.msgpack.decode(_binary(socket_.recv(timeout=30)))
-            ref_width, ref_height = hello["intrinsics_reference_size"]
-            intrinsics = [0.8 * ref_width, 0.8 * ref_width, ref_width / 2, ref_height / 2]
-            poses = walk(hello["first_chunk_frames"] + (num_chunks - 1) * hello["chunk_frames"])
             start = 0
             for index in range(num_chunks):
-                stop = start + hello["chunk_frames" if index else "first_chunk_frames"]
+                count = hello["chunk_frames" if index else "first_chunk_frames"]
+                stop = start + -(-count // hello["vae_stride"][0])
                 request: dict[str, Any] = {
                     "endpoint": "infer",
-                    "camera": {
-                        "poses": poses[start:stop],
-                        "intrinsics": [intrinsics] * (stop - start),
-                    },
+                    "actions": walk(range(start, stop)),
                     "extra_body": {"height": height, "width": width, "seed": 7, "video_format": "mp4"},
                 }
                 if index == 0:
                     request |= {"image": image, "prompt": prompt}
                 chunk = _infer(socket_, request)
-                if len(chunk.frames) != stop - start:
-                    raise CommandError(f"chunk {index} has {len(chunk.frames)} frames, {stop - start} were asked for")
+                if len(chunk.frames) != count:
+                    raise CommandError(f"chunk {index} has {len(chunk.frames)} frames, {count} were asked for")
                 chunks.append(chunk)
                 progress.console.print(describe(index, chunk), soft_wrap=True, highlight=False)
                 progress.advance(task)
@@ -304,17 +299,9 @@ def describe(index: int, chunk: Chunk) -> str:
     )
 
 
-def walk(num_frames: int) -> list[list[list[float]]]:
-    """Camera-to-world poses `[N, 4, 4]`, OpenCV axes: forward all the time, looking slowly right, then left again."""
-    import math
-
-    poses, x, z, yaw = [], 0.0, 0.0, 0.0
-    for index in range(num_frames):
-        c, s = math.cos(yaw), math.sin(yaw)
-        poses.append([[c, 0.0, s, x], [0.0, 1.0, 0.0, 0.0], [-s, 0.0, c, z], [0.0, 0.0, 0.0, 1.0]])
-        x, z = x + _SPEED * s, z + _SPEED * c
-        yaw += _TURN_RAD * math.cos(2 * math.pi * index / 48)
-    return poses
+def walk(latent_frames: range) -> list[list[str]]:
+    """Keys held in each latent frame: forward all the time, looking right, then left again."""
+    return [["w", *_TURNS[frame % len(_TURNS)]] for frame in latent_frames]
 
 
 def start_image() -> bytes:

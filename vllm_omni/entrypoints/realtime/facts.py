@@ -25,8 +25,8 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     camera: whether poses steer the model at all. needs_image: whether a session must begin with a start image.
     patch_size, vae_stride: (time, height, width).
     latent_frames_per_chunk: latent frames that are denoised together; first_chunk_latent_frames: in a session's first
-    chunk, None = as many. intrinsics_reference_size: (width, height) for which intrinsics are given. fps: the rate
-    the model was trained at.
+    chunk, None = as many. intrinsics_reference_size: (width, height) for which intrinsics are given. key_focal: focal
+    length that goes with keys, in pixels of the video. fps: the rate the model was trained at.
     """
 
     camera: bool = True
@@ -37,6 +37,7 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     first_chunk_latent_frames: int | None = None
     fps: float = 16.0
     intrinsics_reference_size: tuple[int, int] = (832, 480)
+    key_focal: float = 500.0
 
     height: int = 480
     width: int = 832
@@ -87,6 +88,14 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def chunk_frames(self) -> int:
         """Pixel frames of every later chunk."""
         return self.vae_stride[0] * self.latent_frames_per_chunk
+
+    def key_intrinsics(self, width: int, height: int) -> list[float]:
+        """fx, fy, cx, cy of the view that goes with keys, for poses of a video of `width` x `height`.
+
+        In pixels of the reference size, as poses' intrinsics are given.
+        """
+        wide, high = self.intrinsics_reference_size
+        return [self.key_focal * wide / width, self.key_focal * high / height, wide / 2, high / 2]
 
     def latent_frames(self, pixel_frames: int) -> int:
         """Latent frames of a chunk of `pixel_frames`, a session's first or a later one."""

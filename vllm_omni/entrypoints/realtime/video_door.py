@@ -33,7 +33,6 @@ PATHS: Final = ("/v1/realtime/video", "/v1/realtime/video/")
 
 _MAX_STRIKES: Final = 100
 _REMEMBERED_IDS: Final = 1024
-_FOCAL: Final = 500.0 / 832.0  # focal length over frame width that goes with keys; commands use the same view
 
 
 class VideoDoor:
@@ -94,8 +93,9 @@ class _CommandedSource:
 
     ready = True
 
-    def __init__(self, prompt: str, script: Script | None, facts: WorldFacts) -> None:
+    def __init__(self, prompt: str, script: Script | None, facts: WorldFacts, size: tuple[int, int]) -> None:
         self._prompt, self._facts = prompt, facts
+        self._intrinsics_4 = np.array(facts.key_intrinsics(size[1], size[0]), np.float32)  # commands, the same view
         self._new_prompt: tuple[str, str] | None = None
         self._keys = ControlTrack()
         self.has_script = script is not None
@@ -118,7 +118,7 @@ class _CommandedSource:
         prompt, progress, camera, actions = None, Progress(), None, None
         if self._uses_poses:
             poses_N44, progress = self._poses.sample(pixel_frames, latent_frames)
-            camera = CameraPath(poses_N44, self._intrinsics(pixel_frames))
+            camera = CameraPath(poses_N44, np.tile(self._intrinsics_4, (pixel_frames, 1)))
         elif self._facts.camera:
             actions = self._keys.sample(latent_frames).actions or [[] for _ in range(latent_frames)]
         if chunk_index == 0:
@@ -128,11 +128,6 @@ class _CommandedSource:
             done = (*progress.completed, event_id)
             progress = Progress((*progress.started, event_id), progress.active, tuple(dict.fromkeys(done)))
         return Controls(actions=actions, camera=camera, prompt=prompt, mark=progress)
-
-    def _intrinsics(self, pixel_frames: int) -> np.ndarray:
-        width, height = self._facts.intrinsics_reference_size
-        focal = _FOCAL * width
-        return np.tile(np.array([focal, focal, width / 2, height / 2], np.float32), (pixel_frames, 1))
 
 
 class _Client(LiveClient):
@@ -193,7 +188,7 @@ class _Client(LiveClient):
         config |= {"num_frames": start.num_frames, "seed": start.seed, "session_id": session.session_id}
         await self._send({"type": "video.start", "request_id": request_id, "format": protocol.FORMAT, "config": config})
         script = start.script()
-        self._source = _CommandedSource(start.prompt, None if script is None else Script(tuple(script)), facts)
+        self._source = _CommandedSource(start.prompt, None if script is None else Script(tuple(script)), facts, size)
         self.start(
             Job(
                 request_id=request_id,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_omni.model_executor.models.lingbot_world.config import NATIVE_HEIGHT, NATIVE_WIDTH
+from vllm_omni.model_executor.models.lingbot_world.config import ACTION_FOCAL, NATIVE_HEIGHT, NATIVE_WIDTH
 from vllm_omni.model_executor.models.wan.chunk_plan import VAE_SPATIAL, VAE_TEMPORAL, first_pixel_frame
 from vllm_omni.outputs import RequestFailed
 
@@ -32,8 +32,6 @@ MOVE_UNIT = 0.05
 YAW_DEGREES, PITCH_DEGREES = 6.0, 4.0
 """Rotation of one latent frame with a look key held."""
 PITCH_LIMIT_DEGREES = 85.0
-ACTION_FOCAL = 500.0
-"""Focal length in pixels of the output, when actions come without intrinsics."""
 KEYS = "wasdijkl"
 
 _LARGEST = 1e6

@@ -2,9 +2,9 @@
 """The condition `y` of each chunk: which latent frame is given, and the latents of `[image, grey, grey, ...]`.
 
 The original encodes image and grey frames as one clip; here the causal encoder is streamed chunk by chunk, which gives
-the same bits without knowing the length in advance. After the image the encoder settles: once a latent frame comes out
-as the one before it and leaves the encoder's cache as it was, every later one must be equal, so it is kept and the
-encoder is not run again. Other implementations stop encoding earlier, or begin afresh: `config.LaterCondition`.
+the same bits without knowing the length in advance. After the image the encoder settles: once a latent frame differs
+from the one before it by no more than `_SETTLED`, it stands for all later ones and the encoder is not run again. Other
+implementations stop encoding earlier, or begin afresh: `config.LaterCondition`.
 Held by tests/model_executor/models/lingbot_world/test_condition.py and test_lingbot_alternatives.py.
 """
 
@@ -25,6 +25,10 @@ from vllm_omni.snapshot import SavedTensors
 MASK_CHANNELS = 4
 _SIZE_MULTIPLE = 16
 """Pixels per token along each side: 8 of the VAE times a patch of 2."""
+_SETTLED = {torch.float32: 2**-8, torch.bfloat16: 2**-6}
+"""By the VAE's type, the largest change from one latent frame to the next, over their deviation, that no longer counts:
+bfloat16, in which the released model takes its condition in, rounds by 2**-8; a VAE in bfloat16 rounds in every layer.
+Changes halve about once a latent frame, so what would still have come is of the same size."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +183,14 @@ class GreyCondition:
         if state.settled or state.cache is None:
             return state
         latent, cache = self.vae.encode(self._grey_frames(state, 1), state.cache)
-        if torch.equal(latent, state.last_1CFhw) and cache.equal(state.cache):
+        if self._has_settled(state.last_1CFhw, latent):
             return replace(state, cache=None, last_1CFhw=latent, settled=True)
         return self._encoded(replace(state, cache=cache, last_1CFhw=latent, num_encoded=state.num_encoded + 1))
+
+    def _has_settled(self, before_1CFhw: torch.Tensor, latent_1CFhw: torch.Tensor) -> bool:
+        """Whether what comes behind `latent_1CFhw` is as good as equal to it."""
+        change = (latent_1CFhw - before_1CFhw).abs().max()
+        return bool(change <= _SETTLED[self.vae.dtype] * latent_1CFhw.std())
 
     def _encoded(self, state: ConditionState) -> ConditionState:
         """Settle a state after the last frame that is to be encoded."""

@@ -22,6 +22,8 @@ LATENT_CHANNELS = 16
 CAMERA_CHANNELS = 6
 NATIVE_HEIGHT, NATIVE_WIDTH = 480, 832
 """The size camera intrinsics are expressed for."""
+ACTION_FOCAL = 500.0
+"""Focal length in pixels of the output, when actions come without intrinsics."""
 
 Version = Literal["v1", "v2"]
 

@@ -7,6 +7,7 @@ from typing import Any
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS, hf_config, is_checkpoint
 from vllm_omni.model_executor.models.lingbot_world.config import (
+    ACTION_FOCAL,
     NATIVE_HEIGHT,
     NATIVE_WIDTH,
     ChunkPlan,
@@ -56,6 +57,7 @@ def _world_facts(config: dict[str, Any], omni: OmniConfig) -> dict[str, Any]:
         "first_chunk_latent_frames": plan.first_chunk_frames,
         "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL),
         "intrinsics_reference_size": (NATIVE_WIDTH, NATIVE_HEIGHT),
+        "key_focal": ACTION_FOCAL,
     }
 
 

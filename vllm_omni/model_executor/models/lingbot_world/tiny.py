@@ -7,7 +7,7 @@ gates, condition) changes the frames visibly and long sessions stay finite.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes
 from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
+from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.model_executor.models.wan.tiny import (
     Tensors,
     normal,
@@ -27,6 +28,18 @@ from vllm_omni.model_executor.models.wan.tiny import (
 
 _SIZES = {"ffn_dim": 112, "freq_dim": 32, "text_dim": 32, "text_len": 64, "num_layers": 4, "eps": 1e-6}
 _WINDOW = {"sliding_window_num_frames": 18, "num_frames_per_block": 3}
+_ORIGINAL = {
+    "_class_name": "WanModelFast",
+    "model_type": "i2v",
+    "control_type": "cam",
+    "dim": 64,
+    "num_heads": 4,
+    "in_dim": 36,
+    "out_dim": 16,
+    **_SIZES,
+    **_WINDOW,
+    "dtype": "float32",
+}
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
@@ -41,21 +54,18 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
         _write_original(out, seed, "transformers" if layout == "v2" else "lingbot_world_fast")
 
 
+def write_random_world(
+    out: Path, seed: int, sizes: Mapping[str, Any], vae: VAEConfig, tiny_vae_channels: Sequence[int]
+) -> None:
+    """Write a random world of other sizes, original layout. sizes: over the transformer's config of `make_tiny`."""
+    write_original_components(out, seed, vae)
+    write_tiny_vae(out / TINY_VAE_FILE, seed, tiny_vae_channels)
+    _write_transformer(out / "lingbot_world_fast", {**_ORIGINAL, "sink_size": 9, **sizes}, seed)
+
+
 def _write_original(out: Path, seed: int, transformer: str) -> None:
     write_original_components(out, seed)
-    config = {
-        "_class_name": "WanModelFast",
-        "model_type": "i2v",
-        "control_type": "cam",
-        "dim": 64,
-        "num_heads": 4,
-        "in_dim": 36,
-        "out_dim": 16,
-        **_SIZES,
-        **_WINDOW,
-        "sink_size": 6 if transformer == "transformers" else 9,
-        "dtype": "float32",
-    }
+    config = {**_ORIGINAL, "sink_size": 6 if transformer == "transformers" else 9}
     _write_transformer(out / transformer, config, seed)
 
 

@@ -7,7 +7,7 @@ Every tensor's values depend only on the seed and its name, so the layouts of on
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,12 @@ _WAN_TEXT_NAMES: Rules = (
 """The way back from `weights.TEXT_RULES`."""
 
 
-def write_original_components(out: Path, seed: int) -> None:
+def write_original_components(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
     """Write umt5, VAE and tokenizer under Wan's own file and tensor names."""
     write_tokenizer(out / "google" / "umt5-xxl")
     text = {rename(name, _WAN_TEXT_NAMES): tensor for name, tensor in _text_tensors(seed).items()}
     torch.save(text, out / "models_t5_umt5-xxl-enc-bf16.pth")
-    torch.save({rename(name, _WAN_VAE_NAMES): t for name, t in _vae_tensors(seed).items()}, out / "Wan2.1_VAE.pth")
+    torch.save({rename(name, _WAN_VAE_NAMES): t for name, t in _vae_tensors(seed, vae).items()}, out / "Wan2.1_VAE.pth")
 
 
 def write_diffusers_components(out: Path, seed: int, flow_shift: float) -> None:
@@ -111,9 +111,9 @@ def write_component(folder: Path, content: Mapping[str, Any], file: str) -> None
     (folder / file).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _vae_tensors(seed: int) -> Tensors:
+def _vae_tensors(seed: int, vae: VAEConfig = VAE) -> Tensors:
     with torch.device("meta"):
-        shapes = shapes_of(StreamingWanVAE(VAE))
+        shapes = shapes_of(StreamingWanVAE(vae))
     tensors: Tensors = {}
     for name, shape in shapes.items():
         if name.endswith("gamma"):
@@ -148,10 +148,10 @@ def normal(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1))
 
 
-def write_tiny_vae(path: Path, seed: int) -> None:
+def write_tiny_vae(path: Path, seed: int, channels: Sequence[int] = (8, 8, 4, 4)) -> None:
     """Write a random TAEHV decoder, narrow."""
     with torch.device("meta"):
-        shapes = shapes_of(TinyVAEDecoder((8, 8, 4, 4)))
+        shapes = shapes_of(TinyVAEDecoder(channels))
     tensors: Tensors = {}
     for name, shape in shapes.items():
         scale = 0.02 if name.endswith("bias") else 1 / math.sqrt(math.prod(shape[1:]))

@@ -211,7 +211,7 @@ export class App {
     const startBody = first ? { seed: this.#choice.seed, width: this.#choice.width, height: this.#choice.height } : {};
     this.world.ask({
       poses: places.map(poseOf),
-      intrinsics: intrinsicsFor(hello.intrinsics_reference_size),
+      intrinsics: intrinsicsFor(hello.intrinsics_reference_size, hello.key_focal, this.#choice),
       extra: { ...start, ...(prompt !== null ? { prompt } : {}) },
       extraBody: { ...startBody, ...(isRecorded ? { with_mp4: true } : {}) },
       note: { places, prompt, isRecorded, inputAt: reading.inputAt, from: this.#place },

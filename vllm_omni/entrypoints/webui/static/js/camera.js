@@ -55,10 +55,12 @@ export function walk(from, count, { held, taps, turnYaw, turnPitch }, { framesPe
   return places;
 }
 
-/** Focal lengths and centre for pictures of the model's reference size: 80 degrees wide, as 500 of 832 pixels. */
-export function intrinsicsFor([width, height]) {
-  const focal = (500 / 832) * width;
-  return [focal, focal, width / 2, height / 2];
+/**
+ * Focal lengths and centre of the view that goes with keys, for pictures of the model's reference size.
+ * keyFocal: in pixels of the video; size: the video's.
+ */
+export function intrinsicsFor([wide, high], keyFocal, size) {
+  return [(keyFocal * wide) / size.width, (keyFocal * high) / size.height, wide / 2, high / 2];
 }
 
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
