@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the CPU suite on another version of vLLM than the environment has: its Python files over the CPU build.
 
-    .venv/bin/python scripts/try_vllm.py VERSION [pytest arguments]      # without arguments: -m "not nightly"
-    .venv/bin/python scripts/try_vllm.py 0.33.0 tests/worker tests/engine/test_engine.py
-    .venv/bin/python scripts/try_vllm.py 0.33.0 --exec bash              # a shell in it instead of pytest
+    python scripts/try_vllm.py VERSION [pytest arguments]      # without arguments: -m "not nightly"
+    python scripts/try_vllm.py 0.33.0 tests/worker tests/engine/test_engine.py
+    python scripts/try_vllm.py 0.33.0 --exec bash              # a shell in it instead of pytest
 
 A release reaches the package index as a CUDA wheel before it has a CPU build. Most of what we depend on is Python, so
 this lays the wheel's Python files over a copy of the installed CPU build's libraries, in an environment of its own
@@ -63,15 +63,19 @@ class TryError(Exception):
 # ---- pure parts -------------------------------------------------------------------------------------------------
 
 
-def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
-    """(version, command to run instead of pytest or [], arguments for pytest). Raises TryError."""
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         epilog="whatever follows VERSION goes to pytest; with --exec it is a command of its own",
     )
     parser.add_argument("version", help="a released version, e.g. 0.33.0")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="for pytest, or --exec COMMAND ...")
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
+    """(version, command to run instead of pytest or [], arguments for pytest). Raises TryError."""
+    args = make_parser().parse_args(arguments)
     if not re.fullmatch(r"\d+\.\d+\.\d+([a-z]+\d+)?", args.version):
         raise TryError(f"{args.version!r} is not a version; give a release as the index names it, e.g. 0.33.0")
     if args.rest[:1] == ["--exec"]:
