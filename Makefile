@@ -37,4 +37,4 @@ lint: setup
 	@$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) demo.mp4 demo.png demo_world demo_server.log
+	rm -rf $(VENV) .try_vllm demo.mp4 demo.png demo_world demo_server.log

@@ -8,6 +8,8 @@ import pytest
 import torch
 from engine_client import STOCK_SCHEDULER, EngineClient, SharedEngine, running_engine
 
+from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 
 CHUNKS = 4
@@ -96,3 +98,21 @@ def test_both_schedulers_give_identical_chunks(null_engine: SharedEngine, null_w
 
     stepped = null_engine.run(null_engine.client.chunks("s", CHUNKS, seed=3))
     assert all(torch.equal(a, b) for a, b in zip(stepped, asyncio.run(stock()), strict=True))
+
+
+def test_a_paused_engine_makes_a_request_wait(null_engine: SharedEngine) -> None:
+    """A chunk is held back (0.32), or refused as `capacity` and asked for again (0.33), until vLLM resumes."""
+
+    async def scenario() -> None:
+        engine = null_engine.client.engine
+        door = OmniEngine(engine)
+        params = DiffusionParams(session_id="paused", chunk_index=0, prompt="a field", output="latents")
+        await engine.pause_generation(mode="wait", clear_cache=False)
+        chunk = asyncio.create_task(door.run_when_room(params, {}, timeout_s=60, wait_s=60))
+        await asyncio.sleep(0.5)
+        assert not chunk.done()
+        await engine.resume_generation()
+        meta, arrays = await chunk
+        assert meta["chunk_index"] == 0 and "latents" in arrays
+
+    null_engine.run(scenario())

@@ -63,6 +63,9 @@ class AsyncOutput(AsyncModelRunnerOutput):
         self.output.sampled_token_ids = self.sampled
         return self.output
 
+    def get_kv_connector_output(self) -> Any:  # of vLLM 0.33
+        return self.output.kv_connector_output
+
 
 class PretendedRunner:
     """What both generations have in common from the outside: execute_model leaves a state, sample_tokens uses it up."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner offers everything that vLLM's worker asks of one: read from the worker's source, so it follows vLLM."""
+"""The runner offers everything that vLLM's worker asks of one: read from the worker's source, so it follows vLLM.
+
+Here names; with which arguments the worker calls them is held by tests/seams/test_called_on_us.py.
+"""
 
 import inspect
 import re
@@ -13,6 +16,7 @@ from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
 UNREACHABLE = {
     "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a KV group",
     "uniform_decode_query_len": "read with a default",
+    "eplb": "compile_or_warm_up_model of the V2 runner only (0.33), which DiffusionWorkerMixin overrides",
     "kv_caches": "CPUWorker.compile_or_warm_up_model only, which DiffusionWorkerMixin overrides",
 }
 

@@ -2,8 +2,9 @@
 """`OmniEngine`: every door's way to vLLM's engine. One call = one pooling request (a chunk, some images, a video).
 
 Everything here is stock `EngineClient` surface: `encode`, `abort`, `collective_rpc`. Torch stops at this file: doors
-see NumPy. Failures are `RequestFailed` with the codes of the worker, and three more made here: `cancelled` (the
-engine ended the request), `engine_error` (it failed on it) and `engine_dead` (nothing will be answered any more).
+see NumPy. Failures are `RequestFailed` with the codes of the worker (`capacity` also for an engine that is paused or
+whose queue is full), and three more made here: `cancelled` (the engine ended the request), `engine_error` (it failed
+on it) and `engine_dead` (nothing will be answered any more). Held by tests/entrypoints/test_engine_refusals.py.
 
 With data parallelism a request is sent to the rank that `SessionRanks` names (`AsyncLLM.add_request`, because stock
 `encode` takes no rank), and what the workers say is gathered over all ranks.
@@ -20,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import GenerationError, GracefulHTTPError, RetryableRequestError, VLLMClientError
 from vllm.outputs import PoolingRequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -83,7 +84,9 @@ class OmniEngine:
             raise RequestFailed("engine_dead", _DEAD) from None
         except VLLMClientError as error:
             raise RequestFailed("invalid_request", "the engine refused the request") from error
-        except EngineGenerateError as error:
+        except (RetryableRequestError, GracefulHTTPError) as error:  # paused, or its queue is full
+            raise RequestFailed("capacity", "the engine takes no requests now; try again later") from error
+        except (EngineGenerateError, GenerationError) as error:
             if self.is_dead:  # with several ranks, those that stock vLLM stops after another's death end like this
                 raise RequestFailed("engine_dead", _DEAD) from None
             raise RequestFailed(
@@ -102,7 +105,7 @@ class OmniEngine:
         queue = await self._client.add_request(request_id, engine_prompt(), params, data_parallel_rank=rank)
         try:
             answer = queue.get_nowait() or await queue.get()  # type: ignore[assignment]
-        except (asyncio.CancelledError, EngineDeadError):
+        except (asyncio.CancelledError, EngineDeadError, VLLMClientError, GracefulHTTPError, GenerationError):
             raise
         except Exception as error:  # as stock `encode` does
             await self._client.abort(request_id)

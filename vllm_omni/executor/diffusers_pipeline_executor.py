@@ -24,6 +24,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_omni.compat import set_profiler_kwargs
 from vllm_omni.config import OmniConfig
 from vllm_omni.executor.cpu_threads import CpuThreads
 from vllm_omni.executor.pipeline_host import PipelineHost
@@ -88,8 +89,15 @@ class DiffusersPipelineExecutor(Executor):
         *,
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
+        profiler_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        self.worker.profile(is_start, profile_prefix, delay_iterations, max_iterations)
+        self.worker.profile(
+            is_start,
+            profile_prefix,
+            delay_iterations=delay_iterations,
+            max_iterations=max_iterations,
+            profiler_kwargs=profiler_kwargs,
+        )
 
     def check_health(self) -> None:
         """The pipeline runs in this process: whoever can ask gets an answer. Raises RuntimeError after `shutdown`."""
@@ -177,7 +185,7 @@ class PipelineWorker:
 
         return [layout.name for layout in get_supported_kv_cache_layouts([])]
 
-    def set_kv_cache_layout(self, kv_cache_layout: str) -> None: ...
+    def set_kv_cache_layout(self, kv_cache_layout: str, cp_kv_cache_interleave_size: int = 1) -> None: ...
 
     def initialize_from_config(self, kv_cache_configs: Any) -> None: ...
 
@@ -191,6 +199,8 @@ class PipelineWorker:
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def get_kv_connector_handshake_metadata(self) -> None: ...
+
+    def get_simple_cpu_offload_num_cpu_blocks(self) -> None: ...
 
     def supports_draft_weight_updates(self) -> bool:
         return False
@@ -280,8 +290,10 @@ class PipelineWorker:
         self,
         is_start: bool = True,
         profile_prefix: str | None = None,
+        *,
         delay_iterations: int | None = None,
         max_iterations: int | None = None,
+        profiler_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Trace with vLLM's profiler, on the thread the pipeline runs on. Raises RuntimeError if it is not set up."""
         config = self.vllm_config.profiler_config
@@ -297,6 +309,7 @@ class PipelineWorker:
             self._profiler = create_worker_profiler(config, worker_name=name, local_rank=0)
             self.runner.on_turn = self._profiler.step
         if is_start:
+            set_profiler_kwargs(self._profiler, profiler_kwargs)
             self.runner.on_lane(
                 lambda: self._profiler.start(delay_iterations=delay_iterations, max_iterations=max_iterations)
             )

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from vllm.engine.protocol import EngineClient
+from vllm.exceptions import GenerationError, GracefulHTTPError, RetryableRequestError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from vllm_omni.inputs import DiffusionParams, engine_prompt
-from vllm_omni.outputs import unpack
+from vllm_omni.outputs import RequestFailed, unpack
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -58,7 +59,10 @@ class Stage:
         except EngineDeadError as error:
             finished = True
             raise StageDied(self.name) from error
-        except EngineGenerateError as error:
+        except (RetryableRequestError, GracefulHTTPError) as error:
+            finished = True
+            raise self._no_room() from error
+        except (EngineGenerateError, GenerationError) as error:
             finished = True
             self.check_alive()
             raise RuntimeError(f"stage {self.name!r} failed on a request") from error
@@ -76,7 +80,9 @@ class Stage:
                 last = output
         except EngineDeadError as error:
             raise StageDied(self.name) from error
-        except EngineGenerateError as error:
+        except (RetryableRequestError, GracefulHTTPError) as error:
+            raise self._no_room() from error
+        except (EngineGenerateError, GenerationError) as error:
             self.check_alive()
             raise RuntimeError(f"stage {self.name!r} failed on a request") from error
         finally:
@@ -85,6 +91,10 @@ class Stage:
         if last is None:
             raise StageDied(self.name)
         return unpack(last.outputs.data)
+
+    def _no_room(self) -> RequestFailed:
+        """Paused, or its queue is full."""
+        return RequestFailed("capacity", f"stage {self.name!r} takes no requests now; try again later")
 
     async def _abort(self, request_id: str) -> None:
         """Tell the engine, also while this task is being cancelled."""

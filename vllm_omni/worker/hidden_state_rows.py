@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
+from vllm_omni.compat import WrapsAsyncOutput
 from vllm_omni.hidden_states import HiddenStatesRequest
 from vllm_omni.outputs import RequestFailed, pack_error
 
@@ -233,7 +234,7 @@ class TakenRows:
         return output
 
 
-class HiddenStatesOutput(AsyncModelRunnerOutput):
+class HiddenStatesOutput(WrapsAsyncOutput, AsyncModelRunnerOutput):
     """A runner's asynchronous output with the rows attached once it is there."""
 
     def __init__(self, inner: AsyncModelRunnerOutput, taken: TakenRows) -> None:

