@@ -19,6 +19,8 @@ import torch
 
 from vllm_omni.model_executor.models.registry import get_family
 
+pytest_plugins = ["suite_times"]
+
 _INIT_PORT_FILE = "dist-init"
 
 
