@@ -19,7 +19,7 @@ import torch
 
 from vllm_omni.model_executor.models.registry import get_family
 
-pytest_plugins = ["suite_times"]
+pytest_plugins = ["engine_tests", "nightly_shards", "suite_times"]
 
 _INIT_PORT_FILE = "dist-init"
 
@@ -27,7 +27,7 @@ _INIT_PORT_FILE = "dist-init"
 def pytest_configure(config: pytest.Config) -> None:
     """The suite of every commit starts its engines quickly; nightly tests, and those run by name, as vLLM does."""
     may_fork = torch.version.cuda is None
-    if may_fork and config.option.markexpr == "not nightly":
+    if may_fork and "not nightly" in config.option.markexpr:
         quick_spawn.install()
 
 
