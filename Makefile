@@ -10,7 +10,7 @@
 #
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the environment, DEVICE=cpu|cuda the build (default: what the
 # machine has), TORCH_INDEX=url where CPU builds of torch are; see scripts/setup_env.py. PYTEST_ARGS goes to pytest:
-# PYTEST_ARGS="--times times.json" shows the slowest tests and files, by the clock and of the processors.
+# PYTEST_ARGS=-n0 runs tests in one process, PYTEST_ARGS="--times times.json" shows the slowest tests and files, by the clock and of the processors.
 
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -29,10 +29,10 @@ demo: setup
 	@$(VENV)/bin/vllm-omni demo $(if $(filter-out 0 no,$(ONCE)),--once) $(DEMO_ARGS)
 
 check: lint
-	@$(VENV)/bin/python -m pytest -m "not nightly and not engine" $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -n auto -m "not nightly and not engine" $(PYTEST_ARGS)
 
 test: setup
-	@$(VENV)/bin/python -m pytest -m "not nightly" $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -n auto -m "not nightly" $(PYTEST_ARGS)
 
 nightly: setup
 	@$(PYTHON) scripts/setup_env.py $(VENV) ray

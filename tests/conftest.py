@@ -19,7 +19,7 @@ import torch
 
 from vllm_omni.model_executor.models.registry import get_family
 
-pytest_plugins = ["engine_tests", "nightly_shards", "suite_times"]
+pytest_plugins = ["engine_tests", "nightly_shards", "suite_times", "two_processes"]
 
 _INIT_PORT_FILE = "dist-init"
 
