@@ -50,7 +50,10 @@ def test_who_starts_an_engine_is_left_out(tmp_path: Path) -> None:
     for name, text in FOLDER.items():
         (tmp_path / name).write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "engine_tests", "-p", "no:cacheprovider", "-v", "-m", "not engine"]
-    environ = os.environ | {"PYTHONPATH": str(Path(engine_tests.__file__).parent)}
+    environ = os.environ | {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTHONPATH": str(Path(engine_tests.__file__).parent),
+    }
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
     ran = dict(re.findall(r"^(\S+::\S+) (PASSED|FAILED)", done.stdout, re.M))
     assert ran == {

@@ -82,7 +82,10 @@ FOLDER = {
 
 def run_shard(folder: Path, shard: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-p", "nightly_shards", "-p", "no:cacheprovider", "-v", "--shard", shard]
-    environ = os.environ | {"PYTHONPATH": str(Path(nightly_shards.__file__).parent)}
+    environ = os.environ | {
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTHONPATH": str(Path(nightly_shards.__file__).parent),
+    }
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout + done.stderr
 

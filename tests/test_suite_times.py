@@ -31,7 +31,7 @@ def test_both_clocks_are_written_and_the_slowest_shown(tmp_path: Path) -> None:
     (tmp_path / "test_two.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-p", "suite_times", "-p", "no:cacheprovider", "--times", "times.json"]
-    environ = os.environ | {"PYTHONPATH": str(Path(suite_times.__file__).parent)}
+    environ = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(Path(suite_times.__file__).parent)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     times = json.loads((tmp_path / "times.json").read_text())

@@ -19,6 +19,7 @@ TOGETHER = {
     "tests/engine/test_reload_and_sleep.py": "null_engine",
     "tests/engine/test_vae_stage.py": "null_engine",
     "tests/entrypoints/realtime/test_live_served.py": "served",
+    "tests/entrypoints/realtime/test_other_doors_served.py": "served",
     "tests/entrypoints/realtime/test_session_api.py": "served",
     "tests/entrypoints/realtime/test_world_camera_served.py": "served",
 }
