@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tests start an engine or a server with one: they get the marker `engine`, and `make check` leaves them out.
 
-A test is one of them if it asks for a fixture of `FIXTURES`, if its file imports a name of `STARTERS`, or if it is
-marked by hand (scripts that start one in a process of their own). Where they are left out, a test that starts an engine
+A test is one of them if it is in `tests/engine`, if it asks for a fixture of `FIXTURES`, if its file imports a name of
+`STARTERS`, or if it is marked by hand (elsewhere, scripts that start one in a process of their own). Where they are left out, a test that starts an engine
 all the same fails. Held by test_engine_tests.py.
 """
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+FOLDER = "tests/engine/"
 FIXTURES = frozenset({"null_engine", "served", "image_server", "world_server"})
 STARTERS = frozenset({"running_engine", "shared_engine", "AsyncLLM", "LLM", "Served"})
 LEFT_OUT = "not engine"
@@ -20,6 +21,8 @@ _ENGINE_PROCESSES = ("EngineCore", "DPCoordinator")
 def starts_an_engine(item: pytest.Item) -> bool:
     module = item.getparent(pytest.Module)
     names: frozenset[str] = frozenset() if module is None else frozenset(vars(module.obj))
+    if item.nodeid.startswith(FOLDER):
+        return True
     return bool(FIXTURES.intersection(getattr(item, "fixturenames", ())) or STARTERS & names)
 
 

@@ -32,6 +32,7 @@ def test_an_engine_that_was_not_announced_fails_its_test(refused: None) -> None:
 
 
 FOLDER = {
+    "tests/engine/test_by_folder.py": "def test_it(): pass",
     "helper.py": "def running_engine(): pass",
     "conftest.py": "import pytest\n@pytest.fixture\ndef null_engine(): pass",
     "test_by_import.py": "from helper import running_engine\ndef test_it(): pass",
@@ -46,8 +47,9 @@ FOLDER = {
 
 
 def test_who_starts_an_engine_is_left_out(tmp_path: Path) -> None:
-    """By import, by fixture, by hand; through pytest's command line."""
+    """By folder, by import, by fixture, by hand; through pytest's command line."""
     for name, text in FOLDER.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "engine_tests", "-p", "no:cacheprovider", "-v", "-m", "not engine"]
     environ = os.environ | {

@@ -6,7 +6,6 @@ stay in one process, and so do files that share an engine or a server (`TOGETHER
 those with engines come early and the end is even. On CUDA there is one process: engines count on most of a device.
 """
 
-import os
 from typing import Any
 
 import pytest
@@ -30,12 +29,6 @@ def unit_of(nodeid: str) -> str:
     """What is handed to a process as a whole."""
     file = nodeid.split("::")[0]
     return TOGETHER.get(file, file)
-
-
-def pytest_configure() -> None:
-    """vLLM binds the first rank of every engine to the same core; two processes have two engines."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -97,11 +97,7 @@ async def running_engine(
     # One core per rank; stock vLLM otherwise wants a NUMA node for each.
     cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(size))
     # Stock vLLM would bind the first rank of every engine to the same core.
-    several_engines = (
-        "data_parallel_size" in engine_args
-        or engine_args.get("distributed_executor_backend") == "ray"
-        or "PYTEST_XDIST_WORKER" in os.environ
-    )
+    several_engines = "data_parallel_size" in engine_args or engine_args.get("distributed_executor_backend") == "ray"
     bind = "nobind" if several_engines else cores if size > 1 else "auto"
     if torch.cuda.is_available():
         engine_args.setdefault("gpu_memory_utilization", 0.4)  # another engine may be alive
