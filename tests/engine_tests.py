@@ -2,8 +2,8 @@
 """Which tests start an engine or a server with one: they get the marker `engine`, and `make check` leaves them out.
 
 A test is one of them if it is in `tests/engine`, if it asks for a fixture of `FIXTURES`, if its file imports a name of
-`STARTERS`, or if it is marked by hand (elsewhere, scripts that start one in a process of their own). Where they are left out, a test that starts an engine
-all the same fails. Held by test_engine_tests.py.
+`STARTERS`, or if it is marked by hand (elsewhere, scripts that start one in a process of their own). Where they are
+left out, a test that starts an engine all the same fails. Held by test_engine_tests.py.
 """
 
 import multiprocessing.process
