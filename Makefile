@@ -1,19 +1,25 @@
 # make demo          set up, serve a tiny world, stream a camera walk, write demo.mp4 and demo.png, keep serving
 # make demo ONCE=1   the same, and stop after the files are written
-# make test          set up and run the whole test suite (what CI runs)
-# make nightly       the slow tests
+# make check         lint, types and every test that needs no engine: before each commit
+# make test          set up and run the test suite, without the nightly tests
+# make nightly       the slow tests; SHARD=3/8 runs the third of eight shards of them
 # make lint          ruff and mypy
+# make mutants       change outputs.py and codec.py in every small way; what no test notices is listed
+# make turn          commit which nightly shard CI runs next; once for each submission, at its end
+# .ci/run            what CI runs: lint, test, and the nightly shard whose turn it is
 # make clean         remove the environment and what the demo wrote
 #
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the environment, DEVICE=cpu|cuda the build (default: what the
-# machine has), TORCH_INDEX=url where CPU builds of torch are; see scripts/setup_env.py.
+# machine has), TORCH_INDEX=url where CPU builds of torch are; see scripts/setup_env.py. PYTEST_ARGS goes to pytest:
+# PYTEST_ARGS=-n0 runs the tests in one process, PYTEST_ARGS="--times times.json" shows what is slow.
 
 PYTHON ?= python3.11
 VENV ?= .venv
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+MUTANTS ?=
 
-.PHONY: setup demo test nightly lint clean
+.PHONY: setup demo check engineless test nightly lint turn mutants clean
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -24,17 +30,31 @@ setup:
 demo: setup
 	@$(VENV)/bin/vllm-omni demo $(if $(filter-out 0 no,$(ONCE)),--once) $(DEMO_ARGS)
 
+check: setup
+	@$(MAKE) --no-print-directory -j2 lint engineless
+
+engineless: setup
+	@$(VENV)/bin/python -m pytest -n auto -m "not nightly and not engine" $(PYTEST_ARGS)
+
 test: setup
-	@$(VENV)/bin/python -m pytest -m "not nightly" $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -n auto -m "not nightly" $(PYTEST_ARGS)
 
 nightly: setup
 	@$(PYTHON) scripts/setup_env.py $(VENV) ray
-	@$(VENV)/bin/python -m pytest -m nightly $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -m nightly $(if $(SHARD),--shard $(SHARD)) $(PYTEST_ARGS)
 
 lint: setup
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 
+turn:
+	@$(PYTHON) scripts/nightly_turn.py --advance
+
+mutants: setup
+	@$(PYTHON) scripts/setup_env.py $(VENV) mutants
+	@$(VENV)/bin/mutmut run $(MUTANTS)
+	@$(VENV)/bin/mutmut results
+
 clean:
-	rm -rf $(VENV) .try_vllm demo.mp4 demo.png demo_world demo_server.log
+	rm -rf $(VENV) .try_vllm mutants demo.mp4 demo.png demo_world demo_server.log

@@ -4,6 +4,9 @@
 import json
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 SNAPSHOT = """
 import importlib, json, sys
@@ -35,22 +38,13 @@ def contents():
 """
 
 
-def run(script: str) -> dict[str, object]:
-    output = subprocess.run(
-        [sys.executable, "-c", SNAPSHOT + script], capture_output=True, text=True, check=True, timeout=600
-    ).stdout
-    return json.loads(output.splitlines()[-1])
-
-
-def test_importing_every_module_rebinds_nothing_in_vllm() -> None:
-    """Every attribute of every loaded vllm module and of its classes is the same object after all our imports.
-
-    The CPU worker modules are left out: they import vLLM's own CPU worker, which patches torch (not vLLM) by itself.
-    """
-    result = run(
-        """
-import pkgutil, vllm_omni
-before = objects()
+WALK = """
+before, entries = objects(), contents()
+import pkgutil, vllm_omni, vllm_omni.registration
+from vllm_omni.model_executor.models.registry import AR_ARCHITECTURES, ARCHITECTURES
+vllm_omni.register()
+vllm_omni.register()
+registered, new = objects(), contents()
 names = [m.name for m in pkgutil.walk_packages(vllm_omni.__path__, "vllm_omni.")]
 imported = 0
 for name in names:
@@ -58,38 +52,44 @@ for name in names:
         continue
     importlib.import_module(name)
     imported += 1
-after = objects()
 # A submodule imported for the first time becomes an attribute of its package: an addition, not a change.
-print(json.dumps({"imported": imported, "checked": len(before), "changed": changed(before, after)}))
-"""
-    )
-    assert result["changed"] == []
-    assert result["imported"] > 20 and result["checked"] > 5000
-
-
-def test_registering_touches_three_registries_and_only_adds() -> None:
-    """register(), twice: architectures, one config hook each, one config parser; nothing is replaced."""
-    result = run(
-        """
-from vllm_omni.model_executor.models.registry import AR_ARCHITECTURES, ARCHITECTURES
-import vllm_omni.registration
-before, entries = objects(), contents()
-vllm_omni.register()
-vllm_omni.register()
-after, new = objects(), contents()
 print(json.dumps({
-    "changed": changed(before, after),
+    "checked": len(before),
+    "imported": imported,
+    "changed_by_importing": changed(registered, objects()),
+    "changed_by_registering": changed(before, registered),
     "added": {kind: sorted(set(new[kind]) - set(entries[kind])) for kind in new},
     "replaced": [key for kind in new for key in entries[kind] if new[kind].get(key) is not entries[kind][key]],
     "architectures": sorted(ARCHITECTURES),
     "autoregressive": sorted(AR_ARCHITECTURES),
 }))
 """
-    )
-    assert result["changed"] == [] and result["replaced"] == []
-    assert result["added"] == {
-        "models": sorted(result["architectures"] + result["autoregressive"]),
-        "hooks": result["architectures"],
+
+
+@pytest.fixture(scope="module")
+def walk() -> dict[str, object]:
+    """What registering and then importing everything did, in a process of its own."""
+    output = subprocess.run(
+        [sys.executable, "-c", SNAPSHOT + WALK], capture_output=True, text=True, check=True, timeout=600
+    ).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def test_importing_every_module_rebinds_nothing_in_vllm(walk: dict[str, Any]) -> None:
+    """Every attribute of every loaded vllm module and of its classes is the same object after all our imports.
+
+    The CPU worker modules are left out: they import vLLM's own CPU worker, which patches torch (not vLLM) by itself.
+    """
+    assert walk["changed_by_importing"] == []
+    assert walk["imported"] > 20 and walk["checked"] > 5000
+
+
+def test_registering_touches_three_registries_and_only_adds(walk: dict[str, Any]) -> None:
+    """register(), twice: architectures, one config hook each, one config parser; nothing is replaced."""
+    assert walk["changed_by_registering"] == [] and walk["replaced"] == []
+    assert walk["added"] == {
+        "models": sorted(walk["architectures"] + walk["autoregressive"]),
+        "hooks": walk["architectures"],
         "parsers": ["omni"],
     }
 

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result envelope: what is packed comes back, what is malformed is refused with the documented exceptions."""
 
+import json
+import struct
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,6 +64,7 @@ def test_an_error_envelope_raises_what_was_packed() -> None:
     with pytest.raises(RequestFailed) as failure:
         unpack(pack_error("capacity", "full"))
     assert (failure.value.code, failure.value.message) == ("capacity", "full")
+    assert str(failure.value) == "capacity: full"
 
 
 def test_dtypes_without_a_name_are_refused_when_packing() -> None:
@@ -98,11 +103,101 @@ def test_mutated_envelopes_raise_only_documented_errors(data: st.DataObject) -> 
 )
 def test_lying_headers_are_refused_before_anything_is_read(entry: list[object]) -> None:
     """Unknown dtype, absurd shape, payload outside the buffer."""
-    import json
-    import struct
-
-    header = json.dumps({"meta": {}, "tensors": [entry]}).encode()
-    raw = struct.pack("<4sIQ", b"VOMN", 1, len(header)) + header
-    raw = raw.ljust(256, b"\0")
     with pytest.raises(ValueError, match="envelope"):
-        unpack(torch.tensor(list(raw), dtype=torch.uint8))
+        unpack(envelope_of({"meta": {}, "tensors": [entry]}))
+
+
+def envelope_of(header: Any, magic: bytes = b"VOMN", version: int = 1, header_bytes: int | None = None) -> torch.Tensor:
+    """An envelope of 256 bytes, or more if the header needs them, as somebody else may have written it."""
+    text = json.dumps(header).encode()
+    raw = struct.pack("<4sIQ", magic, version, len(text) if header_bytes is None else header_bytes) + text
+    return torch.tensor(list(raw.ljust(256, b"\0")), dtype=torch.uint8)
+
+
+EMPTY: dict[str, Any] = {"meta": {}, "tensors": []}
+
+
+def test_an_envelope_of_another_writer_is_read() -> None:
+    """The layout at the top of the file, by hand: two views of one payload, one without bytes, eight dimensions."""
+    entries = [["x", "int16", [2], 192], ["none", "uint8", [0, 3], 0], ["deep", "uint8", [1] * 8, 192]]
+    envelope = envelope_of({"meta": {"n": 1}, "tensors": entries})
+    envelope[192:196] = torch.tensor([1, 0, 2, 1], dtype=torch.uint8)
+    meta, tensors = unpack(envelope)
+    assert meta == {"n": 1}
+    assert tensors["x"].tolist() == [1, 258]
+    assert (tensors["none"].shape, tensors["none"].dtype) == ((0, 3), torch.uint8)
+    assert (tensors["deep"].shape, tensors["deep"].item()) == ((1,) * 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("envelope", "says"),
+    [
+        (torch.zeros(64, dtype=torch.int8), "1-D uint8 tensor, got torch.int8"),
+        (torch.zeros(8, 8, dtype=torch.uint8), r"1-D uint8 tensor, got torch.uint8 \(8, 8\)"),
+        (torch.zeros(15, dtype=torch.uint8), "15 bytes is shorter than its 16-byte prefix"),
+        (envelope_of(EMPTY, magic=b"VOMM"), "not a version 1 envelope"),
+        (envelope_of(EMPTY, version=2), "not a version 1 envelope"),
+        (envelope_of(EMPTY, header_bytes=241), "header length 241 exceeds the envelope of 256 bytes"),
+        (envelope_of({"meta": {"text": "x" * (1 << 20)}, "tensors": []}), "header length"),
+        (envelope_of(EMPTY, header_bytes=3), "malformed envelope header: JSONDecodeError"),
+        (envelope_of({"tensors": []}), "malformed envelope header: KeyError"),
+        (envelope_of({"meta": [], "tensors": []}), "malformed envelope header: TypeError"),
+        (envelope_of({"meta": {}, "tensors": {}}), "malformed envelope header: TypeError"),
+        (envelope_of({"meta": {}, "tensors": [[]]}), "malformed envelope header: IndexError"),
+        (envelope_of({"meta": {"error": "full"}, "tensors": []}), "error is not a map"),
+        (envelope_of({"meta": {}, "tensors": [["x", "uint8", [True], 128]]}), "bad shape"),
+        (envelope_of({"meta": {}, "tensors": [["x", "uint8", [1], 128.0]]}), "bad shape .* or offset 128.0"),
+        (envelope_of({"meta": {}, "tensors": [["x", "uint8", [129], 128]]}), r"payload \[128, 257\) lies outside"),
+    ],
+)
+def test_a_malformed_envelope_is_refused_with_its_reason(envelope: torch.Tensor, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        unpack(envelope)
+
+
+def test_a_header_or_payload_may_fill_the_envelope_to_its_end() -> None:
+    """The bounds are inclusive: 240 bytes of header after the prefix, a payload that ends where the envelope does."""
+    padding = 240 - len(json.dumps({"meta": {"t": ""}, "tensors": []}))
+    full = envelope_of({"meta": {"t": "x" * padding}, "tensors": []})
+    assert full.numel() == 256 and len(unpack(full)[0]["t"]) == padding
+    assert unpack(envelope_of({"meta": {}, "tensors": [["x", "uint8", [128], 128]]}))[1]["x"].numel() == 128
+
+
+def test_what_an_error_lacks_is_said_to_be_none() -> None:
+    with pytest.raises(RequestFailed) as failure:
+        unpack(envelope_of({"meta": {"error": {}}, "tensors": []}))
+    assert (failure.value.code, failure.value.message) == ("None", "None")
+
+
+def test_a_part_of_a_result_tensor_is_copied() -> None:
+    """Only the whole of it, as `empty_result` made it, becomes the envelope."""
+    whole = empty_result((4, 6), torch.int16)
+    whole.copy_(torch.arange(24).view(4, 6))
+    for part in (whole[:2], whole[2:], whole.T, whole[:, :3]):
+        envelope = pack({}, {"x": part})
+        assert envelope.data_ptr() != whole.untyped_storage().data_ptr()
+        assert torch.equal(unpack(envelope)[1]["x"], part)
+    envelope = pack({"k": 1}, {"x": whole})
+    assert envelope.data_ptr() == whole.untyped_storage().data_ptr()
+    assert torch.equal(unpack(envelope)[1]["x"], torch.arange(24, dtype=torch.int16).view(4, 6))
+
+
+def test_what_is_between_header_and_payloads_is_zero() -> None:
+    """No bytes of the process's memory travel along; equal results are equal envelopes."""
+    for make in (lambda: pack({"k": 1}, {"x": torch.ones(3), "y": torch.ones(2)}), lambda: in_place()):
+        first, second = make(), make()
+        header_bytes = int.from_bytes(bytes(first[8:16].tolist()), "little")
+        assert not first[16 + header_bytes : 128].any()
+        assert torch.equal(first[:128], second[:128])
+
+
+def in_place() -> torch.Tensor:
+    result = empty_result((3,), torch.float32)
+    result.untyped_storage().fill_(255)
+    return pack({"k": 1}, {"x": result.fill_(1.0)})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_json_lacks_are_refused_when_packing(value: float) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        pack({"loss": value})

@@ -2,12 +2,11 @@
 """A Ray cluster of two nodes on this machine, without accelerators: each node has one slot for one worker.
 
 Nodes are real: a raylet, an object store and worker processes each, found by address. `lose` kills one with SIGKILL.
+Ray is imported by whoever needs it: without the extra [ray] tests can be collected, and fail when they are run.
 """
 
 import os
 from typing import Any
-
-from ray.cluster_utils import Cluster
 
 SLOTS: dict[str, Any] = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 128 << 20, "include_dashboard": False}
 
@@ -27,6 +26,8 @@ class TwoNodes:
     """`environ`: what an engine's process needs to find the cluster. Use as a context manager."""
 
     def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
         os.environ.update(ENVIRON)  # raylets pass their environment on to workers
         self._cluster = Cluster(initialize_head=True, head_node_args=SLOTS)
         self.other = self._cluster.add_node(**SLOTS)

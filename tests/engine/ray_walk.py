@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ray
-
 CHUNKS, SESSIONS = 3, 3
 
 
 def worker_nodes() -> list[str]:
     """The Ray node of every worker that is placed now."""
+    import ray
+
     ray.init(log_to_driver=False, ignore_reinit_error=True)
     tables = [table for table in ray.util.placement_group_table().values() if table["state"] == "CREATED"]
     return [node for table in tables for node in table["bundles_to_node_id"].values()]

@@ -19,9 +19,6 @@ import pytest
 import torch
 from engine_client import running_engine
 from fake_engine import LATER, Client, infer, wait_until
-
-pytest.importorskip("ray", reason="needs the extra [ray], which `make nightly` installs")
-
 from ray_cluster import TwoNodes
 from ray_walk import CHUNKS, SESSIONS
 from safetensors.torch import load_file

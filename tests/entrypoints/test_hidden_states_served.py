@@ -20,6 +20,8 @@ import torch
 from vllm_omni.entrypoints.cli import demo
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, from_safetensors
 
+pytestmark = pytest.mark.engine
+
 PROMPT = "the red bird sings"
 ASKED = {"omni": json.dumps(HiddenStatesRequest(hidden_states="all", layers=(1, -1)).to_extra_args()["omni"])}
 MAX_BYTES = 200 * 64 * 4

@@ -46,6 +46,7 @@ def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
+@pytest.mark.engine
 def test_image_and_camera_folder_become_a_video(lingbot_world: Path, camera: Path, tmp_path: Path) -> None:
     """Two chunks, 9 and 12 frames, at the asked size, moving."""
     picture = tmp_path / "start.png"

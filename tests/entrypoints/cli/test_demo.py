@@ -259,6 +259,7 @@ def test_the_command_is_the_documented_one(tmp_path: Path) -> None:
 # ---- all of it ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.engine
 def test_the_demo_walks_through_the_tiny_world(tmp_path: Path) -> None:
     """`make demo ONCE=1`: a real server on the tiny LingBot world, both files, status 0, nothing left running."""
     result = subprocess.run(

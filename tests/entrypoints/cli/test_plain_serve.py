@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import msgspec
+import pytest
 from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.cli import demo, serve
 
 
+@pytest.mark.engine
 def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
     """Plain `vllm serve` with the printed flags and variable has the door, and its hello is the model's."""
     port = demo.free_port(0)

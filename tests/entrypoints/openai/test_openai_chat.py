@@ -26,6 +26,10 @@ SMALL = {"max_image_pixels": 128 * 128, "max_video_pixels": 64 * 96, "max_video_
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from serve_lance(tmp_path_factory)
+
+
+def serve_lance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = tmp_path_factory.mktemp("lance")
     get_family("lance").make_tiny(model, 0, "video")
     never_end_an_answer(model / "Lance_3B_Video")

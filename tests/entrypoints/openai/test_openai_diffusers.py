@@ -16,8 +16,6 @@ from PIL import Image
 
 from vllm_omni.model_executor.models.registry import get_family
 
-pytestmark = pytest.mark.nightly
-
 STEPS = 3
 
 

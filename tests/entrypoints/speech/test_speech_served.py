@@ -30,6 +30,10 @@ SPEECH: dict[str, Any] = {"modalities": ["text", "audio"], "audio": {"voice": "E
 
 @pytest.fixture(scope="module")
 def speech_server(qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from serve_speech(qwen2_5_omni, tmp_path_factory)
+
+
+def serve_speech(qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     engine = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 2}
     speech = {"chunk_codes": 2, "left_codes": 4, "right_codes": 1, "max_codes": CODES, "temperature": 0, "top_k": 0}
     yield from serve(

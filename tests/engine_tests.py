@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests start an engine or a server with one: they get the marker `engine`, and `make check` leaves them out.
+
+A test is one of them if it is in `tests/engine`, if it asks for a fixture of `FIXTURES`, if its file imports a name of
+`STARTERS`, or if it is marked by hand (elsewhere, scripts that start one in a process of their own). Where they are
+left out, a test that starts an engine all the same fails. Held by test_engine_tests.py.
+"""
+
+import multiprocessing.process
+from typing import Any
+
+import pytest
+
+FOLDER = "tests/engine/"
+FIXTURES = frozenset({"null_engine", "served", "image_server", "world_server"})
+STARTERS = frozenset({"running_engine", "shared_engine", "AsyncLLM", "LLM", "Served"})
+LEFT_OUT = "not engine"
+_ENGINE_PROCESSES = ("EngineCore", "DPCoordinator")
+
+
+def starts_an_engine(item: pytest.Item) -> bool:
+    module = item.getparent(pytest.Module)
+    names: frozenset[str] = frozenset() if module is None else frozenset(vars(module.obj))
+    if item.nodeid.startswith(FOLDER):
+        return True
+    return bool(FIXTURES.intersection(getattr(item, "fixturenames", ())) or STARTERS & names)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if LEFT_OUT in config.option.markexpr:
+        refuse_engines()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if starts_an_engine(item):
+            item.add_marker("engine")
+
+
+def refuse_engines() -> None:
+    """Let no process of vLLM's engine begin, here or in a process that is forked from this one."""
+    start = multiprocessing.process.BaseProcess.start
+
+    def checked_start(process: multiprocessing.process.BaseProcess) -> Any:
+        if process.name.startswith(_ENGINE_PROCESSES):
+            raise AssertionError(f"{process.name} was started by a test without the marker `engine`")
+        return start(process)
+
+    multiprocessing.process.BaseProcess.start = checked_start  # type: ignore[method-assign]
