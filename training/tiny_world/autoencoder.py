@@ -9,6 +9,7 @@ Held by tests/training/test_tiny_world_autoencoder.py.
 
 # B clips, T frames, C channels, H, W pixels, h, w latent cells
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +58,9 @@ class CausalConv3d(nn.Module):
     def forward(self, x: Frames) -> Frames:
         taps = self.weight.shape[2]
         if taps == 1:
-            return x.like(functional.conv2d(x.pixels, self.weight[:, :, 0], self.bias, padding=self.weight.shape[3] // 2))
+            return x.like(
+                functional.conv2d(x.pixels, self.weight[:, :, 0], self.bias, padding=self.weight.shape[3] // 2)
+            )
         clips = x.split()
         history = torch.cat((clips.new_zeros(x.clips, taps - 1, *clips.shape[2:]), clips), dim=1)
         return x.like(self._convolve([history[:, tap : tap + x.length] for tap in range(taps)]))
@@ -70,7 +73,9 @@ class CausalConv3d(nn.Module):
 
     def _convolve(self, taps_BTCHW: list[torch.Tensor]) -> torch.Tensor:
         stacked = _merge(torch.cat(taps_BTCHW, dim=2))
-        return functional.conv2d(stacked, self.weight.transpose(1, 2).flatten(1, 2), self.bias, padding=self.weight.shape[3] // 2)
+        return functional.conv2d(
+            stacked, self.weight.transpose(1, 2).flatten(1, 2), self.bias, padding=self.weight.shape[3] // 2
+        )
 
 
 class RMSNorm(nn.Module):
@@ -87,15 +92,9 @@ class RMSNorm(nn.Module):
 class ResidualBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.residual = nn.ModuleDict(
-            {
-                "0": RMSNorm(inputs),
-                "2": CausalConv3d(inputs, outputs, (3, 3, 3)),
-                "3": RMSNorm(outputs),
-                "6": CausalConv3d(outputs, outputs, (3, 3, 3)),
-            }
-        )
-        nn.init.zeros_(self.residual["6"].weight)
+        first, last = CausalConv3d(inputs, outputs, (3, 3, 3)), CausalConv3d(outputs, outputs, (3, 3, 3))
+        self.residual = nn.ModuleDict({"0": RMSNorm(inputs), "2": first, "3": RMSNorm(outputs), "6": last})
+        nn.init.zeros_(last.weight)
         self.shortcut = CausalConv3d(inputs, outputs, (1, 1, 1)) if inputs != outputs else None
 
     def forward(self, x: Frames) -> Frames:
@@ -128,7 +127,9 @@ class Resample(nn.Module):
     def __init__(self, channels: int, *, down: bool, in_time: bool) -> None:
         super().__init__()
         self.down = down
-        conv = nn.Conv2d(channels, channels if down else channels // 2, 3, stride=2 if down else 1, padding=0 if down else 1)
+        conv = nn.Conv2d(
+            channels, channels if down else channels // 2, 3, stride=2 if down else 1, padding=0 if down else 1
+        )
         self.resample = nn.ModuleDict({"1": conv})
         self.time_conv = CausalConv3d(channels, channels * (1 if down else 2), (3, 1, 1)) if in_time else None
 
@@ -154,7 +155,7 @@ class Encoder(nn.Module):
         widths = [width * multiple for multiple in (1, *_MULTIPLES)]
         self.conv1 = CausalConv3d(3, widths[0], (3, 3, 3))
         layers: list[nn.Module] = []
-        for level, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
+        for level, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
             for block in range(_BLOCKS):
                 layers.append(ResidualBlock(inputs if block == 0 else outputs, outputs))
             if level < len(_DOWN_IN_TIME):
@@ -181,7 +182,7 @@ class Decoder(nn.Module):
             ResidualBlock(widths[0], widths[0]), Attention(widths[0]), ResidualBlock(widths[0], widths[0])
         )
         layers: list[nn.Module] = []
-        for level, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
+        for level, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
             inputs = inputs if level == 0 else inputs // 2
             for block in range(_BLOCKS + 1):
                 layers.append(ResidualBlock(inputs if block == 0 else outputs, outputs))

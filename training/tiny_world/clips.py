@@ -40,7 +40,11 @@ class Encoder:
     def __call__(self, clips_BTCHW: torch.Tensor, at_once: int = 16) -> torch.Tensor:
         out = []
         for part in clips_BTCHW.split(at_once):
-            padded = part if len(part) == at_once else torch.cat((part, part[-1:].expand(at_once - len(part), *part.shape[1:])))
+            padded = (
+                part
+                if len(part) == at_once
+                else torch.cat((part, part[-1:].expand(at_once - len(part), *part.shape[1:])))
+            )
             out.append(self.run(padded)[: len(part)].half())
         return torch.cat(out)
 
@@ -69,13 +73,20 @@ def encode_walks(walks: Walks, style_N: torch.Tensor, renderer: Renderer, encode
     }
 
 
-def make_clips(number: int, seed: int, renderer: Renderer, encoder: Encoder, *, at_once: int = 16, paired: float = 0.25) -> Shard:
+def make_clips(
+    number: int, seed: int, renderer: Renderer, encoder: Encoder, *, at_once: int = 16, paired: float = 0.25
+) -> Shard:
     """One batch of the data set; `number` walks and, for a share of them, the same walk in a second style."""
     generator = torch.Generator().manual_seed(seed)
     walks = random_walks(number, LATENTS, seed)
     style = torch.randint(len(STYLES), (number,), generator=generator)
     pairs = int(number * paired)
-    both = Walks(*(torch.cat((value, value[:pairs])) for value in (walks.keys, walks.positions, walks.yaw, walks.pitch, walks.relative)))
+    both = Walks(
+        *(
+            torch.cat((value, value[:pairs]))
+            for value in (walks.keys, walks.positions, walks.yaw, walks.pitch, walks.relative)
+        )
+    )
     other = (style[:pairs] + torch.randint(1, len(STYLES), (pairs,), generator=generator)) % len(STYLES)
     shard = encode_walks(both, torch.cat((style, other)), renderer, encoder, at_once=at_once)
     total, device = number + pairs, shard["latents"].device
@@ -113,10 +124,11 @@ def main() -> None:
     encoder = Encoder(load_autoencoder(args.vae, ranks.device))
     renderer = Renderer(ranks.device, *args.size)
     args.out.mkdir(parents=True, exist_ok=True)
-    if ranks.rank == 0:
+    if ranks.leads:
         held = make_clips(args.held, _HELD_OUT_SEED, renderer, encoder, at_once=args.at_once)
         torch.save(held, args.out / "clips-held.pt")
-    clock, shards, count = Clock(args.seconds / 60), [], 0
+    clock, count = Clock(args.seconds / 60), 0
+    shards: list[Shard] = []
     number = args.at_once * (16 if ranks.device.type == "cuda" else 1)
     while not shards or (clock.fraction() < 1 and count < args.largest):
         seed = args.seed * 1_000_003 + 10_007 * ranks.rank + len(shards)
@@ -124,7 +136,10 @@ def main() -> None:
         count += len(shards[-1]["twin"])
     begun = time.monotonic()
     torch.save(joined(shards), args.out / f"clips-{ranks.rank}.pt")
-    print(f"rank {ranks.rank}: {count} clips in {clock.elapsed():.0f} s, saved in {time.monotonic() - begun:.0f} s", flush=True)
+    print(
+        f"rank {ranks.rank}: {count} clips in {clock.elapsed():.0f} s, saved in {time.monotonic() - begun:.0f} s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ _FROM_MAKE_TINY = ("models_t5_umt5-xxl-enc-bf16.pth", "google")
 VIEWS = (("square", 1.2, -4.0, 0.0), ("street", 2.6, 7.4, 195.0), ("pond", 7.4, -5.6, 290.0))
 
 
-def export_world(vae: Path, tiny_decoder: Path, transformer: Path, out: Path, *, chunk_frames: int | None = None) -> None:
+def export_world(
+    vae: Path, tiny_decoder: Path, transformer: Path, out: Path, *, chunk_frames: int | None = None
+) -> None:
     """Write the checkpoint into the new or empty directory `out`."""
     out.mkdir(parents=True, exist_ok=True)
     export_transformer(transformer, out / "transformers", chunk_frames)

@@ -33,7 +33,8 @@ class Footage:
     def __init__(
         self, renderer: Renderer, latents: int, seed: int, *, seconds: float, largest: int = 6000, at_once: int = 256
     ) -> None:
-        begun, parts = time.monotonic(), []
+        begun = time.monotonic()
+        parts: list[torch.Tensor] = []
         self.renderer, self.latents = renderer, latents
         while not parts or (time.monotonic() - begun < seconds and at_once * len(parts) < largest):
             walks = random_walks(at_once, latents, seed + 7919 * len(parts))

@@ -3,7 +3,14 @@
 
 from training.tiny_world.village import STYLES
 
-_PLACES = ("the village", "a small village", "a quiet village", "an old village", "the village square", "a village street")
+_PLACES = (
+    "the village",
+    "a small village",
+    "a quiet village",
+    "an old village",
+    "the village square",
+    "a village street",
+)
 _LIGHTS: dict[str, tuple[str, ...]] = {
     "day": (
         "{place} on a sunny day",

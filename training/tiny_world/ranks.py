@@ -3,62 +3,69 @@
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import distributed, nn
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """rank of count; device: this process's own."""
+    """This process among those of torchrun; one process without it. device: its own."""
 
     rank: int
-    count: int
+    world: int
     device: torch.device
 
     @classmethod
     def join(cls, device: str | None = None) -> "Ranks":
-        """Meet the other processes that `torchrun` started, if it did. device: `cpu` or `cuda`; None = what there is."""
-        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        place = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
-        if place.type == "cuda":
+        """Meet the other processes, if there are any. device: `cpu` or `cuda`; None = CUDA where there is one."""
+        world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+        cuda = torch.cuda.is_available() if device is None else device == "cuda"
+        place = torch.device("cuda", local) if cuda else torch.device("cpu")
+        if cuda:
             torch.cuda.set_device(place)
-        if count > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
-        return cls(rank, count, place)
+        if world > 1 and not distributed.is_initialized():
+            distributed.init_process_group("nccl" if cuda else "gloo", device_id=place if cuda else None)
+        return cls(int(os.environ.get("RANK", "0")), world, place)
 
-    def mean_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace every gradient by its mean over the processes."""
-        if self.count == 1:
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def average_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Replace each gradient by its mean over the ranks."""
+        if self.world == 1:
             return
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat)
-        flat /= self.count
-        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
+        distributed.all_reduce(flat)
+        flat /= self.world
+        pieces = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)])
 
-    def same(self, value: float) -> float:
-        """The first process's value, on every process."""
-        if self.count == 1:
-            return value
-        shared = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.broadcast(shared, 0)
-        return float(shared)
+    def agree(self, values: Sequence[float]) -> list[float]:
+        """Return the first rank's values."""
+        if self.world == 1:
+            return list(values)
+        sent = torch.tensor(values, dtype=torch.float64, device=self.device)
+        distributed.broadcast(sent, 0)
+        return [float(value) for value in sent.tolist()]
 
-    def spread(self, module: nn.Module) -> None:
-        """Give every process the first one's parameters."""
-        if self.count > 1:
+    def share(self, module: nn.Module) -> None:
+        """Give every rank the first one's parameters."""
+        if self.world > 1:
             for parameter in module.parameters():
-                dist.broadcast(parameter.data, 0)
+                distributed.broadcast(parameter.data, 0)
+
+    def leave(self) -> None:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 class Clock:
-    """How far a piece of training is, by wall time from the process's start."""
+    """How far a piece of training is, by wall time since the clock was made."""
 
     def __init__(self, minutes: float) -> None:
         self.seconds, self.started = 60 * minutes, time.monotonic()

@@ -101,7 +101,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     autoencoder = load_autoencoder(args.vae, ranks.device)
     renderer = Renderer(ranks.device, *args.size)
-    footage = Footage(renderer, 5, args.seed * 1000, seconds=args.footage_seconds, largest=4000, at_once=256 if cuda else 3)
+    footage = Footage(
+        renderer, 5, args.seed * 1000, seconds=args.footage_seconds, largest=4000, at_once=256 if cuda else 3
+    )
     held = Footage(renderer, 5, _HELD_OUT_SEED, seconds=0, at_once=96 if cuda else 3)
     model = TinyDecoder().to(ranks.device)
     if args.resume:

@@ -3,7 +3,7 @@
 
     torchrun --nproc-per-node 2 -m training.tiny_world.train_vae --out DIR --minutes 7
 
-Writes `vae.pt` (running mean of the weights, latents normalised, fp32), `vae_state.pt` (to go on from with --resume) and
+Writes `vae.pt` (running mean of the weights, latents normalised, fp32), `vae_state.pt` (for --resume) and
 `vae_curve.jsonl`. Noise on what the decoder sees, and a divergence from the normal distribution, keep detail that no
 context could predict out of the latents; a share of the clips is a picture and grey frames, which the served model's
 condition is made of.
@@ -14,7 +14,6 @@ import json
 from pathlib import Path
 
 import torch
-from torch.nn import functional
 
 from training.tiny_world import measure
 from training.tiny_world.autoencoder import BASE_WIDTH, Autoencoder, with_latents_scaled
@@ -105,9 +104,13 @@ def main() -> None:
     renderer = Renderer(ranks.device, *args.size)
     latents = max(5, (args.frames + 3) // 4)
     footage = Footage(
-        renderer, latents, args.seed * 1000 + 500 * ranks.rank, seconds=args.footage_seconds, largest=args.footage_clips,
+        renderer,
+        latents,
+        args.seed * 1000 + 500 * ranks.rank,
+        seconds=args.footage_seconds,
+        largest=args.footage_clips,
         at_once=256 if cuda else 3,
-    )  # fmt: skip
+    )
     held = Footage(renderer, latents, _HELD_OUT_SEED, seconds=0, at_once=96 if cuda else 3)
     held_clips = pixels(held.clips if cuda else held.clips[:, : args.frames])
 
@@ -115,7 +118,7 @@ def main() -> None:
     if args.resume:
         state = torch.load(args.resume / "vae_state.pt", map_location=ranks.device, weights_only=True)
         model.load_state_dict(state["model"])
-    ranks.spread(model)
+    ranks.share(model)
     optimizer = build_optimizer(model, args.muon_lr, args.adam_lr)
     ema = Ema(model, 0.999)
     step = 0
@@ -129,7 +132,7 @@ def main() -> None:
             return loss_of(model, clips, args.divergence, args.noise)
 
     run = torch.compile(forward, dynamic=False) if cuda else forward
-    curve = (args.out / "vae_curve.jsonl").open("a") if ranks.rank == 0 else None
+    curve = (args.out / "vae_curve.jsonl").open("a") if ranks.leads else None
 
     def report(terms: dict[str, torch.Tensor], **more: float) -> None:
         row = {"step": step, "seconds": round(clock.elapsed(), 1)}
@@ -139,11 +142,17 @@ def main() -> None:
             curve.write(json.dumps(row) + "\n")
             curve.flush()
 
-    if ranks.rank == 0:
-        print(f"{len(footage)} clips after {clock.elapsed():.0f} s, {sum(p.numel() for p in model.parameters())} parameters", flush=True)
+    if ranks.leads:
+        print(
+            f"{len(footage)} clips after {clock.elapsed():.0f} s,",
+            f"{sum(p.numel() for p in model.parameters())} parameters",
+            flush=True,
+        )
+    progress = 0.0
     next_report, first_step, steps_then, seconds_then = 20.0, step, step, clock.elapsed()
     while True:
-        progress = ranks.same(clock.fraction()) if step % 20 == 0 else progress  # noqa: F821
+        if step % 20 == 0:
+            (progress,) = ranks.agree([clock.fraction()])
         if progress >= 0.97 or (args.steps is not None and step - first_step >= args.steps):
             break
         clips = footage.sample(args.batch, args.frames)
@@ -152,17 +161,17 @@ def main() -> None:
         terms = run(clips)
         optimizer.zero_grad(set_to_none=True)
         terms["total"].backward()
-        ranks.mean_gradients(optimizer.parameters)
+        ranks.average_gradients(optimizer.parameters)
         optimizer.clip(1.0)
         optimizer.step(learning_rate(progress, warmup=0.02, decay_from=0.35, last=0.02))
         ema.update()
         step += 1
-        if ranks.rank == 0 and step % 20 == 0 and clock.elapsed() > next_report:
+        if ranks.leads and step % 20 == 0 and clock.elapsed() > next_report:
             rate = (step - steps_then) / (clock.elapsed() - seconds_then)
             report(terms, steps_per_second=round(rate, 2))
             next_report = clock.elapsed() + 20
             steps_then, seconds_then = step, clock.elapsed()
-    if ranks.rank == 0:
+    if ranks.leads:
         with ema.applied():
             score = evaluate(model, held_clips)
         report(terms, **{name: round(value, 4) for name, value in score.items()})
@@ -170,6 +179,7 @@ def main() -> None:
         torch.save(state, args.out / "vae_state.pt")
         with ema.applied():
             torch.save(normalised(model, held_clips), args.out / "vae.pt")
+    ranks.leave()
 
 
 if __name__ == "__main__":

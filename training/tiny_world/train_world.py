@@ -20,7 +20,6 @@ import argparse
 import io
 import itertools
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,9 +28,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import distributed
 
 from training.tiny_world.optimizers import Ema, build_optimizer, learning_rate
+from training.tiny_world.ranks import Ranks
 from training.tiny_world.transformer import (
     Sizes,
     WorldTransformer,
@@ -67,56 +66,6 @@ Decode = Callable[[torch.Tensor], torch.Tensor]
 
 def minutes_since_start() -> float:
     return (time.monotonic() - _BEGIN) / 60
-
-
-# -- ranks -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process among those of torchrun; one process without it."""
-
-    rank: int
-    world: int
-    device: torch.device
-
-    @classmethod
-    def join(cls) -> "Ranks":
-        world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", local) if cuda else torch.device("cpu")
-        if cuda:
-            torch.cuda.set_device(device)
-        if world > 1 and not distributed.is_initialized():
-            distributed.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-        return cls(int(os.environ.get("RANK", "0")), world, device)
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
-
-    def average_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Replace each gradient by its mean over the ranks."""
-        if self.world == 1:
-            return
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        distributed.all_reduce(flat)
-        flat /= self.world
-        pieces = flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)])
-
-    def agree(self, values: Sequence[float]) -> list[float]:
-        """Return the first rank's values."""
-        if self.world == 1:
-            return list(values)
-        sent = torch.tensor(values, dtype=torch.float64, device=self.device)
-        distributed.broadcast(sent, 0)
-        return [float(value) for value in sent.tolist()]
-
-    def leave(self) -> None:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
 
 
 # -- state -------------------------------------------------------------------------------------------------------------

@@ -175,10 +175,17 @@ class _Parts:
         local = [(1, 0, 0, x), (-1, 0, 0, x), (0, 0, 1, z), (0, 0, -1, z), (0, 1, 0, y), (0, -1, 0, y)]
         self.polyhedron(
             centre, heading, [tuple(map(float, row)) for row in local], math.hypot(x, y, z), pattern, albedo, accent
-        )  # type: ignore[misc]
+        )
 
     def gable(
-        self, x: float, z: float, eaves: float, half: tuple[float, float, float], heading: float, roof: Colour, wall: Colour
+        self,
+        x: float,
+        z: float,
+        eaves: float,
+        half: tuple[float, float, float],
+        heading: float,
+        roof: Colour,
+        wall: Colour,
     ) -> None:
         """A roof whose ridge runs along the object's own z; half: (width, rise / 2, depth). Gable ends are walls."""
         width, rise, depth = half[0], 2 * half[1], half[2]
@@ -193,7 +200,9 @@ class _Parts:
         ]
         self.polyhedron((x, eaves, z), heading, local, math.hypot(width, rise, depth), ROOF, roof, wall)
 
-    def pyramid(self, x: float, z: float, base: float, half: float, rise: float, heading: float, albedo: Colour) -> None:
+    def pyramid(
+        self, x: float, z: float, base: float, half: float, rise: float, heading: float, albedo: Colour
+    ) -> None:
         slope = math.hypot(half, rise)
         up, out = half / slope, rise / slope
         local = [(sx * out, up, sz * out, up * rise) for sx, sz in ((1, 0), (-1, 0), (0, 1), (0, -1))]
@@ -210,7 +219,11 @@ class _Parts:
         self.box((x, height / 2, z), (width, height / 2, depth), heading, WALL, wall, (0.25, 0.32, 0.40))
         self.gable(x, z, height, (width + 0.25, 0.75, depth + 0.2), heading, roof, wall)
         turn = math.radians(heading)
-        chimney = (x + 0.9 * math.cos(turn) + 0.8 * math.sin(turn), height + 1.0, z - 0.9 * math.sin(turn) + 0.8 * math.cos(turn))
+        chimney = (
+            x + 0.9 * math.cos(turn) + 0.8 * math.sin(turn),
+            height + 1.0,
+            z - 0.9 * math.sin(turn) + 0.8 * math.cos(turn),
+        )
         self.box(chimney, (0.25, 0.75, 0.25), heading, PLAIN, (0.50, 0.30, 0.25))
         self.obstacle(x, z, width, depth, heading, 1.3)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_omni.model_executor.models.lingbot_world.camera import KEYS, PITCH_DEGREES, YAW_DEGREES
 from training.tiny_world.village import PERIOD, Village
+from vllm_omni.model_executor.models.lingbot_world.camera import KEYS, PITCH_DEGREES, YAW_DEGREES
 
 STEP_M = 0.5
 """What one latent frame with a movement key covers: 2 m/s at 16 frames a second."""
@@ -155,14 +155,19 @@ class _Walker:
         relative = torch.zeros(len(keys_N), 3, 4, dtype=torch.float64)
         before = _rotation_x(pitch_before)
         relative[:, :, :3] = before.mT @ _rotation_y(turn) @ _rotation_x(self.pitch)
-        step = torch.stack((turn.cos() * aside + turn.sin() * ahead, torch.zeros_like(turn), turn.cos() * ahead - turn.sin() * aside), dim=1)
+        step = torch.stack(
+            (turn.cos() * aside + turn.sin() * ahead, torch.zeros_like(turn), turn.cos() * ahead - turn.sin() * aside),
+            dim=1,
+        )
         relative[:, :, 3] = (before.mT @ step[..., None])[..., 0]
         self.yaw = self.yaw + turn
         cos, sin = self.yaw.cos(), self.yaw.sin()
         move = STEP_M * torch.stack((cos * aside + sin * ahead, cos * ahead - sin * aside), dim=1)
         if self.rows:  # the first latent frame is the picture the walk starts from
             self._move(move)
-        self.rows.append((keys_N.to(torch.uint8), self.position.float(), self.yaw.float(), self.pitch.float(), relative.float()))
+        self.rows.append(
+            (keys_N.to(torch.uint8), self.position.float(), self.yaw.float(), self.pitch.float(), relative.float())
+        )
 
     def _move(self, move_N2: torch.Tensor) -> None:
         goal = self.position
