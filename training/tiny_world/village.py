@@ -172,10 +172,15 @@ class _Parts:
         accent: Colour = (0.0, 0.0, 0.0),
     ) -> None:
         x, y, z = half
-        local = [(1, 0, 0, x), (-1, 0, 0, x), (0, 0, 1, z), (0, 0, -1, z), (0, 1, 0, y), (0, -1, 0, y)]
-        self.polyhedron(
-            centre, heading, [tuple(map(float, row)) for row in local], math.hypot(x, y, z), pattern, albedo, accent
-        )
+        local = [
+            (1.0, 0.0, 0.0, x),
+            (-1.0, 0.0, 0.0, x),
+            (0.0, 0.0, 1.0, z),
+            (0.0, 0.0, -1.0, z),
+            (0.0, 1.0, 0.0, y),
+            (0.0, -1.0, 0.0, y),
+        ]
+        self.polyhedron(centre, heading, local, math.hypot(x, y, z), pattern, albedo, accent)
 
     def gable(
         self,

@@ -10,7 +10,7 @@ normalisation. Latents are normalised, fp32 and in the order [B, C, T, h, w] at 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -112,7 +112,7 @@ class LanceWanVAE(nn.Module):
         self.config, self.dtype = config, dtype
         with default_dtype(dtype):
             self.vae: Any = AutoencoderKLWan(**config.diffusers_config())
-        use_cpu_layers(self.vae)
+        use_cpu_layers(cast(nn.Module, self.vae))
         for name, values in (("latents_mean", config.latents_mean), ("latents_std", config.latents_std)):
             self.register_buffer(name, torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1, 1), persistent=False)
         self.requires_grad_(False)

@@ -27,7 +27,8 @@ class FoldedCausalConv3d(WanCausalConv3d):
         nn.Module.__init__(self)
         vars(self).update(vars(whole))
         self.weight.data = _fold_memory(self.weight.data)
-        left, right, top, bottom, self.frames_before, _ = self._padding
+        left, right, top, bottom, before, _ = map(int, self._padding)
+        self.frames_before = before
         assert (left, top) == (right, bottom) and self.groups == 1 and self.dilation == (1, 1, 1)
         self.padding_HW = (top, left)
 
