@@ -144,7 +144,7 @@ def test_an_envelope_of_another_writer_is_read() -> None:
         (envelope_of({"meta": [], "tensors": []}), "malformed envelope header: TypeError"),
         (envelope_of({"meta": {}, "tensors": {}}), "malformed envelope header: TypeError"),
         (envelope_of({"meta": {}, "tensors": [[]]}), "malformed envelope header: IndexError"),
-        (envelope_of({"meta": {"error": "full"}, "tensors": []}), "error is not a map"),
+        (envelope_of({"meta": {"error": "full"}, "tensors": []}), "^malformed envelope header: error is not a map$"),
         (envelope_of({"meta": {}, "tensors": [["x", "uint8", [True], 128]]}), "bad shape"),
         (envelope_of({"meta": {}, "tensors": [["x", "uint8", [1], 128.0]]}), "bad shape .* or offset 128.0"),
         (envelope_of({"meta": {}, "tensors": [["x", "uint8", [129], 128]]}), r"payload \[128, 257\) lies outside"),
