@@ -121,6 +121,7 @@ def make_venv(venv: Path) -> None:
 def install(venv: Path, device: str) -> None:
     log = venv / "setup.log"
     log.write_text("")
+    check_name(venv)
 
     def pip(arguments: Sequence[str]) -> bool:
         return run_logged(
@@ -145,6 +146,16 @@ def install(venv: Path, device: str) -> None:
     doctor = subprocess.run([venv / "bin" / "vllm-omni", "doctor", "--fix"], check=False)
     if doctor.returncode != 0:
         raise SetupError("the installation has the faults marked `fail` above; each line below one says how to mend it")
+
+
+def check_name(venv: Path) -> None:
+    """Another project's package of this name, in an environment used again, would be imported instead of this one."""
+    script = REPO / "vllm_omni" / "entrypoints" / "cli" / "foreign.py"
+    found = subprocess.run([venv / "bin" / "python", script], capture_output=True, text=True, check=False)
+    if found.returncode != 0:
+        raise SetupError(
+            f"{venv} holds another `vllm_omni`:\n{found.stdout}{found.stderr}Or start afresh: rm -r {venv}"
+        )
 
 
 def install_extra(venv: Path, extra: str) -> None:

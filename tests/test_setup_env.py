@@ -188,3 +188,16 @@ def test_extras_leave_torch_as_it_is(setup_env: ModuleType, tmp_path: Path, monk
     setup_env.install_extra(tmp_path, "ray")
     assert commands[0][-4:-2] == ["--constraint", str(tmp_path / "constraints.txt")]
     assert commands[0][-1].endswith("[ray]")
+
+
+def test_a_foreign_package_of_this_name_stops_set_up(setup_env: ModuleType, tmp_path: Path) -> None:
+    """An environment with the public package in it: its Python is asked, before anything is installed."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    setup_env.check_name(tmp_path / "venv")
+    [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
+    info = site / "vllm_omni-0.30.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-omni\nVersion: 0.30.0\n")
+    with pytest.raises(setup_env.SetupError, match=r"vllm-omni 0\.30\.0 in .*: pip uninstall vllm-omni") as stopped:
+        setup_env.install(tmp_path / "venv", "cpu")
+    assert f"rm -r {tmp_path / 'venv'}" in str(stopped.value)

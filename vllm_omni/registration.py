@@ -17,6 +17,8 @@ from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, regi
 from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.engine_arguments.check import check_config
+from vllm_omni.engine_arguments.table import Worker
 from vllm_omni.model_executor.models.registry import (
     AR_ARCHITECTURES,
     ARCHITECTURES,
@@ -71,17 +73,16 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         if model_config.dtype == torch.float16 and stored != torch.float16:
             # `--dtype auto` makes fp16 of fp32 weights; that overflows in video transformers: keep what is stored.
             model_config.dtype = stored
-        if model_config.multimodal_config is not None:
-            model_config.multimodal_config.mm_processor_cache_gb = 0  # no camera path ever comes twice
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
         heed_executor(vllm_config.model_config, parallel.distributed_executor_backend)
+        family = get_family(vllm_config.model_config.hf_config.omni_family)
+        check_config(Worker.DIFFUSION if family.executor_cls is None else Worker.DIFFUSERS, vllm_config)
         omni = check_options(vllm_config.model_config.hf_config, vllm_config.additional_config)
         omni.check_stages(parallel.pipeline_parallel_size)
         omni.check_ranks(parallel.tensor_parallel_size)
-        family = get_family(vllm_config.model_config.hf_config.omni_family)
         if family.check_parallel is not None:
             sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
             family.check_parallel(vllm_config.model_config.hf_config.to_dict(), omni, *sizes)
@@ -94,11 +95,6 @@ class OmniModelConfig(VerifyAndUpdateConfig):
                 parallel.worker_cls = WORKER_CLS
         if scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = SCHEDULER_CLS
-        if scheduler.async_scheduling:
-            raise ValueError(
-                "--async-scheduling does not pay for diffusion (empty steps in flight, about 4x slower): "
-                "remove it or pass --no-async-scheduling"
-            )
         scheduler.async_scheduling = False
         if parallel.pipeline_parallel_size > 1 and not steps_one_at_a_time(vllm_config):
             raise ValueError(
@@ -107,6 +103,8 @@ class OmniModelConfig(VerifyAndUpdateConfig):
             )
         check_steps(omni, vllm_config)
         vllm_config.cache_config.enable_prefix_caching = False
+        if vllm_config.model_config.multimodal_config is not None:
+            vllm_config.model_config.multimodal_config.mm_processor_cache_gb = 0  # no camera path ever comes twice
 
 
 def heed_executor(model_config: "ModelConfig", backend: Any) -> None:
@@ -122,11 +120,7 @@ def heed_executor(model_config: "ModelConfig", backend: Any) -> None:
 
 
 def choose_executor(parallel: "ParallelConfig", executor_cls: str) -> None:
-    """Give a family without workers its executor; raises ValueError when the user asked for what it cannot do."""
-    if parallel.world_size > 1:
-        raise ValueError(
-            f"{executor_cls} runs one process on one device: drop --tensor-parallel-size and --pipeline-parallel-size"
-        )
+    """Give a family without workers its executor; raises ValueError for a backend that needs workers."""
     backend = parallel.distributed_executor_backend
     if backend in (None, "uni", "mp"):  # vLLM's own choices for one process
         parallel.distributed_executor_backend = executor_cls

@@ -27,14 +27,18 @@ def _engine_config(model: Path) -> VllmConfig:
 
 
 class Harness:
-    """A scheduler and a pretended worker."""
+    """A scheduler and a pretended worker. max_tokens: vLLM's bound on a step, 0 = its default."""
 
-    def __init__(self, model: Path, stages: int = 1, max_requests_per_step: int = 4, **omni: Any) -> None:
+    def __init__(
+        self, model: Path, stages: int = 1, max_requests_per_step: int = 4, max_tokens: int = 0, **omni: Any
+    ) -> None:
         config = copy.deepcopy(_engine_config(model))
         config.additional_config = {"omni": {"max_requests_per_step": max_requests_per_step, **omni}}
         config.parallel_config.pipeline_parallel_size = stages
         config.scheduler_config.enable_chunked_prefill = False
         config.cache_config.num_gpu_blocks = 1
+        if max_tokens:
+            config.scheduler_config.max_num_scheduled_tokens = max_tokens
         self.last: SchedulerOutput | None = None
         self.scheduler = StreamBatchScheduler(
             vllm_config=config,

@@ -39,6 +39,15 @@ def test_a_request_never_has_two_steps_in_flight(null_world: Path) -> None:
     assert harness.schedule()[0] == ["b"]
 
 
+def test_vllms_bound_on_tokens_is_a_bound_on_the_batch(null_world: Path) -> None:
+    """`--max-num-batched-tokens`: one token is one micro-step; the smaller of both bounds holds."""
+    for max_tokens, expected in ((2, 2), (9, 3), (0, 3)):
+        harness = Harness(null_world, max_requests_per_step=3, max_tokens=max_tokens)
+        for name in "abcd":
+            harness.add(name, name)
+        assert len(harness.step()) == expected
+
+
 def test_chunks_of_a_session_run_in_the_order_of_their_index(null_world: Path) -> None:
     """2 arrived before 1 and before it could start; other sessions are not held up."""
     harness = Harness(null_world)

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 import uvicorn
 from fastapi import FastAPI, WebSocket
+from uvicorn.protocols.websockets.auto import AutoWebSocketsProtocol
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosedError
 
@@ -26,6 +27,18 @@ def test_flags_become_options() -> None:
     """Zero switches pings off; numbers are taken as they are."""
     options = WebSocketOptions.from_args(parse("--ws-max-size", "2048", "--ws-ping-interval", "0"))
     assert options == WebSocketOptions(max_bytes=2048, ping_interval_s=None, ping_timeout_s=10.0)
+
+
+@pytest.mark.parametrize("library", ["auto", "websockets", "websockets-sansio"])
+def test_the_library_may_be_named(library: str) -> None:
+    """Commands written for other servers name it; it changes nothing, because there is one: `websockets`."""
+    assert WebSocketOptions.from_args(parse("--ws", library)) == WebSocketOptions()
+    assert AutoWebSocketsProtocol.__init__.__globals__["ServerProtocol"].__module__.startswith("websockets.")
+
+
+def test_another_library_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentError, match="--ws: invalid choice: 'wsproto'"):
+        parse("--ws", "wsproto")
 
 
 def test_plain_vllm_serve_has_the_defaults() -> None:

@@ -232,6 +232,34 @@ def test_batch_invariance_decides_how_forwards_are_shared(
     assert seen == sizes
 
 
+@pytest.mark.parametrize("fail_at", [0, 2])
+def test_an_exception_in_a_shared_forward_costs_only_its_request(
+    make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
+) -> None:
+    """`batch_invariant` false: the others of the forward finish with the results they have alone."""
+    runner = make_runner(null_world, {"batch_invariant": False})
+    sizes: list[int] = []
+    forward = runner.model.denoise_step
+    monkeypatch.setattr(
+        runner.model, "denoise_step", lambda batch, hidden=None: (sizes.append(len(batch)), forward(batch, hidden))[1]
+    )
+    bad = {"fail_in": "denoise", "fail_at": fail_at}
+    names = ["a", "bad", "c"]
+    requests = [
+        chunk(name, name, 0, seed=seed, options=bad if name == "bad" else {}) for seed, name in enumerate(names)
+    ]
+    results: dict[str, Any] = {}
+    outcome = execute(runner, step(new=requests))
+    while len(results) < len(names):
+        results.update({name: result for name, result in outcome.items() if result is not None})
+        outcome = execute(runner, step(running=[name for name in names if name not in results]))
+    assert sizes[0] == 3 and 3 in sizes[: fail_at + 1], "the forward that fails is a shared one"
+    assert isinstance(results["bad"], RequestFailed)
+    solo = make_runner(null_world)
+    for seed, name in ((0, "a"), (2, "c")):
+        assert torch.equal(latents(results[name]), latents(run_to_end(solo, chunk(name, name, 0, seed=seed))[name]))
+
+
 @pytest.mark.parametrize("ending", ["success", "failure", "abort"])
 def test_a_one_shot_session_ends_with_its_request(runner: Any, ending: str) -> None:
     """One image or video needs no session afterwards, whether it was finished, failed or given up."""

@@ -11,7 +11,7 @@ from vllm_omni.worker import diffusion_worker
 from vllm_omni.worker.diffusion_gpu_worker import DiffusionGPUWorker
 from vllm_omni.worker.memory import MemoryBudget
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 TOTAL = 140 * GIB
 SESSION = GIB
 
@@ -31,7 +31,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def session_bytes(device: SimpleNamespace, used_before: int) -> int:
-    config: Any = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=0.1))
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=0.1, kv_cache_memory_bytes=None))
     budget = MemoryBudget(config, torch.device("cuda", 0), used_before)
     with budget.measure():
         pass
@@ -73,3 +73,14 @@ def test_a_worker_says_what_was_in_use_when_it_began(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(diffusion_worker, "get_world_group", lambda: SimpleNamespace(rank=0, world_size=1))
     worker.compile_or_warm_up_model()
     assert asked == [93 * GIB]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kv_cache_memory_bytes_is_the_budget(device: str) -> None:
+    """`--kv-cache-memory-bytes` overrides the share of the device, as in vLLM; `omni.max_session_bytes` may be less."""
+    config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=8 * MIB, gpu_memory_utilization=0.9))
+    budget = MemoryBudget(config, torch.device(device))  # type: ignore[arg-type]
+    assert budget.session_bytes(MIB, None) == 8 * MIB
+    assert budget.session_bytes(MIB, 2 * MIB) == 2 * MIB
+    with pytest.raises(ValueError, match=r"needs 0.01 GiB, but sessions may hold 0.01 GiB"):
+        budget.session_bytes(9 * MIB, None)

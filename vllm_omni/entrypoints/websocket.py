@@ -17,6 +17,8 @@ import msgspec
 from fastapi import FastAPI
 
 MIB = 1 << 20
+_LIBRARIES = ("auto", "websockets", "websockets-sansio")
+"""uvicorn's names for the package `websockets`, which this package requires and uvicorn then takes by itself."""
 
 
 class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,9 +35,15 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Add the three flags to a parser of `vllm serve`."""
+        """Add the flags to a parser of `vllm serve`."""
         defaults = WebSocketOptions()
         group = parser.add_argument_group("WebSocket", "Limits of the realtime WebSockets (added by vllm_omni).")
+        group.add_argument(
+            "--ws",
+            choices=_LIBRARIES,
+            default=_LIBRARIES[0],
+            help="Accepted because uvicorn and other servers have it; all of these are the package `websockets`.",
+        )
         group.add_argument(
             "--ws-max-size",
             type=_message_bytes,

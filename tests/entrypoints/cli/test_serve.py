@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_omni.engine_arguments.table import Worker
 from vllm_omni.entrypoints.cli import serve
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.make_tiny import write_tiny
@@ -87,7 +88,9 @@ def test_data_parallel_ranks_share_one_api_server(world: str, argv: list[str], a
 
 def test_the_printed_command_is_one_line_that_vllm_accepts(world: str) -> None:
     """The plain command parses with vLLM's own parser to the same arguments, less the WebSocket flags."""
-    planned = plan(world, "--ws-max-size", "4096", "--ws_ping_timeout=5", "--served-model-name", "a world")
+    planned = plan(
+        world, "--ws-max-size", "4096", "--ws", "websockets", "--ws_ping_timeout=5", "--served-model-name", "a world"
+    )
     assert "\n" not in planned.plain_command
     assert "--ws" not in planned.plain_command
     environment, command, subcommand, *rest = shlex.split(planned.plain_command)
@@ -96,11 +99,26 @@ def test_the_printed_command_is_one_line_that_vllm_accepts(world: str) -> None:
     parser = serve.serve_parser()
     with_omni = vars(parser.parse_args(["serve", *planned.argv]))
     plain = vars(parser.parse_args(["serve", *rest]))
+    assert with_omni.pop("ws") == "websockets"
     assert with_omni.pop("ws_max_size") == 4096
     assert with_omni.pop("ws_ping_timeout") == 5.0
     assert {name: value for name, value in plain.items() if name in with_omni} == with_omni
     assert plain["served_model_name"] == ["a world"]
     assert plain["model_tag"] == world
+
+
+def test_what_the_worker_would_ignore_is_refused_and_nothing_else(world: str) -> None:
+    """By vLLM's own parser, whose defaults are no wishes; all refusals: tests/test_engine_arguments.py."""
+    parser = serve.serve_parser()
+    empty = parser.parse_args(["serve"])
+    for worker in Worker:
+        serve.refuse_ignored(worker, parser.parse_args(["serve", world]), empty)
+        serve.refuse_ignored(worker, parser.parse_args(["serve", world, "--kv-cache-dtype", "auto"]), empty)
+    planned = plan(world)
+    serve.refuse_ignored(planned.worker, parser.parse_args(["serve", *planned.argv]), empty)
+    given = parser.parse_args(["serve", *planned.argv, "--kv-cache-dtype", "fp8", "--max-logprobs", "3"])
+    with pytest.raises(CommandError, match=r"^the diffusion worker cannot honour --kv-cache-dtype fp8: [^;]*$"):
+        serve.refuse_ignored(planned.worker, given, empty)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,18 @@ import json
 import re
 import shutil
 import subprocess
+import zlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from fake_engine import FIRST, LATER, DoorServer, FakeEngine
 from live_clients import HEIGHT, WIDTH, GenerateClient, webui_unpack
 from PIL import Image
+
+from vllm_omni.entrypoints.realtime.generate_frames import FrameBatcher
 
 MakeDoor = Callable[..., DoorServer]
 
@@ -128,6 +133,23 @@ def test_lossless_frames_are_lossless(client: GenerateClient, kind: str | None) 
     assert [int(chunk.frames()[0, 0, 0, 0]) for chunk in chunks] == [0, 1, 2]
     if kind is not None and kind.startswith("delta"):
         assert sum(len(payload) for chunk in chunks for payload in chunk.payloads) < chunks[0].stats["raw_bytes"] / 10
+
+
+@pytest.mark.parametrize("num_frames", [16, 17, 40])
+def test_deltas_of_a_chunk_in_several_messages_refer_to_the_frame_before(num_frames: int) -> None:
+    """The first of a message: the last of the message before, and the header says so; each chunk starts anew."""
+    frames_THWC = np.random.default_rng(0).integers(0, 256, (num_frames, 4, 6, 3), dtype=np.uint8)
+    result = SimpleNamespace(frames_THWC=frames_THWC, wall_ms=1.0)
+    chunk: Any = SimpleNamespace(result=result, controls=None, session_id="s", chunk_index=3)
+    sent = [webui_unpack(b"".join(message.parts)) for message in FrameBatcher("delta_gzip")(chunk)]
+    assert [message["num_frames"] for message in sent] == {16: [16], 17: [16, 1], 40: [16, 16, 8]}[num_frames]
+    assert [message.get("delta_reference") for message in sent] == [None, *["previous-frame"] * (len(sent) - 1)]
+    before, read = np.zeros((4, 6, 3), np.uint8), []
+    for message in sent:
+        for delta in np.frombuffer(zlib.decompress(message["payload"], 31), np.uint8).reshape(-1, 4, 6, 3):
+            before = before ^ delta
+            read.append(before)
+    assert np.array_equal(np.stack(read), frames_THWC)
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")

@@ -13,7 +13,7 @@ from page_server import MakeServer, PageServer
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from vllm_omni.entrypoints.access import TICKET_PATH
+from vllm_omni.entrypoints.access import OPEN_PATHS, TICKET_PATH
 
 KEYS = ["first key", "second key"]
 DOOR = "/omni/ws/realtime/world/camera"
@@ -70,6 +70,13 @@ def test_every_route_needs_the_key(guarded: PageServer, header: dict[str, str]) 
 def test_no_spelling_of_a_path_goes_round_the_key(guarded: PageServer, path: str) -> None:
     """Only exact paths are open."""
     assert ask(guarded, path)[0] in (401, 404)
+
+
+@pytest.mark.parametrize("path", sorted(OPEN_PATHS - {"/metrics"}))
+@pytest.mark.parametrize("more", ["x", "/x", "/../work"])
+def test_what_begins_like_an_open_path_is_closed(guarded: PageServer, path: str, more: str) -> None:
+    """Whether such a route exists or not: the question is not even passed on."""
+    assert ask(guarded, path + more)[0] == 401
 
 
 def test_with_the_key_everything_works(guarded: PageServer) -> None:

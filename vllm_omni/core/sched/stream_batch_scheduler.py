@@ -9,7 +9,8 @@ one micro-step. What it adds to the stock policy, and nothing else:
 - within a session, chunks run in the order of their chunk index (arrival decides between equals): one after the other,
   or up to `omni.chunks_in_flight` of them, each `StepOutput.steps_behind` steps behind the one before it;
 - the next chunk may start while the last one's result is still on its way (`StepOutput.denoised`);
-- at most `omni.max_requests_per_step` requests share a batch (those that only deliver do not count);
+- at most `omni.max_requests_per_step` requests share a batch, and no more than `--max-num-batched-tokens` (those that
+  only deliver do not count);
 - with pipeline parallelism, the live requests are spread over as many batches as there are stages;
 - with `omni.scheduling` "deadline", `policy.py` says who is in the batch, whom to refuse and at which quality a chunk
   is made; the costs it goes by are measured while serving (`cost_model.py`).
@@ -45,7 +46,8 @@ class StreamBatchScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         omni = OmniConfig.from_additional_config(self.vllm_config.additional_config)
-        self._max_requests_per_step = omni.max_requests_per_step
+        # One token is one micro-step, so vLLM's bound on the tokens of a step is one on its requests.
+        self._max_requests_per_step = min(omni.max_requests_per_step, self.max_num_scheduled_tokens)
         self._num_stages = self.parallel_config.pipeline_parallel_size
         self._streams = Streams(omni.patience_s, 1 + len(omni.degradations), omni.chunks_in_flight)
         self._holds_back = omni.chunks_in_flight > 1

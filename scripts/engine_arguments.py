@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/user_guide/engine_arguments.md from the table; tests/test_engine_arguments.py holds it to be up to date.
+
+python scripts/engine_arguments.py
+"""
+
+from pathlib import Path
+
+from vllm_omni.engine_arguments.table import ROWS, Row, Verdict
+
+PAGE = Path(__file__).parents[1] / "docs" / "user_guide" / "engine_arguments.md"
+
+HEAD = """# vLLM's engine arguments
+
+Written by `scripts/engine_arguments.py` from `vllm_omni/engine_arguments/table.py`; do not edit.
+
+No argument of vLLM's engine is silently ignored. Each is **honoured**; or **refused** at start, with one line that says
+what to do instead (here behind the word); or it has **no meaning** because what it sets does not exist here, which
+costs a warning. That holds for `vllm serve --omni`, plain `vllm serve` and `LLM(...)`. A value equal to vLLM's default
+is never refused.
+
+The diffusion worker serves worlds, streams and video models; the diffusers executor serves diffusers pipelines without
+a worker; the AR worker runs vLLM's own model runner and honours everything but what its column names.
+
+| argument | diffusion worker | diffusers executor | AR worker |
+|---|---|---|---|
+"""
+
+
+def render() -> str:
+    return HEAD + "".join(_line(row) for row in ROWS)
+
+
+def _line(row: Row) -> str:
+    flags = ", ".join(f"`{argument.flag}`" for argument in row.arguments())
+    since = "" if row.since == "0.32" else f" (vLLM {row.since})"
+    diffusers = "the same" if row.diffusers is None else _cell(row.diffusers)
+    return f"| {flags}{since} | {_cell(row.diffusion)} | {diffusers} | {_cell(row.ar)} |\n"
+
+
+def _cell(verdict: Verdict) -> str:
+    kind = {"honoured": "honoured", "meaningless": "no meaning", "refused": "**refused**"}[verdict.kind]
+    but = f" (but {', '.join(_spelled(value) for value in verdict.unless)})" if verdict.unless else ""
+    return f"{kind}{but}: {verdict.why}" if verdict.why else kind
+
+
+def _spelled(value: object) -> str:
+    return "off" if value is False else f"`{value}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())

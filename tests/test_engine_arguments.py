@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No argument of vLLM's engine is silently ignored: the table knows them all, and a start that asks for one is told.
+
+Real starts, one for each class of refusal, are in tests/engine/test_engine_arguments_refused.py.
+"""
+
+import dataclasses
+import importlib.util
+import logging
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import vllm
+from engine_argument_samples import ALONE, BY_VLLM, FOLDED, TOGETHER, UNSEEN
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.platforms import current_platform
+
+from vllm_omni import registration
+from vllm_omni.engine_arguments.check import asked_in_config, asked_on_command_line, check_config, refusal_of
+from vllm_omni.engine_arguments.table import ARGUMENTS, ROWS, Worker, known_to
+
+REPO = Path(__file__).parents[1]
+PIPELINES = (Worker.DIFFUSION, Worker.DIFFUSERS)
+IGNORED = sorted(
+    name for name, argument in ARGUMENTS.items() if any(argument.verdicts[who].kind != "honoured" for who in PIPELINES)
+)
+
+
+class AtTheHook(Exception):
+    """Carries what vLLM has made of the arguments when it asks our hook."""
+
+    def __init__(self, worker: Worker, vllm_config: VllmConfig) -> None:
+        self.worker, self.vllm_config = worker, vllm_config
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM tries twice, 2 s apart, whether a local directory is a model of transformers'."""
+    monkeypatch.setattr("vllm.transformers_utils.repo_utils.time.sleep", lambda seconds: None)
+
+
+@pytest.fixture
+def at_the_hook(monkeypatch: pytest.MonkeyPatch, null_world: Path) -> Any:
+    def stop(worker: Worker, vllm_config: VllmConfig) -> None:
+        raise AtTheHook(worker, vllm_config)
+
+    def configure(**arguments: Any) -> VllmConfig:
+        monkeypatch.setattr(registration, "check_config", stop)
+        if arguments.get("hf_config_path"):
+            arguments["hf_config_path"] = str(null_world)
+        with pytest.raises(AtTheHook) as stopped:
+            configure_engine(null_world, **arguments)
+        return stopped.value.vllm_config
+
+    return configure
+
+
+def configure_engine(model: Path, **arguments: Any) -> VllmConfig:
+    return EngineArgs(model=str(model), config_format="omni", **arguments).create_engine_config()
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_the_fields_of_the_installed_vllm() -> None:
+    """A field that vLLM gains or loses needs a row, or a mark of the version that has it."""
+    assert {field.name for field in dataclasses.fields(AsyncEngineArgs)} == known_to(vllm.__version__)
+
+
+def test_no_field_has_two_rows() -> None:
+    names = [argument.name for row in ROWS for argument in row.arguments()]
+    assert len(names) == len(set(names))
+
+
+def test_fields_of_a_later_vllm_are_not_expected_of_an_earlier_one() -> None:
+    assert known_to("0.33.1") - known_to("0.32.0") == {"monokernel", "sleep_mode_backend", "watchdog_config"}
+
+
+def test_what_is_not_honoured_says_why() -> None:
+    """A reason or an alternative, in half a sentence."""
+    for argument in ARGUMENTS.values():
+        for worker, verdict in argument.verdicts.items():
+            assert verdict.kind == "honoured" or verdict.why, (argument.name, worker)
+
+
+def test_every_argument_that_is_not_honoured_is_tried_here() -> None:
+    """A new row needs a sample value, or the reason why nothing can notice it."""
+    tried = {*TOGETHER, *FOLDED, *BY_VLLM, *UNSEEN, *(name for arguments in ALONE for name in arguments)}
+    assert set(IGNORED) - tried - (set(ARGUMENTS) - known_to(vllm.__version__)) == set()
+
+
+# ---- what a user asked for, read from vLLM's config -----------------------------------------------------------------
+
+
+def test_a_plain_start_has_asked_for_nothing(at_the_hook: Any) -> None:
+    """Whatever vLLM decides by itself, for the platform and for the model, is not taken for a wish."""
+    assert asked_in_config(at_the_hook(), IGNORED) == {}
+
+
+def test_vllms_own_defaults_given_by_hand_are_no_wish(at_the_hook: Any) -> None:
+    """Every default spelled out."""
+    fields = [field for field in dataclasses.fields(EngineArgs) if field.default is not dataclasses.MISSING]
+    own = {field.name: field.default for field in fields if field.name not in ("model", "config_format")}
+    assert asked_in_config(at_the_hook(**own), IGNORED) == {}
+
+
+def test_every_argument_is_noticed(at_the_hook: Any) -> None:
+    """All that vLLM takes together."""
+    known = set(TOGETHER) & known_to(vllm.__version__)
+    assert set(asked_in_config(at_the_hook(**TOGETHER), known)) == known
+
+
+@pytest.mark.parametrize("arguments", ALONE, ids=lambda arguments: next(iter(arguments)))
+def test_arguments_that_exclude_others_are_noticed(at_the_hook: Any, arguments: dict[str, Any]) -> None:
+    assert set(asked_in_config(at_the_hook(**arguments), list(ARGUMENTS))) >= set(arguments)
+
+
+@pytest.mark.parametrize(("arguments", "named"), FOLDED.values(), ids=FOLDED)
+def test_arguments_that_become_others_are_noticed(at_the_hook: Any, arguments: dict[str, Any], named: str) -> None:
+    assert named in asked_in_config(at_the_hook(**arguments), IGNORED)
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="other platforms have other refusals of vLLM's own")
+@pytest.mark.parametrize("name", BY_VLLM)
+def test_vllm_itself_refuses_the_rest(null_world: Path, name: str) -> None:
+    with pytest.raises((ValueError, OSError)):
+        configure_engine(null_world, **{name: BY_VLLM[name]})
+
+
+# ---- what becomes of it -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("worker", PIPELINES)
+def test_refused_arguments_are_named_and_meaningless_ones_warned_of(
+    at_the_hook: Any, worker: Worker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line for all of the first kind; one warning for each of the second."""
+    config = at_the_hook(**TOGETHER)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    asked = asked_in_config(config, IGNORED)
+    by_kind: dict[str, list[str]] = {"refused": [], "meaningless": [], "honoured": []}
+    for name, value in asked.items():
+        verdict = ARGUMENTS[name].verdicts[worker]
+        by_kind["honoured" if value in verdict.unless else verdict.kind].append(name)
+    with pytest.raises(ValueError, match=f"the {worker} cannot honour") as refused:
+        check_config(worker, config)
+    assert "\n" not in str(refused.value)
+    for name in by_kind["refused"]:
+        flag = ARGUMENTS[name].flag
+        assert f"{flag}:" in str(refused.value) or f"{flag} " in str(refused.value), name
+    assert refusal_of(worker, {name: asked[name] for name in by_kind["meaningless"]}) is None
+    assert len(by_kind["refused"]) > 20 and len(by_kind["meaningless"]) > 60
+
+
+def test_a_meaningless_argument_costs_a_warning(
+    null_world: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        configure_engine(null_world, max_logprobs=3)
+    warnings = [record.getMessage() for record in caplog.records if "means nothing" in record.getMessage()]
+    assert set(warnings) == {"--max-logprobs 3 means nothing to the diffusion worker: no token is sampled"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"quantization": "fp8"}, "--quantization fp8: weights are served in the type that --dtype names: drop it"),
+        ({"enable_lora": True}, "--enable-lora: adapters are not served: merge the adapter into the checkpoint"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: sessions keep keys and values"),
+        ({"cpu_offload_gb": 2}, "--cpu-offload-gb 2.*: split the weights over GPUs"),
+        ({"attention_backend": "FLEX_ATTENTION"}, "--attention-backend FLEX_ATTENTION: attention is torch's"),
+        ({"enable_prefix_caching": True}, "--enable-prefix-caching: always off"),
+    ],
+)
+def test_a_start_is_refused_with_one_line(null_world: Path, arguments: dict[str, Any], line: str) -> None:
+    """Through vLLM's own way to a config, before any process starts."""
+    with pytest.raises(ValueError, match=f"the diffusion worker cannot honour {line}"):
+        configure_engine(null_world, **arguments)
+
+
+def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
+    """What the config hook would choose itself, and what there is only one of."""
+    config = configure_engine(
+        null_world, load_format="safetensors", runner="pooling", model_impl="vllm", async_scheduling=False
+    )
+    assert config.parallel_config.worker_cls == registration.WORKER_CLS
+    assert config.load_config.load_format == "safetensors"
+
+
+def test_an_argument_given_on_the_command_line_is_one_that_differs() -> None:
+    """The namespace of a parser holds every default; those are not named."""
+    defaults = {field.name: getattr(EngineArgs, field.name, None) for field in dataclasses.fields(EngineArgs)}
+    plain = {name: value for name, value in defaults.items() if value is not None}
+    given = {**plain, "port": 8000, "kv_cache_dtype": "fp8", "enable_lora": None}
+    assert asked_on_command_line(given, {"enable_lora": None}) == {"kv_cache_dtype": "fp8"}
+
+
+# ---- the page -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    path = REPO / "scripts" / "engine_arguments.py"
+    spec = importlib.util.spec_from_file_location("engine_arguments_script", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_table_says(script: ModuleType) -> None:
+    """After a change of the table: `python scripts/engine_arguments.py`."""
+    assert script.PAGE.read_text() == script.render()
