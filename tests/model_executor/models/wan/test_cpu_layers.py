@@ -158,7 +158,8 @@ WAN_2_2: dict[str, Any] = {
 def test_a_whole_autoencoder_is_the_same(values: dict[str, Any]) -> None:
     """diffusers' own driver over these layers encodes and decodes a clip as over its own."""
     torch.manual_seed(0)
-    plain = AutoencoderKLWan(**values).eval().requires_grad_(False)
+    plain: Any = AutoencoderKLWan(**values)
+    plain.eval().requires_grad_(False)
     fast = copy.deepcopy(plain)
     use_cpu_layers(fast)
     assert list(fast.state_dict()) == list(plain.state_dict())

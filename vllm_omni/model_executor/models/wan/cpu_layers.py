@@ -12,6 +12,8 @@ diffusers' own arithmetic. Held by tests/model_executor/models/wan/test_cpu_laye
 
 # B clips, C channels, T frames, H rows, W columns, O channels of the result
 
+from typing import Any
+
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
 from torch import nn
@@ -27,10 +29,9 @@ class FoldedCausalConv3d(WanCausalConv3d):
         nn.Module.__init__(self)
         vars(self).update(vars(whole))
         self.weight.data = _fold_memory(self.weight.data)
-        left, right, top, bottom, before, _ = map(int, self._padding)
-        self.frames_before = before
+        left, right, top, bottom, frames_before, _ = map(int, self._padding)
         assert (left, top) == (right, bottom) and self.groups == 1 and self.dilation == (1, 1, 1)
-        self.padding_HW = (top, left)
+        self.frames_before, self.padding_HW = frames_before, (top, left)
 
     @property
     def weight_2d(self) -> torch.Tensor:
@@ -81,10 +82,10 @@ _TINY = 1e-30
 """Keeps the norm of nothing at nothing."""
 
 
-def use_cpu_layers(network: nn.Module) -> None:
+def use_cpu_layers(network: Any) -> None:
     """Replace, in place, what a CPU computes slowly in a Wan encoder, decoder or whole autoencoder that lies on one.
 
-    What lies elsewhere stays as it is. Parameters keep their names, values and identity.
+    network: a module; what lies elsewhere stays as it is. Parameters keep their names, values and identity.
     """
     if any(parameter.device.type != "cpu" for parameter in network.parameters()):
         return
