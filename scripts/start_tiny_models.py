@@ -35,6 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"default: {', '.join(MODELS)}")
     parser.add_argument("--limit-s", type=float, default=300, help="for each (default: 300)")
+    parser.add_argument("--eager", action="store_true", help="the language model without compilation and CUDA graphs")
     parser.add_argument("--here", action="store_true", help="run the one model named, in this process")
     return parser
 
@@ -44,17 +45,17 @@ def main() -> int:
     if unknown := sorted(set(args.models) - set(MODELS)):
         raise SystemExit(f"there is no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
     if args.here:
-        print(json.dumps(run(args.models[0])), flush=True)
+        print(json.dumps(run(args.models[0], args.eager)), flush=True)
         return 0
-    failed = [name for name in args.models or MODELS if not start(name, args.limit_s)]
+    failed = [name for name in args.models or MODELS if not start(name, args.limit_s, args.eager)]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def start(name: str, limit_s: float) -> bool:
+def start(name: str, limit_s: float, eager: bool = False) -> bool:
     """Run one model in another process and print its line; its log follows if it failed."""
-    command = [sys.executable, __file__, name, "--here"]
+    command = [sys.executable, __file__, name, "--here", *["--eager"] * eager]
     try:
         result = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s, check=False
@@ -70,7 +71,7 @@ def start(name: str, limit_s: float) -> bool:
     return False
 
 
-def run(name: str) -> dict[str, Any]:
+def run(name: str, eager: bool) -> dict[str, Any]:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     import torch
@@ -78,7 +79,7 @@ def run(name: str) -> dict[str, Any]:
 
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        found = MODELS[name](Path(folder))
+        found = MODELS[name](Path(folder), eager)
     return {
         "model": name,
         "vllm": vllm.__version__,
@@ -91,7 +92,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 def video(family: str, folder: Path, **fields: Any) -> dict[str, Any]:
-    """Some chunks of one session, as latents."""
+    """Some chunks of one session, as latents; never compiled, which takes longer than everything else here."""
     import torch
     from vllm import LLM
 
@@ -135,15 +136,15 @@ def video(family: str, folder: Path, **fields: Any) -> dict[str, Any]:
     }
 
 
-def world(folder: Path) -> dict[str, Any]:
+def world(folder: Path, eager: bool) -> dict[str, Any]:
     return video("lingbot_world", folder, actions=[["w"]] * 3)
 
 
-def stream(folder: Path) -> dict[str, Any]:
+def stream(folder: Path, eager: bool) -> dict[str, Any]:
     return video("causal_wan", folder)
 
 
-def ar(folder: Path) -> dict[str, Any]:
+def ar(folder: Path, eager: bool) -> dict[str, Any]:
     """Text and all rows of two layers, compared with transformers' forward over the same tokens."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -160,6 +161,7 @@ def ar(folder: Path) -> dict[str, Any]:
         scheduler_cls="vllm_omni.core.sched.ARHiddenStatesScheduler",
         additional_config={"omni": {"hidden_state_layers": [2]}},
         max_model_len=512,
+        enforce_eager=eager,
         gpu_memory_utilization=0.2,
     )
     asked = HiddenStatesRequest(hidden_states="all", layers=(2, -1)).to_extra_args()
