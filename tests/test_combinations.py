@@ -4,13 +4,16 @@
 Those that work are run in tests/engine/ (test_stage_hybrids.py, test_chunks_in_flight.py, test_wan22_engine.py).
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.registration import SCHEDULER_CLS, WORKER_CLS
 
 PP2, PP3, TP2, TP3 = (
     {"pipeline_parallel_size": 2},
@@ -34,9 +37,9 @@ def checkpoints(
     return found
 
 
-def configure(model: Path, omni: dict[str, Any], sizes: dict[str, int]) -> None:
+def configure(model: Path, omni: dict[str, Any], sizes: dict[str, int]) -> VllmConfig:
     """What `vllm serve` does before it starts anything."""
-    EngineArgs(
+    return EngineArgs(
         model=str(model),
         config_format="omni",
         skip_tokenizer_init=True,
@@ -99,4 +102,8 @@ def test_what_cannot_work_is_refused(
 def test_what_can_work_is_not_refused(
     checkpoints: dict[str, Path], name: str, omni: dict[str, Any], sizes: dict[str, int]
 ) -> None:
-    configure(checkpoints[name], omni, sizes)
+    """And the config hook has been asked: the worker and the scheduler are this package's."""
+    config = configure(checkpoints[name], omni, sizes)
+    assert config.parallel_config.world_size == math.prod(sizes.values())
+    assert config.parallel_config.worker_cls == WORKER_CLS
+    assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS

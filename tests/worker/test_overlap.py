@@ -160,11 +160,14 @@ def test_the_host_is_a_step_ahead_of_the_device_and_not_at_all_where_steps_are_l
     assert device.launched - device.ended == ahead
 
 
-def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for() -> None:
+def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options))
     pacer = StepPacer(torch.device("cpu"))
     for _ in range(6):
         pacer.launched()
         pacer.wait(hurry=False)
+    assert made == []
 
 
 def test_what_a_vae_stage_is_told_does_not_wait_for_the_step(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

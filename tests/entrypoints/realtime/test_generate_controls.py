@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_engine import LATER, DoorServer, FakeEngine, wait_until
-from live_clients import HEIGHT, WIDTH, ExtendedClient, GenerateClient, png
+from live_clients import HEIGHT, WIDTH, ExtendedClient, GenerateClient, png, webui_unpack
 from websockets.exceptions import ConnectionClosed
 
 from vllm_omni.entrypoints.realtime.generate_door import PATHS
@@ -199,7 +199,11 @@ def test_extensions_are_granted_by_name(extended: ExtendedClient) -> None:
 def test_unknown_extensions_change_nothing(client: GenerateClient) -> None:
     """Nothing granted, nothing said."""
     client.init(max_chunks=1, extensions=["teleport"])
-    client.chunk()
+    messages = [client.connection.recv() for _ in range(2)]
+    assert [webui_unpack(message)["type"] for message in messages if isinstance(message, bytes)] == [
+        "frame_batch",
+        "chunk_stats",
+    ]
 
 
 def test_receipts_say_what_became_of_an_event(extended: ExtendedClient, engine: FakeEngine) -> None:

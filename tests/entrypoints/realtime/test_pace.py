@@ -89,14 +89,20 @@ def test_the_error_is_typed() -> None:
 
 
 def test_never_is_never() -> None:
-    """0 switches it off."""
+    """0 switches it off: every delivery is waited for, and a client that stays behind is kept."""
+    delivered: list[int] = []
+
+    async def deliver(number: int) -> None:
+        await asyncio.sleep(0.2)
+        delivered.append(number)
 
     async def scenario() -> None:
         pace = ReaderPace(0, FPS)
-        for _ in range(3):
-            await pace.hand_over(asyncio.sleep(0.2), 1, lambda: True)
+        for number in range(3):
+            await pace.hand_over(deliver(number), 1, lambda: True)
 
     asyncio.run(scenario())
+    assert delivered == [0, 1, 2]
 
 
 def test_a_delivery_s_own_timeout_stays_its_own() -> None:

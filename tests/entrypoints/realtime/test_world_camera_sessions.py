@@ -141,6 +141,7 @@ def test_a_new_world_waits_for_the_room_of_an_old_one(make_door: MakeDoor, engin
     with door.client() as client:
         client.send(infer())
         client.frames()
+        assert len(engine.worlds) == 1
 
 
 def test_an_evicted_session_says_so(make_door: MakeDoor, engine: FakeEngine) -> None:
