@@ -303,3 +303,19 @@ def test_any_bytes_raise_nothing_but_codec_errors(data: bytes) -> None:
     """No structure assumed at all."""
     with contextlib.suppress(CodecError):
         decode(data)
+
+
+@pytest.mark.parametrize(("dialect", "mark"), [(Dialect.CLASSIC, b"nd"), (Dialect.OPENPI, b"__ndarray__")])
+def test_arrays_are_written_in_the_dialect_asked_for(dialect: Dialect, mark: bytes) -> None:
+    """A client that knows one dialect must not be answered in the other."""
+    data = encode({"x": np.zeros(3, np.float32)}, dialect)
+    assert msgspec.msgpack.decode(data)["x"][mark] is True
+    assert decode(data).dialect is dialect
+
+
+@pytest.mark.parametrize(
+    "array", [np.arange(6).reshape(2, 3).T, np.zeros(2, object), np.zeros(2, np.complex64), np.zeros(2, "U1")]
+)
+def test_arrays_that_cannot_be_sent_are_refused(array: np.ndarray) -> None:
+    with pytest.raises(TypeError, match=f"only C-contiguous numbers and booleans are sent, got {array.dtype}"):
+        encode({"x": array})
