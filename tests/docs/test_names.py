@@ -10,6 +10,7 @@ import names
 import pytest
 import snippets as docs
 
+from vllm_omni.engine_arguments.table import ARGUMENTS
 from vllm_omni.entrypoints.cli.main import make_parser
 from vllm_omni.entrypoints.cli.serve import serve_parser
 
@@ -35,6 +36,16 @@ ELSEWHERE = {
     "terminationGracePeriodSeconds": "of Kubernetes",
     "cfg_img_scale": "an option of the original Lance, which is not offered",
     "ticket.XXX": "an example",
+    ".try_vllm/": "made by scripts/try_vllm.py",
+    "mutants/": "made by `make mutants`",
+    "times.json": "an example",
+    "Worker._make_model_runner": "of vLLM's gpu_worker; this package has an enum of the same name",
+    "_header": "of outputs.py",
+    "_marked": "of codec.py",
+    "_dtypes": "of outputs.py",
+    "_lead_bytes": "of outputs.py",
+    "_pack_in_place": "of outputs.py",
+    "test_a_header_may_fill_the_room_before_a_result_tensor": "a test",
     "rank0.kv.frame3": "an example: names in a snapshot are put together",
 }
 """Names that are neither of this package nor of vLLM, and whose they are."""
@@ -114,6 +125,7 @@ def flags() -> frozenset[str]:
     """Of `vllm serve` with and without `--omni`, of `vllm-omni` and of this repository's scripts; pip's and Ray's."""
     parsers: list[argparse.ArgumentParser] = [serve_parser(), docs._stock_parser(), make_parser()]
     found = {"--extra-index-url", "--head", "--port", "--address", "--block", "--num-gpus", "--shm-size"}
+    found |= {"--" + name.strip("_").replace("_", "-") for name in ARGUMENTS}  # of every vLLM that is supported
     while parsers:
         for action in parsers.pop()._actions:
             found.update(action.option_strings)

@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -88,10 +90,33 @@ def test_a_torchvision_that_does_not_import_is_a_fault(monkeypatch: pytest.Monke
     assert "nms does not exist" in finding.detail
 
     commands: list[list[str]] = []
-    monkeypatch.setattr(doctor.subprocess, "run", lambda command, **options: commands.append(command))
+
+    def run(command: list[str], **options: Any) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=1, stderr="RuntimeError: operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(doctor.subprocess, "run", run)
     assert finding.fix is not None
     assert finding.fix() == "removed torchvision, torchaudio"
-    assert commands[0][-2:] == ["torchvision", "torchaudio"]
+    assert commands[-1][-2:] == ["torchvision", "torchaudio"]
+
+
+def test_companions_that_a_repeated_set_up_brought_back_are_a_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torchvision is mended already, torchaudio is back: transformers fails all the same; torchvision stays."""
+    fake_versions(monkeypatch, torchvision="0.28.0", torchaudio="2.13.0")
+    (tmp_path / "torchvision.py").write_text("")
+    (tmp_path / "torchaudio.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "declare_missing_operators", lambda: False)
+    finding = doctor.check_torchvision()
+    assert finding.status == "fail" and "torchaudio" in finding.detail and "libcudart" in finding.detail
+    removed: list[tuple[str, ...]] = []
+    monkeypatch.setattr(doctor, "remove_torch_companions", lambda which: removed.append(tuple(which)) or "removed")
+    assert finding.fix is not None
+    assert finding.fix() == "torchvision imports now; removed"
+    assert removed == [("torchaudio", "torchcodec")]
 
 
 def test_small_shared_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -175,27 +175,34 @@ def check_torch() -> Finding:
 
 
 def check_torchvision() -> Finding:
-    """A torchvision built for another torch fails on import, and then transformers fails too."""
-    if installed_version("torchvision") is None:
+    """A companion of torch that was built for another torch fails on import, and then transformers fails too."""
+    installed = [name for name in _TORCH_COMPANIONS if installed_version(name) is not None]
+    for name in installed:
+        if (reason := _import_failure(name)) is not None:
+            return Finding(
+                "torchvision",
+                "fail",
+                f"{name} was built for another torch and cannot be imported ({reason}); transformers would fail too",
+                "vllm-omni doctor --fix  (makes torchvision importable or removes it; removes torchaudio, torchcodec)",
+                mend_torch_companions,
+            )
+    if not installed:
         return Finding("torchvision", "ok", "not installed, not needed")
+    return Finding("torchvision", "ok", ", ".join(f"{name} {installed_version(name)} imports" for name in installed))
+
+
+def _import_failure(name: str) -> str | None:
+    """The last line of what a process says that imports this module; None if it can be imported."""
     result = subprocess.run(
-        [sys.executable, "-c", "import torchvision"], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", f"import {name}"], capture_output=True, text=True, timeout=120, check=False
     )
-    if result.returncode == 0:
-        return Finding("torchvision", "ok", f"{installed_version('torchvision')} imports")
-    reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
-    return Finding(
-        "torchvision",
-        "fail",
-        f"was built for another torch and cannot be imported ({reason}); transformers would fail with it",
-        "vllm-omni doctor --fix  (makes torchvision importable or removes it; removes torchaudio, torchcodec)",
-        mend_torch_companions,
-    )
+    return None if result.returncode == 0 else (result.stderr.strip().splitlines() or ["no message"])[-1]
 
 
 def mend_torch_companions() -> str:
     """Make PyPI's torchvision importable beside a CPU torch (Qwen2.5-Omni needs it), remove what cannot be mended."""
-    if declare_missing_operators() and check_torchvision().status == "ok":
+    declare_missing_operators()
+    if installed_version("torchvision") is not None and _import_failure("torchvision") is None:
         return f"torchvision imports now; {remove_torch_companions(_TORCH_COMPANIONS[1:])}"
     return remove_torch_companions()
 
