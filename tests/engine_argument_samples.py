@@ -103,7 +103,6 @@ TOGETHER: dict[str, Any] = {
     "mamba_cache_dtype": "float32",
     "mamba_ssm_cache_dtype": "float32",
     "mamba_block_size": 8,
-    "mamba_cache_mode": "align",
     "enable_mamba_shared_prefix_checkpoint": True,
     "enable_mamba_cache_stochastic_rounding": True,
     "mamba_cache_philox_rounds": 3,
@@ -175,6 +174,9 @@ TOGETHER: dict[str, Any] = {
 }
 """Accepted by vLLM up to the config hook, all in one start."""
 
+LATER: dict[str, Any] = {"monokernel": True, "sleep_mode_backend": "elsewhere"}
+"""Added to `TOGETHER` where vLLM knows them."""
+
 ALONE: list[dict[str, Any]] = [
     {"hf_config_path": "the checkpoint itself"},
     {"quantization_config": {"linear": {"weight": "fp8_per_tensor_dynamic"}}},
@@ -220,6 +222,7 @@ BY_VLLM: dict[str, Any] = {
 """vLLM refuses them for these models, or on this machine, before the hook is asked."""
 
 UNSEEN = {
+    "mamba_cache_mode": "vLLM 0.33 ignores it and says so",
     "mm_encoder_tp_mode": "vLLM takes it back, with a warning, for a model without an encoder that could do it",
     "elastic_ep_max_dp_size": "the size itself; vLLM overwrites it without --enable-elastic-ep, which is refused",
     "default_mm_loras": "reaches a config with --enable-lora only, which is refused",

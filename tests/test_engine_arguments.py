@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import vllm
-from engine_argument_samples import ALONE, BY_VLLM, FOLDED, TOGETHER, UNSEEN
+from engine_argument_samples import ALONE, BY_VLLM, FOLDED, LATER, UNSEEN
+from engine_argument_samples import TOGETHER as IN_EVERY_VERSION
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.platforms import current_platform
@@ -24,6 +25,7 @@ from vllm_omni.engine_arguments.table import ARGUMENTS, ROWS, Worker, known_to
 
 REPO = Path(__file__).parents[1]
 PIPELINES = (Worker.DIFFUSION, Worker.DIFFUSERS)
+TOGETHER = IN_EVERY_VERSION | {name: value for name, value in LATER.items() if name in known_to(vllm.__version__)}
 IGNORED = sorted(
     name for name, argument in ARGUMENTS.items() if any(argument.verdicts[who].kind != "honoured" for who in PIPELINES)
 )

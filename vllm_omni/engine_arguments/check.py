@@ -64,6 +64,7 @@ _DECIDED_BY_VLLM: dict[str, Callable[["VllmConfig"], Any]] = {
     "block_size": lambda config: config.cache_config.DEFAULT_BLOCK_SIZE,
     "elastic_ep_max_dp_size": lambda config: config.parallel_config.data_parallel_size,
     "reasoning_parser_plugin": lambda config: "",
+    "mamba_cache_mode": lambda config: "none",  # 0.33 has None as the argument's default
     "disable_cascade_attn": lambda config: True,
     "disable_custom_all_reduce": lambda config: config.parallel_config.disable_custom_all_reduce,
     # Off where the processor cannot do it, whatever was given.
