@@ -11,7 +11,7 @@
 #
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the environment, DEVICE=cpu|cuda the build (default: what the
 # machine has), TORCH_INDEX=url where CPU builds of torch are; see scripts/setup_env.py. PYTEST_ARGS goes to pytest:
-# PYTEST_ARGS=-n0 runs the tests in one process, PYTEST_ARGS="--times times.json" shows what is slow.
+# PYTEST_ARGS=-n0 runs the tests in one process, PYTEST_ARGS=--times=times.json shows what is slow.
 
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -41,7 +41,7 @@ test: setup
 
 nightly: setup
 	@$(PYTHON) scripts/setup_env.py $(VENV) ray
-	@$(VENV)/bin/python -m pytest -m nightly $(if $(SHARD),--shard $(SHARD)) $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -m nightly $(if $(SHARD),--shard=$(SHARD)) $(PYTEST_ARGS)
 
 lint: setup
 	@$(VENV)/bin/ruff check .
