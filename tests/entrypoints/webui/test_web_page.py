@@ -123,7 +123,6 @@ def test_a_world_offers_its_own_pictures_and_prompts(village_page: Page, engine:
     page.run("document.querySelectorAll('[name=sample]')[1].click()")
     page.run("document.querySelectorAll('#start .prompts button')[2].click()")
     assert page.run(TILES) == ["square_snow", "street_snow", "pond_snow"]
-    ]
     assert page.run("document.querySelector('[name=sample]:checked').value") == "Street", "the place stays"
     assert page.run(PRESSED.format("#start .prompts")) == "Snow"
     begin(page)
