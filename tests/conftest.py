@@ -53,6 +53,14 @@ def lingbot_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def village() -> Path:
+    """The trained world that comes with the package: 160x96, a LingBot World in the v2 layout."""
+    from vllm_omni.worlds import village_checkpoint
+
+    return village_checkpoint()
+
+
+@pytest.fixture(scope="session")
 def causal_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny causal Wan checkpoint in the original layout."""
     out = tmp_path_factory.mktemp("causal_wan")

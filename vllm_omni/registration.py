@@ -5,10 +5,12 @@ Only additive and idempotent; nothing of vLLM is replaced. The exact list of tou
 tests/test_import_purity.py.
 """
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from transformers import PreTrainedConfig
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
@@ -26,9 +28,13 @@ from vllm_omni.model_executor.models.registry import (
     family_names,
     get_family,
 )
+from vllm_omni.worlds.card import CONFIG_KEY, WorldCard, read_card, with_defaults
+from vllm_omni.worlds.manifest import check_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+
+logger = logging.getLogger("vllm." + __name__)
 
 CONFIG_FORMAT = "omni"
 WORKER_CLS = "vllm_omni.worker.DiffusionGPUWorker"
@@ -57,8 +63,11 @@ class OmniConfigParser(ConfigParserBase):
         **kwargs: Any,
     ) -> tuple[dict[str, Any], PreTrainedConfig]:
         path = Path(model)
+        check_files(path)
         family = detect_family(path)
         values: dict[str, Any] = {"omni_family": family.name, **family.hf_config(path)}
+        if (card := read_card(path)) is not None:
+            values[CONFIG_KEY] = msgspec.to_builtins(card)
         config = OmniPipelineConfig(**values)
         return config.to_dict(), config
 
@@ -80,7 +89,11 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         heed_executor(vllm_config.model_config, parallel.distributed_executor_backend)
         family = get_family(vllm_config.model_config.hf_config.omni_family)
         check_config(Worker.DIFFUSION if family.executor_cls is None else Worker.DIFFUSERS, vllm_config)
+        card = world_card(vllm_config.model_config.hf_config)
+        vllm_config.additional_config = with_defaults(vllm_config.additional_config, card)
         omni = check_options(vllm_config.model_config.hf_config, vllm_config.additional_config)
+        if card is not None and (warning := card.untrained_size(omni.width, omni.height)) is not None:
+            logger.warning("omni.width, omni.height: %s", warning)
         omni.check_stages(parallel.pipeline_parallel_size)
         omni.check_ranks(parallel.tensor_parallel_size)
         if family.check_parallel is not None:
@@ -105,6 +118,12 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         vllm_config.cache_config.enable_prefix_caching = False
         if vllm_config.model_config.multimodal_config is not None:
             vllm_config.model_config.multimodal_config.mm_processor_cache_gb = 0  # no camera path ever comes twice
+
+
+def world_card(hf_config: PreTrainedConfig) -> WorldCard | None:
+    """The card that the config parser found beside the checkpoint."""
+    values = hf_config.to_dict().get(CONFIG_KEY)
+    return None if values is None else msgspec.convert(values, WorldCard)
 
 
 def heed_executor(model_config: "ModelConfig", backend: Any) -> None:

@@ -76,7 +76,9 @@ class OmniEndpoints:
         self._ready.attach(app)
         self._sessions.attach(app)
         self._stop.attach(app)
-        BrowserAccess(configured_keys(app.state.args)).attach(app, open_paths=pages.attach(app))
+        BrowserAccess(configured_keys(app.state.args)).attach(
+            app, open_paths=pages.attach(app, Path(app.state.args.model))
+        )
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         if engine_client is None:  # a render-only server; `required_tasks` keeps us away from it

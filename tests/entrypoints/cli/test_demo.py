@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo succeeds only if a world really moved; every way it can fail is told apart."""
 
+import argparse
 import contextlib
 import io
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -23,9 +25,11 @@ from websockets.sync.server import ServerConnection, serve
 
 from vllm_omni.entrypoints.cli import demo
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.main import make_parser
 from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
 
 CONSOLE = Console(quiet=True)
+WALK = demo.Walk(b"picture", {0: "hills", 7: "hills in the snow"})
 HELLO = {"first_chunk_frames": 9, "chunk_frames": 12, "vae_stride": [4, 8, 8]}
 
 
@@ -56,11 +60,77 @@ def running(belongs: Callable[[psutil.Process], bool]) -> list[str]:
 
 def test_the_walk_goes_on_and_comes_back_to_its_direction() -> None:
     """Always forward, and as often left as right: wherever chunks are cut."""
-    keys = demo.walk(range(16))
-    assert keys == demo.walk(range(3)) + demo.walk(range(3, 16))
+    walk = demo.Walk(b"", {0: "hills"})
+    keys = walk.held(range(16))
+    assert keys == walk.held(range(3)) + walk.held(range(3, 16))
     assert all("w" in held for held in keys)
     turns = [key for held in keys for key in held if key != "w"]
     assert turns.count("l") == turns.count("j") == 4
+
+
+def arguments(*argv: str) -> argparse.Namespace:
+    return make_parser().parse_args(["demo", *argv])
+
+
+def test_the_demo_takes_the_tour_of_the_trained_world(tmp_path: Path, village: Path) -> None:
+    """Its start picture, its keys, its prompts where they change, and the video of how it should look."""
+    model, card = demo.find_world(arguments("--out", str(tmp_path)), CONSOLE)
+    assert model == village
+    assert card is not None
+    assert card.tour is not None
+    walk = demo.plan_walk(arguments(), model, card)
+    assert Image.open(io.BytesIO(walk.image)).size == card.sizes[0]
+    assert [walk.prompt(range(i, i + 3)) is not None for i in range(0, len(card.tour.keys), 3)].count(True) == 2
+    assert walk.prompt(range(3)) == card.prompt("day")
+    assert ["".join(held) for held in walk.held(range(len(card.tour.keys)))] == card.tour.keys
+    assert walk.num_chunks(3, 3) == len(card.tour.keys) // 3
+    assert walk.num_chunks(1, 1) == len(card.tour.keys)
+    assert walk.truth is not None
+
+
+@pytest.mark.parametrize("other", [["--prompt", "a fair"], ["--size", "96x64"], ["--image"]])
+def test_another_walk_has_no_truth(tmp_path: Path, village: Path, other: list[str]) -> None:
+    """With another prompt, size or picture the renderer's frames are not what should come."""
+    if other == ["--image"]:
+        (tmp_path / "own.png").write_bytes(demo.start_image())
+        other = ["--image", str(tmp_path / "own.png")]
+    args = arguments(*other)
+    model, card = demo.find_world(args, CONSOLE)
+    walk = demo.plan_walk(args, model, card)
+    assert walk.truth is None
+    assert walk.prompt(range(3)) == (args.prompt or "the village on a sunny day")
+
+
+def test_a_random_world_is_behind_a_flag(tmp_path: Path) -> None:
+    """It has no card, so it is walked as any other; the flag and a checkpoint exclude each other."""
+    model, card = demo.find_world(arguments("--random", "--out", str(tmp_path)), CONSOLE)
+    assert model == tmp_path / "demo_world"
+    assert card is None
+    walk = demo.plan_walk(arguments("--random"), model, card)
+    assert (walk.image, walk.truth, walk.num_chunks(3, 3)) == (demo.start_image(), None, 5)
+    with pytest.raises(SystemExit):
+        arguments("--random", "--model", "somewhere")
+
+
+def test_the_strip_shows_the_world_above_its_truth(tmp_path: Path) -> None:
+    """Eight moments of both; a walk cut short is compared as far as it goes."""
+    true_THWC = np.repeat(noise(1)[:, ::16, ::16].repeat(16, 1).repeat(16, 2), 21, axis=0)
+    true_THWC[10:] = 255 - true_THWC[10:]
+    (tmp_path / "truth.mp4").write_bytes(encode_mp4(true_THWC, 16))
+    shown = io.StringIO()
+    demo.write_truth(true_THWC[:10], tmp_path / "truth.mp4", tmp_path, Console(file=shown, width=300))
+    sheet = np.asarray(Image.open(tmp_path / "demo_truth.png")).astype(int)
+    assert sheet.shape == (2 * 36 + 4, 8 * 52 + 4, 3)
+    for column in range(8):
+        left = 4 + 52 * column
+        above, below = sheet[4:36, left : left + 48], sheet[40:72, left : left + 48]
+        np.testing.assert_array_equal(above, true_THWC[0])
+        assert np.abs(above - below).mean() < 12
+    levels = [float(text) for text in re.findall(r"(\d+\.\d)(?:,| dB)", shown.getvalue())]
+    assert len(levels) == 3
+    assert min(levels) > 20
+    with pytest.raises(CommandError, match=r"has frames \(32, 48, 3\), the world made \(16, 48, 3\)"):
+        demo.write_truth(true_THWC[:, :16], tmp_path / "truth.mp4", tmp_path, CONSOLE)
 
 
 def test_the_bundled_start_image_is_small_and_a_picture() -> None:
@@ -115,13 +185,15 @@ def test_each_chunk_is_asked_for_with_its_part_of_the_walk() -> None:
         ]
 
     with Door(answer) as door:
-        chunks = demo.stream(door.url, b"picture", "hills", 32, 48, 3, CONSOLE)
+        chunks = demo.stream(door.url, WALK, 32, 48, 3, CONSOLE)
     assert [len(part.frames) for part in chunks] == [9, 12, 12]
     assert not any({"camera", "cameras"} & request.keys() for request in door.requests), "keys: the view is the model's"
-    assert [("image" in request, "prompt" in request) for request in door.requests] == [(True, True)] + [
-        (False, False)
-    ] * 2
-    assert [held for request in door.requests for held in request["actions"]] == demo.walk(range(9))
+    assert [("image" in request, request.get("prompt")) for request in door.requests] == [
+        (True, "hills"),
+        (False, None),
+        (False, "hills in the snow"),
+    ]
+    assert [held for request in door.requests for held in request["actions"]] == WALK.held(range(9))
     assert all(part.wall_s > 0 and part.wire_bytes > 0 and part.timing for part in chunks)
 
 
@@ -138,13 +210,13 @@ def test_each_chunk_is_asked_for_with_its_part_of_the_walk() -> None:
 def test_a_wrong_answer_is_a_failure_that_says_what_came(answer: list[Any], complaint: str) -> None:
     """Nothing that is not the asked-for video passes."""
     with Door(lambda index, request: answer) as door, pytest.raises(CommandError, match=complaint):
-        demo.stream(door.url, b"picture", "hills", 32, 48, 2, CONSOLE)
+        demo.stream(door.url, WALK, 32, 48, 2, CONSOLE)
 
 
 def test_no_server_is_a_failure() -> None:
     """A refused connection is named with its address."""
     with pytest.raises(CommandError, match=r"streaming from ws://127.0.0.1:1/x failed: ConnectionRefusedError"):
-        demo.stream("ws://127.0.0.1:1/x", b"", "", 32, 48, 1, CONSOLE)
+        demo.stream("ws://127.0.0.1:1/x", WALK, 32, 48, 1, CONSOLE)
 
 
 # ---- the files ------------------------------------------------------------------------------------------------------
@@ -260,8 +332,11 @@ def test_the_command_is_the_documented_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-def test_the_demo_walks_through_the_tiny_world(tmp_path: Path) -> None:
-    """`make demo ONCE=1`: a real server on the tiny LingBot world, both files, status 0, nothing left running."""
+def test_the_demo_walks_through_the_trained_world(tmp_path: Path, village: Path) -> None:
+    """`make demo ONCE=1`: a real server on the shipped world, all files, status 0, nothing left running.
+
+    Its first chunk shows what the renderer shows: 24 dB is the goal, 18 tells the village from anything else.
+    """
     result = subprocess.run(
         [Path(sys.executable).with_name("vllm-omni"), "demo", "--once", "--chunks", "2", "--port", "0"],
         cwd=tmp_path,
@@ -275,4 +350,9 @@ def test_the_demo_walks_through_the_tiny_world(tmp_path: Path) -> None:
     assert frames_THWC.shape == (21, 96, 160, 3)
     assert Image.open(tmp_path / "demo.png").size == (4 * 164 + 4, 3 * 100 + 4)
     assert result.stdout.count("chunk ") >= 2
+    assert re.search(r"first picture after \d+ s", result.stdout)
+    assert Image.open(tmp_path / "demo_truth.png").size == (8 * 164 + 4, 2 * 100 + 4)
+    near = float(re.findall(r"PSNR of the three thirds of the walk: (\d+\.\d)", result.stdout)[0])
+    assert near > 18, result.stdout
+    assert not (tmp_path / "demo_world").exists()
     assert running(lambda child: child.cwd() == str(tmp_path)) == []

@@ -4,6 +4,7 @@
 import io
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from PIL import Image
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.entrypoints.realtime import codec
 from vllm_omni.entrypoints.realtime.world_camera import PATHS
+from vllm_omni.worlds.card import read_card
 
 MakeDoor = Callable[..., DoorServer]
 
@@ -27,6 +29,34 @@ def test_hello_comes_first_and_describes_the_model(door: DoorServer, path: str) 
         assert (client.hello["first_chunk_frames"], client.hello["chunk_frames"]) == (FIRST, LATER)
         assert re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", client.hello["session_id"])
         assert client.hello["limits"]["max_message_bytes"] == 1 << 20
+
+
+def test_hello_tells_of_a_trained_world(make_door: MakeDoor, village: Path) -> None:
+    """Its domain, its prompts and where its pictures are; other models' greetings have no such keys."""
+    card = read_card(village)
+    assert card is not None
+    with make_door({"card": card, "height": 96, "width": 160}).client() as client:
+        assert client.hello["domain"] == "tiny_village"
+        world = client.hello["world"]
+        assert [prompt["name"] for prompt in world["prompts"]] == ["day", "dusk", "snow"]
+        assert {start["file"] for start in world["starts"]} == {start.file for start in card.starts}
+        assert world["sizes"] == [[160, 96]]
+    with make_door().client() as client:
+        assert not {"domain", "world"} & client.hello.keys()
+
+
+@pytest.mark.parametrize(("height", "width", "warned"), [(96, 160, False), (48, 80, True)])
+def test_a_size_the_world_was_not_trained_for_is_made_with_a_warning(
+    make_door: MakeDoor, village: Path, height: int, width: int, warned: bool
+) -> None:
+    """It says which size was asked for and which it was trained at, once, with the first chunk."""
+    with make_door({"card": read_card(village), "height": 96, "width": 160}).client() as client:
+        client.send(infer(FIRST + LATER, extra_body={"height": height, "width": width}))
+        first, later = client.frames()
+    assert (first["height"], first["width"]) == (height, width)
+    text = "untrained size: 80x48 was asked for, this world was trained at 160x96; expect poor pictures"
+    assert first.get("warnings", []) == ([text] if warned else [])
+    assert "warnings" not in later
 
 
 def test_the_subprotocol_is_echoed(door: DoorServer) -> None:

@@ -8,6 +8,7 @@ it could install one) makes that a failure.
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from page_server import MakeServer, PageServer
 
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.worlds.card import read_card
 
 
 @pytest.fixture(scope="package")
@@ -36,17 +38,20 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def make_server(engine: FakeEngine) -> Iterator[MakeServer]:
-    """`make_server(keys=[...], environ={...}, facts={...}, **limits)` -> a running server; it stops after the test."""
+    """`make_server(keys=[...], environ={...}, facts={...}, world=DIR, **limits)` -> a server that runs for one test."""
     with ExitStack() as stack:
 
         def make(
             keys: list[str] | None = None,
             environ: dict[str, str] | None = None,
             facts: dict[str, Any] | None = None,
+            world: Path | None = None,
             **limits: Any,
         ) -> PageServer:
-            world = WorldFacts(**{"height": 48, "width": 80, "model": "fake", **(facts or {})})
-            return stack.enter_context(PageServer(engine, DoorLimits(**limits), world, keys or [], environ or {}))
+            told = {"card": read_card(world), "height": 96, "width": 160} if world is not None else {}
+            all_facts = WorldFacts(**{"height": 48, "width": 80, "model": "fake", **told, **(facts or {})})
+            server = PageServer(engine, DoorLimits(**limits), all_facts, keys or [], environ or {}, world)
+            return stack.enter_context(server)
 
         yield make
 

@@ -2,6 +2,7 @@
 """The realtime doors with the web page, behind stock vLLM's own key check if there are keys; the engine is a fake."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from fake_engine import DoorServer, FakeEngine
 from fastapi import FastAPI
@@ -16,17 +17,23 @@ MakeServer = Callable[..., "PageServer"]
 
 
 class PageServer(DoorServer):
-    """`keys`: API keys; none = open. The application is put together as vLLM and the plugin do."""
+    """`keys`: API keys; none = open. world: a checkpoint with a card. Put together as vLLM and the plugin do."""
 
     def __init__(
-        self, engine: FakeEngine, limits: DoorLimits, facts: WorldFacts, keys: list[str], environ: dict[str, str]
+        self,
+        engine: FakeEngine,
+        limits: DoorLimits,
+        facts: WorldFacts,
+        keys: list[str],
+        environ: dict[str, str],
+        world: Path | None = None,
     ) -> None:
         super().__init__(engine, limits, facts)
         app = self.server.config.app
         assert isinstance(app, FastAPI)
         for path in ("/work", "/v1/models", "/health"):
             app.add_api_route(path, _work, methods=["GET", "POST"])
-        BrowserAccess(keys, environ).attach(app, open_paths=pages.attach(app))
+        BrowserAccess(keys, environ).attach(app, open_paths=pages.attach(app, world))
         if keys:
             app.add_middleware(AuthenticationMiddleware, tokens=keys)
 

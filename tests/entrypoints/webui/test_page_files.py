@@ -113,6 +113,11 @@ def test_wheel_and_source_archive_hold_the_page(tmp_path: Path) -> None:
     code = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv.pop(1))(sys.argv.pop(1))"
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", REPO, clone], check=True)
+    world = subprocess.run(
+        ["git", "ls-files", "vllm_omni/worlds"], cwd=clone, check=True, capture_output=True, text=True
+    )
+    names |= set(world.stdout.split())
+    assert "vllm_omni/worlds/village/world.json" in names
     for build in ("build_sdist", "build_wheel"):
         subprocess.run([sys.executable, "-c", code, build, tmp_path], cwd=clone, check=True, capture_output=True)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:

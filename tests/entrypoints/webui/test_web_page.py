@@ -97,6 +97,91 @@ def test_an_own_picture_can_be_dropped_in(page: Page, engine: FakeEngine) -> Non
     assert np.abs(engine.chunks[0].arrays["image"].mean((0, 1)) - [0, 255, 0]).max() < 3
 
 
+# ---- a world with a card ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def village_page(browser: Browser, make_server: MakeServer, village: Path) -> Iterator[Page]:
+    """The page of a server whose checkpoint says what its world is; the engine is the fake one all the same."""
+    with browser.page(make_server(world=village, facts={"fps": 48.0}).url) as page:
+        page.wait_for("document.body.dataset.link === 'up'")
+        page.wait_for("[...document.querySelectorAll('.tile img')].every((i) => !i.src || i.naturalWidth === 160)")
+        yield page
+        assert page.errors == []
+
+
+TILES = """[...document.querySelectorAll('[name=sample]')].map((radio) =>
+    radio.closest('label').querySelector('img').src.split('/').at(-1).replace('.png', ''))"""
+PRESSED = "document.querySelector('{} [aria-pressed=true]')?.textContent"
+
+
+def test_a_world_offers_its_own_pictures_and_prompts(village_page: Page, engine: FakeEngine) -> None:
+    """A prompt's button shows the pictures that fit it; the chosen one begins the world, seen from its place."""
+    page = village_page
+    assert page.run(TILES) == ["square_day", "street_day", "pond_day"]
+    assert page.run("[...document.querySelectorAll('#start [name=size] option')].map((o) => o.value)") == ["160x96"]
+    page.run("document.querySelectorAll('[name=sample]')[1].click()")
+    page.run("document.querySelectorAll('#start .prompts button')[2].click()")
+    assert page.run(TILES) == ["square_snow", "street_snow", "pond_snow"]
+    assert page.run("document.querySelector('[name=sample]:checked').value") == "Street", "the place stays"
+    assert page.run(PRESSED.format("#start .prompts")) == "Snow"
+    begin(page)
+    first = engine.chunks[0]
+    assert first.params.prompt == "the village in the snow"
+    assert first.arrays["image"].mean() > 150, "the snowy picture"
+    pose = np.asarray(first.arrays["poses"][0])
+    np.testing.assert_allclose(pose[:3, 3], [0.26, 0, 0.74], atol=1e-6)
+    yaw = math.degrees(math.atan2(pose[0, 2], pose[2, 2])) % 360
+    assert yaw == pytest.approx(195)
+
+
+def test_prompt_buttons_change_the_world_in_mid_walk(village_page: Page, engine: FakeEngine) -> None:
+    """One click; the button of the prompt that holds is marked."""
+    page = village_page
+    begin(page)
+    assert page.run(PRESSED.format("#prompts")) == "Day"
+    page.run("document.querySelectorAll('#prompts button')[1].click()")
+    page.wait_for(f"{PRESSED.format('#prompts')} === 'Dusk'")
+    prompts = [call.params.prompt for call in engine.chunks if call.params.prompt is not None]
+    assert prompts == ["the village on a sunny day", "the village at dusk"]
+
+
+def test_a_picture_from_elsewhere_is_taken_with_a_word(village_page: Page, engine: FakeEngine) -> None:
+    """The page says what the world can show, when the picture is taken and when the walk begins."""
+    page = village_page
+    page.run("""(async () => { const canvas = new OffscreenCanvas(32, 32); const c = canvas.getContext("2d");
+        c.fillStyle = "#00ff00"; c.fillRect(0, 0, 32, 32);
+        const dataTransfer = new DataTransfer();
+        dataTransfer.items.add(new File([await canvas.convertToBlob()], "mine.png", { type: "image/png" }));
+        document.querySelector("#stage").dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true })); })()""")
+    words = page.wait_for("!notices.hidden && notices.textContent")
+    assert "a picture from elsewhere is taken" in words
+    page.run("document.querySelectorAll('#start .prompts button')[1].click()")
+    begin(page)
+    assert "a picture from elsewhere is taken" in page.wait_for("!notices.hidden && notices.textContent")
+    assert np.abs(engine.chunks[0].arrays["image"].mean((0, 1)) - [0, 255, 0]).max() < 3
+    assert engine.chunks[0].params.prompt == "the village at dusk"
+
+
+def test_the_map_lies_under_the_path(village_page: Page) -> None:
+    """The ground of the place where one stands is what is drawn there; distances are metres."""
+    page = village_page
+    begin(page)  # on the square at (1.2, -4), on the sandy path, the pond to the east
+    page.wait_for(f"{PARTS}.then(({{ app }}) => app.map.path.length > 5)")
+    time.sleep(0.3)
+    pixel = """((dx, dy) => { const c = document.querySelector('#map'), d = devicePixelRatio || 1;
+        const x = c.width / 2 + dx * d, y = c.height / 2 + dy * d;
+        return [...c.getContext('2d').getImageData(x, y, 1, 1).data]; })"""
+    height = page.run("document.querySelector('#map').clientHeight")
+    metre = (height - 36) / 15  # half of the map's 30 m is shown around one who stands still
+    red, _, blue, alpha = page.run(f"{pixel}({2.6 * metre}, {0.6 * metre})")
+    assert alpha == 255
+    assert blue > red + 50, "the pond, 2.6 m east and 0.6 m south"
+    red, green, blue, _ = page.run(f"{pixel}({-3 * metre}, {-0.1 * metre})")
+    assert green > blue + 30, "grass to the west"
+    assert page.text("#map-text").startswith("0.0 m from the start, facing 0°.")
+
+
 @pytest.mark.nightly  # by the clock; the player itself is tested without one in test_page_modules.py
 def test_pictures_come_in_order_at_a_steady_rate(real_time: Page, engine: FakeEngine) -> None:
     """With chunks that take 0.3 s the picture runs at its 16 frames a second without a wait."""

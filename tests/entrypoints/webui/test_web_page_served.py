@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page as `vllm serve MODEL --omni --api-key` serves it: a real engine, a tiny LingBot World, headless Chromium.
+"""The page as `vllm serve MODEL --omni --api-key` serves it: a real engine, the shipped world, headless Chromium.
 
 `OMNI_SCREENSHOT=docs/user_guide/web_page.png pytest THIS_FILE` writes the picture in the guide anew.
 """
@@ -29,7 +29,7 @@ PARTS = "import('/omni/js/main.js').then((m) => m.parts)"
 
 
 @pytest.fixture(scope="module")
-def served(lingbot_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[demo.ServerProcess]:
+def served(village: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[demo.ServerProcess]:
     from rich.console import Console
 
     folder = tmp_path_factory.mktemp("served")
@@ -37,7 +37,7 @@ def served(lingbot_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     patch.setenv("VLLM_API_KEY", KEY)
     patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     try:
-        with demo.server(lingbot_world, demo.free_port(0), 96, 160, folder / "server.log") as process:
+        with demo.server(village, demo.free_port(0), 96, 160, folder / "server.log") as process:
             demo.wait_until_healthy(process, 300, Console(quiet=True))
             yield process
     finally:
@@ -110,6 +110,64 @@ def test_keys_steer_the_model(page: Page, browser: Browser, served: demo.ServerP
     assert np.abs(still - walked).mean() > 1
 
 
+COLUMNS = f"""{PARTS}.then(({{ app }}) => {{
+    window.seen = []; const shown = app.player.onframe;
+    app.player.onframe = (frame) => {{ shown(frame);
+        const canvas = document.querySelector("#view"), {{ width, height }} = canvas;
+        const data = canvas.getContext("2d").getImageData(0, 0, width, height).data, columns = [];
+        for (let x = 0; x < width; x++) {{
+            for (let band = 0; band < 4; band++) {{
+                let sum = 0;
+                const rows = height / 4;
+                for (let y = band * rows; y < (band + 1) * rows; y++) sum += data[4 * (y * width + x) + 1];
+                columns.push(sum / rows);
+            }}
+        }}
+        window.seen.push(columns);
+    }}; }})"""
+"""From now on, remember the green of four bands of every shown frame, column by column."""
+
+
+def shift_px(before: np.ndarray, after: np.ndarray) -> int:
+    """By how many columns a picture `[W, 4]` has moved to the right (negative: left), where the two overlap best."""
+    width = len(before)
+    candidates = range(-40, 41)
+    differences = [
+        np.abs(after[max(0, by) : width + min(0, by)] - before[max(0, -by) : width - max(0, by)]).mean()
+        for by in candidates
+    ]
+    return candidates[int(np.argmin(differences))]
+
+
+def test_keys_do_what_they_say_and_prompts_choose_the_season(page: Page) -> None:
+    """`l` looks right, so the picture moves left, `j` the other way; the snow's button makes the ground white."""
+    page.run("document.querySelector('#start').elements.seed.value = 5")
+    page.run(COLUMNS)
+    page.click("#start .main")
+    page.wait_for(HAS_PICTURE, 60)
+    count = f"{PARTS}.then(({{ app }}) => app.world.lastChunk)"
+    for key, sign in (("l", -1), ("j", 1)):
+        page.key("keyDown", key)
+        reached = page.run(count)
+        page.wait_for(f"{count}.then((n) => n >= {reached + 2})", 90)  # one may have been under way
+        page.wait_for(f"{PARTS}.then(({{ app }}) => app.player.numBuffered <= 8)", 60)
+        page.run("window.seen = []")
+        page.wait_for("window.seen.length >= 9", 90)
+        page.key("keyUp", key)
+        seen = np.asarray(page.run("window.seen.slice(0, 9)")).reshape(9, -1, 4)
+        moved = [shift_px(seen[frame], seen[frame + 4]) for frame in range(5)]
+        assert 6 <= sign * float(np.median(moved)) <= 20, (key, moved)  # 12 px: 6 degrees of a view 75 degrees wide
+    day = np.asarray(page.run("window.seen.at(-1)")).reshape(-1, 4)
+    page.click("#prompts button:nth-child(3)")
+    page.wait_for("document.querySelector('#prompts [aria-pressed=true]')?.textContent === 'Snow'", 60)
+    reached = page.run(count)
+    page.wait_for(f"{count}.then((n) => n >= {reached + 2})", 120)
+    page.run("window.seen = []")
+    page.wait_for("window.seen.length >= 6", 60)
+    snow = np.asarray(page.run("window.seen.at(-1)")).reshape(-1, 4)
+    assert snow[:, 3].mean() > day[:, 3].mean() + 30, "the lowest band is the ground"
+
+
 def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
     """Frames change, a recording holds them, a mark is gone back to, a cut connection is taken up again."""
     begin(page)
@@ -161,7 +219,7 @@ def test_the_key_guards_what_works_and_the_page_is_open(served: demo.ServerProce
     for path in ("/v1/models", "/openapi.json", "/pooling", "/tokenize", "/invocations", "/nothing"):
         assert status(path, None) == 401, path
         assert status(path, KEY) != 401, path
-    for path in ("/omni/", "/omni/js/main.js", "/omni/ready", "/health", "/metrics", "/version"):
+    for path in ("/omni/", "/omni/js/main.js", "/omni/world/map.png", "/omni/ready", "/health", "/metrics", "/version"):
         assert status(path, None) == 200, path
     routes = json.loads(
         urllib.request.urlopen(

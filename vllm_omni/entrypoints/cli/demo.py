@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni demo`: a world served by stock vLLM, walked through over its WebSocket, written as a video to look at.
 
-Starts `vllm serve ... --omni` as a child, streams a camera walk chunk by chunk, writes `demo.mp4` and `demo.png`, and
-leaves the server running until Ctrl-C (`--once`: stops it). It succeeds only if frames arrived, every one of them is
-in the file again, and they are not all the same. Held by tests/entrypoints/cli/test_demo.py.
+Starts `vllm serve ... --omni` as a child, streams a walk chunk by chunk, writes `demo.mp4` and `demo.png`, and leaves
+the server running until Ctrl-C (`--once`: stops it). The world is the trained one of this package, the walk the tour of
+its card, and `demo_truth.png` shows it beside the pictures it was meant to show. The demo succeeds only if frames
+arrived, every one of them is in the file again, and they are not all the same.
+Held by tests/entrypoints/cli/test_demo.py.
 """
 
 import argparse
@@ -31,6 +33,8 @@ from vllm_omni.entrypoints.webui.address import page_url
 if TYPE_CHECKING:
     import numpy as np
 
+    from vllm_omni.worlds.card import WorldCard
+
 # N pixel frames, T frames, H height, W width, C = 3 channels
 
 DOOR = "/v1/realtime/world/camera"
@@ -41,18 +45,25 @@ _EXCEPTION = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S.*")
 _STOP_S = 20.0
 _CHUNK_TIMEOUT_S = 300.0
 _TURNS = ("", "", "l", "l", "", "", "j", "j")
-"""Beside `w`, latent frame for latent frame."""
+"""Beside `w`, latent frame for latent frame, in a world without a tour."""
+_RANDOM_SIZE = (160, 96)
+_PROMPT = "A path through green hills towards the evening sun"
+_CHUNKS = 5
+_SHOWN = 8
+"""Frames of the strip beside the truth."""
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("demo", help="serve a world, walk through it, write demo.mp4 and demo.png")
     parser.add_argument("--once", action="store_true", help="stop the server after the files are written")
-    parser.add_argument("--model", type=Path, help="checkpoint directory (default: writes a tiny random one)")
+    world = parser.add_mutually_exclusive_group()
+    world.add_argument("--model", type=Path, help="checkpoint directory (default: the trained world of this package)")
+    world.add_argument("--random", action="store_true", help="a tiny world with random weights instead")
     parser.add_argument("--out", type=Path, default=Path(), help="directory for the files (default: here)")
-    parser.add_argument("--chunks", type=int, default=5, help="chunks to stream (default: 5)")
-    parser.add_argument("--size", default="160x96", help="video size, WIDTHxHEIGHT (default: 160x96)")
-    parser.add_argument("--image", type=Path, help="start image (default: a drawn landscape)")
-    parser.add_argument("--prompt", default="A path through green hills towards the evening sun", help="scene prompt")
+    parser.add_argument("--chunks", type=int, help="chunks to stream (default: the world's tour, else 5)")
+    parser.add_argument("--size", help="video size, WIDTHxHEIGHT (default: the world's own, else 160x96)")
+    parser.add_argument("--image", type=Path, help="start image (default: the tour's, else a drawn landscape)")
+    parser.add_argument("--prompt", help="scene prompt (default: the tour's)")
     parser.add_argument("--port", type=int, default=8000, help="port; if busy, any free one is taken (default: 8000)")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds the server may take to start")
     parser.set_defaults(run=run)
@@ -61,20 +72,14 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from vllm_omni.entrypoints.cli.make_tiny import write_tiny
-
-    width, height = parse_size(args.size)
-    if args.chunks < 1:
+    started_s = time.monotonic()
+    if args.chunks is not None and args.chunks < 1:
         raise CommandError(f"--chunks must be >= 1, got {args.chunks}")
     console = Console()
     args.out.mkdir(parents=True, exist_ok=True)
-    model = args.model
-    if model is None:
-        model = args.out / "demo_world"
-        if not (model.is_dir() and any(model.iterdir())):
-            write_tiny(TINY_MODEL, model)
-            console.print(f"wrote the tiny random world {model}")
-    image = args.image.read_bytes() if args.image else start_image()
+    model, card = find_world(args, console)
+    width, height = parse_size(args.size) if args.size else card.sizes[0] if card else _RANDOM_SIZE
+    walk = plan_walk(args, model, card)
     port = free_port(args.port)
     if port != args.port:
         console.print(f"port {args.port} is in use or 0; taking {port}")
@@ -83,14 +88,35 @@ def run(args: argparse.Namespace) -> int:
     with server(model, port, height, width, args.out / "demo_server.log") as process:
         wait_until_healthy(process, args.start_timeout, console)
         url = f"ws://{_HOST}:{port}{DOOR}"
-        chunks = stream(url, image, args.prompt, height, width, args.chunks, console)
-        write_files(chunks, args.out, console)
+        chunks = stream(url, walk, height, width, args.chunks, console, started_s)
+        frames_THWC = write_files(chunks, args.out, console)
+        if walk.truth is not None:
+            write_truth(frames_THWC, walk.truth, args.out, console)
         if not args.once:
             page = page_url(_HOST, port)
             console.print(f"\nopen {page} in a browser to walk through it yourself", soft_wrap=True, highlight=False)
             console.print(f"serving {model} at {url} (log: {process.log}); Ctrl-C stops it", soft_wrap=True)
             wait_for_interrupt(process)
     return 0
+
+
+def find_world(args: argparse.Namespace, console: Any) -> "tuple[Path, WorldCard | None]":
+    """The checkpoint directory to serve, and its card if it has one. Raises CommandError."""
+    from vllm_omni.entrypoints.cli.make_tiny import write_tiny
+    from vllm_omni.worlds import village_checkpoint
+    from vllm_omni.worlds.card import read_card
+
+    try:
+        if args.random:
+            model = args.out / "demo_world"
+            if not (model.is_dir() and any(model.iterdir())):
+                write_tiny(TINY_MODEL, model)
+                console.print(f"wrote the tiny random world {model}")
+        else:
+            model = args.model or village_checkpoint()
+        return model, read_card(model)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
 
 
 # ---- the server -------------------------------------------------------------------------------------------------
@@ -216,8 +242,62 @@ class Chunk:
     timing: dict[str, float]
 
 
-def stream(url: str, image: bytes, prompt: str, height: int, width: int, num_chunks: int, console: Any) -> list[Chunk]:
-    """Walk through the world chunk by chunk and return what came back; prints a line for each chunk."""
+@dataclass(frozen=True)
+class Walk:
+    """What the demo walks: the start image, prompts by the latent frame from which they hold, and the keys.
+
+    keys: held in each latent frame; None = forward without end. truth: a video of how it should look, as a file.
+    """
+
+    image: bytes
+    prompts: dict[int, str]
+    keys: list[list[str]] | None = None
+    seed: int = 7
+    truth: Path | None = None
+
+    def held(self, latent_frames: range) -> list[list[str]]:
+        """Keys of some latent frames."""
+        if self.keys is not None:
+            return self.keys[latent_frames.start : latent_frames.stop]
+        return [["w", *_TURNS[frame % len(_TURNS)]] for frame in latent_frames]
+
+    def prompt(self, latent_frames: range) -> str | None:
+        """The prompt that a chunk of these latent frames brings; None = as before."""
+        return next((text for frame, text in self.prompts.items() if frame in latent_frames), None)
+
+    def num_chunks(self, first: int, later: int) -> int:
+        """Chunks of so many latent frames that the keys fill."""
+        return _CHUNKS if self.keys is None else 1 + max(0, len(self.keys) - first) // later
+
+
+def plan_walk(args: argparse.Namespace, model: Path, card: "WorldCard | None") -> Walk:
+    """The world's tour; with another picture or prompt, or in a world without one, a walk without truth."""
+    from vllm_omni.worlds.card import card_file
+
+    image = args.image.read_bytes() if args.image else None
+    if card is None or card.tour is None:
+        return Walk(image or start_image(), {0: args.prompt or _PROMPT})
+    tour = card.tour
+    keys = [list(held) for held in tour.keys]
+    if image is not None:
+        print(f"{card.title}: {card.about}")
+    as_told = image is None and args.prompt is None and args.size is None
+    return Walk(
+        image=image or card_file(model, tour.start).read_bytes(),
+        prompts={0: args.prompt} if args.prompt else {frame: card.prompt(name) for frame, name in tour.prompts},
+        keys=keys,
+        seed=tour.seed,
+        truth=card_file(model, tour.truth) if as_told and tour.truth is not None else None,
+    )
+
+
+def stream(
+    url: str, walk: Walk, height: int, width: int, num_chunks: int | None, console: Any, started_s: float | None = None
+) -> list[Chunk]:
+    """Walk through the world chunk by chunk and return what came back; prints a line for each chunk.
+
+    num_chunks: None = the whole walk. started_s: when the command began, to say how long the first picture took.
+    """
     import msgspec
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from websockets.exceptions import WebSocketException
@@ -230,26 +310,34 @@ def stream(url: str, image: bytes, prompt: str, height: int, width: int, num_chu
             connect(url, max_size=None, compression=None, open_timeout=30) as socket_,
             Progress(*columns, console=console) as progress,
         ):
-            task = progress.add_task("", total=num_chunks)
             hello = msgspec.msgpack.decode(_binary(socket_.recv(timeout=30)))
+            stride = hello["vae_stride"][0]
+            latents = [-(-hello[name] // stride) for name in ("first_chunk_frames", "chunk_frames")]
+            if num_chunks is None:
+                num_chunks = walk.num_chunks(*latents)
+            task = progress.add_task("", total=num_chunks)
             start = 0
             for index in range(num_chunks):
                 count = hello["chunk_frames" if index else "first_chunk_frames"]
-                stop = start + -(-count // hello["vae_stride"][0])
+                part = range(start, start + -(-count // stride))
                 request: dict[str, Any] = {
                     "endpoint": "infer",
-                    "actions": walk(range(start, stop)),
-                    "extra_body": {"height": height, "width": width, "seed": 7, "video_format": "mp4"},
+                    "actions": walk.held(part),
+                    "extra_body": {"height": height, "width": width, "seed": walk.seed, "video_format": "mp4"},
                 }
                 if index == 0:
-                    request |= {"image": image, "prompt": prompt}
+                    request |= {"image": walk.image}
+                if (prompt := walk.prompt(part)) is not None:
+                    request |= {"prompt": prompt}
                 chunk = _infer(socket_, request)
                 if len(chunk.frames) != count:
                     raise CommandError(f"chunk {index} has {len(chunk.frames)} frames, {count} were asked for")
                 chunks.append(chunk)
+                if index == 0 and started_s is not None:
+                    progress.console.print(f"first picture after {time.monotonic() - started_s:.0f} s")
                 progress.console.print(describe(index, chunk), soft_wrap=True, highlight=False)
                 progress.advance(task)
-                start = stop
+                start = part.stop
     except (WebSocketException, OSError, TimeoutError, msgspec.DecodeError, KeyError, ValueError) as error:
         raise CommandError(f"streaming from {url} failed: {type(error).__name__}: {error}") from error
     return chunks
@@ -299,11 +387,6 @@ def describe(index: int, chunk: Chunk) -> str:
     )
 
 
-def walk(latent_frames: range) -> list[list[str]]:
-    """Keys held in each latent frame: forward all the time, looking right, then left again."""
-    return [["w", *_TURNS[frame % len(_TURNS)]] for frame in latent_frames]
-
-
 def start_image() -> bytes:
     """The bundled start image, PNG (drawn by scripts/draw_start_image.py)."""
     return (importlib.resources.files("vllm_omni.entrypoints.cli") / "data" / "start.png").read_bytes()
@@ -312,8 +395,11 @@ def start_image() -> bytes:
 # ---- the files --------------------------------------------------------------------------------------------------
 
 
-def write_files(chunks: Sequence[Chunk], out: Path, console: Any, fps: float = 16) -> None:
-    """Write `demo.mp4` and `demo.png`, then read the video back. Raises CommandError unless it is what arrived."""
+def write_files(chunks: Sequence[Chunk], out: Path, console: Any, fps: float = 16) -> "np.ndarray":
+    """Write `demo.mp4` and `demo.png`, then read the video back; returns its frames as they arrived.
+
+    Raises CommandError unless the video is what arrived.
+    """
     import numpy as np
 
     from vllm_omni.entrypoints.media import contact_sheet, decode_mp4, encode_mp4
@@ -331,6 +417,34 @@ def write_files(chunks: Sequence[Chunk], out: Path, console: Any, fps: float = 1
     console.print(
         f"wrote {video} ({len(frames_THWC)} frames, {len(frames_THWC) / fps:.1f} s) and {sheet}; read back and checked",
         soft_wrap=True,
+    )
+    return frames_THWC
+
+
+def write_truth(frames_THWC: "np.ndarray", truth: Path, out: Path, console: Any) -> None:
+    """Write `demo_truth.png`: what was made above what it should look like, and say how near the two are.
+
+    Raises CommandError when the truth is of another size.
+    """
+    import numpy as np
+
+    from vllm_omni.entrypoints.media import contact_sheet, decode_mp4
+
+    true_THWC, _ = decode_mp4(truth.read_bytes())
+    count = min(len(frames_THWC), len(true_THWC))
+    if frames_THWC.shape[1:] != true_THWC.shape[1:]:
+        raise CommandError(f"{truth} has frames {true_THWC.shape[1:]}, the world made {frames_THWC.shape[1:]}")
+    shown = np.linspace(0, count - 1, min(_SHOWN, count)).round().astype(int)
+    strip = out / "demo_truth.png"
+    contact_sheet(np.concatenate([frames_THWC[shown], true_THWC[shown]]), columns=len(shown)).save(strip)
+    wrong = (frames_THWC[:count].astype(np.float32) - true_THWC[:count]) ** 2
+    near = [10 * float(np.log10(255**2 / max(1e-3, part.mean()))) for part in np.array_split(wrong, 3)]
+    console.print(
+        f"wrote {strip}: the world above, the renderer it learned from below; PSNR of the three thirds of the walk: "
+        + ", ".join(f"{value:.1f}" for value in near)
+        + " dB",
+        soft_wrap=True,
+        highlight=False,
     )
 
 

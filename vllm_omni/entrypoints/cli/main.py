@@ -10,10 +10,22 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from vllm_omni.entrypoints.cli import bench, demo, doctor, download, make_tiny, plan, replay, router, serve, verify
+from vllm_omni.entrypoints.cli import (
+    bench,
+    demo,
+    doctor,
+    download,
+    make_tiny,
+    make_world,
+    plan,
+    replay,
+    router,
+    serve,
+    verify,
+)
 from vllm_omni.entrypoints.cli.errors import CommandError
 
-_SUBCOMMANDS = (demo, verify, make_tiny, download, doctor, bench, router, replay, plan)
+_SUBCOMMANDS = (demo, verify, make_world, make_tiny, download, doctor, bench, router, replay, plan)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

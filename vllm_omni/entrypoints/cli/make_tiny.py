@@ -36,10 +36,15 @@ def write_tiny(model: str, out: Path, seed: int = 0, layout: str | None = None) 
         raise CommandError(f"unknown layout {layout!r} for {family.name}; allowed: {', '.join(family.layouts)}")
     if not 0 <= seed < 2**63:
         raise CommandError(f"--seed must be from 0 to 2**63 - 1, got {seed}")
+    new_directory(out)
+    family.make_tiny(out, seed, layout)
+
+
+def new_directory(out: Path) -> None:
+    """Make `out`, or take it if it is empty. Raises CommandError."""
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise CommandError(f"{out} exists and is not an empty directory; name a new one")
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CommandError(f"cannot write {out}: {error.strerror}; name a directory you may write to") from error
-    family.make_tiny(out, seed, layout)

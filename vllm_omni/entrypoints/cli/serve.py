@@ -191,15 +191,18 @@ def check(flags: "ServeFlags") -> "ModelFamily":
     from vllm_omni.config import OmniConfig
     from vllm_omni.model_executor.hub import check_complete
     from vllm_omni.model_executor.models.registry import detect_family
+    from vllm_omni.worlds.card import read_card, with_defaults
+    from vllm_omni.worlds.manifest import check_files
 
     if flags.model is None:
         raise CommandError(
             "no model: pass a checkpoint directory first, `vllm serve DIR --omni`; "
-            "`vllm-omni make-tiny lingbot_world DIR` writes a small one to try"
+            "`vllm-omni make-world DIR` writes a small one to try"
         )
     try:
-        omni = OmniConfig.from_additional_config(flags.additional_config())
         path = Path(flags.model)
+        check_files(path)
+        omni = OmniConfig.from_additional_config(with_defaults(flags.additional_config(), read_card(path)))
         family = detect_family(path, flags.values.get("distributed-executor-backend"))
         if flags.values.get("load-format") != "dummy":
             check_complete(family.name, path)

@@ -14,6 +14,7 @@ from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.entrypoints.ranks import num_ranks
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.worlds.card import CONFIG_KEY, WorldCard
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +51,8 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     target_fps: float | None = None
     """What a stream plays at if its client names no rate; None = the model's rate."""
     model: str = ""
+    card: WorldCard | None = None
+    """What the checkpoint says of its world, if it says anything."""
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig", model: str) -> "WorldFacts":
@@ -67,6 +70,7 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "chunks_in_flight": omni.chunks_in_flight,
             "target_fps": omni.target_fps,
             "model": model,
+            "card": hf_config.get(CONFIG_KEY),
         }
         return parse_options(cls, facts, f"world facts of {family.name}")
 

@@ -254,6 +254,7 @@ def hello(facts: WorldFacts, limits: DoorLimits, session_id: str, max_message_by
             "queue": limits.max_requests_per_connection,
         },
         "resume": {"ttl_s": facts.session_idle_s},
+        **({} if facts.card is None else {"domain": facts.card.domain, "world": facts.card.as_hello()}),
     }
 
 

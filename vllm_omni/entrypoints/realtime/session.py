@@ -284,7 +284,8 @@ class Session:
         await self._manager.worlds_closed()
         self.height, self.width = size
         self.prompt, self.seed = None, job.seed
-        return image, ()
+        untrained = None if facts.card is None else facts.card.untrained_size(width=size[1], height=size[0])
+        return image, () if untrained is None else (untrained,)
 
     def _plan(self, job: Job) -> tuple[int, ...]:
         """Pixel frames of the request's chunks."""

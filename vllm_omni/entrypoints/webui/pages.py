@@ -11,12 +11,14 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Final
 
 from fastapi import FastAPI, Request
 from starlette.responses import RedirectResponse, Response
 
 from vllm_omni.entrypoints.webui.address import PAGE_PATH, page_url
+from vllm_omni.worlds.card import card_file, read_card
 
 CONTENT_TYPES: Final = {
     "html": "text/html; charset=utf-8",
@@ -65,9 +67,14 @@ class Page:
         return Response(self.body, media_type=self.content_type, headers=headers)
 
 
-def attach(app: FastAPI) -> list[str]:
-    """Add a route for every file under `static/` and return their paths; nothing is looked up on disk later."""
+def attach(app: FastAPI, world: Path | None = None) -> list[str]:
+    """Add a route for every file under `static/` and return their paths; nothing is looked up on disk later.
+
+    world: a checkpoint directory; the pictures that its card names are added under `world/`.
+    """
     pages = {"": _page("index.html", _static() / "index.html"), **dict(_pages(_static(), ""))}
+    if world is not None and (card := read_card(world)) is not None:
+        pages |= {f"world/{name}": _page(name, card_file(world, name)) for name in card.pictures}
     by_path = {f"{PAGE_PATH}/{name}": page for name, page in pages.items()}
 
     async def to_slash(request: Request) -> Response:

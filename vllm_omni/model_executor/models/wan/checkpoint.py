@@ -24,6 +24,7 @@ COMPONENT_PLACES: dict[str, tuple[str, ...]] = {
 }
 
 TINY_VAE_FILE = "taew2_1.pth"
+_TINY_VAE_PLACES = (TINY_VAE_FILE, "taew2_1.safetensors")
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def find_components(root: Path) -> dict[str, Path | None]:
 
 
 def find_tiny_vae(root: Path) -> Path | None:
-    return _first_place(root, (TINY_VAE_FILE,))
+    return _first_place(root, _TINY_VAE_PLACES)
 
 
 def has_components(root: Path) -> bool:

@@ -58,7 +58,7 @@ export class App {
 
   // -- what the visitor does ------------------------------------------------------------------------------------------
 
-  /** choice: {image, prompt, seed, width, height}. */
+  /** choice: {image, prompt, seed, width, height}; place: where it was taken; notice: what to say of the picture. */
   begin(choice) {
     if (!this.link.isUp) {
       this.notices.show("There is no connection yet; try again in a moment.", { isBad: true });
@@ -70,7 +70,7 @@ export class App {
     this.player.fps = this.link.hello.fps;
     this.pacer.forget();
     this.map.setPath([]);
-    [this.#choice, this.#place, this.prompt, this.#nextPrompt] = [choice, START, choice.prompt, null];
+    [this.#choice, this.#place, this.prompt, this.#nextPrompt] = [choice, choice.place ?? START, choice.prompt, null];
     [this.isLive, this.isPaused, this.player.isPaused] = [true, false, false];
     this.controls.take();
     this.notices.show("Waiting for the first picture …", { stays: true });
@@ -84,7 +84,7 @@ export class App {
   /** Begin a new world from the picture that is on the screen. */
   async beginFromView() {
     const blob = await new Promise((resolve) => this.elements.view.toBlob(resolve, "image/png"));
-    this.begin({ ...this.#choice, prompt: this.prompt, image: new Uint8Array(await blob.arrayBuffer()) });
+    this.begin({ ...this.#choice, prompt: this.prompt, image: new Uint8Array(await blob.arrayBuffer()), place: this.#place });
   }
 
   leave() {
@@ -240,7 +240,10 @@ export class App {
       this.elements.view.classList.add("has-picture");
       this.onstate();
     }
-    if (!this.elements.notices.hidden && this.elements.notices.textContent.startsWith("Waiting")) this.notices.hide();
+    if (!this.elements.notices.hidden && this.elements.notices.textContent.startsWith("Waiting")) {
+      this.notices.hide();
+      if (this.#choice.notice) this.notices.show(this.#choice.notice);
+    }
   }
 
   #promptApplied({ prompt, frame }) {

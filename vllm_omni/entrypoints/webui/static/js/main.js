@@ -9,6 +9,7 @@ import { attachKeyboard } from "./input/keyboard.js";
 import { attachMouse } from "./input/mouse.js";
 import { attachStick } from "./input/stick.js";
 import { Link } from "./link.js";
+import { markPrompt, promptButtons } from "./offer.js";
 import { StartPanel } from "./start.js";
 import { showStats } from "./stats.js";
 
@@ -40,6 +41,8 @@ link.addEventListener("up", ({ detail: { hello } }) => {
   status = ["up", "Connected"];
   by("model").textContent = hello.model;
   start.configure(hello);
+  app.map.setWorld(hello.world);
+  promptButtons(by("prompts"), hello.world?.prompts ?? [], ({ text }) => app.isLive && app.setPrompt(text));
   app.player.fps = hello.fps;
   show();
 });
@@ -143,6 +146,7 @@ function show() {
   by("view").parentElement.classList.toggle("is-dimmed", app.isLive && kind !== "up");
   if (lastPrompt !== app.prompt && document.activeElement !== by("prompt")) by("prompt").value = app.prompt;
   lastPrompt = app.prompt;
+  markPrompt(by("prompts"), app.prompt);
   by("prompt-state").textContent =
     app.promptState === "queued" ? "Queued for the next chunk …" : app.appliedFrame ? `Holds from frame ${app.appliedFrame}.` : "";
 }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The walk seen from above, drawn to fit: where one was, where one is and looks, and the marks one can go back to.
+// The walk seen from above, drawn to fit: where one was, where one is and looks, and the marks one can go back to. Under
+// it lies the world's own map, if the server has one.
 
 const MARGIN = 18;
 const SMALLEST_SPAN = 0.5; // units; a standing visitor is not magnified beyond this
+const SMALLEST_ON_MAP = 0.5; // of the map's side
 const MAX_POINTS = 4000;
 
 export class Minimap {
@@ -10,10 +12,24 @@ export class Minimap {
   #colours = null;
   #path = [];
   #marks = [];
+  #ground = null; // {image, side}: the world's map and how many units it covers
+  #metresPerUnit = null;
 
   constructor(canvas) {
     this.#canvas = canvas;
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (this.#colours = null));
+  }
+
+  /** world: what the server's greeting says of its world, or undefined. */
+  setWorld(world) {
+    this.#metresPerUnit = world?.metres_per_unit ?? null;
+    if (!world?.map) {
+      this.#ground = null;
+    } else if (this.#ground?.file !== world.map.file) {
+      const image = new Image();
+      image.src = `world/${world.map.file}`;
+      this.#ground = { file: world.map.file, image, side: world.map.side_m / world.metres_per_unit };
+    }
   }
 
   get path() {
@@ -40,7 +56,11 @@ export class Minimap {
     const here = this.#path.at(-1);
     if (!here) return "No walk yet.";
     const degrees = Math.round((((here.yaw * 180) / Math.PI) % 360 + 360) % 360);
-    return `${Math.hypot(here.x, here.z).toFixed(1)} units from the start, facing ${degrees}°.`;
+    const start = this.#path[0];
+    const way = Math.hypot(here.x - start.x, here.z - start.z);
+    const length = this.#metresPerUnit ? `${(way * this.#metresPerUnit).toFixed(1)} m` : `${way.toFixed(1)} units`;
+    const note = this.#ground ? " The map counts steps; walls stop you in the picture only." : "";
+    return `${length} from the start, facing ${degrees}°.${note}`;
   }
 
   draw() {
@@ -55,16 +75,18 @@ export class Minimap {
     context.clearRect(0, 0, width, height);
     this.#colours ??= colours(this.#canvas);
     const toMap = this.#fit(width, height);
-    grid(context, toMap, width, height, this.#colours.grid);
+    const onGround = this.#ground?.image.complete && this.#ground.image.naturalWidth > 0;
+    const palette = onGround ? { ...this.#colours, path: "#ffffff", text: "#ffffff" } : this.#colours;
+    if (onGround) ground(context, toMap, width, height, this.#ground);
+    else grid(context, toMap, width, height, palette.grid);
     if (this.#path.length === 0) return;
-    context.lineWidth = 2;
     context.lineJoin = context.lineCap = "round";
-    context.strokeStyle = this.#colours.path;
     context.beginPath();
     for (const place of this.#path) context.lineTo(...toMap.point(place));
-    context.stroke();
-    disc(context, toMap.point(this.#path[0]), 3, this.#colours.path);
-    this.#marks.forEach((mark) => marker(context, toMap.point(mark.place), mark.name, this.#colours));
+    if (onGround) stroke(context, 5, "rgb(0 0 0 / 0.55)");
+    stroke(context, 2, palette.path);
+    disc(context, toMap.point(this.#path[0]), 3, palette.path);
+    this.#marks.forEach((mark) => marker(context, toMap.point(mark.place), mark.name, palette));
     visitor(context, toMap.point(this.#path.at(-1)), this.#path.at(-1).yaw, this.#colours.accent);
   }
 
@@ -73,9 +95,10 @@ export class Minimap {
     const [xs, zs] = [all.map(({ x }) => x), all.map(({ z }) => z)];
     const [left, right] = all.length ? [min(xs), max(xs)] : [0, 0];
     const [near, far] = all.length ? [min(zs), max(zs)] : [0, 0];
+    const span = this.#ground ? SMALLEST_ON_MAP * this.#ground.side : SMALLEST_SPAN;
     const scale = Math.min(
-      (width - 2 * MARGIN) / Math.max(SMALLEST_SPAN, right - left),
-      (height - 2 * MARGIN) / Math.max(SMALLEST_SPAN, far - near),
+      (width - 2 * MARGIN) / Math.max(span, right - left),
+      (height - 2 * MARGIN) / Math.max(span, far - near),
     );
     const [middleX, middleZ] = [(left + right) / 2, (near + far) / 2];
     return {
@@ -114,6 +137,23 @@ function grid(context, { scale, middle }, width, height, colour) {
     context.moveTo(0, at);
     context.lineTo(width, at);
   }
+  context.stroke();
+}
+
+/** The map's picture, (0, 0) in its middle, again and again as the world repeats. */
+function ground(context, { scale, middle, point }, width, height, { image, side }) {
+  const first = (from, length) => Math.floor((from - length / 2 / scale) / side + 0.5);
+  for (let i = first(middle[0], width); (i - 0.5) * side < middle[0] + width / 2 / scale; i++) {
+    for (let j = first(middle[1], height); (j - 0.5) * side < middle[1] + height / 2 / scale; j++) {
+      const [x, y] = point({ x: (i - 0.5) * side, z: (j + 0.5) * side });
+      context.drawImage(image, Math.floor(x), Math.floor(y), Math.ceil(side * scale) + 1, Math.ceil(side * scale) + 1);
+    }
+  }
+}
+
+function stroke(context, width, colour) {
+  context.lineWidth = width;
+  context.strokeStyle = colour;
   context.stroke();
 }
 

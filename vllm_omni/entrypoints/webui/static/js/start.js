@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The panel before a world begins: start image (sample, file, drop or paste), prompt, size, seed.
 
-import { SAMPLES } from "./samples.js";
+import { markPrompt, offer, promptButtons } from "./offer.js";
 
 const MAX_SEED = 2 ** 31;
 const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp"];
@@ -9,8 +9,9 @@ const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp"];
 export class StartPanel {
   #form;
   #gallery;
-  #image = null; // {bytes: Promise<Uint8Array>, name}
+  #image = null; // {bytes: () => Promise<Uint8Array>, place, notice}
   #ownPrompt = false;
+  #offer = offer();
   #limits = { max_image_bytes: Infinity };
   #uploadUrl = null;
 
@@ -19,10 +20,12 @@ export class StartPanel {
     this.#form = form;
     this.#gallery = form.querySelector(".gallery");
     this.ontrouble = ontrouble;
-    SAMPLES.forEach((sample, index) => this.#addSample(sample, index));
     const { upload, prompt, dice } = form.elements;
     upload.addEventListener("change", () => upload.files[0] && this.#take(upload.files[0]));
-    prompt.addEventListener("input", () => (this.#ownPrompt = prompt.value.trim() !== ""));
+    prompt.addEventListener("input", () => {
+      this.#ownPrompt = prompt.value.trim() !== "";
+      markPrompt(this.#prompts, prompt.value);
+    });
     dice.addEventListener("click", () => this.rollSeed());
     form.addEventListener("submit", async (event) => {
       event.preventDefault();
@@ -44,7 +47,7 @@ export class StartPanel {
       form.classList.remove("is-target");
       if (!form.hidden && event.dataTransfer.files[0]) this.#take(event.dataTransfer.files[0]);
     });
-    this.#select(0);
+    this.#offerStarts(null);
     this.rollSeed();
   }
 
@@ -61,6 +64,20 @@ export class StartPanel {
     select.replaceChildren(...sizes(hello).map(([width, height]) => new Option(`${width} × ${height}`, `${width}x${height}`)));
     if ([...select.options].some(({ value }) => value === chosen)) select.value = chosen;
     this.#form.elements.start.disabled = false;
+    const offered = offer(hello);
+    if (JSON.stringify(offered) === JSON.stringify(this.#offer)) return; // a connection that is back changes nothing
+    this.#offer = offered;
+    promptButtons(this.#prompts, offered.prompts, ({ name, text }) => {
+      this.#ownPrompt = false;
+      this.#form.elements.prompt.value = text;
+      this.#offerStarts(name);
+    });
+    this.#form.querySelector(".about").textContent = offered.about;
+    this.#offerStarts(offered.prompts[0]?.name ?? null);
+  }
+
+  get #prompts() {
+    return this.#form.querySelector(".prompts");
   }
 
   set isShown(shown) {
@@ -77,7 +94,15 @@ export class StartPanel {
     const [width, height] = size.value.split("x").map(Number);
     try {
       const image = await this.#image.bytes();
-      return { image, prompt: prompt.value.trim(), seed: Math.abs(Math.trunc(Number(seed.value))) || 0, width, height };
+      return {
+        image,
+        prompt: prompt.value.trim(),
+        seed: Math.abs(Math.trunc(Number(seed.value))) || 0,
+        width,
+        height,
+        place: this.#image.place,
+        notice: this.#image.notice,
+      };
     } catch {
       this.ontrouble("The start image could not be loaded.");
       return null;
@@ -95,28 +120,42 @@ export class StartPanel {
     tile.querySelector("img").src = this.#uploadUrl;
     tile.classList.add("has-image");
     tile.querySelector(".caption").textContent = file.name;
-    this.#image = { bytes: async () => new Uint8Array(await file.arrayBuffer()) };
+    this.#image = { bytes: async () => new Uint8Array(await file.arrayBuffer()), notice: this.#offer.about };
+    if (this.#offer.about) this.ontrouble(this.#offer.about);
     for (const radio of this.#form.querySelectorAll("[name=sample]")) radio.checked = false;
     tile.classList.add("is-chosen");
     return undefined;
   }
 
-  #addSample({ name, file }, index) {
-    const tile = document.createElement("label");
-    tile.className = "tile";
-    const radio = Object.assign(document.createElement("input"), { type: "radio", name: "sample", value: index });
-    const picture = Object.assign(document.createElement("img"), { src: file, alt: "", width: 832, height: 480 });
-    const caption = Object.assign(document.createElement("span"), { className: "caption", textContent: name });
-    radio.addEventListener("change", () => this.#select(index));
-    tile.append(radio, picture, caption);
-    this.#gallery.insertBefore(tile, this.#gallery.querySelector(".upload"));
+  /** Show the pictures that fit the prompt of this name (null = all), and choose the same one as before, or the first. */
+  #offerStarts(promptName) {
+    const starts = this.#offer.starts.filter((start) => promptName === null || start.promptName === promptName);
+    const before = this.#form.querySelector("[name=sample]:checked")?.closest("label").querySelector(".caption").textContent;
+    const isOwn = this.#form.querySelector(".upload").classList.contains("is-chosen");
+    for (const radio of this.#form.querySelectorAll("[name=sample]")) radio.closest("label").remove();
+    const radios = starts.map((start) => this.#addStart(start));
+    const index = Math.max(0, starts.findIndex(({ name }) => name === before));
+    if (isOwn) return markPrompt(this.#prompts, this.#form.elements.prompt.value);
+    radios[index].checked = true;
+    return this.#choose(starts[index]);
   }
 
-  #select(index) {
-    const { file, prompt } = SAMPLES[index];
-    this.#gallery.querySelectorAll("[name=sample]")[index].checked = true;
+  #addStart(start) {
+    const tile = document.createElement("label");
+    tile.className = "tile";
+    const radio = Object.assign(document.createElement("input"), { type: "radio", name: "sample", value: start.name });
+    const picture = Object.assign(document.createElement("img"), { src: start.file, alt: "", width: 832, height: 480 });
+    const caption = Object.assign(document.createElement("span"), { className: "caption", textContent: start.name });
+    radio.addEventListener("change", () => this.#choose(start));
+    tile.append(radio, picture, caption);
+    this.#gallery.insertBefore(tile, this.#gallery.querySelector(".upload"));
+    return radio;
+  }
+
+  #choose({ file, prompt, place }) {
     this.#gallery.querySelector(".upload").classList.remove("is-chosen");
     this.#image = {
+      place,
       bytes: async () => {
         const answer = await fetch(file);
         if (!answer.ok) throw new Error(answer.statusText);
@@ -124,11 +163,14 @@ export class StartPanel {
       },
     };
     if (!this.#ownPrompt) this.#form.elements.prompt.value = prompt;
+    markPrompt(this.#prompts, this.#form.elements.prompt.value);
   }
 }
 
-/** The default size, and smaller ones of about the same shape that the model can make. */
-function sizes({ default_size: [width, height], size_multiple: [wide, high] }) {
+/** The sizes that the world was trained at; else the default size, and smaller ones of about its shape. */
+function sizes({ default_size: [width, height], size_multiple: [wide, high], max_area: most, world }) {
+  const trained = (world?.sizes ?? []).filter(([w, h]) => w * h <= most);
+  if (trained.length > 0) return trained;
   const offered = new Map();
   for (const scale of [1, 0.75, 0.5, 0.25]) {
     const w = Math.max(wide, Math.floor((width * scale) / wide) * wide);

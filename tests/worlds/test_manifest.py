@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A manifest tells a whole directory from a damaged one, in one line that says how to write it again."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_omni.worlds.manifest import check_files, read_manifest, write_manifest
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "a.bin").write_bytes(bytes(range(200)))
+    (tmp_path / "b.txt").write_text("b")
+    write_manifest(tmp_path, "make it DIR")
+    return tmp_path
+
+
+def test_a_whole_directory_passes(folder: Path) -> None:
+    """Every file is listed, the manifest itself is not; more files do no harm."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert sorted(manifest.files) == ["b.txt", "weights/a.bin"]
+    (folder / "more").write_text("x")
+    check_files(folder)
+
+
+def test_a_directory_without_manifest_is_not_checked(tmp_path: Path) -> None:
+    """Checkpoints of others have none."""
+    assert read_manifest(tmp_path) is None
+    check_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda path: path.unlink(), "is missing or cannot be read"),
+        (lambda path: path.write_bytes(b"short"), r"is damaged \(5 bytes, 200 expected\)"),
+        (lambda path: path.write_bytes(bytes(200)), r"is damaged \(its SHA-256 is not the manifest's\)"),
+        (lambda path: (path.unlink(), path.mkdir()), "is damaged|cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_one_line(folder: Path, damage: object, what: str) -> None:
+    """It names the file, what is wrong with it, and the command."""
+    assert callable(damage)
+    damage(folder / "weights" / "a.bin")
+    with pytest.raises(ValueError, match=what) as caught:
+        check_files(folder)
+    text = str(caught.value)
+    assert "a.bin" in text
+    assert text.endswith("write the directory again with `make it DIR`")
+    assert "\n" not in text
+    with pytest.raises(ValueError, match=r"; ask somebody$"):
+        check_files(folder, "ask somebody")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"write_again": "x"}',
+        json.dumps({"write_again": "x", "files": {"../secret": {"bytes": 1, "sha256": "0" * 64}}}),
+        json.dumps({"write_again": "x", "files": {"/etc/passwd": {"bytes": 1, "sha256": "0" * 64}}}),
+        json.dumps({"write_again": "x", "files": {"a": {"bytes": -1, "sha256": "0" * 64}}}),
+        json.dumps({"write_again": "x", "files": {"a": {"bytes": 1, "sha256": "0"}}}),
+    ],
+)
+def test_a_broken_manifest_is_refused(tmp_path: Path, content: str) -> None:
+    """Also one that names files outside its directory."""
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=r"manifest\.json cannot be read: "):
+        check_files(tmp_path)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The world that comes with the package is whole, says what it is, and can be written anywhere."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import vllm_omni.worlds
+from vllm_omni.entrypoints.cli import make_world, serve
+from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.main import main
+from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.worlds import village_checkpoint
+from vllm_omni.worlds.card import card_file, read_card
+from vllm_omni.worlds.manifest import read_manifest
+
+WEIGHTS = ("transformers/diffusion_pytorch_model.safetensors", "Wan2.1_VAE.pth", "taew2_1.safetensors")
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """What `vllm-omni make-world OUT` writes."""
+    make_world.write_world(tmp_path / "world")
+    return tmp_path / "world"
+
+
+def test_everything_is_there_and_small(village: Path) -> None:
+    """Every file of the package's directory is in its manifest; at most 25 MB together."""
+    manifest = read_manifest(village)
+    assert manifest is not None
+    found = {path.relative_to(village).as_posix() for path in village.rglob("*") if path.is_file()}
+    assert found - {"README.md"} == {*manifest.files, "manifest.json"} - {"README.md"}
+    assert set(WEIGHTS) <= found
+    assert sum(path.stat().st_size for path in village.rglob("*") if path.is_file()) <= 25e6
+
+
+def test_the_card_fits_the_files(village: Path) -> None:
+    """Start pictures are of the trained size; the tour's truth has a frame for each of the tour's."""
+    card = read_card(village)
+    assert card is not None
+    assert card.domain == "tiny_village"
+    assert [prompt.name for prompt in card.prompts] == ["day", "dusk", "snow"]
+    assert {Image.open(village / start.file).size for start in card.starts} == set(card.sizes)
+    assert card.tour is not None
+    assert card.tour.truth is not None
+    frames_THWC, _ = decode_mp4(card_file(village, card.tour.truth).read_bytes())
+    assert (frames_THWC.shape[2], frames_THWC.shape[1]) == card.sizes[0]
+    assert len(frames_THWC) == 4 * len(card.tour.keys) - 3
+    assert len(card.tour.keys) % 3 == 0, "it fills chunks of three latent frames"
+
+
+def test_what_is_written_is_the_same(village: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Byte for byte, and the command that serves it is printed."""
+    written = tmp_path / "world"
+    with pytest.raises(SystemExit, match="0"):
+        main(["make-world", str(written)])
+    for path in village.rglob("*"):
+        if path.is_file():
+            assert (written / path.relative_to(village)).read_bytes() == path.read_bytes()
+    assert f"vllm serve {written} --omni" in capsys.readouterr().out
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("keep")
+    with pytest.raises(CommandError, match="is not an empty directory"):
+        make_world.write_world(tmp_path)
+
+
+def test_serving_it_needs_no_option(written: Path) -> None:
+    """The size is the trained one, the decoder the world's choice, the focal length that of keys."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_omni.config import OmniConfig
+    from vllm_omni.entrypoints.realtime.facts import WorldFacts
+
+    config = EngineArgs(model=str(written), config_format="omni", skip_tokenizer_init=True).create_engine_config()
+    omni = OmniConfig.from_additional_config(config.additional_config)
+    card = read_card(written)
+    assert card is not None
+    assert (omni.width, omni.height) == card.sizes[0] == (160, 96)
+    assert omni.model == card.model
+    facts = WorldFacts.from_vllm_config(config, "world")
+    assert facts.card == card
+    serve.check(serve.ServeFlags.scan([str(written), "--port", "0"]))
+
+
+def test_a_size_it_was_not_trained_for_is_warned_of(written: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At start, with the size that would be right; it is served all the same."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    try:
+        EngineArgs(
+            model=str(written),
+            config_format="omni",
+            skip_tokenizer_init=True,
+            additional_config={"omni": {"height": 96, "width": 192}},
+        ).create_engine_config()
+    finally:
+        logging.getLogger("vllm").removeHandler(caplog.handler)
+    assert "192x96 was asked for, this world was trained at 160x96" in caplog.text
+
+
+@pytest.mark.parametrize("name", [*WEIGHTS, "transformers/config.json", "world.json"])
+def test_a_damaged_copy_is_refused_before_anything_starts(written: Path, name: str) -> None:
+    """One line: which file, and the command that writes it again."""
+    (written / name).write_bytes((written / name).read_bytes()[:-1])
+    with pytest.raises(CommandError, match=r"is damaged .*`vllm-omni make-world DIR`$") as caught:
+        serve.check(serve.ServeFlags.scan([str(written), "--port", "0"]))
+    assert name in str(caught.value)
+    (written / name).unlink()
+    with pytest.raises(CommandError, match=r"is missing .*`vllm-omni make-world DIR`$"):
+        serve.check(serve.ServeFlags.scan([str(written), "--port", "0"]))
+
+
+def test_a_damaged_installation_says_so(written: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`make-world` cannot help then."""
+    monkeypatch.setattr(vllm_omni.worlds, "__file__", str(tmp_path / "package" / "__init__.py"))
+    with pytest.raises(ValueError, match=r"manifest\.json is missing; install vllm-omni again"):
+        village_checkpoint()
+    shutil.copytree(written, tmp_path / "package" / "village")
+    assert village_checkpoint() == tmp_path / "package" / "village"
+    (tmp_path / "package" / "village" / WEIGHTS[0]).unlink()
+    with pytest.raises(CommandError, match=r"is missing .*; install vllm-omni again"):
+        make_world.write_world(tmp_path / "other")
+    assert not (tmp_path / "other").exists()

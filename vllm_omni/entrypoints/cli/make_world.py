@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni make-world OUT`: the trained world of this package as a checkpoint directory of one's own."""
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_omni.entrypoints.cli.make_tiny import new_directory
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("make-world", help="write the small trained world that comes with the package")
+    parser.add_argument("out", type=Path, help="directory to write; must be empty or absent")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    num_bytes = write_world(args.out)
+    print(f"wrote {args.out} ({num_bytes / 1e6:.1f} MB); serve it with: vllm serve {args.out} --omni")
+    return 0
+
+
+def write_world(out: Path) -> int:
+    """Copy the checkpoint; returns its bytes. Raises CommandError when source or directory will not do."""
+    from vllm_omni.worlds import village_checkpoint
+
+    try:
+        source = village_checkpoint()
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    new_directory(out)
+    try:
+        shutil.copytree(source, out, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    except (OSError, shutil.Error) as error:
+        raise CommandError(f"cannot write {out}: {error}") from error
+    return sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
