@@ -5,7 +5,7 @@ Every frame casts 2x2 rays a pixel. The polyhedra and ellipsoids nearest to the 
 the periodic ground plane) are tested by slabs; what is hit is shaded by its face's direction, the ground and its baked
 sun shadows come from a mip-mapped texture, sky and hills depend on the direction alone. Two functions do the work and
 are compiled by torch into a few fused kernels; without a compiler they run as they stand, slower.
-Held by tests/training/tiny_world/test_renderer.py.
+Held by tests/training/test_tiny_world_renderer.py.
 """
 
 # B frames, R rays, K nearest polyhedra, J nearest ellipsoids, P planes, S styles
