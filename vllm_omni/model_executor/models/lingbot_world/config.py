@@ -36,7 +36,7 @@ LaterCondition = Literal["streamed", "second_chunk", "last_frame", "fresh_grey"]
 - `fresh_grey`: 1 + 4 F grey frames encoded as a clip of their own, without its first latent (PR 3701's extension).
 """
 
-_DENOISE_INDICES: dict[Version, tuple[int, ...]] = {"v1": (0, 179, 358, 679), "v2": (0, 250, 500, 750)}
+DENOISE_INDICES: dict[Version, tuple[int, ...]] = {"v1": (0, 179, 358, 679), "v2": (0, 250, 500, 750)}
 _SHIFTS: dict[Version, float] = {"v1": 10.0, "v2": 5.0}
 _SINKS: dict[Version, int] = {"v1": 9, "v2": 6}
 _WINDOW = 18
@@ -250,7 +250,7 @@ class LingBotOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def denoise_schedule(self) -> FewStepSchedule:
         shift = _SHIFTS[self.version or "v1"] if self.shift is None else self.shift
-        indices = _DENOISE_INDICES[self.version or "v1"] if self.denoise_indices is None else self.denoise_indices
+        indices = DENOISE_INDICES[self.version or "v1"] if self.denoise_indices is None else self.denoise_indices
         return few_step_schedule(self.schedule, shift, indices)
 
     @property

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn and way of a camera, read off rendered videos whose camera is known, and off broken ones."""
+
+import math
+
+import pytest
+import torch
+
+from training.tiny_world.controls import distances_walked, pixels_at_centre, turns
+from training.tiny_world.render import Renderer
+from training.tiny_world.walks import STEP_M
+
+PLACE, YAW = (1.2, -4.0), 0.3
+
+
+@pytest.fixture(scope="module")
+def turning(renderer: Renderer) -> torch.Tensor:
+    """Six degrees to the right from frame to frame."""
+    yaw = YAW + torch.deg2rad(6.0 * torch.arange(6))
+    return renderer.render(torch.tensor([PLACE]).expand(6, 2), yaw, torch.zeros(6), torch.zeros(6))
+
+
+@pytest.fixture(scope="module")
+def along(renderer: Renderer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Frames every 0.125 m of a straight way, and how far each is."""
+    distances = torch.arange(0, 3.01, 0.125)
+    places = torch.tensor(PLACE) + distances[:, None] * torch.tensor([math.sin(YAW), math.cos(YAW)])
+    yaw = torch.full((len(places),), YAW)
+    return renderer.render(places, yaw, torch.zeros_like(yaw), torch.ones(len(places))), distances
+
+
+def test_the_truth_turns_as_commanded(turning: torch.Tensor) -> None:
+    """Within a hundredth."""
+    assert float(turns(turning).median()) == pytest.approx(6.0, rel=0.01)
+    assert bool(((turns(turning) - 6).abs() < 0.2).all())
+
+
+def test_a_mirrored_video_turns_the_other_way(turning: torch.Tensor) -> None:
+    assert float(turns(turning.flip(2)).median()) == pytest.approx(-6.0, rel=0.01)
+
+
+def test_a_video_that_stands_or_turns_double_is_found_out(turning: torch.Tensor) -> None:
+    assert turns(turning[[0, 0, 0]]).tolist() == pytest.approx([0.0, 0.0], abs=1e-3)
+    assert turns(turning[::2]).tolist() == pytest.approx([12.0, 12.0], rel=0.02)
+
+
+def test_contrast_and_brightness_do_not_turn(turning: torch.Tensor) -> None:
+    fading = turning.float() * torch.linspace(1, 0.6, len(turning)).view(-1, 1, 1, 1) + 20
+    assert float(turns(fading).median()) == pytest.approx(6.0, rel=0.01)
+
+
+def test_pixels_of_a_turn() -> None:
+    """Six degrees move the middle of 160 pixels by 10.9."""
+    assert float(pixels_at_centre(torch.tensor(6.0), 160)) == pytest.approx(10.93, abs=0.01)
+
+
+def test_the_truth_walks_as_commanded(along: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Half a metre a latent, read off views that lie beside the frames' own places: within 5 cm."""
+    frames, distances = along
+    latents = frames[4:-4:4]
+    others = [index for index in range(len(frames)) if index % 2]  # none of which is where a frame was made
+    found = distances_walked(latents, frames[others], distances[others])
+    assert found.tolist() == pytest.approx([STEP_M * (1 + index) for index in range(len(latents))], abs=0.05)
+
+
+def test_a_delayed_or_standing_video_walks_less(along: tuple[torch.Tensor, torch.Tensor]) -> None:
+    frames, distances = along
+    latents = frames[4::4]
+    delayed = torch.cat((frames[:1], latents[:-1]))
+    assert distances_walked(delayed, frames, distances).tolist() == pytest.approx(
+        [STEP_M * index for index in range(len(latents))], abs=0.02
+    )
+    assert distances_walked(frames[[0, 0]], frames, distances).tolist() == [0.0, 0.0]

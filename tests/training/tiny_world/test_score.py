@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scorer measures a world that shows the truth as perfect, and broken ones as what is broken in them."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from training.tiny_world import score
+from training.tiny_world.play import Played
+from training.tiny_world.render import Renderer
+from training.tiny_world.village import STYLES
+from training.tiny_world.walks import random_walks
+
+SEED = 11
+
+
+@pytest.fixture(autouse=True)
+def _few_reference_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score, "_REFERENCE_PLACES", 16)
+
+
+@dataclass(frozen=True)
+class Deaf:
+    """A world that hears neither the keys nor a new prompt: every frame is the start picture."""
+
+    def play(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
+        frames = [4 * len(walk.keys) - 3 for walk in walks]
+        return [picture.repeat(count, 1, 1, 1) for picture, count in zip(pictures_NHW3, frames, strict=True)]
+
+
+def test_the_truth_is_perfect(small_renderer: Renderer, tmp_path: Path) -> None:
+    """Every row of the table at once; JSON holds it; the strip has two rows a walk and a column a chunk named."""
+    world = score.RenderedWorld(small_renderer)
+    found = score.score(world, small_renderer, seed=SEED, walks=3, chunks=2, strip=tmp_path / "strip.png")
+    found = json.loads(json.dumps(found))
+    assert found["psnr"] == [100.0, 100.0]
+    assert found["ssim"] == pytest.approx([1.0, 1.0])
+    assert found["sharpness"] == pytest.approx([1.0, 1.0])
+    assert found["style"] == [1.0, 1.0]
+    assert found["switch"]["share"] == [1.0, 1.0]
+    assert found["loop"] == {"psnr": 100.0, "worst": 100.0, "walks": 3}
+    assert found["turn"]["wrong_sign"] == 0 and found["turn"]["latents"] == 60
+    assert found["turn"]["ratio"] == pytest.approx(1.0, abs=0.03)  # 24 rows of pixels; 48 give 0.01
+    assert found["step"]["ratio"] == pytest.approx(1.0, abs=0.05)
+    assert found["level"]["difference"] == found["level"]["difference_of_truth"]
+    assert set(found["level"]["difference"]) == set(STYLES)
+    with Image.open(tmp_path / "strip.png") as strip:
+        assert strip.size == (2 * 40, 6 * 24)
+
+
+def test_a_world_that_obeys_nothing_scores_badly(small_renderer: Renderer) -> None:
+    found = score.score(Deaf(), small_renderer, seed=SEED, walks=3, chunks=4)
+    assert found["psnr"][-1] < 20 < found["psnr"][0] + 10
+    assert abs(found["turn"]["ratio"]) < 0.05
+    assert found["step"]["ratio"] < 0.2
+    assert max(found["switch"]["share"]) == 0.0
+    assert found["loop"]["psnr"] == 100.0  # which is why it is never read alone
+
+
+def test_the_truth_turns_within_a_hundredth(renderer: Renderer) -> None:
+    [walk] = score.turning(1, SEED)
+    walk = replace(walk, keys=walk.keys[:8])
+    found = score.turn_score(score.RenderedWorld(renderer).play([walk], torch.empty(0)), [walk])
+    assert found["ratio"] == pytest.approx(1.0, abs=0.01)
+    assert found["pixels"] == pytest.approx(found["commanded_pixels"], rel=0.01)
+
+
+def test_a_mirrored_turn_has_the_wrong_sign(renderer: Renderer) -> None:
+    [walk] = score.turning(1, SEED)
+    walk = replace(walk, keys=walk.keys[:5])
+    [video] = score.RenderedWorld(renderer).play([walk], torch.empty(0))
+    found = score.turn_score([video.flip(2)], [walk])
+    assert found["wrong_sign"] == 4 and found["ratio"] == pytest.approx(-1.0, abs=0.02)
+
+
+def test_a_late_video_is_not_the_truth(small_renderer: Renderer) -> None:
+    """A latent frame late: the first chunk is near, PSNR says so for the others."""
+    walks = score.wandering(2, 3, SEED)
+    truth = score.rendered(small_renderer, walks)
+    late = torch.cat((truth[:, :1], truth[:, :-1]), dim=1)
+    found = score.against_truth(late, truth)
+    assert all(db < 30 for db in found["psnr"])
+    assert found["sharpness"] == pytest.approx([1.0] * 3, abs=0.2)
+
+
+def test_the_first_frame_counts_as_one_frame() -> None:
+    """A chunk's PSNR is over its video frames: of a first chunk's nine, the start picture is one."""
+    truth = torch.full((1, 6, 16, 16, 3), 100, dtype=torch.uint8)
+    made = truth.clone()
+    made[:, [0, 3]] += 51  # a fifth of the range
+    first, second = score.against_truth(made, truth)["psnr"]
+    assert first == pytest.approx(-10 * math.log10(0.04 / 9), abs=1e-3)
+    assert second == pytest.approx(-10 * math.log10(0.04 / 3), abs=1e-3)
+
+
+def test_a_style_is_lost_when_the_picture_is_another_ones(small_renderer: Renderer) -> None:
+    """Every view of the truth is named right; the same views in another style are not."""
+    walks = score.wandering(9, 2, SEED)
+    truth = score.rendered(small_renderer, walks)
+    palette = score.Palette(small_renderer).of_walks(walks)
+    style = torch.tensor([walk.style for walk in walks])
+    assert score.style_shares(truth, style, palette) == [1.0, 1.0]
+    other = score.rendered(small_renderer, [replace(walk, style=(walk.style + 1) % 3) for walk in walks])
+    assert score.style_shares(other, style, palette) == [0.0, 0.0]
+
+
+def test_the_palette_does_not_need_whole_pictures(renderer: Renderer) -> None:
+    """Coarse pictures have the mean colours of large ones, within a fiftieth."""
+    walks = score.wandering(3, 1, SEED)
+    large = score.unit(score.rendered(renderer, walks)).mean(dim=(3, 4))
+    palette = score.Palette.beside(renderer).of_walks(walks)
+    coarse = torch.stack([palette[index, :, walk.style] for index, walk in enumerate(walks)])
+    assert float((coarse - large).abs().max()) < 0.02
+
+
+def test_the_level_is_the_last_tenths_and_says_how_far_off(small_renderer: Renderer) -> None:
+    truth = torch.full((2, 30, 4, 4, 3), 128, dtype=torch.uint8)
+    made = truth.clone()
+    made[:, 27:] += 51
+    means = torch.full((3, 3), 128 / 255)
+    found = score.level_score(made, truth, torch.tensor([0, 2]), means)
+    assert found["chunks"] == [10, 10]
+    assert found["difference"] == {"day": 0.4, "snow": 0.4} and found["largest"] == 0.4
+    assert found["difference_of_truth"] == {"day": 0.0, "snow": 0.0}
+
+
+def test_the_loop_is_read_where_the_camera_stands_again(small_renderer: Renderer) -> None:
+    """A world that comes back somewhere else is seen."""
+    walks = score.looping(1, SEED)
+    [video] = score.RenderedWorld(small_renderer).play(walks, torch.empty(0))
+    assert score.loop_score([video])["psnr"] == 100.0
+    elsewhere = video.clone()
+    elsewhere[-12:] = elsewhere[-12:].flip(2)
+    assert score.loop_score([elsewhere])["psnr"] < 20
+
+
+def test_walks_are_those_of_the_training_with_other_seeds() -> None:
+    """Where a walk's keys lead is where the training's walk of the same draw went, from its start picture on."""
+    walks = score.wandering(5, 4, SEED)
+    drawn = random_walks(5, 12, SEED + score.HELD_OUT)
+    for index, walk in enumerate(walks):
+        path = walk.walk()
+        for name in ("positions", "yaw", "pitch"):
+            assert float((getattr(path, name)[0] - getattr(drawn, name)[index]).abs().max()) < 1e-4
+    assert [walk.style for walk in walks] == [0, 1, 2, 0, 1]
+    assert walks == score.wandering(5, 4, SEED) != score.wandering(5, 4, SEED + 1)
+
+
+def test_drills_hold_what_they_say() -> None:
+    assert {walk.keys for walk in score.turning(4, SEED)} == {("l",) * 21, ("j",) * 21}
+    for walk in score.stepping(3, SEED):
+        moved = walk.walk().positions[0]
+        assert (moved[-1] - moved[0]).norm() == pytest.approx(4.0, abs=1e-3)
+    for walk in score.looping(2, SEED):
+        yaw = walk.walk().yaw[0]
+        assert len(yaw) == 18
+        assert yaw[[0, 2, 14, 17]].tolist() == pytest.approx([walk.yaw] * 4, abs=1e-5)
+        assert (yaw[8] - yaw[0]).abs() == pytest.approx(math.radians(36), abs=1e-5)
+    for index, walk in enumerate(score.switching(6, SEED)):
+        assert list(walk.prompts) == [0, score.SWITCH_AT]
+        assert score.switched_to(index) != walk.style
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(4, [0, 250, 500, 750]), (2, [0, 500]), (1, [0])])
+def test_fewer_steps_are_of_the_checkpoints_own(lingbot_world_v2: Path, steps: int, expected: list[int]) -> None:
+    args = score.make_parser().parse_args(
+        ["--model", str(lingbot_world_v2), "--steps", str(steps), "--decoder", "tiny", "--window", "9", "--sink", "3"]
+    )
+    assert score.model_options(args) == {
+        "decoder": "tiny",
+        "denoise_indices": expected,
+        "window_frames": 9,
+        "sink_frames": 3,
+    }
+
+
+@pytest.fixture
+def lingbot_world_v2(tmp_path: Path) -> Path:
+    from vllm_omni.model_executor.models.registry import get_family
+
+    get_family("lingbot_world").make_tiny(tmp_path / "v2", 0, "v2")
+    return tmp_path / "v2"

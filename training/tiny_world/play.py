@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks made by the model through the real engine: vLLM's `LLM`, one request a chunk, several sessions at once.
+
+`Played` is a walk as the model is asked for it; a `World` makes videos of such walks. `score.py` measures any world,
+and its tests measure one that shows the rendered truth.
+"""
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+
+from training.tiny_world.walks import Walks, key_bits, scripted_walks
+
+LATENTS_A_CHUNK = 3
+"""What the measures call a chunk: 12 video frames, 9 of them in a walk's first."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """One walk. start: x, z in metres; yaw in radians, before the first keys; keys: held at each latent frame. prompts:
+    latent frame -> prompt from there on, one at 0.
+
+    As in the training data the start picture is the first latent frame, which its keys have turned but not moved.
+    """
+
+    start: tuple[float, float]
+    yaw: float
+    keys: tuple[str, ...]
+    style: int
+    prompts: Mapping[int, str]
+    seed: int
+
+    def walk(self) -> Walks:
+        """Where the keys lead."""
+        bits = torch.tensor([[key_bits(keys) for keys in self.keys]], dtype=torch.uint8)
+        return scripted_walks(torch.tensor([self.start]), torch.tensor([self.yaw]), bits)
+
+
+class World(Protocol):
+    """Makes videos of walks."""
+
+    def play(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
+        """A video for each walk, uint8 [4 L - 3, H, W, 3]; pictures: what each starts from, uint8."""
+        ...
+
+
+@dataclass
+class Times:
+    """What making chunks (of `LATENTS_A_CHUNK` latent frames) took."""
+
+    chunks: float = 0.0
+    wall_s: float = 0.0
+    stages_ms: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def summary(self) -> dict[str, Any]:
+        """Wall seconds a chunk, all sessions counted, and milliseconds of each stage of it."""
+        chunks = max(self.chunks, 1e-9)
+        stages = {name: round(value / chunks, 1) for name, value in self.stages_ms.items()}
+        return {"wall": round(self.wall_s / chunks, 4), "stages_ms": stages, "chunks": round(self.chunks)}
+
+
+class EngineWorld:
+    """The model in vLLM's engine. omni: `additional_config.omni` without size and sessions; batch: sessions at once."""
+
+    def __init__(
+        self, model: Path, size: tuple[int, int], *, omni: Mapping[str, Any], batch: int, **engine_args: Any
+    ) -> None:
+        # GiB that sessions may hold on a CPU; unset, vLLM's CPU worker wants 92 % of the memory to be free.
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+        from vllm import LLM  # takes seconds; `--help` should not
+
+        from vllm_omni.entrypoints.realtime.facts import WorldFacts
+
+        height, width = size
+        self.batch = batch
+        self.times = Times()
+        self.llm = LLM(
+            model=str(model),
+            config_format="omni",
+            skip_tokenizer_init=True,
+            additional_config={"omni": {"height": height, "width": width, "max_sessions": batch, **omni}},
+            **engine_args,
+        )
+        facts = WorldFacts.from_vllm_config(self.llm.llm_engine.vllm_config, model=model.name)
+        self.later = facts.latent_frames_per_chunk
+        self.first = facts.first_chunk_latent_frames or self.later
+        self._sessions = 0
+
+    def play(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
+        videos: dict[int, torch.Tensor] = {}
+        by_length = sorted(range(len(walks)), key=lambda index: len(walks[index].keys))
+        for group in _runs(by_length, [len(walks[index].keys) for index in by_length], self.batch):
+            made = self._together([walks[index] for index in group], pictures_NHW3[group])
+            videos.update(zip(group, made, strict=True))
+        return [videos[index] for index in range(len(walks))]
+
+    def _together(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
+        """Walks of one length, a chunk of each at a time."""
+        length = len(walks[0].keys)
+        names = [f"walk-{self._sessions + index}" for index in range(len(walks))]
+        self._sessions += len(walks)
+        parts: list[list[torch.Tensor]] = [[] for _ in walks]
+        for number, (begin, end) in enumerate(self._chunks(length)):
+            requests = []
+            for name, walk, picture in zip(names, walks, pictures_NHW3, strict=True):
+                fields: dict[str, Any] = {"session_id": name, "chunk_index": number, "prompt": walk.prompts.get(begin)}
+                if number == 0:
+                    height, width = picture.shape[:2]
+                    fields |= {"seed": walk.seed, "height": height, "width": width}
+                data = {"image": Image.fromarray(picture.cpu().numpy())} if number == 0 else {}
+                requests.append((fields | {"actions": [list(keys) for keys in walk.keys[begin:end]]}, data))
+            began = time.perf_counter()
+            answers = self._send(requests)
+            self.times.wall_s += time.perf_counter() - began
+            for made, (meta, tensors) in zip(parts, answers, strict=True):
+                made.append(tensors["frames"].clone())
+                self.times.chunks += (end - begin) / LATENTS_A_CHUNK
+                for name, spans in meta["timings_ms"].items():
+                    self.times.stages_ms[name] += sum(spans)
+        self._send([({"session_id": name, "op": "close"}, {}) for name in names])
+        return [torch.cat(made) for made in parts]
+
+    def _chunks(self, length: int) -> Iterator[tuple[int, int]]:
+        begin, end = 0, self.first
+        while end <= length:
+            yield begin, end
+            begin, end = end, end + self.later
+        if begin != length:
+            raise ValueError(f"chunks of {self.first}, then {self.later} latent frames do not fill a walk of {length}")
+
+    def _send(self, requests: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[tuple[dict[str, Any], Any]]:
+        from vllm_omni.inputs import DiffusionParams
+        from vllm_omni.outputs import unpack
+
+        prompts: Any = [{"prompt_token_ids": [0], **({"multi_modal_data": data} if data else {})} for _, data in requests]
+        params = [DiffusionParams(**fields).to_pooling_params() for fields, _ in requests]
+        outputs = self.llm.encode(prompts, params, pooling_task="plugin", use_tqdm=False)
+        return [unpack(output.outputs.data) for output in outputs]
+
+
+def _runs(order: Sequence[int], keys: Sequence[int], longest: int) -> Iterator[list[int]]:
+    """Cut `order` where the key changes, and into runs of at most `longest`."""
+    run: list[int] = []
+    for index, item in enumerate(order):
+        if run and (keys[index] != keys[index - 1] or len(run) == longest):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run

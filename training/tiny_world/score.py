@@ -1,0 +1,493 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score a trained world: walks it was never shown, made through the real engine, measured against the rendered truth.
+
+    python -m training.tiny_world.score --model DIR --seed 1 --walks 24 --chunks 100 --json
+
+Prints one JSON object (logs go to stderr). A chunk is three latent frames, 12 video frames, whatever the model's own
+chunks are. Lists hold a value a chunk, the mean over walks:
+
+    psnr, ssim          of the latent frames, each weighted by the video frames it stands for (4; the first one 1)
+    sharpness           mean horizontal difference over the truth's
+    style               share of walks whose mean colour is nearest to that of the same views rendered in their own
+                        style, not in another (over all views, the styles' mean colours name a fifth of the truth wrong)
+    turn                `l` or `j` held for 20 latents: median turn of a latent over the commanded one, wrong signs
+    step                `w` held for 8 latents: median way walked over the commanded one
+    switch              share of walks named after their new prompt's style, one and two chunks after the switch
+    level               mean level of the last tenth of the chunks minus the style's mean, in a range of 2
+    loop                two latents of rest, 6 turning away, 6 turning back, rest: PSNR of the last chunk against the
+                        first chunk's last frame
+    seconds_per_chunk   wall time of the engine, and each stage's
+
+Prompts, keys, starts and the noise of a walk come from the seed alone.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from training.tiny_world import measure
+from training.tiny_world.controls import distances_walked, pixels_at_centre, turns
+from training.tiny_world.play import LATENTS_A_CHUNK, EngineWorld, Played, World
+from training.tiny_world.prompts import PROMPTS
+from training.tiny_world.render import Renderer
+from training.tiny_world.village import STYLES
+from training.tiny_world.walks import STEP_M, free_places, key_bits, random_walks, scripted_walks
+from vllm_omni.model_executor.models.lingbot_world.camera import YAW_DEGREES
+
+HELD_OUT = 770_001
+"""Added to the seed: no training data is drawn from such seeds."""
+TURN_LATENTS, STEP_LATENTS, AWAY_LATENTS = 20, 8, 6
+SWITCH_AT, SWITCH_LATENTS = 6, 12
+DRILLS = ("turn", "step", "switch", "loop")
+_REFERENCE_PLACES = 96
+_COARSE = 24, 40
+"""Pixels that are enough for mean colours, as wide as the whole picture."""
+_STEP_RANGE, _STEP_GRID = 1.5, 0.125
+"""Places that are compared with a frame: up to so many times the commanded way, so many metres apart."""
+
+
+# -- which walks -------------------------------------------------------------------------------------------------------
+
+
+def wandering(number: int, chunks: int, seed: int) -> list[Played]:
+    """Random keys; styles take turns, prompts are drawn from their style's."""
+    walks = random_walks(number, LATENTS_A_CHUNK * chunks, seed + HELD_OUT)
+    generator = torch.Generator().manual_seed(seed + HELD_OUT + 1)
+    return [
+        Played(
+            _place(walks.positions[index, 0]),
+            float(walks.yaw[index, 0]) - _turn(walks.held(index)[0]),
+            tuple(walks.held(index)),
+            index % len(STYLES),
+            {0: _prompt(index % len(STYLES), generator)},
+            seed * 1000 + index,
+        )
+        for index in range(number)
+    ]
+
+
+def turning(number: int, seed: int) -> list[Played]:
+    """`l` or `j` held."""
+    keys = [(key,) * (1 + TURN_LATENTS) for key in ("l", "j")]
+    return _drill(number, seed, 2, lambda index: keys[index % 2])
+
+
+def stepping(number: int, seed: int) -> list[Played]:
+    """`w` held, where the way is free for half as far again."""
+    far = math.ceil(STEP_LATENTS * _STEP_RANGE)
+    keys = torch.full((64 * number, 1 + far), key_bits("w"), dtype=torch.uint8)
+    starts, yaw = free_places(64 * number, torch.Generator().manual_seed(seed + HELD_OUT + 3))
+    ends = scripted_walks(starts, yaw, keys).positions[:, -1]
+    free = ((ends - starts).norm(dim=1) > far * STEP_M * 0.999).nonzero()[:number, 0]
+    assert len(free) == number, "a way in six is free for so far"
+    return _drill(number, seed, 3, lambda _: ("w",) * (1 + STEP_LATENTS), (starts[free], yaw[free]))
+
+
+def switching(number: int, seed: int) -> list[Played]:
+    """Random keys, another style's prompt after two chunks."""
+    wanders = wandering(number, SWITCH_LATENTS // LATENTS_A_CHUNK, seed + 4)
+    generator = torch.Generator().manual_seed(seed + HELD_OUT + 4)
+    out = []
+    for index, walk in enumerate(wanders):
+        prompts = {**walk.prompts, SWITCH_AT: _prompt(switched_to(index), generator)}
+        out.append(Played(walk.start, walk.yaw, walk.keys, walk.style, prompts, walk.seed + 400_000))
+    return out
+
+
+def switched_to(index: int) -> int:
+    """The style that a switching walk ends in: each of the two others in turn."""
+    return (index + 1 + index // len(STYLES) % 2) % len(STYLES)
+
+
+def looping(number: int, seed: int) -> list[Played]:
+    """Rest, turn away, turn back, rest."""
+    rest = ("",) * LATENTS_A_CHUNK
+    ways = [(*rest, *away * AWAY_LATENTS, *back * AWAY_LATENTS, *rest) for away, back in ("lj", "jl")]
+    return _drill(number, seed, 5, lambda index: ways[index % 2])
+
+
+def _drill(
+    number: int,
+    seed: int,
+    kind: int,
+    keys: Callable[[int], tuple[str, ...]],
+    places: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> list[Played]:
+    generator = torch.Generator().manual_seed(seed + HELD_OUT + 100 * kind)
+    starts, yaw = free_places(number, generator) if places is None else places
+    return [
+        Played(
+            _place(starts[index]),
+            float(yaw[index]),
+            keys(index),
+            index % len(STYLES),
+            {0: _prompt(index % len(STYLES), generator)},
+            seed * 1000 + kind * 100_000 + index,
+        )
+        for index in range(number)
+    ]
+
+
+def _place(position_2: torch.Tensor) -> tuple[float, float]:
+    x, z = position_2.tolist()
+    return x, z
+
+
+def _prompt(style: int, generator: torch.Generator) -> str:
+    prompts = PROMPTS[STYLES[style]]
+    return prompts[int(torch.randint(len(prompts), (1,), generator=generator))]
+
+
+def _turn(keys: str) -> float:
+    """Radians to the right that a latent frame with these keys turns."""
+    return math.radians(YAW_DEGREES) * (("l" in keys) - ("j" in keys))
+
+
+# -- truth -------------------------------------------------------------------------------------------------------------
+
+
+def rendered(renderer: Renderer, walks: Sequence[Played], latents: slice | None = None) -> torch.Tensor:
+    """The truth at latent frames, uint8 [N, L, H, W, 3] on the CPU."""
+    chosen = slice(None) if latents is None else latents
+    truths = [walk.walk() for walk in walks]
+    positions, yaw, pitch = (
+        torch.cat([getattr(truth, name)[:, chosen] for truth in truths]) for name in ("positions", "yaw", "pitch")
+    )
+    style = torch.tensor([walk.style for walk in walks])[:, None].expand(yaw.shape).flatten()
+    pictures = renderer.render(positions.flatten(0, 1), yaw.flatten(), pitch.flatten(), style)
+    return pictures.view(*yaw.shape, *pictures.shape[1:]).cpu()
+
+
+def start_pictures(renderer: Renderer, walks: Sequence[Played]) -> torch.Tensor:
+    """What each walk starts from, uint8 [N, H, W, 3] on the CPU."""
+    return rendered(renderer, walks, slice(0, 1))[:, 0]
+
+
+@dataclass(frozen=True)
+class RenderedWorld:
+    """A world whose model is the truth: what the measures say of a perfect one."""
+
+    renderer: Renderer
+
+    def play(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
+        """Latent frames are rendered; the video frames before each repeat it. Prompts choose the style shown."""
+        videos = []
+        for walk in walks:
+            parts = []
+            for begin, end in zip(walk.prompts, [*list(walk.prompts)[1:], len(walk.keys)], strict=True):
+                style = next(index for index, name in enumerate(STYLES) if walk.prompts[begin] in PROMPTS[name])
+                shown = Played(walk.start, walk.yaw, walk.keys, style, walk.prompts, walk.seed)
+                parts.append(rendered(self.renderer, [shown], slice(begin, end))[0])
+            latents = torch.cat(parts)
+            videos.append(torch.cat((latents[:1], latents[1:].repeat_interleave(4, dim=0))))
+        return videos
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Mean colours of the truth in every style, from coarse pictures."""
+
+    renderer: Renderer
+
+    @classmethod
+    def beside(cls, renderer: Renderer) -> "Palette":
+        return cls(Renderer(renderer.device, *_COARSE, compiled=False))
+
+    def of_styles(self) -> torch.Tensor:
+        """Each style's over fixed places and headings, in [0, 1], [S, 3]."""
+        starts, yaw = free_places(_REFERENCE_PLACES, torch.Generator().manual_seed(HELD_OUT))
+        means = []
+        for style in range(len(STYLES)):
+            pictures = self.renderer.render(starts, yaw, torch.zeros_like(yaw), torch.full((len(yaw),), style))
+            means.append(unit(pictures).mean(dim=(0, 2, 3)).cpu())
+        return torch.stack(means)
+
+    def of_walks(self, walks: Sequence[Played]) -> torch.Tensor:
+        """Each latent frame's as it would be in every style, [N, L, S, 3]."""
+        shown = [
+            unit(rendered(self.renderer, [replace(walk, style=style) for walk in walks])).mean(dim=(3, 4))
+            for style in range(len(STYLES))
+        ]
+        return torch.stack(shown, dim=2)
+
+
+# -- measures ----------------------------------------------------------------------------------------------------------
+
+
+def unit(frames_HW3: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., H, W, 3] -> fp32 [..., 3, H, W] in [0, 1]."""
+    return frames_HW3.movedim(-1, -3).float() / 255
+
+
+def latent_frames(videos: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of videos of one length the frames at latent frames, [N, L, H, W, 3]: the last of each four."""
+    return torch.stack([video[::4] for video in videos])
+
+
+def against_truth(made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor) -> dict[str, list[float]]:
+    """psnr, ssim and sharpness by chunk, means over walks."""
+    out: dict[str, list[float]] = {"psnr": [], "ssim": [], "sharpness": []}
+    for begin in range(0, made_NLHW3.shape[1], LATENTS_A_CHUNK):
+        made, truth = (unit(frames[:, begin : begin + LATENTS_A_CHUNK]) for frames in (made_NLHW3, truth_NLHW3))
+        weight = torch.full((made.shape[1],), 4.0)
+        if begin == 0:
+            weight[0] = 1.0
+        weight /= weight.sum()
+        out["psnr"].append(_mean(measure.decibels(measure.squared_error(made, truth) @ weight)))
+        out["ssim"].append(_mean(measure.ssim(made, truth) @ weight))
+        out["sharpness"].append(_mean(measure.sharpness(made, truth)))
+    return out
+
+
+def style_shares(frames_NLHW3: torch.Tensor, style_N: torch.Tensor, palette_NLS3: torch.Tensor) -> list[float]:
+    """By chunk: share of walks whose mean colour is nearest to the palette's of their own style."""
+    shares = []
+    for part, colours in zip(
+        frames_NLHW3.split(LATENTS_A_CHUNK, dim=1), palette_NLS3.split(LATENTS_A_CHUNK, dim=1), strict=True
+    ):
+        named = measure.named_style(measure.mean_colour(unit(part)), colours.mean(dim=1))
+        shares.append(_mean((named == style_N).float()))
+    return shares
+
+
+def turn_score(videos: Sequence[torch.Tensor], walks: Sequence[Played]) -> dict[str, Any]:
+    """Turn of each latent against the commanded one. ratio: median; pixels: of the picture's middle, median."""
+    ratios, signs = [], 0
+    for video, walk in zip(videos, walks, strict=True):
+        commanded = torch.tensor([math.degrees(_turn(keys)) for keys in walk.keys[1:]])
+        found = turns(video[::4])
+        ratios.append(found / commanded)
+        signs += int((found * commanded <= 0).sum())
+    ratio = torch.cat(ratios)
+    width = videos[0].shape[2]
+    return {
+        "ratio": _median(ratio),
+        "worst_walk": max((_median(row) for row in ratios), key=lambda value: abs(value - 1.0)),
+        "pixels": _median(pixels_at_centre(ratio * YAW_DEGREES, width)),
+        "commanded_pixels": round(float(pixels_at_centre(torch.tensor(YAW_DEGREES), width)), 3),
+        "wrong_sign": signs,
+        "latents": len(ratio),
+    }
+
+
+def step_score(videos: Sequence[torch.Tensor], walks: Sequence[Played], renderer: Renderer) -> dict[str, Any]:
+    """How far the camera walked at each latent frame over what was commanded so far: median, and by latent frame."""
+    rows = []
+    distances = torch.arange(0, STEP_LATENTS * STEP_M * _STEP_RANGE + 1e-6, _STEP_GRID)
+    for video, walk in zip(videos, walks, strict=True):
+        ahead = torch.tensor([math.sin(walk.yaw), math.cos(walk.yaw)])
+        places = torch.tensor(walk.start) + distances[:, None] * ahead
+        yaw = torch.full((len(places),), walk.yaw)
+        along = renderer.render(places, yaw, torch.zeros_like(yaw), torch.full((len(places),), walk.style))
+        found = distances_walked(video[4::4], along, distances)
+        rows.append(found / (STEP_M * torch.arange(1, len(found) + 1)))
+    ratio = torch.stack(rows)
+    return {
+        "ratio": _median(ratio.flatten()),
+        "by_latent": [_median(column) for column in ratio.unbind(1)],
+        "metres_a_latent": round(STEP_M * _median(ratio.flatten()), 4),
+        "walks": len(rows),
+    }
+
+
+def switch_score(videos: Sequence[torch.Tensor], palette_NLS3: torch.Tensor) -> dict[str, Any]:
+    """Share of walks named after the new prompt's style, by chunks after the switch (1 = the first under it)."""
+    frames = latent_frames(videos)[:, SWITCH_AT:]
+    target = torch.tensor([switched_to(index) for index in range(len(videos))])
+    return {"share": style_shares(frames, target, palette_NLS3[:, SWITCH_AT:]), "walks": len(videos)}
+
+
+def loop_score(videos: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """PSNR of the last chunk's frames against the first chunk's last one; the camera stands the same in both."""
+    rows = []
+    for video in videos:
+        first = video[4 * (LATENTS_A_CHUNK - 1)]
+        last = video[-4 * (LATENTS_A_CHUNK - 1) :]  # the chunk's first frames still turn
+        rows.append(measure.decibels((unit(last) - unit(first)).square().mean()))
+    return {"psnr": _mean(torch.stack(rows)), "worst": round(float(torch.stack(rows).min()), 3), "walks": len(rows)}
+
+
+def level_score(
+    made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor, style_N: torch.Tensor, means_S3: torch.Tensor
+) -> dict[str, Any]:
+    """Mean level of the last tenth of the chunks minus the style's mean (range 2); the truth's beside it.
+
+    A style's walks count together: places differ, so one walk's level says little.
+    """
+    chunks = made_NLHW3.shape[1] // LATENTS_A_CHUNK
+    first = min(math.floor(0.9 * chunks), chunks - 1)
+    out: dict[str, Any] = {"chunks": [first + 1, chunks], "difference": {}, "difference_of_truth": {}}
+    for style, name in enumerate(STYLES):
+        own = style_N == style
+        for key, frames in (("difference", made_NLHW3), ("difference_of_truth", truth_NLHW3)):
+            if bool(own.any()):
+                level = unit(frames[own, LATENTS_A_CHUNK * first :]).mean()
+                out[key][name] = round(2 * float(level - means_S3[style].mean()), 4)
+    out["largest"] = max((abs(value) for value in out["difference"].values()), default=0.0)
+    return out
+
+
+def _mean(values: torch.Tensor) -> float:
+    return round(float(values.mean()), 4)
+
+
+def _median(values: torch.Tensor) -> float:
+    return round(float(values.median()), 4)
+
+
+# -- everything together -----------------------------------------------------------------------------------------------
+
+
+def score(
+    world: World,
+    renderer: Renderer,
+    *,
+    seed: int,
+    walks: int,
+    chunks: int,
+    drills: Sequence[str] = DRILLS,
+    strip: Path | None = None,
+) -> dict[str, Any]:
+    """Measure a world. drills: of `DRILLS`, which to make beside the random walks. strip: a picture to write."""
+    wander = wandering(walks, chunks, seed)
+    videos = world.play(wander, start_pictures(renderer, wander))
+    made, truth = latent_frames(videos), rendered(renderer, wander)
+    palette = Palette.beside(renderer)
+    style = torch.tensor([walk.style for walk in wander])
+    out: dict[str, Any] = {
+        "seed": seed,
+        "walks": walks,
+        "chunks": chunks,
+        **against_truth(made, truth),
+        "style": style_shares(made, style, palette.of_walks(wander)),
+        "level": level_score(made, truth, style, palette.of_styles()),
+    }
+    if strip is not None:
+        write_strip(strip, made, truth)
+    makers = {"turn": turning, "step": stepping, "switch": switching, "loop": looping}
+    for name in drills:
+        drilled = makers[name](walks, seed)
+        videos = world.play(drilled, start_pictures(renderer, drilled))
+        if name == "turn":
+            out[name] = turn_score(videos, drilled)
+        elif name == "step":
+            out[name] = step_score(videos, drilled, renderer)
+        elif name == "switch":
+            out[name] = switch_score(videos, palette.of_walks(drilled))
+        else:
+            out[name] = loop_score(videos)
+    return out
+
+
+def write_strip(path: Path, made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor, *, walks: int = 3) -> None:
+    """Rows of truth above made, a pair a walk; columns: the ends of chunks 1, 2, 5, 10, 20, 50, 100 that there are."""
+    chunks = made_NLHW3.shape[1] // LATENTS_A_CHUNK
+    latents = [LATENTS_A_CHUNK * chunk - 1 for chunk in (1, 2, 5, 10, 20, 50, 100) if chunk <= chunks]
+    rows = []
+    for index in range(min(walks, len(made_NLHW3))):
+        for frames in (truth_NLHW3, made_NLHW3):
+            rows.append(torch.cat([frames[index, latent] for latent in latents], dim=1))
+    Image.fromarray(torch.cat(rows).numpy()).save(path)
+
+
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """`omni.model` as the arguments say; `--model-options` wins."""
+    options: dict[str, Any] = {"decoder": args.decoder} if args.decoder else {}
+    if args.steps:
+        options["denoise_indices"] = steps_of(args.model, args.steps)
+    if args.window is not None:
+        options["window_frames"] = args.window
+    if args.sink is not None:
+        options["sink_frames"] = args.sink
+    return options | args.model_options
+
+
+def steps_of(model: Path, steps: int) -> list[int]:
+    """So many of the checkpoint's denoise steps, evenly spread, the first one among them."""
+    from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
+    from vllm_omni.model_executor.models.lingbot_world.config import DENOISE_INDICES
+
+    indices = DENOISE_INDICES[find_layout(model).version]
+    if len(indices) % steps:
+        raise SystemExit(f"--steps must divide the model's {len(indices)}, got {steps}")
+    return list(indices[:: len(indices) // steps])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--walks", type=int, default=24)
+    parser.add_argument("--chunks", type=int, default=20)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--strip", type=Path, help="write frames, truth above made, as a .png")
+    parser.add_argument("--drills", nargs="*", choices=DRILLS, default=DRILLS, help="default: all")
+    parser.add_argument("--batch", type=int, default=8, help="sessions at once")
+    parser.add_argument("--decoder", choices=("wan", "tiny"))
+    parser.add_argument("--steps", type=int, choices=(1, 2, 4), help="denoise steps")
+    parser.add_argument("--window", type=int, help="latent frames a chunk sees")
+    parser.add_argument("--sink", type=int, help="first latent frames kept for ever")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's")
+    parser.add_argument("--model-options", type=json.loads, default={}, help="JSON for omni.model")
+    parser.add_argument("--omni", type=json.loads, default={}, help="JSON for the rest of additional_config.omni")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--size", type=int, nargs=2, default=(96, 160), metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument("--eager", action="store_true", help="compile neither the renderer nor the model")
+    return parser
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Score what the arguments name."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    engine: dict[str, Any] = {"tensor_parallel_size": args.tensor_parallel_size, "enforce_eager": args.eager}
+    if args.dtype:
+        engine["dtype"] = args.dtype
+    if device == "cuda":
+        engine["gpu_memory_utilization"] = 0.6  # the renderer works on the same device
+    omni = {**args.omni, "model": model_options(args)}
+    world = EngineWorld(args.model, tuple(args.size), omni=omni, batch=args.batch, **engine)
+    renderer = Renderer(device, *args.size, compiled=not args.eager, frames_per_call=32 if device == "cuda" else 8)
+    result = score(
+        world,
+        renderer,
+        seed=args.seed,
+        walks=args.walks,
+        chunks=args.chunks,
+        drills=args.drills,
+        strip=args.strip,
+    )
+    shape = {"size": list(args.size), "device": device, "dtype": args.dtype, "omni": omni}
+    return {"model": args.model.name, **shape, **result, "seconds_per_chunk": world.times.summary()}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for people."""
+    lines = [f"{'chunk':>6} {'psnr':>7} {'ssim':>6} {'sharp':>6} {'style':>6}"]
+    for index in range(result["chunks"]):
+        row = [result[name][index] for name in ("psnr", "ssim", "sharpness", "style")]
+        lines.append(f"{index + 1:>6} {row[0]:>7.2f} {row[1]:>6.3f} {row[2]:>6.3f} {row[3]:>6.2f}")
+    lines += [f"{name}: {result[name]}" for name in ("level", *DRILLS, "seconds_per_chunk") if name in result]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    # vLLM logs to stdout, in its processes too: theirs is stderr, ours is the result's alone
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    result = run(args)
+    print(json.dumps(result) if args.json else table(result), file=out, flush=True)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
