@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw
 
 from training.tiny_world.export import VIEWS
 from training.tiny_world.prompts import PROMPTS
-from training.tiny_world.render import _TEXELS, Renderer
+from training.tiny_world.render import Renderer
 from training.tiny_world.village import CHURCH, HOUSES, PERIOD, PINES, ROOFS, STYLES, TOWER, TREES, WELL, Colour
 from training.tiny_world.walks import STEP_M, Walks, key_bits, scripted_walks
 from vllm_omni.entrypoints.media import encode_mp4
@@ -94,8 +94,9 @@ def render_tour(card: WorldCard, renderer: Renderer, frames: slice = slice(None)
 
 def draw_map(pixels: int = _MAP_PIXELS) -> Image.Image:
     """The village from above by day, north up, (0, 0) in the middle."""
-    ground = Renderer()._ground[0, : _TEXELS * _TEXELS, :3].reshape(_TEXELS, _TEXELS, 3)
-    rolled = ground.roll((_TEXELS // 2, _TEXELS // 2), dims=(0, 1)).flip(0)
+    ground = Renderer().ground(0)
+    middle = len(ground) // 2
+    rolled = ground.roll((middle, middle), dims=(0, 1)).flip(0)
     picture = Image.fromarray((rolled.clamp(0, 1) * 255).round().byte().numpy()).resize((2 * pixels, 2 * pixels))
     draw = ImageDraw.Draw(picture)
     scale = 2 * pixels / PERIOD

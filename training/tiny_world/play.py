@@ -139,7 +139,9 @@ class EngineWorld:
         from vllm_omni.inputs import DiffusionParams
         from vllm_omni.outputs import unpack
 
-        prompts: Any = [{"prompt_token_ids": [0], **({"multi_modal_data": data} if data else {})} for _, data in requests]
+        prompts: Any = [
+            {"prompt_token_ids": [0], **({"multi_modal_data": data} if data else {})} for _, data in requests
+        ]
         params = [DiffusionParams(**fields).to_pooling_params() for fields, _ in requests]
         outputs = self.llm.encode(prompts, params, pooling_task="plugin", use_tqdm=False)
         return [unpack(output.outputs.data) for output in outputs]

@@ -91,6 +91,10 @@ class Renderer:
         pixels = linear.view(len(yaw), self.height, 2, self.width, 2, 3).mean(dim=(2, 4))
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
 
+    def ground(self, style: int) -> torch.Tensor:
+        """The lit ground from above, [texels z, texels x, 3] in [0, 1], (0, 0) in the first corner."""
+        return self._ground[style, : TEXELS * TEXELS, :3].reshape(TEXELS, TEXELS, 3)
+
     @cached_property
     def _camera_rays(self) -> torch.Tensor:
         """Unit directions of all rays in camera axes, rows first."""
