@@ -1,4 +1,4 @@
-# make demo          set up, serve a tiny world, stream a camera walk, write demo.mp4 and demo.png, keep serving
+# make demo          set up, serve the trained world, walk its tour, write demo.mp4 and demo.png, keep serving
 # make demo ONCE=1   the same, and stop after the files are written
 # make test          set up and run the whole test suite (what CI runs)
 # make nightly       the slow tests
@@ -37,4 +37,4 @@ lint: setup
 	@$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) .try_vllm demo.mp4 demo.png demo_world demo_server.log
+	rm -rf $(VENV) .try_vllm demo.mp4 demo.png demo_truth.png demo_world demo_server.log
