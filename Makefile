@@ -1,4 +1,4 @@
-# make demo          set up, serve a tiny world, stream a camera walk, write demo.mp4 and demo.png, keep serving
+# make demo          set up, serve the trained world, walk its tour, write demo.mp4 and demo.png, keep serving
 # make demo ONCE=1   the same, and stop after the files are written
 # make check         lint, types and every test that needs no engine: before each commit
 # make test          set up and run the test suite, without the nightly tests
@@ -57,4 +57,4 @@ mutants: setup
 	@$(VENV)/bin/mutmut results
 
 clean:
-	rm -rf $(VENV) .try_vllm mutants demo.mp4 demo.png demo_world demo_server.log
+	rm -rf $(VENV) .try_vllm mutants demo.mp4 demo.png demo_truth.png demo_world demo_server.log

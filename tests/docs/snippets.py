@@ -163,7 +163,8 @@ def _check_vllm_omni(arguments: list[str], runs_in: Path, execute: bool) -> None
     if arguments not in (["--version"], ["--help"]):
         _parse(make_parser(), arguments)
     cheap = (
-        arguments[:1] in (["--version"], ["--help"], ["make-tiny"], ["doctor"], ["verify"]) or "--dry-run" in arguments
+        arguments[:1] in (["--version"], ["--help"], ["make-tiny"], ["make-world"], ["doctor"], ["verify"])
+        or "--dry-run" in arguments
     )
     if cheap and execute:
         with tempfile.NamedTemporaryFile("r") as log:
