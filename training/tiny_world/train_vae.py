@@ -142,6 +142,7 @@ def main() -> None:
     if ranks.rank == 0:
         print(f"{len(footage)} clips after {clock.elapsed():.0f} s, {sum(p.numel() for p in model.parameters())} parameters", flush=True)
     next_report, first_step, steps_then, seconds_then = 20.0, step, step, clock.elapsed()
+    progress = 0.0
     while True:
         progress = ranks.same(clock.fraction()) if step % 20 == 0 else progress  # noqa: F821
         if progress >= 0.97 or (args.steps is not None and step - first_step >= args.steps):
