@@ -101,6 +101,10 @@ class EngineWorld:
             videos.update(zip(group, made, strict=True))
         return [videos[index] for index in range(len(walks))]
 
+    def close(self) -> None:
+        """Stop the engine's processes."""
+        self.llm.llm_engine.engine_core.shutdown()
+
     def _together(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
         """Walks of one length, a chunk of each at a time."""
         length = len(walks[0].keys)
@@ -139,7 +143,9 @@ class EngineWorld:
         from vllm_omni.inputs import DiffusionParams
         from vllm_omni.outputs import unpack
 
-        prompts: Any = [{"prompt_token_ids": [0], **({"multi_modal_data": data} if data else {})} for _, data in requests]
+        prompts: Any = [
+            {"prompt_token_ids": [0], **({"multi_modal_data": data} if data else {})} for _, data in requests
+        ]
         params = [DiffusionParams(**fields).to_pooling_params() for fields, _ in requests]
         outputs = self.llm.encode(prompts, params, pooling_task="plugin", use_tqdm=False)
         return [unpack(output.outputs.data) for output in outputs]
