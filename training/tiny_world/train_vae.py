@@ -150,6 +150,7 @@ def main() -> None:
         )
     progress = 0.0
     next_report, first_step, steps_then, seconds_then = 20.0, step, step, clock.elapsed()
+    progress = 0.0
     while True:
         if step % 20 == 0:
             (progress,) = ranks.agree([clock.fraction()])

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shipped village on a fixed walk: its frames as recorded, and like the rendered truth.
+
+TINY_WORLD_PATH names another checkpoint of the village. Released LingBot weights are tried by the file beside this one.
+"""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from village_walk import GOLDEN, HEIGHT, WALK, WIDTH, kept, made_frames, start_picture, village
+
+from training.tiny_world.render import Renderer
+from training.tiny_world.score import against_truth, latent_frames, rendered
+
+
+@pytest.fixture(scope="module")
+def videos() -> list[torch.Tensor]:
+    return made_frames(village(), start_picture())
+
+
+def test_the_village_looks_as_recorded(videos: list[torch.Tensor]) -> None:
+    """On a CPU each value is equal or off by two: processors differ in the order of fp32 sums, which can turn a
+    rounding. On CUDA, where convolutions may use TF32, pictures are near: 35 dB.
+    """
+    with Image.open(GOLDEN) as picture:
+        recorded = np.asarray(picture).astype(int)
+    error = kept(videos[0]).numpy().astype(int) - recorded
+    if torch.cuda.is_available():
+        assert 10 * np.log10(255**2 / max(np.square(error).mean(), 1e-9)) >= 35
+    else:
+        assert np.abs(error).max() <= 2
+
+
+def test_sessions_side_by_side_are_equal(videos: list[torch.Tensor]) -> None:
+    once, again = videos
+    assert once.shape == (33, HEIGHT, WIDTH, 3) and torch.equal(once, again)
+
+
+def test_the_village_is_like_the_truth(videos: list[torch.Tensor]) -> None:
+    """PSNR and, since that rewards blur, sharpness, chunk by chunk; another way of walking is far from both bounds."""
+    truth = rendered(Renderer("cpu", HEIGHT, WIDTH, compiled=False, frames_per_call=1), [WALK])
+    found = against_truth(latent_frames(videos[:1]), truth)
+    assert all(db >= least for db, least in zip(found["psnr"], (21, 17, 16), strict=True))
+    assert min(found["sharpness"]) >= 0.7
+    backwards = against_truth(latent_frames([videos[0].flip(0)]), truth)
+    assert backwards["psnr"][0] < found["psnr"][0] - 5

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The walk through the shipped village that the golden-video test makes, and its recording.
+
+Record it again whenever the shipped weights change, or frames are meant to, and say so in the commit:
+
+    python tests/golden_video/village_walk.py
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # when run by name: `training` lies beside `tests`
+
+from training.tiny_world.play import EngineWorld, Played
+from training.tiny_world.prompts import PROMPTS
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "village" / "walk.png"
+HEIGHT, WIDTH = 96, 160
+WALK = Played((1.2, -4.0), 0.0, ("", "w", "w", "wl", "wl", "l", "j", "j", "w"), 0, {0: PROMPTS["day"][0]}, 7)
+"""Across the square: on, on to the right, back to the left; three chunks."""
+KEPT_LATENTS = (2, 5, 8)
+"""The recording keeps the last frame of each chunk."""
+
+
+def village() -> Path:
+    """The shipped checkpoint, or the one that TINY_WORLD_PATH names (a world in training)."""
+    named = os.environ.get("TINY_WORLD_PATH")
+    if named:
+        return Path(named)
+    from vllm_omni.worlds import village_checkpoint
+
+    return Path(village_checkpoint())
+
+
+def made_frames(checkpoint: Path, start_HW3: torch.Tensor) -> list[torch.Tensor]:
+    """The walk twice, side by side in one engine, uint8 [33, 96, 160, 3] each."""
+    world = EngineWorld(checkpoint, (HEIGHT, WIDTH), omni={}, batch=2, dtype="float32", enforce_eager=True)
+    try:
+        return world.play([WALK, WALK], torch.stack((start_HW3, start_HW3)))
+    finally:
+        world.close()
+
+
+def kept(video_THW3: torch.Tensor) -> torch.Tensor:
+    """What the recording holds of a video, one picture below the other."""
+    return torch.cat([video_THW3[4 * latent] for latent in KEPT_LATENTS])
+
+
+def start_picture() -> torch.Tensor:
+    from training.tiny_world.render import Renderer
+    from training.tiny_world.score import start_pictures
+
+    return start_pictures(Renderer("cpu", HEIGHT, WIDTH, compiled=False, frames_per_call=1), [WALK])[0]
+
+
+if __name__ == "__main__":
+    GOLDEN.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(kept(made_frames(village(), start_picture())[0]).numpy()).save(GOLDEN, optimize=True)
+    print(f"wrote {GOLDEN}: {GOLDEN.stat().st_size} bytes")

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quality page: what was run is not run again, and nothing is published of half a comparison."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+
+from training.tiny_world import quality, score
+
+RESULT = {
+    "chunks": 5,
+    "size": [96, 160],
+    "device": "cpu",
+    "psnr": [20.0, 18.0, 17.0, 16.0, 15.04],
+    "sharpness": [1.0, 0.9, 0.8, 0.7, 0.612],
+    "style": [1.0] * 5,
+    "turn": {"ratio": 1.01, "wrong_sign": 2},
+    "step": {"ratio": 0.98},
+    "switch": {"share": [0.5, 0.75]},
+    "loop": {"psnr": 25.0},
+    "level": {"largest": 0.08},
+    "seconds_per_chunk": {"wall": 0.5},
+}
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that were run, each answered with `RESULT`."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(stdout=json.dumps(RESULT))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return commands
+
+
+def _main(monkeypatch: pytest.MonkeyPatch, folder: Path, *more: str) -> None:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "weights").write_text("1")
+    arguments = ["--model", str(folder / "model"), "--out", str(folder / "out"), "--chunks", "5", *more]
+    monkeypatch.setattr(sys, "argv", ["quality", *arguments])
+    quality.main()
+
+
+def test_a_page_is_written_of_all_variants(
+    runs: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run a variant, a row each, and a plot that is well-formed and has two lines a variant."""
+    _main(monkeypatch, tmp_path, "--page", str(tmp_path / "quality.md"))
+    assert len(runs) == len(quality.VARIANTS)
+    text = (tmp_path / "quality.md").read_text()
+    line = "20.0 / 1.00 | 15.0 / 0.61 | 1.010 (2) | 0.980 | 100%, 75% | 25.0 | 0.08 | 0.50 |"
+    assert text.count(line) == len(quality.VARIANTS)
+    plot = ElementTree.parse(tmp_path / "quality.svg").getroot()
+    assert sum("L" in path.get("d", "") for path in plot.iter("{http://www.w3.org/2000/svg}path")) == 16
+    assert set(json.loads((tmp_path / "quality.json").read_text())["variants"]) == set(quality.VARIANTS)
+
+
+def test_what_was_run_is_not_run_again(runs: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the arguments or the weights are others."""
+    _main(monkeypatch, tmp_path, "--only", "exact")
+    _main(monkeypatch, tmp_path, "--only", "exact", "1 step")
+    assert len(runs) == 2
+    _main(monkeypatch, tmp_path, "--only", "exact", "--walks", "6")
+    assert len(runs) == 3
+    monkeypatch.setattr(quality, "digest_of", lambda _: "other")
+    _main(monkeypatch, tmp_path, "--only", "exact", "--walks", "6")
+    assert len(runs) == 4
+
+
+def test_the_digest_is_of_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1")
+    before = quality.digest_of(tmp_path)
+    (tmp_path / "a").write_text("2")
+    assert quality.digest_of(tmp_path) != before
+
+
+def test_half_a_comparison_is_not_published(
+    runs: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="no result yet of: tiny decoder"):
+        _main(monkeypatch, tmp_path, "--only", "exact", "--page", str(tmp_path / "quality.md"))
+    assert not (tmp_path / "quality.md").exists()
+
+
+@pytest.mark.parametrize("name", quality.VARIANTS)
+def test_the_scorer_takes_every_variants_arguments(name: str) -> None:
+    arguments = SimpleNamespace(model=Path("model"), seed=1, walks=2, chunks=3)
+    args = score.make_parser().parse_args(quality.arguments(arguments, name))
+    assert (args.walks, args.chunks, args.json) == (2, 3, True)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quality page: what each option costs and gives, by `score.py` on the same held-out walks.
+
+    python -m training.tiny_world.quality --model DIR --out DIR --walks 24 --chunks 100 --page quality.md
+
+Every variant is one run of `score.py` in a process of its own and one file in --out; a run that is there already, made
+with the same arguments and model, is not made again, so the command may be stopped and started. At the end
+`quality.json` holds all; --page writes the page and its plot (SVG), unless a variant is missing (--only).
+Held by tests/training/tiny_world/test_quality.py.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "exact": (),
+    "tiny decoder": ("--decoder", "tiny"),
+    "2 steps": ("--steps", "2"),
+    "1 step": ("--steps", "1"),
+    "window 12": ("--window", "12"),
+    "window 9": ("--window", "9"),
+    "no sink": ("--sink", "0"),
+    "bfloat16": ("--dtype", "bfloat16"),
+    "decode in bands": ("--tensor-parallel-size", "2", "--omni", '{"vae_parallel": true}'),
+    "snapshot every 2 chunks": ("--snapshot-every", "2"),
+    "condition of the second chunk": ("--model-options", '{"later_condition": "second_chunk"}'),
+    "all degradations": ("--steps", "2", "--window", "9", "--decoder", "tiny"),
+}
+"""Name -> arguments of `score.py`. Degradations are what a late chunk may go without: here every chunk does."""
+SHOWN = (1, 5, 20, 100)
+_COLOURS = ("#1b6ca8", "#c0392b", "#27824f", "#8e44ad", "#b9770e", "#117a8b", "#7f8c8d", "#d35400")
+
+
+def arguments(args: argparse.Namespace, name: str) -> list[str]:
+    """The whole command line of a variant's run."""
+    common = ["--model", str(args.model), "--seed", args.seed, "--walks", args.walks, "--chunks", args.chunks, "--json"]
+    return [str(value) for value in (*common, *VARIANTS[name])]
+
+
+def digest_of(model: Path) -> str:
+    """Names the weights that a result is of."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in model.rglob("*") if path.is_file()):
+        digest.update(path.relative_to(model).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def kept(path: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A run's result if it is there and was made of the same model with the same arguments."""
+    if not path.exists():
+        return None
+    saved = json.loads(path.read_text())
+    return saved["result"] if saved["key"] == dict(key) else None
+
+
+def run_all(args: argparse.Namespace) -> dict[str, Any]:
+    """Make what is missing; returns the results by variant."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    weights, results = digest_of(args.model), {}
+    for name in args.only or VARIANTS:
+        path = args.out / f"{name.replace(' ', '_')}.json"
+        own = arguments(args, name)
+        key = {"weights": weights, "arguments": own[2:]}  # wherever the model lies
+        result = kept(path, key)
+        if result is None:
+            command = [sys.executable, "-m", "training.tiny_world.score", *own]
+            made = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            result = json.loads(made.stdout)
+            path.write_text(json.dumps({"key": key, "result": result}))
+        results[name] = result
+        print(f"{name}: {row(result)}", flush=True)
+    return {"weights": weights, "walks": args.walks, "chunks": args.chunks, "seed": args.seed, "variants": results}
+
+
+def shown(chunks: int) -> list[int]:
+    return [chunk for chunk in SHOWN if chunk <= chunks]
+
+
+def row(result: Mapping[str, Any]) -> list[str]:
+    """A line of the table: PSNR / sharpness by chunk, turn, step, styles, loop, level, seconds."""
+    by_chunk = [
+        f"{result['psnr'][chunk - 1]:.1f} / {result['sharpness'][chunk - 1]:.2f}" for chunk in shown(result["chunks"])
+    ]
+    return [
+        *by_chunk,
+        f"{result['turn']['ratio']:.3f} ({result['turn']['wrong_sign']})",
+        f"{result['step']['ratio']:.3f}",
+        f"{result['style'][0]:.0%}, {result['switch']['share'][1]:.0%}",
+        f"{result['loop']['psnr']:.1f}",
+        f"{result['level']['largest']:.2f}",
+        f"{result['seconds_per_chunk']['wall']:.2f}",
+    ]
+
+
+def page(quality: Mapping[str, Any], plot: str) -> str:
+    """The page's text. Raises ValueError while a variant is missing: half a comparison is not published."""
+    missing = [name for name in VARIANTS if name not in quality["variants"]]
+    if missing:
+        raise ValueError(f"no result yet of: {', '.join(missing)}")
+    some = quality["variants"]["exact"]
+    chunks = [f"chunk {chunk}" for chunk in shown(quality["chunks"])]
+    heads = ["", *chunks, "turn (wrong)", "step", "style, after a switch", "return", "level", "s / chunk"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines += ["| " + " | ".join([name, *row(result)]) + " |" for name, result in quality["variants"].items()]
+    return "\n".join(
+        [
+            "# Quality of the options, on the village",
+            "",
+            f"{quality['walks']} walks of {quality['chunks']} chunks that the village was never shown (seed "
+            f"{quality['seed']}), {some['size'][0]}x{some['size'][1]}, on {some['device']}, weights "
+            f"`{quality['weights']}`. Every row is the same walks with one option changed.",
+            "",
+            *lines,
+            "",
+            f"![PSNR and sharpness by chunk]({plot})",
+            "",
+            "- By chunk: PSNR in dB against the rendered truth / sharpness over the truth's. PSNR rewards blur.",
+            "- Turn: of a held look key over the commanded 6 degrees, median; wrong: latent frames that turned the "
+            "other way. Step: the same of `w`.",
+            "- Style: walks named right by their mean colour at chunk 1, and two chunks after a new prompt.",
+            "- Return: PSNR after turning away for 6 latent frames and back. Level: largest difference from a style's "
+            "mean over the last tenth of the chunks, in a range of 2.",
+            "- Seconds a chunk: of the engine, all sessions together.",
+            "",
+            "Made by `python -m training.tiny_world.quality`; `quality.json` beside this page holds every value.",
+            "",
+        ]
+    )
+
+
+def svg(quality: Mapping[str, Any], names: Sequence[str]) -> str:
+    """PSNR (left) and sharpness (right) by chunk, a line a variant."""
+    width, height, gap = 360, 220, 60
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * (width + gap)} {height + 90 + 16 * len(names)}">'
+    ]
+    parts.append("<style>text{font:12px sans-serif;fill:#444}path{fill:none;stroke-width:1.5}</style>")
+    for panel, (key, top) in enumerate((("psnr", 32.0), ("sharpness", 1.2))):
+        left = gap + panel * (width + gap)
+        parts.append(f'<text x="{left}" y="18">{key} by chunk</text>')
+        for part in range(5):
+            y = 30 + height * (1 - part / 4)
+            parts.append(f'<path d="M{left} {y}h{width}" stroke="#ddd"/>')
+            parts.append(f'<text x="{left - 34}" y="{y + 4}">{top * part / 4:.3g}</text>')
+        for index, name in enumerate(names):
+            values = quality["variants"][name][key]
+            step = width / max(len(values) - 1, 1)
+            points = [
+                f"{left + step * at:.1f} {30 + height * (1 - min(value, top) / top):.1f}"
+                for at, value in enumerate(values)
+            ]
+            parts.append(f'<path d="M{" L".join(points)}" stroke="{_COLOURS[index % len(_COLOURS)]}"/>')
+        parts.append(f'<text x="{left}" y="{height + 48}">1</text>')
+        parts.append(f'<text x="{left + width - 20}" y="{height + 48}">{quality["chunks"]}</text>')
+    for index, name in enumerate(names):
+        y = height + 72 + 16 * index
+        parts.append(f'<path d="M{gap} {y - 4}h24" stroke="{_COLOURS[index % len(_COLOURS)]}"/>')
+        parts.append(f'<text x="{gap + 32}" y="{y}">{name}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of results, one file a variant")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--walks", type=int, default=24)
+    parser.add_argument("--chunks", type=int, default=100)
+    parser.add_argument("--only", nargs="*", choices=list(VARIANTS), help="variants to run now")
+    parser.add_argument("--page", type=Path, help="Markdown file to write; its plot and quality.json lie beside it")
+    args = parser.parse_args()
+    quality = run_all(args)
+    (args.out / "quality.json").write_text(json.dumps(quality))
+    if args.page is not None:
+        plot = args.page.with_suffix(".svg")
+        text = page(quality, plot.name)
+        args.page.write_text(text)
+        plot.write_text(svg(quality, list(VARIANTS)[:8]))
+        args.page.with_name("quality.json").write_text(json.dumps(quality))
+
+
+if __name__ == "__main__":
+    main()
