@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Walks through the real engine: sessions side by side, prompts on the way, and sessions saved and restored."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from training.tiny_world.play import EngineWorld, Played, _runs
+
+WALK = Played((0.0, 0.0), 0.0, ("", "w", "l", "w", "wl", "j"), 0, {0: "a field"}, 5)
+OTHER = replace(WALK, keys=WALK.keys[:3])
+SWITCHED = replace(WALK, prompts={0: "a field", 3: "a harbour in the snow"})
+
+
+def _played(checkpoint: Path, **options: int) -> tuple[list[torch.Tensor], dict]:
+    world = EngineWorld(checkpoint, (32, 48), omni={}, batch=2, dtype="float32", enforce_eager=True, **options)
+    pictures = torch.arange(3 * 32 * 48 * 3).remainder(251).to(torch.uint8).view(3, 32, 48, 3)
+    pictures[2] = pictures[0]
+    try:
+        return world.play([WALK, OTHER, SWITCHED], pictures), world.times.summary()
+    finally:
+        world.close()
+
+
+@pytest.mark.nightly
+def test_walks_come_back_in_order_and_a_snapshot_changes_nothing(lingbot_world: Path) -> None:
+    """Videos of 9 + 12 frames; a new prompt changes the chunk it comes with; saved and restored sessions go on bit for
+    bit; times count chunks of three latent frames.
+    """
+    videos, times = _played(lingbot_world)
+    assert [len(video) for video in videos] == [21, 9, 21]
+    assert torch.equal(videos[0][:9], videos[2][:9]) and not torch.equal(videos[0][9:], videos[2][9:])
+    assert not torch.equal(videos[0][:9], videos[1])
+    assert times["chunks"] == 5 and times["wall"] > 0 and times["stages_ms"]["decode"] > 0
+    restored, _ = _played(lingbot_world, snapshot_every=1)
+    assert all(torch.equal(a, b) for a, b in zip(videos, restored, strict=True))
+
+
+def test_a_batch_holds_walks_of_one_length() -> None:
+    assert list(_runs([3, 0, 2, 1], [5, 6, 6, 6], 2)) == [[3], [0, 2], [1]]
+    assert list(_runs([], [], 2)) == []
