@@ -152,7 +152,7 @@ def main() -> None:
     next_report, first_step, steps_then, seconds_then = 20.0, step, step, clock.elapsed()
     progress = 0.0
     while True:
-        if step % 20 == 0:
+        if (step - first_step) % 20 == 0:
             (progress,) = ranks.agree([clock.fraction()])
         if progress >= 0.97 or (args.steps is not None and step - first_step >= args.steps):
             break

@@ -5,7 +5,7 @@ A square of `PERIOD` metres that repeats in both directions. Houses stand around
 within arm's length; a church with a spire, a striped tower, a pond and hills on the horizon tell the directions apart.
 Axes are those of `camera.py`: x right (east), y down, z forward (north), and the ground lies `EYE_HEIGHT` below the
 camera. Built from numbers alone: the same tensors on every machine.
-Held by tests/training/test_tiny_world_renderer.py.
+Held by tests/training/tiny_world/test_render.py.
 """
 
 # O polyhedra, P = 6 planes of each, E ellipsoids, S styles

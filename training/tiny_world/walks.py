@@ -4,7 +4,7 @@
 One set of held keys a latent frame, turned into positions as `camera.py` does it: look first, then move in the plane.
 What the network is told (`relative`) is the command; walls and trunks stop or deflect the walker all the same.
 Everything is drawn from one seed on the CPU, so a walk is the same on every machine.
-Held by tests/training/test_tiny_world_walks.py.
+Held by tests/training/tiny_world/test_walks.py.
 """
 
 # N walks, L latent frames, T = 4 (L - 1) + 1 video frames
