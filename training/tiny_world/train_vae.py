@@ -148,7 +148,6 @@ def main() -> None:
             f"{sum(p.numel() for p in model.parameters())} parameters",
             flush=True,
         )
-    progress = 0.0
     next_report, first_step, steps_then, seconds_then = 20.0, step, step, clock.elapsed()
     progress = 0.0
     while True:
