@@ -2,7 +2,7 @@
 """What a video shows of its camera: how far it turned from frame to frame, how far it has walked.
 
 Both search the movement that explains a frame best, by correlation, which no change of brightness or contrast moves.
-Frames are [N, H, W, 3], uint8 or float. Held by tests/training/tiny_world/test_controls.py.
+Frames are [N, H, W, 3], uint8 or float. Held by tests/training/tiny_world/test_score_controls.py.
 """
 
 import math

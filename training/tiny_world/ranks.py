@@ -60,7 +60,7 @@ class Ranks:
                 distributed.broadcast(parameter.data, 0)
 
     def leave(self) -> None:
-        if distributed.is_initialized():
+        if self.world > 1 and distributed.is_initialized():
             distributed.destroy_process_group()
 
 

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch
 
 from training.tiny_world.optimizers import Ema, build_optimizer, learning_rate
-from training.tiny_world.ranks import Ranks
+from training.tiny_world.ranks import Clock, Ranks
 from training.tiny_world.transformer import (
     Sizes,
     WorldTransformer,
@@ -52,7 +52,6 @@ from training.tiny_world.world_data import (
     synthetic_shard,
 )
 
-_BEGIN = time.monotonic()
 _PART_BYTES = 15_500_000
 """Of one file of a state: files that come back from a GPU host may have 16 MiB."""
 _SYNC_STEPS = 20
@@ -62,10 +61,6 @@ _WARMUP_STEPS = 200
 
 Decode = Callable[[torch.Tensor], torch.Tensor]
 """Latents [B, F, 16, h, w] -> video [B, 3, 4 F - 3, H, W] in [-1, 1]."""
-
-
-def minutes_since_start() -> float:
-    return (time.monotonic() - _BEGIN) / 60
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -241,7 +236,7 @@ class Trainer:
     """Network, data and optimiser of one process, and the loop that trains until the time is up."""
 
     def __init__(self, options: argparse.Namespace, phase: str, ranks: Ranks | None = None) -> None:
-        self.options, self.phase = options, phase
+        self.options, self.phase, self.clock = options, phase, Clock(options.minutes)
         self.ranks = ranks or Ranks.join()
         device = self.ranks.device
         resumed = None if options.resume is None else read_parts(options.resume)
@@ -296,9 +291,13 @@ class Trainer:
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
+    def minutes(self) -> float:
+        """Wall time of this piece."""
+        return self.clock.elapsed() / 60
+
     def _rate(self) -> float:
         """The learning rate's factor now."""
-        options, now = self.options, minutes_since_start()
+        options, now = self.options, self.minutes()
         if options.decay:
             return max(0.0, 1 - now / options.minutes)
         fraction = (self.minutes_before + now) / (options.total_minutes or options.minutes)
@@ -315,11 +314,11 @@ class Trainer:
             self._note({"phase": self.phase, "begins": self.step, "sizes": self.sizes.to_dict(), "batch": clips})
         reserve = options.reserve_seconds / 60
         first, last_log = self.step, (self.step, time.monotonic())
-        evaluated = saved = minutes_since_start()
+        evaluated = saved = self.minutes()
         while True:
             done = self.step - first
             if done % _SYNC_STEPS == 0:
-                now = minutes_since_start()
+                now = self.minutes()
                 stop = now >= options.minutes - reserve
                 look = now - evaluated >= options.evaluate_minutes and not stop
                 keep = now - saved >= options.save_minutes and not stop
@@ -370,7 +369,7 @@ class Trainer:
             self._note(
                 {
                     "step": self.step,
-                    "minutes": round(self.minutes_before + minutes_since_start(), 3),
+                    "minutes": round(self.minutes_before + self.minutes(), 3),
                     "rate": round(rate, 4),
                     "steps_per_s": round(steps_per_second, 2),
                     **rounded,
@@ -443,7 +442,7 @@ class Trainer:
             "ema_updates": self.ema.num_updates,
             "optimizer": self.optimizer.state_dict(torch.bfloat16),
             "step": self.step,
-            "minutes": self.minutes_before + minutes_since_start(),
+            "minutes": self.minutes_before + self.minutes(),
             "extra": objective.extra_state(),
         }
         write_parts(state, self.options.out)
@@ -557,7 +556,7 @@ def write_synthetic_data(folder: Path, sizes: Sizes, ranks: int, clips: int, fra
 
 def selftest(options: argparse.Namespace) -> None:
     """Check what only the training machine can show; prints one line a check and raises on the first fault."""
-    ranks = Ranks.join()
+    ranks, clock = Ranks.join(), Clock(options.minutes)
     sizes = read_sizes(options)
     folder = options.out or Path("/tmp/tiny_world_selftest")
     data = folder / "data"
@@ -569,7 +568,7 @@ def selftest(options: argparse.Namespace) -> None:
 
     def say(text: str) -> None:
         if ranks.leads:
-            print(f"[{60 * minutes_since_start():5.1f} s] {text}", flush=True)
+            print(f"[{clock.elapsed():5.1f} s] {text}", flush=True)
 
     say(f"torch {torch.__version__} on {ranks.world} x {ranks.device.type}")
     trainer = Trainer(options, "teacher", ranks)

@@ -75,7 +75,7 @@ def test_the_rate_follows_the_minutes_of_all_pieces(monkeypatch: pytest.MonkeyPa
     trainer = object.__new__(train_world.Trainer)
     trainer.options = argparse.Namespace(decay=False, minutes=8.0, total_minutes=16.0, decay_from=0.5)
     trainer.minutes_before = 8.0
-    monkeypatch.setattr(train_world, "minutes_since_start", lambda: 4.0)
+    monkeypatch.setattr(train_world.Trainer, "minutes", lambda trainer: 4.0)
     assert trainer._rate() == pytest.approx(0.505)  # half-way down to a hundredth
     trainer.options.decay = True
     assert trainer._rate() == 0.5
@@ -84,7 +84,7 @@ def test_the_rate_follows_the_minutes_of_all_pieces(monkeypatch: pytest.MonkeyPa
 def test_a_piece_stops_when_its_time_is_up(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit of steps, by the clock."""
     now = iter(range(1000))
-    monkeypatch.setattr(train_world, "minutes_since_start", lambda: 0.2 * next(now))
+    monkeypatch.setattr(train_world.Trainer, "minutes", lambda trainer: 0.2 * next(now))
     monkeypatch.setattr(train_world, "_SYNC_STEPS", 1)
     curve = _train(data, tmp_path / "a", "--minutes", "4", "--evaluate-minutes", "100", "--save-minutes", "100")
     assert 1 < sum("loss" in line for line in curve) < 12

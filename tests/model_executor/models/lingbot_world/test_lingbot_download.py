@@ -18,6 +18,7 @@ from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.hub import PIECES
 from vllm_omni.model_executor.models.lingbot_world.tiny import make_tiny
+from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
 
 COMMIT = "a" * 40
 BASE, FAST = (piece.repo for piece in PIECES)
@@ -143,6 +144,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_broken_transfer_resumes_and_the_result_is_a_checkpoint(hub, tmp_path):
     """Both repositories arrive as one original layout, byte for byte; the cut file goes on where it stopped."""
     make_tiny(tmp_path / "released", 0, "original")
+    (tmp_path / "released" / TINY_VAE_FILE).unlink()  # somebody else's release: it is no part of LingBot World's
     hub.serve_checkpoint(tmp_path / "released")
     hub.files[BASE]["high_noise_model/diffusion_pytorch_model.safetensors"] = b"not needed"
     hub.cut = "Wan2.1_VAE.pth"
