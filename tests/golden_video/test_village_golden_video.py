@@ -20,16 +20,15 @@ def videos() -> list[torch.Tensor]:
 
 
 def test_the_village_looks_as_recorded(videos: list[torch.Tensor]) -> None:
-    """On a CPU each value is equal or off by two: processors differ in the order of fp32 sums, which can turn a
-    rounding. On CUDA, where convolutions may use TF32, pictures are near: 35 dB.
+    """On a CPU no value is off by more than 8, and pictures are within 45 dB: processors differ in the order of fp32
+    sums, and each latent frame is made from the ones before. On CUDA, where convolutions may use TF32: 35 dB.
     """
     with Image.open(GOLDEN) as picture:
         recorded = np.asarray(picture).astype(int)
     error = kept(videos[0]).numpy().astype(int) - recorded
-    if torch.cuda.is_available():
-        assert 10 * np.log10(255**2 / max(np.square(error).mean(), 1e-9)) >= 35
-    else:
-        assert np.abs(error).max() <= 2
+    cuda = torch.cuda.is_available()
+    assert 10 * np.log10(255**2 / max(np.square(error).mean(), 1e-9)) >= (35 if cuda else 45)
+    assert cuda or np.abs(error).max() <= 8
 
 
 def test_sessions_side_by_side_are_equal(videos: list[torch.Tensor]) -> None:
