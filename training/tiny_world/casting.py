@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from training.tiny_world.village import EYE_HEIGHT, PERIOD, Village
+from training.tiny_world.village import EYE_HEIGHT, PERIOD, Village, wrap
 
 FAR = 1e4
 """Distance of what no ray meets, metres."""
@@ -27,10 +27,6 @@ def rotate(rays_R3: torch.Tensor, yaw_B: torch.Tensor, pitch_B: torch.Tensor) ->
     x, y, z = rays_R3.unbind(1)
     y2, z2 = cp * y - sp * z, sp * y + cp * z
     return torch.stack((cy * x + sy * z2, y2, -sy * x + cy * z2), dim=-1)
-
-
-def wrap(offset: torch.Tensor) -> torch.Tensor:
-    return offset - PERIOD * torch.round(offset / PERIOD)
 
 
 def copies(centres_N3: torch.Tensor, positions_B2: torch.Tensor) -> torch.Tensor:

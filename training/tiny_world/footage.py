@@ -35,7 +35,6 @@ class Footage:
     ) -> None:
         begun = time.monotonic()
         parts: list[torch.Tensor] = []
-        self.renderer, self.latents = renderer, latents
         while not parts or (time.monotonic() - begun < seconds and at_once * len(parts) < largest):
             walks = random_walks(at_once, latents, seed + 7919 * len(parts))
             style = torch.arange(at_once) % len(STYLES)

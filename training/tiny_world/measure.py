@@ -69,3 +69,18 @@ def _window_mean(pictures_BCHW: torch.Tensor) -> torch.Tensor:
     groups = len(taps)
     rows = functional.conv2d(pictures_BCHW, taps, groups=groups)
     return functional.conv2d(rows, taps.mT.contiguous(), groups=groups)
+
+
+def picture_errors(made: torch.Tensor, truth: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Means of the error's size, its square, and its steps across and down, for decoders to learn by; [..., H, W]."""
+    error = made - truth
+    across, down = error[..., 1:] - error[..., :-1], error[..., 1:, :] - error[..., :-1, :]
+    return {
+        "l1": error.abs().mean(),
+        "mse": error.square().mean(),
+        "gradient": across.abs().mean() + down.abs().mean(),
+    }
+
+
+def picture_loss(errors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return errors["l1"] + errors["mse"] + 0.4 * errors["gradient"]

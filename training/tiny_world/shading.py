@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from training.tiny_world.casting import FAR, slabs, wrap
-from training.tiny_world.village import EYE_HEIGHT, PERIOD, POND, ROOF, STRIPES, WALL
+from training.tiny_world.casting import FAR, slabs
+from training.tiny_world.village import EYE_HEIGHT, PERIOD, POND, ROOF, STRIPES, WALL, wrap
 
 TEXELS = 512
 """Side of the ground's texture."""

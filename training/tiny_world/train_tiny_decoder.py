@@ -118,9 +118,7 @@ def main() -> None:
     def loss_of(latents: torch.Tensor, clips: torch.Tensor) -> torch.Tensor:
         with torch.autocast(ranks.device.type, torch.bfloat16, enabled=cuda):
             made = model(latents).float() * 2 - 1
-        error = made - clips
-        edges = (error[..., 1:] - error[..., :-1]).abs().mean() + (error[..., 1:, :] - error[..., :-1, :]).abs().mean()
-        return error.abs().mean() + error.square().mean() + 0.4 * edges
+        return measure.picture_loss(measure.picture_errors(made, clips))
 
     encode = torch.compile(latents_of, dynamic=False) if cuda else latents_of
     run = torch.compile(loss_of, dynamic=False) if cuda else loss_of

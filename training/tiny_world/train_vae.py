@@ -32,18 +32,9 @@ def loss_of(model: Autoencoder, clips_BTCHW: torch.Tensor, divergence: float, no
     deviation = (0.5 * log_variance).exp()
     extra = noise * torch.rand(len(mean), 1, 1, 1, 1, device=mean.device)
     latents = mean + torch.sqrt(deviation.square() + extra.square()) * torch.randn_like(mean)
-    made = model.decode(latents)
-    error = made - clips_BTCHW
-    across = error[..., 1:] - error[..., :-1]
-    down = error[..., 1:, :] - error[..., :-1, :]
-    terms = {
-        "l1": error.abs().mean(),
-        "mse": error.square().mean(),
-        "gradient": across.abs().mean() + down.abs().mean(),
-        "kl": 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean(),
-    }
-    terms["total"] = terms["l1"] + terms["mse"] + 0.4 * terms["gradient"] + divergence * terms["kl"]
-    return terms
+    errors = measure.picture_errors(model.decode(latents), clips_BTCHW)
+    kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
+    return {**errors, "kl": kl, "total": measure.picture_loss(errors) + divergence * kl}
 
 
 @torch.no_grad()

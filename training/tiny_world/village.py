@@ -84,6 +84,11 @@ WELL = (0.0, 0.6, 0.75)
 """x, z, half width."""
 
 
+def wrap(offset: torch.Tensor) -> torch.Tensor:
+    """Metres to the nearest copy of what lies `offset` away along an axis."""
+    return offset - PERIOD * torch.round(offset / PERIOD)
+
+
 @dataclass(frozen=True)
 class Village:
     """Everything the ray caster needs; fp32, on one device.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from training.tiny_world.village import PERIOD, Village
+from training.tiny_world.village import PERIOD, Village, wrap
 from vllm_omni.model_executor.models.lingbot_world.camera import KEYS, PITCH_DEGREES, YAW_DEGREES
 
 STEP_M = 0.5
@@ -187,7 +187,7 @@ def _blocked(places: torch.Tensor, obstacles_N6: torch.Tensor, extra: float = 0.
     """Whether a place [..., 2] is nearer to an obstacle (a turned rectangle) than its clearance."""
     x, z, width, depth, heading, clearance = obstacles_N6.to(places.dtype).unbind(1)
     dx, dz = places[..., :1] - x, places[..., 1:] - z
-    dx, dz = (value - PERIOD * torch.round(value / PERIOD) for value in (dx, dz))
+    dx, dz = wrap(dx), wrap(dz)
     cos, sin = heading.cos(), heading.sin()
     along = ((cos * dx - sin * dz).abs() - width).clamp(min=0)
     away = ((sin * dx + cos * dz).abs() - depth).clamp(min=0)
