@@ -22,7 +22,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,9 +154,11 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def server(model: Path, port: int, height: int, width: int, log: Path) -> Iterator[ServerProcess]:
-    """Run `vllm serve MODEL --omni` on the loopback address while the block runs."""
-    command = serve_command(model, port, height, width)
+def server(
+    model: Path, port: int, height: int, width: int, log: Path, model_options: Mapping[str, Any] | None = None
+) -> Iterator[ServerProcess]:
+    """Run `vllm serve MODEL --omni` on the loopback address while the block runs; model_options: `omni.model`."""
+    command = serve_command(model, port, height, width, model_options)
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     with log.open("wb") as output:
         popen = subprocess.Popen(
@@ -170,10 +172,13 @@ def server(model: Path, port: int, height: int, width: int, log: Path) -> Iterat
         process.stop()
 
 
-def serve_command(model: Path, port: int, height: int, width: int) -> list[str]:
+def serve_command(
+    model: Path, port: int, height: int, width: int, model_options: Mapping[str, Any] | None = None
+) -> list[str]:
     """The documented command, with the `vllm` of this environment."""
     vllm = Path(sys.executable).with_name("vllm")
-    options = json.dumps({"omni": {"height": height, "width": width}})
+    chosen = {"model": dict(model_options)} if model_options else {}
+    options = json.dumps({"omni": {"height": height, "width": width, **chosen}})
     return [
         *([str(vllm)] if vllm.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]),
         *("serve", str(model), "--omni", "--host", _HOST, "--port", str(port), "--additional-config", options),
