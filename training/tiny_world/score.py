@@ -442,6 +442,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--snapshot-every", type=int, help="save, close and restore sessions after so many chunks")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--size", type=int, nargs=2, default=(96, 160), metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.6, help="the renderer works on the same device"
+    )
     parser.add_argument("--eager", action="store_true", help="compile neither the renderer nor the model")
     return parser
 
@@ -457,7 +460,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.dtype:
         engine["dtype"] = args.dtype
     if device == "cuda":
-        engine["gpu_memory_utilization"] = 0.6  # the renderer works on the same device
+        engine["gpu_memory_utilization"] = args.gpu_memory_utilization
     omni = {**args.omni, "model": model_options(args)}
     world = EngineWorld(args.model, tuple(args.size), omni=omni, batch=args.batch, **engine)
     renderer = Renderer(device, *args.size, compiled=not args.eager, frames_per_call=32 if device == "cuda" else 8)

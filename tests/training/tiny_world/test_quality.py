@@ -65,13 +65,13 @@ def test_a_page_is_written_of_all_variants(
 
 def test_what_was_run_is_not_run_again(runs: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the arguments or the weights are others."""
-    _main(monkeypatch, tmp_path, "--only", "exact")
-    _main(monkeypatch, tmp_path, "--only", "exact", "1 step")
+    _main(monkeypatch, tmp_path, "--only", "as shipped")
+    _main(monkeypatch, tmp_path, "--only", "as shipped", "1 step")
     assert len(runs) == 2
-    _main(monkeypatch, tmp_path, "--only", "exact", "--walks", "6")
+    _main(monkeypatch, tmp_path, "--only", "as shipped", "--walks", "6")
     assert len(runs) == 3
     monkeypatch.setattr(quality, "digest_of", lambda _: "other")
-    _main(monkeypatch, tmp_path, "--only", "exact", "--walks", "6")
+    _main(monkeypatch, tmp_path, "--only", "as shipped", "--walks", "6")
     assert len(runs) == 4
 
 
@@ -85,8 +85,8 @@ def test_the_digest_is_of_the_weights(tmp_path: Path) -> None:
 def test_half_a_comparison_is_not_published(
     runs: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="no result yet of: tiny decoder"):
-        _main(monkeypatch, tmp_path, "--only", "exact", "--page", str(tmp_path / "quality.md"))
+    with pytest.raises(ValueError, match="no result yet of: exact decoder"):
+        _main(monkeypatch, tmp_path, "--only", "as shipped", "--page", str(tmp_path / "quality.md"))
     assert not (tmp_path / "quality.md").exists()
 
 
