@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the realtime doors: a fake engine behind a real server, and the real thing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def make_door(engine: FakeEngine) -> Iterator[Callable[..., DoorServer]]:
-    """`make_door(facts={...}, **limits)` -> a running server; it stops after the test."""
+    """`make_door(facts={...}, origins=[...], **limits)` -> a running server; it stops after the test."""
     with ExitStack() as stack:
 
-        def make(facts: dict[str, Any] | None = None, **limits: Any) -> DoorServer:
+        def make(facts: dict[str, Any] | None = None, origins: Sequence[str] = (), **limits: Any) -> DoorServer:
             world = WorldFacts(**{"height": 32, "width": 48, "model": "null", **(facts or {})})
-            return stack.enter_context(DoorServer(engine, DoorLimits(**limits), world))
+            return stack.enter_context(DoorServer(engine, DoorLimits(**limits), world, origins))
 
         yield make
 

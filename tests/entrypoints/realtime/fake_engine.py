@@ -9,7 +9,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -163,9 +163,10 @@ class FakeEngine:
 class DoorServer:
     """All doors behind a real uvicorn server on a loopback port, in a thread of its own."""
 
-    def __init__(self, engine: FakeEngine, limits: DoorLimits, facts: WorldFacts) -> None:
+    def __init__(self, engine: FakeEngine, limits: DoorLimits, facts: WorldFacts, origins: Sequence[str] = ()) -> None:
         self.engine = engine
-        self.manager = SessionManager(WorldEngine(engine), facts, limits, ThreadPoolExecutor(2))  # type: ignore[arg-type]
+        model: Any = WorldEngine(engine)  # type: ignore[arg-type]
+        self.manager = SessionManager(model, facts, limits, ThreadPoolExecutor(2), origins)
         doors = {
             PATHS: WorldCameraDoor(self.manager, max_message_bytes=1 << 20).serve,
             generate_door.PATHS: generate_door.GenerateDoor(self.manager).serve,

@@ -43,6 +43,8 @@ def client(door: DoorServer) -> Iterator[GenerateClient]:
         {**INIT, "first_frame": None},
         {**INIT, "seed": 1.5},
         {**INIT, "size": "48by32"},
+        {**INIT, "size": "0x0"},
+        {**INIT, "size": "0x96"},
         {**INIT, "size": "4800x3200"},
         {**INIT, "prompt": 5},
         {**INIT, "realtime_output_format": "mp4"},

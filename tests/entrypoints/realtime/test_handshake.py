@@ -21,14 +21,21 @@ MakeDoor = Callable[..., DoorServer]
 
 def test_foreign_origins_are_refused_before_the_upgrade(make_door: MakeDoor) -> None:
     """A web page elsewhere cannot use a visitor's server; listed origins and the server's own can."""
-    door = make_door(allowed_origins="https://play.example, https://other.example")
-    for origin in ("https://evil.example", "null"):
+    door = make_door(origins=["https://play.example/", "https://other.example"])
+    for origin in ("https://evil.example", "https://play.example.evil", "null"):
         with pytest.raises(InvalidStatus) as refused:
             door.client(origin=origin)
         assert refused.value.response.status_code == 403
     for origin in ("https://play.example", f"http://127.0.0.1:{door.port}"):
         with door.client(origin=origin) as client:
             assert client.hello["protocol"] == "omni.world.camera"
+
+
+@pytest.mark.parametrize(("listed", "origin"), [("null", "null"), ("*", "https://any.example")])
+def test_pages_from_a_file_and_from_anywhere_can_be_let_in(make_door: MakeDoor, listed: str, origin: str) -> None:
+    """As `--allowed-origins '["null"]'` and `'["*"]'` say."""
+    with make_door(origins=[listed]).client(origin=origin) as client:
+        assert client.hello["protocol"] == "omni.world.camera"
 
 
 @pytest.mark.parametrize("path", ["/v1/realtime_video/generate", "/v1/realtime/video"])

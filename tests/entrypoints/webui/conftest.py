@@ -6,7 +6,7 @@ it could install one) makes that a failure.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,12 @@ def make_server(engine: FakeEngine) -> Iterator[MakeServer]:
             environ: dict[str, str] | None = None,
             facts: dict[str, Any] | None = None,
             world: Path | None = None,
+            origins: Sequence[str] = (),
             **limits: Any,
         ) -> PageServer:
             told = {"card": read_card(world), "height": 96, "width": 160} if world is not None else {}
             all_facts = WorldFacts(**{"height": 48, "width": 80, "model": "fake", **told, **(facts or {})})
-            server = PageServer(engine, DoorLimits(**limits), all_facts, keys or [], environ or {}, world)
+            server = PageServer(engine, DoorLimits(**limits), all_facts, keys or [], environ or {}, world, origins)
             return stack.enter_context(server)
 
         yield make

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The realtime doors with the web page, behind stock vLLM's own key check if there are keys; the engine is a fake."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fake_engine import DoorServer, FakeEngine
@@ -27,8 +27,9 @@ class PageServer(DoorServer):
         keys: list[str],
         environ: dict[str, str],
         world: Path | None = None,
+        origins: Sequence[str] = (),
     ) -> None:
-        super().__init__(engine, limits, facts)
+        super().__init__(engine, limits, facts, origins)
         app = self.server.config.app
         assert isinstance(app, FastAPI)
         for path in ("/work", "/v1/models", "/health"):

@@ -146,7 +146,7 @@ def test_a_foreign_origin_is_refused_even_with_its_own_ticket(guarded: PageServe
     assert refusal(guarded, shown=ticket(guarded, Origin=foreign), origin=foreign) == 403
     open_server = make_server()
     assert refusal(open_server, origin=foreign) == 403
-    listing = make_server(allowed_origins=foreign)
+    listing = make_server(origins=[foreign])
     with door(listing, origin=foreign) as client:
         assert client.hello["model"] == "fake"
 

@@ -155,10 +155,19 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def server(
-    model: Path, port: int, height: int, width: int, log: Path, model_options: Mapping[str, Any] | None = None
+    model: Path,
+    port: int,
+    height: int,
+    width: int,
+    log: Path,
+    model_options: Mapping[str, Any] | None = None,
+    extra: Sequence[str] = (),
 ) -> Iterator[ServerProcess]:
-    """Run `vllm serve MODEL --omni` on the loopback address while the block runs; model_options: `omni.model`."""
-    command = serve_command(model, port, height, width, model_options)
+    """Run `vllm serve MODEL --omni` on the loopback address while the block runs.
+
+    model_options: `omni.model`. extra: further arguments.
+    """
+    command = [*serve_command(model, port, height, width, model_options), *extra]
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     with log.open("wb") as output:
         popen = subprocess.Popen(

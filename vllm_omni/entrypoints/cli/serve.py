@@ -56,6 +56,8 @@ def run(argv: list[str]) -> int:
         print(f"vllm-omni: serving {planned.title}; the same without --omni: {planned.plain_command}", flush=True)
         if planned.page is not None:
             print(f"vllm-omni: web page, once the server is up: {planned.page}", flush=True)
+            if not any(argument.startswith("--allowed-origins") for argument in argv):
+                print("vllm-omni: pages from elsewhere are kept out; --allowed-origins lists those let in", flush=True)
         os.environ.update(planned.environ)
         os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))  # API server processes are started with it
         launch(planned.argv, planned.worker)

@@ -6,7 +6,8 @@ one API server process. API keys are checked before, by vLLM's own middleware. H
 tests/entrypoints/realtime/test_handshake.py.
 """
 
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 from starlette.responses import Response
@@ -15,12 +16,18 @@ from starlette.websockets import WebSocket
 from vllm_omni.entrypoints.realtime.connection import origin_allowed
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 
+logger = logging.getLogger("vllm." + __name__)
+
 
 class Gate:
-    """The one entrance of all doors in an API server process."""
+    """The one entrance of all doors in an API server process.
 
-    def __init__(self, limits: DoorLimits) -> None:
+    origins: `scheme://host[:port]` from which browsers may connect besides the server's own; "null" is a file, "*" any.
+    """
+
+    def __init__(self, limits: DoorLimits, origins: Iterable[str] = ()) -> None:
         self._limits = limits
+        self._origins = frozenset(origin.rstrip("/") for origin in origins)
         self.num_connections = 0
         self.is_draining = False
         """The server is about to stop: nobody comes in any more."""
@@ -40,7 +47,11 @@ class Gate:
             self.num_connections -= 1
 
     def _refusal(self, websocket: WebSocket) -> Response | None:
-        if not origin_allowed(websocket, self._limits.allowed_origins):
+        if not origin_allowed(websocket, self._origins):
+            logger.info(
+                "origin_refused origin=%.200r; pages of other origins may connect when --allowed-origins lists them",
+                websocket.headers.get("origin"),
+            )
             return Response("origin not allowed", 403)
         if self.is_draining:
             return Response("the server is stopping", 503, {"Retry-After": "5"})

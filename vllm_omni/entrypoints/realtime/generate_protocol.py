@@ -26,7 +26,7 @@ BUSY: Final = "another realtime session is already active"
 _MAX_KEYS: Final = 16  # keys held at once
 _MAX_TRANSITIONS: Final = 512
 _U32: Final = (1 << 32) - 1
-_SIZE: Final = re.compile(r"(\d{1,5})x(\d{1,5})", re.ASCII)
+_SIZE: Final = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
 
 OutputFormat = Literal["raw", "webp", "jpeg", "delta_gzip", "delta-gzip"]
 Number = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]

@@ -46,7 +46,6 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     bound.
     start_timeout_s: a client of `/v1/realtime/video` must send `session.start` in this time.
     slot_wait_s: how long a start waits for a session to end before it is refused.
-    allowed_origins: comma-separated `scheme://host[:port]` from which browsers may connect, besides the server's own.
     """
 
     idle_timeout_s: Seconds = 300.0
@@ -68,7 +67,6 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     handshake_timeout_s: SecondsOrNever = 10.0
     start_timeout_s: Seconds = 10.0
     slot_wait_s: Seconds = 1.0
-    allowed_origins: str = ""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "DoorLimits":

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
@@ -33,13 +33,20 @@ _REMEMBERED_EVICTIONS: Final = 4096
 class SessionManager:
     """All sessions of one API server process.
 
-    executor: where images are decoded and frames encoded. Sessions without use for `session_idle_s` are closed, and the
-    least recently used one that no connection holds makes room for a new one.
+    executor: where images are decoded and frames encoded. origins: see `Gate`. Sessions without use for
+    `session_idle_s` are closed, and the least recently used one that no connection holds makes room for a new one.
     """
 
-    def __init__(self, engine: WorldEngine, facts: WorldFacts, limits: DoorLimits, executor: Executor) -> None:
+    def __init__(
+        self,
+        engine: WorldEngine,
+        facts: WorldFacts,
+        limits: DoorLimits,
+        executor: Executor,
+        origins: Iterable[str] = (),
+    ) -> None:
         self.engine, self.facts, self.limits = engine, facts, limits
-        self.gate = Gate(limits)
+        self.gate = Gate(limits, origins)
         self.drain = SessionDrain()
         self._executor = executor
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
