@@ -29,6 +29,7 @@ class Server:
         self.cancelled = 0
         self.sockets: list[web.WebSocketResponse] = []
         self.is_silent = False
+        self.flooded_bytes, self.is_cut_off = 0, False
 
     async def start(self, port: int = 0) -> str:
         app = web.Application(client_max_size=1 << 30)
@@ -101,9 +102,12 @@ class Server:
                 if not self.is_silent:
                     await socket.pong(message.data)
             elif message.data == "flood":
-                with contextlib.suppress(ConnectionError):
+                try:
                     while True:
                         await socket.send_bytes(bytes(1 << 20))
+                        self.flooded_bytes += 1 << 20
+                except ConnectionError:
+                    self.is_cut_off = True
             elif message.data == "end":
                 await socket.close(code=4009, message=b"taken over")
             else:
@@ -359,11 +363,13 @@ def test_a_reader_that_does_not_read_is_let_go() -> None:
 
     async def scenario() -> None:
         async with routed(send_timeout_s=0.3) as behind, behind.socket() as (socket, name):
-            backend = behind.backends.all[int(name[-1])]
+            backend, server = behind.backends.all[int(name[-1])], behind.servers[int(name[-1])]
             await socket.send_str("flood")
             async with asyncio.timeout(10):
-                while backend.open:
+                while backend.open or not server.is_cut_off:
                     await asyncio.sleep(0.05)
+            print("FLOODED", server.flooded_bytes)
+            assert 0 < server.flooded_bytes < 64 << 20
 
     asyncio.run(scenario())
 
