@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 from aiohttp import WSMsgType, web
 from yarl import URL
@@ -106,8 +107,9 @@ class Server:
                     while True:
                         await socket.send_bytes(bytes(1 << 20))
                         self.flooded_bytes += 1 << 20
-                except ConnectionError:
+                except (ConnectionError, asyncio.CancelledError):
                     self.is_cut_off = True
+                    raise
             elif message.data == "end":
                 await socket.close(code=4009, message=b"taken over")
             else:
@@ -364,12 +366,14 @@ def test_a_reader_that_does_not_read_is_let_go() -> None:
     async def scenario() -> None:
         async with routed(send_timeout_s=0.3) as behind, behind.socket() as (socket, name):
             backend, server = behind.backends.all[int(name[-1])], behind.servers[int(name[-1])]
+            before = grown = psutil.Process().memory_info().rss
             await socket.send_str("flood")
             async with asyncio.timeout(10):
                 while backend.open or not server.is_cut_off:
                     await asyncio.sleep(0.05)
-            print("FLOODED", server.flooded_bytes)
-            assert 0 < server.flooded_bytes < 64 << 20
+                    grown = max(grown, psutil.Process().memory_info().rss)
+            assert server.flooded_bytes >= 4 << 20
+            assert grown - before < 64 << 20  # router, server and client are all in this process
 
     asyncio.run(scenario())
 
