@@ -91,7 +91,12 @@ def test_any_rubbish_is_refused_with_the_one_documented_error(asked: Any) -> Non
     """Whatever a client puts there, nothing but RequestFailed comes out."""
     for value in (asked, {"hidden_states": asked}, {"hidden_states": "all", "layers": asked}):
         with contextlib.suppress(RequestFailed):
-            HiddenStatesRequest.from_extra_args({"omni": value})
+            request = HiddenStatesRequest.from_extra_args({"omni": value})
+            if value is None:
+                assert request is None
+            else:
+                assert request is not None and request.hidden_states in ("all", "generated", "last")
+                assert request.layers and all(type(layer) is int for layer in request.layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

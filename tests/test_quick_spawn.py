@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What engines get from `quick_spawn` is what the start method `spawn` promises."""
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -53,6 +54,18 @@ def test_a_process_shares_nothing_but_the_environment_of_the_moment(monkeypatch:
     assert len({os.getpid(), first, second}) == 3
     assert rest == ["rank 1", "as imported", "now", True]
     assert others == ["rank 0", "as imported", "later", True]
+
+
+def count_frozen(answers: Connection) -> None:
+    answers.send((gc.get_freeze_count(), len(gc.get_objects())))
+
+
+def test_what_was_imported_is_left_out_of_garbage_collections() -> None:
+    """vLLM collects five times in the life of an engine: without this an engine of the tests costs twice as much."""
+    receiver, sender = multiprocessing.Pipe()
+    multiprocessing.get_context("spawn").Process(target=count_frozen, args=(sender,)).start()
+    frozen, looked_through = receiver.recv()
+    assert frozen > 5 * looked_through
 
 
 def wait_for_ever() -> None:

@@ -50,7 +50,7 @@ _ASSIGNMENT = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*=")
 _LINK = re.compile(r"\[[^\]]*\]\((?!https?://|#|mailto:)([^)#\s]+)[^)]*\)")
 
 
-class DocsError(Exception):
+class DocsError(AssertionError):
     """A snippet that is not real."""
 
 

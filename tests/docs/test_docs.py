@@ -45,11 +45,10 @@ def test_code_compiles_and_its_imports_exist(snippet: docs.Snippet) -> None:
     docs.check_python_code(snippet.text)
 
 
-def test_json_is_json() -> None:
+@of("json")
+def test_json_is_json(snippet: docs.Snippet) -> None:
     """Options shown can be pasted."""
-    for snippet in ALL:
-        if snippet.language == "json":
-            docs.check_json(snippet.text)
+    docs.check_json(snippet.text)
 
 
 def test_every_block_names_its_language() -> None:

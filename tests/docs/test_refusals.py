@@ -15,6 +15,7 @@ from typing import Any
 import names
 import pytest
 import snippets as docs
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_omni.model_executor.models.registry import get_family
@@ -367,9 +368,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("refusals")
 
 
-def configure(model: Path, omni: dict[str, Any], arguments: dict[str, Any]) -> None:
+def configure(model: Path, omni: dict[str, Any], arguments: dict[str, Any]) -> VllmConfig:
     """What `vllm serve` does before it starts anything."""
-    EngineArgs(
+    return EngineArgs(
         model=str(model),
         config_format="omni",
         skip_tokenizer_init=True,
@@ -417,7 +418,9 @@ def test_what_a_page_calls_refused_is_refused(part: str, folder: Path) -> None:
 def test_what_is_close_to_it_and_works_is_not_refused(case: Case, folder: Path) -> None:
     """So that the test above does not pass because of something else."""
     model, omni, arguments = case
-    configure(checkpoint(folder, model), omni, arguments)
+    config = configure(checkpoint(folder, model), omni, arguments)
+    assert {name: getattr(config.parallel_config, name) for name in arguments} == arguments
+    assert omni.items() <= config.additional_config["omni"].items()
 
 
 def test_the_tests_that_hold_refusals_exist() -> None:

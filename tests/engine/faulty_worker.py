@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker for `--worker-cls` whose model fails on one rank, or makes NaN, as a request's prompt says."""
+"""A worker for `--worker-cls` whose model fails on one rank, makes NaN, or is slow, as a request's prompt says."""
 
+import time
 from typing import Any
 
 from vllm_omni.worker import SharedGPUWorker
@@ -16,6 +17,9 @@ def fault(rank: int, method: str) -> str:
 NAN = "latents that are not finite"
 """The prompt of a chunk whose last step, wherever it is taken, makes NaN."""
 
+SLOW, SLOW_STEP_S = "steps that take their time", 0.2
+"""The prompt of a chunk each of whose steps takes so long on every rank: what must happen meanwhile has time to."""
+
 
 class FaultyWorker(SharedGPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -26,6 +30,8 @@ class FaultyWorker(SharedGPUWorker):
         def failing_step(batch: Any, *args: Any) -> Any:
             if any(request.step >= AT_STEP for request in batch):
                 self._fail(batch, "denoise_step")
+            if any(request.params.prompt == SLOW for request in batch):
+                time.sleep(SLOW_STEP_S)
             return denoise_step(batch, *args)
 
         def failing_decode(request: Any) -> Any:

@@ -7,6 +7,7 @@ Ray is imported by whoever needs it: without the extra [ray] tests can be collec
 
 import os
 from typing import Any
+from unittest import mock
 
 SLOTS: dict[str, Any] = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 128 << 20, "include_dashboard": False}
 
@@ -23,14 +24,17 @@ ENVIRON = {
 
 
 class TwoNodes:
-    """`environ`: what an engine's process needs to find the cluster. Use as a context manager."""
+    """`environ`: what an engine's process needs to find the cluster. Use as a context manager.
+
+    Only nodes get the variables: an engine without Ray that this process starts meanwhile, or later, is as ever.
+    """
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        os.environ.update(ENVIRON)  # raylets pass their environment on to workers
-        self._cluster = Cluster(initialize_head=True, head_node_args=SLOTS)
-        self.other = self._cluster.add_node(**SLOTS)
+        with mock.patch.dict(os.environ, ENVIRON):  # raylets pass their environment on to workers
+            self._cluster = Cluster(initialize_head=True, head_node_args=SLOTS)
+            self.other = self._cluster.add_node(**SLOTS)
 
     @property
     def environ(self) -> dict[str, str]:
@@ -41,7 +45,8 @@ class TwoNodes:
         self._cluster.remove_node(self.other, allow_graceful=False)
 
     def replace(self) -> None:
-        self.other = self._cluster.add_node(**SLOTS)
+        with mock.patch.dict(os.environ, ENVIRON):
+            self.other = self._cluster.add_node(**SLOTS)
 
     def __enter__(self) -> "TwoNodes":
         return self

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_client import EngineClient, running_engine
+from faulty_worker import SLOW
 from test_stage_hybrids import LEVELS, PP2, PP3, TP2, U2, VAE, WINDOW, stream_chunk, world_chunk
 from test_stage_hybrids import engine as engine_of
 
@@ -40,15 +41,13 @@ async def refused(client: EngineClient) -> None:
     for partition, code in (([4, 1], "invalid_request"), ([4, 0], "invalid_request"), ([4], "invalid_request")):
         for answer in await client.engine.collective_rpc("rebalance_pipeline", args=(partition,)):
             assert answer["error"][0] == code
-    task = asyncio.create_task(client.send(session_id="busy", prompt="a field", output="latents", **BUSY))
+    # A chunk as fast as the others is over before a loaded machine has asked twice.
+    task = asyncio.create_task(client.send(session_id="busy", prompt=SLOW, output="latents"))
     answers: list[Any] = []
     while not task.done():
         answers += await client.engine.collective_rpc("rebalance_pipeline", args=([2, 2],))
     await task
     assert {answer["error"][0] for answer in answers if "error" in answer} == {"session_busy"}
-
-
-BUSY: dict[str, Any] = {"height": 32, "width": 48}
 
 
 @pytest.mark.parametrize("family", ["causal_wan", "lingbot_world"])
@@ -60,7 +59,8 @@ def test_sessions_go_on_after_a_move(tmp_path: Path, family: str) -> None:
         async with running_engine(model, {"model": WINDOW}, dtype="float32") as client:
             expected = await walk(client, chunks, moves=False)
         omni = {"model": WINDOW, "pipeline_partition": "measured"}
-        async with running_engine(model, omni, dtype="float32", pipeline_parallel_size=2) as client:
+        flags: dict[str, Any] = {"pipeline_parallel_size": 2, "worker_cls": "faulty_worker.FaultyWorker"}
+        async with running_engine(model, omni, dtype="float32", **flags) as client:
             got = await walk(client, chunks, moves=True)
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
             if family == "causal_wan":

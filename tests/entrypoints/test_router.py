@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 from aiohttp import WSMsgType, web
 from yarl import URL
@@ -29,6 +30,7 @@ class Server:
         self.cancelled = 0
         self.sockets: list[web.WebSocketResponse] = []
         self.is_silent = False
+        self.flooded_bytes, self.is_cut_off = 0, False
 
     async def start(self, port: int = 0) -> str:
         app = web.Application(client_max_size=1 << 30)
@@ -101,9 +103,13 @@ class Server:
                 if not self.is_silent:
                     await socket.pong(message.data)
             elif message.data == "flood":
-                with contextlib.suppress(ConnectionError):
+                try:
                     while True:
                         await socket.send_bytes(bytes(1 << 20))
+                        self.flooded_bytes += 1 << 20
+                except (ConnectionError, asyncio.CancelledError):
+                    self.is_cut_off = True
+                    raise
             elif message.data == "end":
                 await socket.close(code=4009, message=b"taken over")
             else:
@@ -359,11 +365,15 @@ def test_a_reader_that_does_not_read_is_let_go() -> None:
 
     async def scenario() -> None:
         async with routed(send_timeout_s=0.3) as behind, behind.socket() as (socket, name):
-            backend = behind.backends.all[int(name[-1])]
+            backend, server = behind.backends.all[int(name[-1])], behind.servers[int(name[-1])]
+            before = grown = psutil.Process().memory_info().rss
             await socket.send_str("flood")
             async with asyncio.timeout(10):
-                while backend.open:
+                while backend.open or not server.is_cut_off:
                     await asyncio.sleep(0.05)
+                    grown = max(grown, psutil.Process().memory_info().rss)
+            assert server.flooded_bytes >= 4 << 20
+            assert grown - before < 64 << 20  # router, server and client are all in this process
 
     asyncio.run(scenario())
 

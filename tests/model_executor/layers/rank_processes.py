@@ -12,21 +12,29 @@ import os
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch.multiprocessing as mp
 
-_IMPORTED = ("vllm_omni.model_executor.vllm_model", "diffusers.models.autoencoders", "torch._dynamo", "transformers")
-"""What takes long; a missing one is imported by whoever needs it."""
+_IMPORTED = (
+    *("vllm_omni.model_executor.vllm_model", "diffusers.models.autoencoders", "torch._dynamo", "transformers"),
+    "frozen_imports",
+)
+"""What takes long; a missing one is imported by whoever needs it. The last keeps garbage collections off the rest."""
 _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+_HERE = Path(__file__).parent
 
 
 def rank_context() -> ForkServerContext:
     """A context whose processes start with the libraries imported. They talk over the loopback interface."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
-    with mock.patch.dict(os.environ, _ENVIRONMENT):
+    path = os.pathsep.join(
+        filter(None, (str(_HERE), os.environ.get("PYTHONPATH")))
+    )  # the server has this, not sys.path
+    with mock.patch.dict(os.environ, _ENVIRONMENT, PYTHONPATH=path):
         forkserver.ensure_running()
     return context
 
