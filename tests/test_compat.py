@@ -80,7 +80,7 @@ def test_profiler_arguments_arrive_or_are_refused() -> None:
 def test_a_rank_without_a_memory_node_of_its_own_shares_those_there_are(
     given: list[int] | None, kept: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine of one node; vLLM's function then finds it, and the nodes a rank was given are kept if one exists."""
+    """On a machine of one node; vLLM's function then finds it. What a rank was given stays if any of it exists."""
     monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_memory_affinity", lambda pid=0: [0])
     parallel_config = SimpleNamespace(assigned_physical_gpu_ids=given)
     compat.share_memory_nodes(parallel_config)
