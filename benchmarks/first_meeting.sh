@@ -86,15 +86,15 @@ wait
 ar_on_gpu_0() {
   ar ar_v2 0 150 "test_ar_engine_cuda and V2"
   ar ar_v2_exact 0 150 "test_ar_engine_cuda and (untouched or options_are_as_stock or stop_string)"
-  ar ar_v2_adapters 0 150 "rows_are_the_adapters"
-  ar ar_v2_images 0 150 "test_images"
+  ar ar_v2_no_scheduler 0 150 "without_the_scheduler"
+  ar ar_v2_no_worker 0 150 "without_the_worker"
 }
 
 ar_on_gpu_1() {
   ar ar_v2_ngram 1 150 "rejected_drafts_have_no_row"
   ar ar_v2_eagle 1 150 "read_the_same_layers"
-  ar ar_v2_no_scheduler 1 150 "without_the_scheduler"
-  ar ar_v2_no_worker 1 150 "without_the_worker"
+  ar ar_v2_adapters 1 150 "rows_are_the_adapters"
+  ar ar_v2_images 1 150 "test_images"
 }
 
 ar_on_gpu_0 &
