@@ -14,7 +14,8 @@ import ast
 import fcntl
 import json
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,33 +40,47 @@ def main(arguments: list[str]) -> int:
     if arguments != ["--render"]:
         import pytest
 
-        plugin = Outcomes()
+        plugin = Outcomes(keep)
         files = sorted({mark["test"].split("::")[0] for mark in marks()})
         status = int(pytest.main([*[str(REPO / file) for file in files], "-q", *arguments], plugins=[plugin]))
-        keep(plugin.outcomes)
     TABLE.write_text(render(read()))
     return status
 
 
 class Outcomes:
-    """A pytest plugin: keeps the marked tests and what became of them, all parameters of a test together."""
+    """A pytest plugin: what became of the marked tests, all parameters of a test together.
 
-    def __init__(self) -> None:
-        self.outcomes: dict[str, str] = {}
-        self._marked: set[str] = set()
+    keep: called with a test's outcome as soon as it stands, so that a run that is cut short keeps those it has seen.
+    """
+
+    def __init__(self, keep: Callable[[dict[str, str]], None]) -> None:
+        self._keep = keep
+        self._to_come: Counter[str] = Counter()
+        self._seen: dict[str, set[str]] = {}
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [item for item in items if item.get_closest_marker("ar_feature")]
-        self._marked = {item.nodeid for item in items}
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        self._to_come = Counter(_name(item.nodeid) for item in session.items)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.nodeid not in self._marked:
-            return
-        name = report.nodeid.split("[")[0]
+        name = _name(report.nodeid)
+        seen = self._seen.setdefault(name, set())
         if report.failed:
-            self.outcomes[name] = "failed"
-        elif report.when == "call" and report.passed and self.outcomes.get(name) != "failed":
-            self.outcomes[name] = "passed"
+            seen.add("failed")
+        elif report.when == "call" and report.passed:
+            seen.add("passed")
+        if report.when == "teardown":
+            self._to_come[name] -= 1
+        if "failed" in seen:
+            self._keep({name: "failed"})
+        elif self._to_come[name] == 0 and "passed" in seen:
+            self._keep({name: "passed"})
+
+
+def _name(nodeid: str) -> str:
+    return nodeid.split("[")[0]
 
 
 def read() -> dict[str, str]:

@@ -217,7 +217,7 @@ def prepare(version: str) -> Path:
     CACHE.mkdir(exist_ok=True)
     venv = CACHE / version
     python, stamp = venv / "bin" / "python", venv / STAMP
-    key = environment_key()
+    key = environment_key(venv)
     if stamp.is_file() and stamp.read_text() == key:
         print(f"try_vllm: {venv} stands from an earlier run", flush=True)
         return python
@@ -247,10 +247,11 @@ def check_environment() -> None:
         ) from None
 
 
-def environment_key() -> str:
-    """A digest of what an overlay is made of: this script, the interpreter, every installed package."""
+def environment_key(venv: Path) -> str:
+    """A digest of what an overlay is made of: this script, the interpreter, every installed package, and its place,
+    which the first line of each of its programs names."""
     packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions())
-    digest = hashlib.sha256("\n".join([sys.version, str(Path(sys.prefix).resolve()), *packages]).encode())
+    digest = hashlib.sha256("\n".join([sys.version, str(Path(sys.prefix).resolve()), str(venv), *packages]).encode())
     digest.update(Path(__file__).read_bytes())
     return digest.hexdigest()
 

@@ -74,6 +74,19 @@ def test_profiler_arguments_arrive_or_are_refused() -> None:
         compat.set_profiler_kwargs(SimpleNamespace(), {"with_stack": True})
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"), [(None, None), ([0], [0]), ([1], None), ([0, 1], [0, 1]), ([7, 8], None), ([], None)]
+)
+def test_a_rank_without_a_memory_node_of_its_own_shares_those_there_are(
+    given: list[int] | None, kept: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine of one node; vLLM's function then finds it. What a rank was given stays if any of it exists."""
+    monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_memory_affinity", lambda pid=0: [0])
+    parallel_config = SimpleNamespace(assigned_physical_gpu_ids=given)
+    compat.share_memory_nodes(parallel_config)
+    assert parallel_config.assigned_physical_gpu_ids == kept
+
+
 def test_a_wrapped_output_hands_on_the_connectors_part() -> None:
     """vLLM asks the output it got, which is ours, when fetching the output has failed."""
     part = SimpleNamespace()

@@ -104,6 +104,13 @@ def test_commands_run_on_the_other_interpreter(try_vllm: ModuleType, tmp_path: P
     assert try_vllm.own_script(b"\x7fELF\xff", tmp_path / "real", Path("/new/bin/python")) is None
 
 
+def test_an_overlay_that_was_moved_is_built_again(try_vllm: ModuleType, tmp_path: Path) -> None:
+    """Its programs name the interpreter of the old place: "No such file or directory" when one is started."""
+    first, second = tmp_path / "first" / "9.9.9", tmp_path / "second" / "9.9.9"
+    assert try_vllm.environment_key(first) == try_vllm.environment_key(first)
+    assert try_vllm.environment_key(first) != try_vllm.environment_key(second)
+
+
 def test_the_overlay_wins_over_the_environment(
     try_vllm: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,20 @@ def set_profiler_kwargs(profiler: Any, profiler_kwargs: dict[str, Any] | None) -
         raise RuntimeError(f"this version of vLLM has no profiler_kwargs, got {sorted(profiler_kwargs)}")
 
 
+def share_memory_nodes(parallel_config: Any) -> None:
+    """Let a data-parallel rank on a CPU use any memory node if the machine has none of those it was given.
+
+    Why: vLLM gives the n-th rank the n-th node. 0.33's CPU worker uses no other and dies with IndexError where there
+    are more ranks than nodes; 0.32's never read what it was given. Call it before vLLM's CPU worker is set up.
+    Remove when vLLM's CPU worker starts there by itself.
+    """
+    from vllm.utils.cpu_resource_utils import get_memory_affinity
+
+    given = parallel_config.assigned_physical_gpu_ids
+    if given is not None and set(given).isdisjoint(get_memory_affinity()):
+        parallel_config.assigned_physical_gpu_ids = None
+
+
 class WrapsAsyncOutput:
     """Mix in before `AsyncModelRunnerOutput`: an output around another one, `_inner`, hands on the connector's part.
 

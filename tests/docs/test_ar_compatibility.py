@@ -3,7 +3,8 @@
 
 import importlib.util
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -47,3 +48,30 @@ def test_a_cell_is_as_strong_as_its_best_proof_and_as_weak_as_its_worst(script: 
     assert script.cell([engine, mocked], {"mocked": "passed"}) == "mocked (engine test not run)"
     assert script.cell([engine, mocked], {"mocked": "passed", "engine": "passed"}) == "yes, real engine"
     assert script.cell([engine, mocked], {"mocked": "passed", "engine": "failed"}) == "**fails**"
+
+
+def test_a_run_that_is_cut_short_keeps_what_it_has_seen(script: ModuleType) -> None:
+    """A test that passed is kept at once, one of several parameters after the last, a failure in any of them."""
+    kept: dict[str, str] = {}
+    outcomes = script.Outcomes(kept.update)
+    names = ("f.py::one", "f.py::two[a]", "f.py::two[b]", "f.py::three[a]", "f.py::three[b]", "f.py::skipped")
+    outcomes.pytest_collection_finish(SimpleNamespace(items=[SimpleNamespace(nodeid=name) for name in names]))
+
+    def report(nodeid: str, when: str, outcome: str) -> Any:
+        return SimpleNamespace(
+            nodeid=nodeid, when=when, **{word: word == outcome for word in ("passed", "failed", "skipped")}
+        )
+
+    def run(nodeid: str, outcome: str = "passed") -> dict[str, str]:
+        for when in ("setup", "call", "teardown"):
+            outcomes.pytest_runtest_logreport(report(nodeid, when, outcome if when == "call" else "passed"))
+        return dict(kept)
+
+    assert run("f.py::one") == {"f.py::one": "passed"}
+    assert "f.py::two" not in run("f.py::two[a]")
+    assert run("f.py::two[b]")["f.py::two"] == "passed"
+    assert run("f.py::three[a]", "failed")["f.py::three"] == "failed"
+    assert run("f.py::three[b]")["f.py::three"] == "failed"
+    outcomes.pytest_runtest_logreport(report("f.py::skipped", "setup", "skipped"))
+    outcomes.pytest_runtest_logreport(report("f.py::skipped", "teardown", "passed"))
+    assert "f.py::skipped" not in kept

@@ -53,9 +53,9 @@ def test_rejected_drafts_have_no_row_on_v1(model: Path, reference: Reference) ->
     check_ngram_drafts(model, reference, "V1")
 
 
-def test_rows_in_fp32_are_transformers_rows_on_v1(model: Path, reference: Reference) -> None:
+def test_rows_in_fp32_are_transformers_rows_on_v1(model: Path) -> None:
     with Engine(model, "V1", dtype="float32") as running:
-        check_all_modes(running, reference)
+        check_all_modes(running, Reference(model, dtype=torch.float32))
 
 
 @feature("M-RoPE and multimodal inputs (Qwen2-VL)", "V2")

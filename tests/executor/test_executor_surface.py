@@ -151,6 +151,18 @@ def test_profiling_traces_the_pipelines_thread(executor: Any) -> None:
     assert b"aten::" in text
 
 
+def test_each_profile_has_the_name_it_was_started_with(executor: Any) -> None:
+    """A second one, with another prefix or none, does not write under the first one's name."""
+    folder = Path(executor.vllm_config.profiler_config.torch_profiler_dir)
+    new = []
+    for prefix in ("first", "second", None):
+        before = {file.name for file in folder.iterdir()}
+        executor.profile(is_start=True, profile_prefix=prefix)
+        executor.profile(is_start=False)
+        new.append({file.name.split(".")[0] for file in folder.iterdir() if file.name not in before})
+    assert new == [{"first_pipeline"}, {"second_pipeline"}, {"pipeline"}]
+
+
 def test_what_a_pipeline_does_not_have_is_refused_by_name(executor: Any) -> None:
     """No silent success."""
     with pytest.raises(NotImplementedError, match="save_pretrained"):

@@ -304,11 +304,12 @@ class PipelineWorker:
             )
         if self._profiler is None and not is_start:
             return
+        name = f"{profile_prefix}_pipeline" if profile_prefix else "pipeline"
         if self._profiler is None:
-            name = f"{profile_prefix}_pipeline" if profile_prefix else "pipeline"
             self._profiler = create_worker_profiler(config, worker_name=name, local_rank=0)
             self.runner.on_turn = self._profiler.step
         if is_start:
+            self._profiler.set_output_name(name)  # an earlier start may have given it another
             set_profiler_kwargs(self._profiler, profiler_kwargs)
             self.runner.on_lane(
                 lambda: self._profiler.start(delay_iterations=delay_iterations, max_iterations=max_iterations)

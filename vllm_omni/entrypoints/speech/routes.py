@@ -63,11 +63,16 @@ class SpeechRoutes:
             stock: Response = await create_chat_completion(request, raw_request)
             return stock
 
+        answer = Response(status_code=499)  # nobody reads it, but an access log does
+
         @with_cancellation  # a client that goes away before the first result aborts the request
         async def serve(request: ChatCompletionRequest, raw_request: Request) -> Response:
-            return await self._chat_with_sound(request, audio)
+            nonlocal answer
+            answer = await self._chat_with_sound(request, audio)
+            return answer
 
-        return await serve(request, raw_request) or Response(status_code=499)
+        await serve(request, raw_request)  # versions of vLLM differ in what it returns for a client that has left
+        return answer
 
     async def _chat_with_sound(self, request: ChatCompletionRequest, audio: AudioParams) -> Response:
         try:
