@@ -6,10 +6,11 @@ Shared by the demo, the examples and the doors; knows nothing of sessions or soc
 x264. Held by tests/entrypoints/test_media.py.
 """
 
+import contextlib
 import io
 from fractions import Fraction
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import av
 import numpy as np
@@ -55,12 +56,17 @@ def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
 class Mp4Writer:
     """An MP4 file as `encode_mp4` makes it, written piece by piece: a long video never is in memory as a whole.
 
-    Frames of all pieces have one size. The file is complete after `close`.
+    Frames of all pieces have one size. The file is complete after `close`. After an exception only `abandon` may
+    follow: libav crashes the process if it gets another packet after a header that could not be written.
     """
 
     def __init__(self, path: Path, fps: float) -> None:
         self._fps = fps
-        self._container = av.open(str(path), mode="w", format="mp4", options={"movflags": "faststart"})
+        self._path = path
+        self._file = path.open("wb")  # not libav's own: it keeps a file open for good if the header cannot be written
+        self._container = av.open(
+            self._file, mode="w", format="mp4", options={"movflags": "faststart"}, io_open=self._reread
+        )
         self._stream: VideoStream | None = None
 
     def add(self, frames_THWC: np.ndarray) -> None:
@@ -75,6 +81,20 @@ class Mp4Writer:
             self._container.mux(self._stream.encode(None))
             self._stream = None
         self._container.close()
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Let go of a file that will not be completed; idempotent, never raises."""
+        self._stream = None
+        with contextlib.suppress(av.FFmpegError, OSError):
+            self._container.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _reread(self, url: str, flags: int, options: dict[str, str]) -> BinaryIO:
+        """What was written so far: faststart moves the index to the front by copying it."""
+        self._file.flush()
+        return self._path.open("rb")
 
 
 def _add_stream(container: OutputContainer, frames_THWC: np.ndarray, fps: float) -> VideoStream:

@@ -72,11 +72,12 @@ class MediaStore:
         self._limits = limits
         self.root = _open_directory(limits.media_dir)
         self.owner = secrets.token_hex(8)
-        self._lock = hold_lock(self.root / f"{self.owner}.owner")
+        own = self.root / f"{self.owner}.owner"
+        self._lock = hold_lock(own)
         self._unwritten: dict[str, JobRecord] = {}
         self._remove_parts()
         # Unlike `atexit`, this also runs at the end of the API server processes that vLLM starts.
-        self._finalizer = multiprocessing.util.Finalize(self, _let_go, (self._lock, self.root, limits), exitpriority=10)
+        self._finalizer = multiprocessing.util.Finalize(self, _let_go, (self._lock, own, limits), exitpriority=10)
 
     def close(self) -> None:
         """Let go of the directory; the last process removes it if it was made for this server. Idempotent."""
@@ -270,8 +271,9 @@ def _remove_leftovers(parent: Path) -> None:
                 shutil.rmtree(root, ignore_errors=True)
 
 
-def _let_go(lock: IO[Any], root: Path, limits: MediaLimits) -> None:
+def _let_go(lock: IO[Any], own: Path, limits: MediaLimits) -> None:
+    root = own.parent
     lock.close()
-    Path(lock.name).unlink(missing_ok=True)
+    own.unlink(missing_ok=True)
     if not limits.media_dir and not any(root.glob("*.owner")):
         shutil.rmtree(root, ignore_errors=True)
