@@ -102,7 +102,8 @@ class MediaStore:
         try:
             self.write(record)
         except OSError as error:
-            logger.warning("the record of %s is kept in memory: %s", record.id, error.strerror)
+            if record.id not in self._unwritten:
+                logger.warning("the record of %s is kept in memory: %s", record.id, error.strerror)
             self._unwritten[record.id] = record
 
     def _put(self, media_id: str, suffix: str, data: bytes) -> None:
