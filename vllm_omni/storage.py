@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk without room, by whichever name the system gives it. Held by tests/entrypoints/realtime/test_death_served.py."""
+"""A disk without room, by whichever name the system gives it.
+
+Held by tests/entrypoints/realtime/test_death_served.py.
+"""
 
 import errno
 from typing import Final
