@@ -47,8 +47,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     snapshot_dir: where snapshots of sessions lie on their way to and from clients; every rank must see it. None = the
     system's directory for temporary files. record_dir: record every session of the realtime doors in this directory,
     for `vllm-omni replay`; None = nothing is recorded.
-    rank_timeout_s: with several ranks, how long one of them may be silent (killed, stopped, cut off) until all of them
-    end and the engine is reported dead; None = for as long as vLLM waits for a step (minutes).
+    rank_timeout_s: how long a process of the engine may be stopped (SIGSTOP), or one of several ranks silent (killed,
+    stopped, cut off), until all of them end and the engine is reported dead; None = for as long as vLLM waits.
     drain_timeout_s: how long a server that is told to stop (SIGTERM) may finish the chunks in flight; 0 = stop at once.
     drain_snapshot_dir: it saves its sessions there, and a server that starts takes them over; None = they are lost.
     max_hidden_states_bytes: rows one request of a language model may ask for. hidden_state_layers: those whose rows may

@@ -29,6 +29,7 @@ from vllm_omni.snapshot import (
     StoredTensor,
 )
 from vllm_omni.snapshot_bytes import write_at
+from vllm_omni.storage import STORAGE_FULL, is_disk_full
 
 _ALIGN: Final = 64
 
@@ -81,7 +82,7 @@ def create_file(path: Path, planned: SnapshotPlan) -> None:
     """Make the file at its full size with its header. It must not exist; only its owner may read it.
 
     A disk without room for it is an error before anybody has copied anything. Raises
-    `RequestFailed("snapshot_storage")`.
+    `RequestFailed` `storage_full` or `snapshot_storage`.
     """
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
@@ -119,4 +120,5 @@ def write_tensors(path: Path, starts: Sequence[int], rank: int, tensors: Mapping
 
 
 def _no_room(nbytes: int, error: OSError) -> RequestFailed:
-    return RequestFailed("snapshot_storage", f"there is no room for a snapshot of {nbytes} bytes ({error.strerror})")
+    code = STORAGE_FULL if is_disk_full(error) else "snapshot_storage"
+    return RequestFailed(code, f"there is no room for a snapshot of {nbytes} bytes ({error.strerror})")

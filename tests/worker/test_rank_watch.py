@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rank_processes import rank_context
 
-from vllm_omni.worker.watchdog import EXIT_CODE
+from vllm_omni.exit_codes import ENGINE_DIED
 
 
 def work(rank: int, size: int, heard: bool, address: str, output: Path, stop: Event) -> None:
@@ -88,7 +88,7 @@ def test_a_rank_that_nobody_hears_ends_itself_and_wakes_the_one_that_waits(
     started.append(ranks := Ranks(tmp_path, True, False))
     output = ranks.join(1, timeout_s=60)
     ended_s = time.monotonic()
-    assert ranks.processes[1].exitcode == EXIT_CODE
+    assert ranks.processes[1].exitcode == ENGINE_DIED
     assert "rank 1 ends itself" in output
     assert "ValueError: injected failure" in output
     assert "raised" not in output

@@ -209,7 +209,7 @@ def test_a_full_disk_is_an_error_and_no_file_is_left(
             patched.setattr(os, name, replacement)
             with pytest.raises(RequestFailed, match="no room for a snapshot") as failure:
                 worker.save("b", tmp_path / "large")
-        assert failure.value.code == "snapshot_storage"
+        assert failure.value.code == "storage_full"
         assert not (tmp_path / "large").exists()
 
 

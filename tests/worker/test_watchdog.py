@@ -10,12 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllm_omni.worker.watchdog import EXIT_CODE
+from vllm_omni.exit_codes import ENGINE_DIED
 
 RANKS, TIMEOUT_S = 3, 2.0
 _RANK = """
 import socket, sys, time
-from vllm_omni.worker.watchdog import Peer, Watchdog, machine_id
+from vllm_omni.processes import machine_id
+from vllm_omni.worker.watchdog import Peer, Watchdog
 
 rank, timeout_s = int(sys.argv[1]), float(sys.argv[2])
 listen = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -62,7 +63,7 @@ def test_all_end_when_one_is_gone(ranks: list[subprocess.Popen[str]], how: signa
     start = time.monotonic()
     ranks[1].send_signal(how)
     codes = [process.wait(timeout=TIMEOUT_S + 5) for process in ranks]
-    assert codes == [EXIT_CODE, -signal.SIGKILL, EXIT_CODE]
+    assert codes == [ENGINE_DIED, -signal.SIGKILL, ENGINE_DIED]
     assert time.monotonic() - start < TIMEOUT_S + 3
 
 

@@ -21,9 +21,13 @@ from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
+from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.engine_watch import EngineWatch
 from vllm_omni.entrypoints.hidden_states_store import HiddenStatesStore, StoreLimits
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, concat, hidden_states_of, to_safetensors
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.processes import end_with_parent
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -43,13 +47,17 @@ class HiddenStatesEndpoint:
 
     def __init__(self) -> None:
         self._store: HiddenStatesStore | None = None
+        self._watch = EngineWatch()
 
     def attach_router(self, app: FastAPI) -> None:
         app.add_api_route(ROUTE, self._fetch, methods=["GET"], response_class=Response)
+        self._watch.attach(app)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         if engine_client is None:  # a render-only server; `required_tasks` keeps us away from it
             return
+        end_with_parent()  # one of several API server processes
+        await self._watch_engine(engine_client)
         self._store = HiddenStatesStore(StoreLimits.from_env())
         client = EngineClientWithRows(engine_client, self._store)
         for name in ("openai_serving_chat", "openai_serving_completion"):
@@ -64,6 +72,15 @@ class HiddenStatesEndpoint:
                 "may reach another one",
                 args.api_server_count,
             )
+
+    async def _watch_engine(self, client: EngineClient) -> None:
+        omni = OmniConfig.from_additional_config(client.vllm_config.additional_config)
+        engine = OmniEngine(client)
+        try:
+            pids = await engine.process_ids()
+        except RequestFailed:  # served by a worker of somebody else
+            pids = []
+        self._watch.start(lambda: engine.is_dead, pids, omni.rank_timeout_s)
 
     async def _fetch(self, response_id: str, index: int = Query(default=0, ge=0)) -> Response:
         assert self._store is not None, "vLLM initialises state before it serves"

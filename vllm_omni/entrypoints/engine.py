@@ -31,6 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm_omni.entrypoints.ranks import SessionRanks
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
+from vllm_omni.processes import machine_id
 from vllm_omni.snapshot import SnapshotHeader
 from vllm_omni.snapshot_exchange import Call, package_version, restore_exchange, run_exchange_async, save_exchange
 
@@ -148,6 +149,12 @@ class OmniEngine:
         """`sessions`, `max_sessions`, `bytes`, `max_bytes` of each data-parallel rank. Raises `RequestFailed`."""
         return await self._rpc("session_stats")
 
+    async def process_ids(self) -> list[int]:
+        """The engine's processes on this machine: workers, and engine cores beside them. Raises `RequestFailed`."""
+        machine = machine_id()
+        workers = [dict(answer) for answers in await self._ask_everybody("engine_processes") for answer in answers]
+        return sorted({int(pid) for worker in workers if worker["machine"] == machine for pid in worker["pids"]})
+
     async def save_session(self, session_id: str, path: Path, owner: Mapping[str, str] | None) -> SnapshotHeader:
         """Write a session, as its last finished chunk left it, to the new file `path`. Raises `RequestFailed`."""
         rank = self._ranks.rank_of(session_id) or 0 if self._ranks is not None else None
@@ -186,14 +193,18 @@ class OmniEngine:
 
     async def _rpc(self, method: str) -> list[dict[str, Any]]:
         """Ask the first worker of every data-parallel rank; waits for the engine steps that run."""
+        return [dict(answers[0]) for answers in await self._ask_everybody(method)]
+
+    async def _ask_everybody(self, method: str) -> list[list[Any]]:
+        """Ask all workers of every data-parallel rank: for each rank, what its workers answer."""
         try:
             if self._ranks is None:
-                return [dict((await self._client.collective_rpc(method))[0])]
+                return [await self._client.collective_rpc(method)]
             assert isinstance(self._client, AsyncLLM) and isinstance(self._client.engine_core, AsyncMPClient)
             # Stock `collective_rpc` asks every rank and returns what the first one says.
             core = self._client.engine_core
-            answers = await core.call_utility_all_async("collective_rpc", method, None, (), None)
-            return [dict(answer[0]) for answer in answers]
+            answers: list[list[Any]] = await core.call_utility_all_async("collective_rpc", method, None, (), None)
+            return answers
         except EngineDeadError:
             raise RequestFailed("engine_dead", _DEAD) from None
         except Exception as error:  # boundary: the worker's exception arrives as a plain one

@@ -6,6 +6,7 @@ Shared by the demo, the examples and the doors; knows nothing of sessions or soc
 x264. Held by tests/entrypoints/test_media.py.
 """
 
+import contextlib
 import io
 from fractions import Fraction
 from pathlib import Path
@@ -55,12 +56,20 @@ def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
 class Mp4Writer:
     """An MP4 file as `encode_mp4` makes it, written piece by piece: a long video never is in memory as a whole.
 
-    Frames of all pieces have one size. The file is complete after `close`.
+    Frames of all pieces have one size. The file is complete after `close`. A write that fails raises its OSError; after
+    any exception only `abandon` may follow.
     """
 
     def __init__(self, path: Path, fps: float) -> None:
         self._fps = fps
-        self._container = av.open(str(path), mode="w", format="mp4", options={"movflags": "faststart"})
+        self._sink = _Sink(path)
+        self._container = av.open(
+            self._sink,
+            mode="w",
+            format="mp4",
+            options={"movflags": "faststart"},
+            io_open=lambda url, flags, options: path.open("rb"),  # faststart copies what was written behind the index
+        )
         self._stream: VideoStream | None = None
 
     def add(self, frames_THWC: np.ndarray) -> None:
@@ -68,13 +77,62 @@ class Mp4Writer:
         if self._stream is None:
             self._stream = _add_stream(self._container, frames_THWC, self._fps)
         _encode(self._container, self._stream, frames_THWC)
+        self._sink.check()
 
     def close(self) -> None:
         """Finish the file; idempotent."""
-        if self._stream is not None:
-            self._container.mux(self._stream.encode(None))
-            self._stream = None
-        self._container.close()
+        try:
+            if self._stream is not None:
+                self._container.mux(self._stream.encode(None))
+                self._stream = None
+            self._sink.check()
+            self._container.close()
+        except av.FFmpegError:
+            self._sink.check()
+            raise
+        self._sink.check()
+        self._sink.close()
+
+    def abandon(self) -> None:
+        """Let go of a file that will not be completed; idempotent, never raises."""
+        self._stream = None
+        with contextlib.suppress(av.FFmpegError, OSError):
+            self._container.close()
+        self._sink.close()
+
+
+class _Sink:
+    """A file for libav that never fails: the first error is kept for `check`, and nothing is written after it.
+
+    libav itself crashes the process, or keeps a file open for good, when the header of an MP4 cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._error: OSError | None = None
+
+    def check(self) -> None:
+        """Raise the error, if there was one."""
+        if self._error is not None:
+            raise self._error
+
+    def write(self, data: bytes) -> int:
+        left = memoryview(data)
+        try:
+            while left and self._error is None:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._error = error
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _add_stream(container: OutputContainer, frames_THWC: np.ndarray, fps: float) -> VideoStream:

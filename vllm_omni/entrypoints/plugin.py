@@ -5,6 +5,7 @@ Loaded when `VLLM_PLUGINS` names `vllm_omni` (`vllm serve --omni` sees to that) 
 requests of the task `plugin`.
 """
 
+import asyncio
 import logging
 import os
 import tempfile
@@ -24,8 +25,10 @@ from vllm_omni.entrypoints import websocket as websocket_options
 from vllm_omni.entrypoints.access import BrowserAccess, configured_keys
 from vllm_omni.entrypoints.drain import GracefulStop
 from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.engine_watch import EngineWatch
 from vllm_omni.entrypoints.handshake_guard import HandshakeGuard
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
+from vllm_omni.entrypoints.owner_lock import Spool
 from vllm_omni.entrypoints.ranks import SessionRanks, num_ranks
 from vllm_omni.entrypoints.readiness import Readiness, ReadyRoute
 from vllm_omni.entrypoints.realtime import generate_door, video_door, world_camera
@@ -37,6 +40,7 @@ from vllm_omni.entrypoints.realtime.recorder import Recorder, recording_header
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.entrypoints.session_routes import SessionRoutes
 from vllm_omni.entrypoints.webui import pages
+from vllm_omni.processes import end_with_parent
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
@@ -62,6 +66,7 @@ class OmniEndpoints:
         self._ready = ReadyRoute()
         self._sessions = SessionRoutes()
         self._stop = GracefulStop()
+        self._watch = EngineWatch()
 
     def attach_router(self, app: FastAPI) -> None:
         websocket_options.apply_at_startup(app)
@@ -76,6 +81,7 @@ class OmniEndpoints:
         self._ready.attach(app)
         self._sessions.attach(app)
         self._stop.attach(app)
+        self._watch.attach(app)
         BrowserAccess(configured_keys(app.state.args)).attach(
             app, open_paths=pages.attach(app, Path(app.state.args.model))
         )
@@ -83,6 +89,7 @@ class OmniEndpoints:
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         if engine_client is None:  # a render-only server; `required_tasks` keeps us away from it
             return
+        end_with_parent()  # one of several API server processes
         limits = DoorLimits.from_env()
         served = args.served_model_name[0] if args.served_model_name else Path(args.model).name
         facts = WorldFacts.from_vllm_config(engine_client.vllm_config, model=served)
@@ -100,8 +107,15 @@ class OmniEndpoints:
             self._video_door = video_door.VideoDoor(manager)
             await self._start_mobility(engine_client, manager, ranks)
         self._stop.start(lambda: manager.drain.run(manager), _options(engine_client).drain_timeout_s)
+        engine = OmniEngine(engine_client, ranks)
+        self._watch.start(
+            lambda: engine.is_dead,
+            await engine.process_ids(),
+            _options(engine_client).rank_timeout_s,
+            manager.engine_died,
+        )
         self._ready.readiness = Readiness(
-            OmniEngine(engine_client, ranks),
+            engine,
             self._openai.stats_interval_s,
             has_room=lambda: manager.has_room and self._openai.has_room(),
             can_make_room=(lambda: manager.can_make_room) if is_world else None,
@@ -113,14 +127,14 @@ class OmniEndpoints:
 
     async def _start_mobility(self, client: EngineClient, manager: SessionManager, ranks: SessionRanks) -> None:
         omni = _options(client)
-        spool = Path(omni.snapshot_dir or tempfile.gettempdir())
-        spool.mkdir(parents=True, exist_ok=True)
+        spool = Spool(Path(omni.snapshot_dir or tempfile.gettempdir()))
         kept = None if omni.drain_snapshot_dir is None else Path(omni.drain_snapshot_dir)
         mobility = SessionMobility(manager, spool, kept)
         (stats, *_) = await OmniEngine(client, ranks).session_stats()
         world_size = client.vllm_config.parallel_config.world_size
         most = None if stats["max_bytes"] is None else stats["max_bytes"] * world_size + _HEADER_BYTES
         self._sessions.start(mobility, most)
+        await asyncio.to_thread(mobility.sweep)
         if count := await mobility.take_over():
             logger.info("sessions_taken_over count=%d", count)
 

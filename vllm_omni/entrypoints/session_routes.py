@@ -13,7 +13,6 @@ memory. Held by tests/entrypoints/realtime/test_session_api.py.
 import asyncio
 import contextlib
 import os
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final
@@ -32,6 +31,7 @@ from vllm_omni.entrypoints.realtime.session import Session, SessionKey, new_sess
 from vllm_omni.inputs import SessionId
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import read_header
+from vllm_omni.storage import STORAGE_FULL
 
 PATH: Final = "/v1/sessions"
 MEDIA_TYPE: Final = "application/octet-stream"
@@ -47,6 +47,7 @@ _STATUS: Final = {
     "snapshot_too_large": 413,
     "session_limit": 429,
     "snapshot_storage": 500,
+    STORAGE_FULL: 507,
     "draining": 503,
     "busy": 503,
 }
@@ -194,7 +195,7 @@ class SessionRoutes:
         return session
 
     def _new_path(self) -> Path:
-        return self.mobility.spool / f"vllm_omni-{uuid.uuid4().hex}.safetensors"
+        return self.mobility.spool.new_path()
 
 
 @contextlib.contextmanager

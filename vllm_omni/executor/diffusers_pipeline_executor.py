@@ -31,6 +31,7 @@ from vllm_omni.executor.pipeline_host import PipelineHost
 from vllm_omni.executor.pipeline_runner import PipelineRunner
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions, LoraSource
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.processes import end_with_parent, engine_processes
 from vllm_omni.registration import steps_one_at_a_time
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class PipelineWorker:
     """What `collective_rpc` reaches. Return values are JSON types where clients may call."""
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
+        end_with_parent()
         self.vllm_config = vllm_config
         omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         self.device = _device(vllm_config)
@@ -154,6 +156,9 @@ class PipelineWorker:
     def session_stats(self) -> dict[str, Any]:
         """As a worker's (`SessionStore.stats`): a pipeline keeps nothing between requests."""
         return {"sessions": 0, "max_sessions": 0, "bytes": 0, "max_bytes": None, "chunks": {}}
+
+    def engine_processes(self) -> dict[str, Any]:
+        return engine_processes()
 
     def close_session(self, session_id: str) -> bool:
         return False

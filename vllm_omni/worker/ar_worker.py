@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_omni.engine_arguments.check import check_config
 from vllm_omni.engine_arguments.table import Worker
+from vllm_omni.processes import end_with_parent, engine_processes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,7 +24,12 @@ class ARWorkerMixin(_Worker):
 
     def __init__(self, vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> None:
         check_config(Worker.AR, vllm_config)
+        end_with_parent()
         super().__init__(vllm_config, *args, **kwargs)
+
+    def engine_processes(self) -> dict[str, Any]:
+        """`collective_rpc("engine_processes")`: this rank's process and its engine core's, JSON types only."""
+        return engine_processes()
 
     def hidden_states_stats(self) -> dict[str, Any]:
         """`collective_rpc("hidden_states_stats")`: what this rank can give and has copied, JSON types only."""

@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.processes import end_with_parent, engine_processes
 from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
 from vllm_omni.worker.rank_watch import answers_steps, failing_together, watch_other_ranks
 from vllm_omni.worker.rebalance import rebalance
@@ -33,6 +34,7 @@ class DiffusionWorkerMixin(_Worker):
     device: torch.device
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
         super().__init__(*args, **kwargs)
         # Our runner implements neither generation; with False the worker takes no V2-only path (warm-up, pooling).
         self.use_v2_model_runner = False
@@ -70,6 +72,10 @@ class DiffusionWorkerMixin(_Worker):
     def session_stats(self) -> dict[str, Any]:
         """`collective_rpc("session_stats")`: sessions and bytes held on this rank, JSON types only."""
         return self.model_runner.sessions.stats()
+
+    def engine_processes(self) -> dict[str, Any]:
+        """`collective_rpc("engine_processes")`: this rank's process and its engine core's, JSON types only."""
+        return engine_processes()
 
     @property
     def snapshots(self) -> SessionSnapshots:

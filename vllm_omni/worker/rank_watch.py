@@ -15,7 +15,8 @@ import torch.distributed as dist
 from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group, get_world_group
 from vllm.utils.network_utils import get_ip
 
-from vllm_omni.worker.watchdog import Peer, Watchdog, end_rank, machine_id
+from vllm_omni.processes import machine_id
+from vllm_omni.worker.watchdog import Peer, Watchdog, end_rank
 
 
 @contextlib.contextmanager

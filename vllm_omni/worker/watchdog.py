@@ -25,9 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from vllm_omni.exit_codes import ENGINE_DIED
+
 logger = logging.getLogger("vllm." + __name__)
 
-EXIT_CODE = 70
 _BEAT_S = 0.5
 _OWN_GAP_S = 2.0
 """A thread that was held up for so long cannot tell whether the others were."""
@@ -132,10 +133,4 @@ class Watchdog:
 def end_rank(rank: int, reason: str, error: BaseException | None = None) -> NoReturn:
     """Log why, with the traceback of `error`, and end this process at once: nothing is cleaned up or waited for."""
     logger.critical("rank %d ends itself, so that the engine is reported dead: %s", rank, reason, exc_info=error)
-    os._exit(EXIT_CODE)
-
-
-def machine_id() -> str:
-    """Equal for two processes exactly if they see each other's process ids."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    os._exit(ENGINE_DIED)

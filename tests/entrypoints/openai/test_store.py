@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The media store: bounds, expiry, private names, jobs whose process has died, several processes on one directory."""
 
+import contextlib
+import errno
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +167,89 @@ def test_a_video_is_written_piece_by_piece_with_its_stills(tmp_path: Path) -> No
     other.add(frames[:9])
     other.abandon()
     assert not list(tmp_path.glob("video_b*"))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a disk")
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mounted)], check=True)
+    yield mounted
+    subprocess.run(["umount", "-l", str(mounted)], check=True)
+
+
+def fill(disk: Path) -> None:
+    with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+_NOISE = np.random.default_rng(0).integers(0, 255, (60, 96, 160, 3), dtype=np.uint8)
+_WRITE = """
+import sys
+from pathlib import Path
+import numpy as np
+from vllm_omni.entrypoints.openai.video_file import VideoFile
+frames, stem, fill_at = np.load(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+file = VideoFile(stem, 16.0, len(frames))
+try:
+    for number in range(len(frames)):
+        if number == fill_at:
+            sys.stdout.write("fill\\n"); sys.stdout.flush(); sys.stdin.readline()
+        file.add(frames[number : number + 1])
+    if fill_at == len(frames):
+        sys.stdout.write("fill\\n"); sys.stdout.flush(); sys.stdin.readline()
+    file.finish()
+except OSError as error:
+    file.abandon()
+    print(error.errno, flush=True)
+open_files = [path.resolve() for path in Path("/proc/self/fd").iterdir() if path.exists()]
+print(sum(stem.name in path.name for path in open_files))
+"""
+
+
+@pytest.mark.parametrize("fill_at", [0, 30, 60])
+def test_a_disk_that_fills_up_under_a_video_is_an_oserror(disk: Path, tmp_path: Path, fill_at: int) -> None:
+    """Before the first frame, in between, before the end: no crash (a process of its own), no file, none left open."""
+    np.save(tmp_path / "frames.npy", _NOISE)
+    command = [sys.executable, "-c", _WRITE, str(tmp_path / "frames.npy"), str(disk / "video"), str(fill_at)]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None and writer.stdout.readline() == "fill\n"
+    fill(disk)
+    said, _ = writer.communicate("go\n", timeout=60)
+    assert (writer.returncode, said.split()) == (0, [str(errno.ENOSPC), "0"])
+    assert [path.name for path in disk.iterdir()] == ["filler"]
+
+
+def test_a_record_that_the_disk_does_not_take_is_kept_and_written_later(disk: Path) -> None:
+    """Its clients must see the end; a new job or picture is refused without a trace."""
+    store = MediaStore(MediaLimits(media_dir=str(disk)))
+    made = record(store, status="in_progress")
+    names = sorted(path.name for path in disk.iterdir())
+    fill(disk)
+    made.status, made.error = "failed", {"code": "storage_full", "message": "full"}
+    store.write_when_possible(made)
+    with pytest.raises(OSError, match="No space left"):
+        store.add_file(b"a picture", "png")
+    with pytest.raises(OSError, match="No space left"):
+        record(store)
+    assert store.read(made.id) == made
+    assert sorted(path.name for path in disk.iterdir()) == sorted([*names, "filler"])
+    (disk / "filler").unlink()
+    assert store.read(made.id) == made
+    assert MediaStore(MediaLimits(media_dir=str(disk))).read(made.id) == made
+
+
+def test_the_next_server_removes_what_a_killed_one_had_not_finished(root: Path) -> None:
+    """And its lock; what a living one is writing stays."""
+    living = store_at(root)
+    (root / f"video_{'a' * 22}.{living.owner}.part").write_bytes(b"half")
+    (root / f"video_{'b' * 22}.0123456789abcdef.part").write_bytes(b"half")
+    (root / "0123456789abcdef.owner").write_bytes(b"")
+    store_at(root).close()
+    assert sorted(path.name for path in root.iterdir()) == sorted(
+        [f"{living.owner}.owner", f"video_{'a' * 22}.{living.owner}.part"]
+    )

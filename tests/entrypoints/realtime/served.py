@@ -44,6 +44,10 @@ class Served:
                 env={**os.environ, "VLLM_OMNI_MAX_FRAMES_PER_REQUEST": "105", **(environ or {})},
             )
 
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
     def wait_until_healthy(self) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self.is_healthy():

@@ -12,9 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_engine import FIRST, LATER, camera, infer, wait_until
+from fake_engine import FIRST, LATER, camera, close_code, infer, wait_until
 from served import KEY, Served
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from vllm_omni.exit_codes import ENGINE_DIED
 
 
 def request(num_frames: int = FIRST, options: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
@@ -138,8 +140,8 @@ def test_a_full_server_says_so_and_closing_makes_room(served: Served) -> None:
 
 
 def test_a_dead_engine_is_told_to_every_client_at_once(served: Served) -> None:
-    """One terminal error and close code 1011 within a second of `kill -9`."""
-    with served.client() as client:
+    """One terminal error and close code 1011 within a second of `kill -9`, idle or not; the server exits with 70."""
+    with served.client() as client, served.client() as idle:
         client.send(request(options={"steps": 100, "step_ms": 100.0}))
         wait_until(lambda: served.running_requests() == 1)
         family = psutil.Process(served.process.pid).children(recursive=True)
@@ -152,4 +154,7 @@ def test_a_dead_engine_is_told_to_every_client_at_once(served: Served) -> None:
             client.receive()
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1011
+        assert idle.receive()["code"] == "engine_error"
+        assert close_code(idle) == 1011
         assert time.monotonic() - started_s < 1.0
+        assert served.process.wait(10) == ENGINE_DIED

@@ -29,6 +29,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_omni.config import OmniConfig
 from vllm_omni.hidden_states import HiddenStatesRequest, encode_rows, error_text
 from vllm_omni.outputs import RequestFailed, unpack
+from vllm_omni.processes import end_with_parent
 
 
 @dataclass
@@ -54,6 +55,7 @@ class ARHiddenStatesScheduler(Scheduler):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
+        end_with_parent()
         if self.return_sampling_mask:
             raise ValueError(
                 "ARHiddenStatesScheduler sends hidden states in the field of --return-sampling-mask: use one of them"

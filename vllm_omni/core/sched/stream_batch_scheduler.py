@@ -37,6 +37,7 @@ from vllm_omni.core.sched.policy import LiveRequest, choose_batch
 from vllm_omni.core.sched.streams import RequestFields, Streams
 from vllm_omni.core.scheduler_note import SchedulerNote, without_note
 from vllm_omni.core.step_output import StepOutput
+from vllm_omni.processes import end_with_parent
 
 _NOT_NOW = 1 << 62
 """Engine step in which a running request that is not in the batch may run again, as far as stock code knows."""
@@ -45,6 +46,7 @@ _NOT_NOW = 1 << 62
 class StreamBatchScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        end_with_parent()  # of the engine core: with `mp`, nothing else of ours runs there
         omni = OmniConfig.from_additional_config(self.vllm_config.additional_config)
         # One token is one micro-step, so vLLM's bound on the tokens of a step is one on its requests.
         self._max_requests_per_step = min(omni.max_requests_per_step, self.max_num_scheduled_tokens)

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.storage import STORAGE_FULL, is_disk_full
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -33,8 +34,10 @@ _STATUS: Final = {
     "non_finite": 500,
     "predecessor_failed": 500,
     "session_lost": 500,
+    STORAGE_FULL: 507,
 }
-_RETRY_AFTER_S: Final = {"capacity": 2, "oom": 5, "cancelled": 1}
+_RETRY_AFTER_S: Final = {"capacity": 2, "oom": 5, "cancelled": 1, STORAGE_FULL: 30}
+DISK_FULL: Final = "the server has no room on its disk; try again later"
 
 
 class ApiError(Exception):
@@ -98,8 +101,18 @@ def answer_errors(
             return from_failure(failure).response()
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
+        except OSError as error:
+            if not is_disk_full(error):
+                logger.exception("%s failed", route.__qualname__)
+                return _internal_error()
+            logger.warning("%s: no room on the disk", route.__qualname__)
+            return ApiError(507, DISK_FULL, code=STORAGE_FULL, retry_after_s=30).response()
         except Exception:
             logger.exception("%s failed", route.__qualname__)
-            return ApiError(500, "internal error; the server's log has details", code="internal_error").response()
+            return _internal_error()
 
     return guarded
+
+
+def _internal_error() -> Response:
+    return ApiError(500, "internal error; the server's log has details", code="internal_error").response()

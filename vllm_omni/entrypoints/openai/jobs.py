@@ -20,7 +20,7 @@ import numpy as np
 
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.metrics import door_metrics, log_event
-from vllm_omni.entrypoints.openai.errors import ApiError
+from vllm_omni.entrypoints.openai.errors import DISK_FULL, ApiError
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.plan import VideoPlan, new_engine_id
 from vllm_omni.entrypoints.openai.served import ServedModel
@@ -28,6 +28,7 @@ from vllm_omni.entrypoints.openai.store import Ending, JobRecord, MediaStore
 from vllm_omni.entrypoints.openai.video_file import VideoFile
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.storage import STORAGE_FULL, is_disk_full
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -98,8 +99,8 @@ class VideoJobs:
             created_s=time.time(),
         )
         num_chunks = 1 if self._served.world is None else sum(1 for _ in self._chunks(plan))
+        self.store.write(record)  # raises if the disk is full: then there is no job
         job = self._jobs[record.id] = _Job(record, plan, arrays, new_engine_id(), num_chunks)
-        self.store.write(record)
         job.task = asyncio.create_task(self._run(job))
         job.task.add_done_callback(lambda task: self._ended(job, task))
         if self._watcher is None or self._watcher.done():
@@ -133,7 +134,10 @@ class VideoJobs:
                 await self._generate(job)
         except RequestFailed as failure:
             return {"code": failure.code, "message": failure.message}
-        except OSError:
+        except OSError as error:
+            if is_disk_full(error):
+                logger.warning("video job %s: no room on the disk for its files", job.record.id)
+                return {"code": STORAGE_FULL, "message": DISK_FULL}
             logger.exception("video job %s could not be written", job.record.id)
             return {"code": "storage", "message": "the video could not be stored; the server's log has details"}
         except Exception:
@@ -164,9 +168,9 @@ class VideoJobs:
             if ending == "delete":
                 self.store.delete(record.id)
             else:
-                self.store.write(record)
+                self.store.write_when_possible(record)
         except OSError:
-            logger.exception("the record of video job %s could not be written", record.id)
+            logger.exception("video job %s could not be deleted", record.id)
         status = "completed" if error is None else "cancelled" if job.ending else "failed"
         door_metrics().request_done(ENDPOINT, status, record.completed_s - record.created_s)
         self._count()

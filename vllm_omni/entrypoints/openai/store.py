@@ -11,7 +11,7 @@ Held by tests/entrypoints/openai/test_store.py.
 """
 
 import contextlib
-import fcntl
+import logging
 import multiprocessing
 import multiprocessing.util
 import os
@@ -28,6 +28,9 @@ from typing import IO, Any, Final, Literal
 import msgspec
 
 from vllm_omni.entrypoints.openai.limits import MediaLimits
+from vllm_omni.entrypoints.owner_lock import hold_lock, is_locked
+
+logger = logging.getLogger("vllm." + __name__)
 
 Status = Literal["queued", "in_progress", "completed", "failed"]
 Ending = Literal["cancel", "delete"]
@@ -35,7 +38,7 @@ Ending = Literal["cancel", "delete"]
 _ID: Final = re.compile(r"^(video|file)_[A-Za-z0-9_-]{22}\Z")
 _PREFIX: Final = "vllm-omni-media-"
 _LEFTOVER_AGE_S: Final = 60.0
-_SUFFIXES: Final = ("json", "mp4", "webp", "jpg", "png", "jpeg", "ending", "part")
+_SUFFIXES: Final = ("json", "mp4", "webp", "jpg", "png", "jpeg", "ending")
 
 
 class JobRecord(msgspec.Struct, kw_only=True):
@@ -69,9 +72,12 @@ class MediaStore:
         self._limits = limits
         self.root = _open_directory(limits.media_dir)
         self.owner = secrets.token_hex(8)
-        self._lock = _hold_lock(self.root / f"{self.owner}.owner")
+        own = self.root / f"{self.owner}.owner"
+        self._lock = hold_lock(own)
+        self._unwritten: dict[str, JobRecord] = {}
+        self._remove_parts()
         # Unlike `atexit`, this also runs at the end of the API server processes that vLLM starts.
-        self._finalizer = multiprocessing.util.Finalize(self, _let_go, (self._lock, self.root, limits), exitpriority=10)
+        self._finalizer = multiprocessing.util.Finalize(self, _let_go, (self._lock, own, limits), exitpriority=10)
 
     def close(self) -> None:
         """Let go of the directory; the last process removes it if it was made for this server. Idempotent."""
@@ -87,9 +93,38 @@ class MediaStore:
         return self.root / f"{media_id}.{suffix}"
 
     def write(self, record: JobRecord) -> None:
-        part = self.path(record.id, "part")
-        part.write_bytes(msgspec.json.encode(record))
-        part.replace(self.path(record.id, "json"))
+        """Raises OSError; then the record on disk is as it was."""
+        self._put(record.id, "json", msgspec.json.encode(record))
+        self._unwritten.pop(record.id, None)
+
+    def write_when_possible(self, record: JobRecord) -> None:
+        """Like `write`; a record that the disk does not take is kept in memory, and written when it is next read."""
+        try:
+            self.write(record)
+        except OSError as error:
+            if record.id not in self._unwritten:
+                logger.warning("the record of %s is kept in memory: %s", record.id, error.strerror)
+            self._unwritten[record.id] = record
+
+    def _put(self, media_id: str, suffix: str, data: bytes) -> None:
+        """Replace a file as a whole, or leave no trace. Raises OSError."""
+        part = self.root / f"{media_id}.{self.owner}.part"
+        try:
+            part.write_bytes(data)
+            part.replace(self.path(media_id, suffix))
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+
+    def _remove_parts(self) -> None:
+        """What servers that were killed had not finished."""
+        for part in self.root.glob("*.part"):
+            owner = part.name.split(".")[-2]
+            if owner != self.owner and not is_locked(self.root / f"{owner}.owner"):
+                part.unlink(missing_ok=True)
+        for path in self.root.glob("*.owner"):
+            if not is_locked(path):
+                path.unlink(missing_ok=True)
 
     def read(self, media_id: str) -> JobRecord | None:
         """The record as every process may show it; None if there is none, or it is being deleted."""
@@ -99,6 +134,10 @@ class MediaStore:
     def _load(self, media_id: str) -> JobRecord | None:
         if not _ID.match(media_id):
             return None
+        if media_id in self._unwritten:
+            self.write_when_possible(self._unwritten[media_id])
+        if media_id in self._unwritten:
+            return self._unwritten[media_id]
         try:
             record = msgspec.json.decode(self.path(media_id, "json").read_bytes(), type=JobRecord)
         except (OSError, msgspec.DecodeError, msgspec.ValidationError):
@@ -107,7 +146,7 @@ class MediaStore:
             record.status, record.completed_s = "failed", time.time()
             record.expires_s = record.completed_s + self._limits.media_ttl_s
             record.error = {"code": "server_stopped", "message": "the server process that ran this job has stopped"}
-            self.write(record)
+            self.write_when_possible(record)
         return record
 
     def records(self) -> list[JobRecord]:
@@ -117,12 +156,13 @@ class MediaStore:
 
     def delete(self, media_id: str) -> None:
         """Remove a record and its files; idempotent."""
+        self._unwritten.pop(media_id, None)
         for suffix in _SUFFIXES:
             self.path(media_id, suffix).unlink(missing_ok=True)
 
     def _is_alive(self, owner: str) -> bool:
         """Whether the process that made a job still runs."""
-        return owner == self.owner or _is_locked(self.root / f"{owner}.owner")
+        return owner == self.owner or is_locked(self.root / f"{owner}.owner")
 
     # -- ending a job of another process ---------------------------------------------------------------------------
 
@@ -143,9 +183,7 @@ class MediaStore:
         """Keep a file under a new unguessable id, until it expires; returns the id."""
         self.prune()
         media_id = self.new_id("file")
-        part = self.path(media_id, "part")
-        part.write_bytes(data)
-        part.replace(self.path(media_id, suffix))
+        self._put(media_id, suffix, data)
         return media_id
 
     def find_file(self, media_id: str) -> Path | None:
@@ -230,29 +268,13 @@ def _remove_leftovers(parent: Path) -> None:
     for root in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             is_new = time.time() - root.lstat().st_mtime < _LEFTOVER_AGE_S  # its owner may be about to lock it
-            if _is_private(root) and not is_new and not any(_is_locked(path) for path in root.glob("*.owner")):
+            if _is_private(root) and not is_new and not any(is_locked(path) for path in root.glob("*.owner")):
                 shutil.rmtree(root, ignore_errors=True)
 
 
-def _is_locked(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def _let_go(lock: IO[Any], root: Path, limits: MediaLimits) -> None:
+def _let_go(lock: IO[Any], own: Path, limits: MediaLimits) -> None:
+    root = own.parent
     lock.close()
-    Path(lock.name).unlink(missing_ok=True)
+    own.unlink(missing_ok=True)
     if not limits.media_dir and not any(root.glob("*.owner")):
         shutil.rmtree(root, ignore_errors=True)
-
-
-def _hold_lock(path: Path) -> IO[Any]:
-    file = path.open("wb")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    return file

@@ -4,7 +4,6 @@
 Blocking: call off the event loop. Held by tests/entrypoints/openai/test_store.py.
 """
 
-import contextlib
 from pathlib import Path
 from typing import Final
 
@@ -45,8 +44,7 @@ class VideoFile:
 
     def abandon(self) -> None:
         """Remove what was written; idempotent."""
-        with contextlib.suppress(Exception):  # an MP4 without frames cannot be closed properly; it goes anyway
-            self._writer.close()
+        self._writer.abandon()
         for suffix in (".mp4", ".webp", ".jpg"):
             self._stem.with_suffix(suffix).unlink(missing_ok=True)
 

@@ -31,6 +31,7 @@ _STRIKES: Final = 3
 _UNSENT_BYTES: Final = 64 * 1024  # the kernel takes this much beyond what the network has; more only hides a slow peer
 _STRIKE_WINDOW_S: Final = 10.0
 _LAST_WORDS_S: Final = 1.5
+_FAILING_POLL_S: Final = 0.02
 _REASON_BYTES: Final = 123  # RFC 6455: a control frame holds 125 bytes, two are the code
 
 
@@ -45,6 +46,9 @@ class Connection:
         self._limits = limits
         self._send_lock = asyncio.Lock()
         self._closed = False
+        self._failure: DoorError | None = None
+        self._fail_by_s = 0.0
+        self._waiting: asyncio.Timeout | None = None
         self._strikes: deque[float] = deque(maxlen=max_strikes)
         self._arrivals: deque[float] = deque(maxlen=limits.max_messages_per_s)
         self._last_heard_s = time.monotonic()
@@ -74,22 +78,35 @@ class Connection:
         """
         while True:
             try:
-                async with asyncio.timeout(self._limits.idle_timeout_s):
+                timeout_s = self._limits.idle_timeout_s if self._failure is None else _FAILING_POLL_S
+                async with asyncio.timeout(timeout_s) as self._waiting:
                     message = await self._websocket.receive()
                 break
             except TimeoutError:
+                if self._failure is not None:
+                    if busy() and time.monotonic() < self._fail_by_s:
+                        continue
+                    raise self._failure from None
                 if not busy():
                     raise DoorError(
                         "timeout", f"no message for {self._limits.idle_timeout_s:g} s", close=Close.IDLE
                     ) from None
             except RuntimeError:  # Starlette: already disconnected
                 raise ClientGone from None
+            finally:
+                self._waiting = None
         if message["type"] == "websocket.disconnect":
             self._closed = True
             raise ClientGone
         self._count_arrival()
         data = message.get("bytes")
         return data if data is not None else message["text"]
+
+    def fail(self, error: DoorError, patience_s: float) -> None:
+        """Have `receive` raise `error` at once, or within `patience_s` if requests run: they may fail by themselves."""
+        self._failure, self._fail_by_s = error, time.monotonic() + patience_s
+        if self._waiting is not None:
+            self._waiting.reschedule(asyncio.get_running_loop().time())
 
     def _count_arrival(self) -> None:
         now = time.monotonic()

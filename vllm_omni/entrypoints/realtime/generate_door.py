@@ -265,7 +265,9 @@ class _Client(LiveClient):
             return
         if error.code in ("capacity", "session_limit"):
             content = protocol.BUSY
-        elif self.session is not None and error.close not in (Close.UNSUPPORTED_DATA, Close.POLICY):
+        elif error.close is Close.INTERNAL or (
+            self.session is not None and error.close not in (Close.UNSUPPORTED_DATA, Close.POLICY)
+        ):
             content = f"error during generate loop: {error.message}"
         else:
             content = protocol.INVALID_INIT if self._init is None else protocol.INVALID_EVENT

@@ -44,6 +44,7 @@ class LiveClient(ABC):
     def __init__(self, manager: SessionManager, websocket: WebSocket, max_strikes: int) -> None:
         self.manager, self.limits, self.facts = manager, manager.limits, manager.facts
         self.connection = Connection(websocket, manager.limits, max_strikes)
+        manager.connections.add(self.connection)
         self._offered: list[str] = websocket.scope.get("subprotocols") or []
         self.session: Session | None = None
         self._stream: asyncio.Task[None] | None = None

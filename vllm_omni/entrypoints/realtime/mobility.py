@@ -8,16 +8,18 @@ tests/entrypoints/realtime/test_session_api.py and test_drain_served.py.
 """
 
 import asyncio
+import contextlib
+import fcntl
 import hashlib
 import logging
-import os
 import time
-import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 
+from vllm_omni.entrypoints.owner_lock import Spool
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.session import Session, SessionKey
@@ -29,6 +31,9 @@ from vllm_omni.snapshot import SnapshotHeader, read_header
 logger = logging.getLogger("vllm." + __name__)
 
 SUFFIX: Final = ".session.safetensors"
+_PARTIAL: Final = ".partial"
+_ABANDONED_S: Final = 600.0
+"""The age of an unfinished file whose server, on another machine, must be dead."""
 _ATTEMPTS: Final = 20
 _PAUSE_S: Final = 0.05
 
@@ -49,9 +54,9 @@ class WorldScalars(msgspec.Struct, frozen=True):
 
 
 class SessionMobility:
-    """spool: a directory that the workers see as well. kept: where a drained server leaves its sessions, or None."""
+    """spool: in a directory that the workers see as well. kept: where a drained server leaves its sessions, or None."""
 
-    def __init__(self, manager: SessionManager, spool: Path, kept: Path | None) -> None:
+    def __init__(self, manager: SessionManager, spool: Spool, kept: Path | None) -> None:
         self.manager, self.spool, self.kept = manager, spool, kept
         if kept is not None:
             kept.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -102,36 +107,59 @@ class SessionMobility:
             return 0
         count = 0
         for path in sorted(self.kept.glob(f"*{SUFFIX}")):
-            claimed = path.with_name(f"{path.name}.{os.getpid()}")  # another API server process may want it as well
-            try:
-                path.rename(claimed)
-            except FileNotFoundError:
-                continue
-            try:
-                header = await asyncio.to_thread(read_header, claimed)
-                owner = msgspec.convert(header.owner or {}, Owner)
-                key = (owner.principal, owner.session_id)
-                await self.restore(key, owner.client, claimed, "drain")
-            except (DoorError, RequestFailed, msgspec.ValidationError) as error:
-                logger.warning("%s is not taken over: %s", path, error)
-                claimed.rename(path)
-                continue
-            claimed.unlink()
-            count += 1
+            with _claimed(path) as is_mine:
+                if not is_mine:
+                    continue
+                try:
+                    header = await asyncio.to_thread(read_header, path)
+                    owner = msgspec.convert(header.owner or {}, Owner)
+                    key = (owner.principal, owner.session_id)
+                    await self.restore(key, owner.client, path, "drain")
+                except (DoorError, RequestFailed, msgspec.ValidationError) as error:
+                    logger.warning("%s is not taken over: %s", path, error)
+                    continue
+                path.unlink()
+                count += 1
         return count
+
+    def sweep(self) -> None:
+        """Remove what servers have left that were killed while a snapshot was on its way, or was being kept."""
+        dead = self.spool.sweep()
+        for partial in [] if self.kept is None else self.kept.glob(f"*{_PARTIAL}"):
+            with contextlib.suppress(OSError):  # another server that starts now may be faster
+                age_s = time.time() - partial.stat().st_mtime
+                if partial.name.split(".")[-2] in dead or age_s > _ABANDONED_S:
+                    partial.unlink(missing_ok=True)
 
     async def _keep(self, session: Session) -> None:
         """Save one session of a server that is stopping."""
         assert self.kept is not None
         principal, session_id = session.key
         digest = hashlib.blake2b(f"{principal}/{session_id}".encode(), digest_size=16).hexdigest()
-        partial = self.kept / f"{digest}.{uuid.uuid4().hex}.partial"
+        partial = self.kept / f"{digest}.{self.spool.owner}{_PARTIAL}"
         owner = Owner(principal, session_id, session.client)
         header = await self.save(session, partial, msgspec.to_builtins(owner))
         partial.replace(self.kept / f"{digest}{SUFFIX}")
         logger.info(
             "session_saved chunks=%d bytes=%d", header.chunk_index, (self.kept / f"{digest}{SUFFIX}").stat().st_size
         )
+
+
+@contextlib.contextmanager
+def _claimed(path: Path) -> Iterator[bool]:
+    """Hold a kept file against other API server processes; whoever dies meanwhile leaves it to the next server."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        yield False
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield path.exists()  # another process may have taken it over and removed it
 
 
 def frames_before(facts: WorldFacts, chunk_index: int) -> int:

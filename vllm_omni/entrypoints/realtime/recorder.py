@@ -7,13 +7,15 @@ parent's recording. Knows neither sockets nor the engine. Held by tests/entrypoi
 """
 
 import asyncio
+import contextlib
 import datetime
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import numpy as np
 
@@ -46,6 +48,8 @@ class Recorder:
         self._paths: dict[str, Path] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="omni-recorder")
         self._pending: set[Future[None]] = set()
+        self._ended: set[Path] = set()
+        """Recordings that could not be written to the end; read and written on the writer's thread."""
 
     def path_of(self, session_id: str) -> Path | None:
         """Where a session's recording is; None if it has none."""
@@ -104,7 +108,7 @@ class Recorder:
     def _done(self, writing: "Future[None]") -> None:
         self._pending.discard(writing)
         if (error := writing.exception()) is not None:
-            logger.warning("a recording could not be written: %s", error)
+            logger.warning("a recording ends here, it could not be written: %s", error)
 
     def _new_path(self, session_id: str) -> Path:
         now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -113,16 +117,38 @@ class Recorder:
     # -- on the writer's thread ------------------------------------------------------------------------------------
 
     def _begin(self, path: Path) -> None:
-        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        with self._ending_on_failure(path, 0), _new_file(path) as file:
             write_header(file, self._header)
 
     def _append(self, path: Path, params: DiffusionParams, arrays: dict[str, np.ndarray], outcome: Any) -> None:
-        with path.open("ab") as file:
+        if path in self._ended:
+            return
+        with self._ending_on_failure(path, path.stat().st_size), path.open("ab") as file:
             write_chunk(file, RecordedChunk(params, arrays, outcome()))
 
     def _copy(self, source: Path, target: Path) -> None:
-        with open(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file, source.open("rb") as old:
+        if source in self._ended:
+            self._ended.add(target)
+            return
+        with self._ending_on_failure(target, 0), source.open("rb") as old, _new_file(target) as file:
             shutil.copyfileobj(old, file)
+
+    @contextlib.contextmanager
+    def _ending_on_failure(self, path: Path, whole_bytes: int) -> Iterator[None]:
+        """A recording that the disk does not take ends with its last whole record; one without any is removed."""
+        try:
+            yield
+        except OSError:
+            self._ended.add(path)
+            if whole_bytes:
+                os.truncate(path, whole_bytes)
+            else:
+                path.unlink(missing_ok=True)
+            raise
+
+
+def _new_file(path: Path) -> BinaryIO:
+    return open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
 
 
 def recording_header(vllm_config: "VllmConfig") -> RecordingHeader:

@@ -9,14 +9,16 @@ import asyncio
 import contextlib
 import logging
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
+from vllm_omni.entrypoints.realtime.connection import Connection
 from vllm_omni.entrypoints.realtime.drain import SessionDrain
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
-from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.errors import Close, DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.gate import Gate
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
@@ -28,6 +30,9 @@ logger = logging.getLogger("vllm." + __name__)
 T = TypeVar("T")
 
 _REMEMBERED_EVICTIONS: Final = 4096
+_OWN_ERRORS_S: Final = 0.5
+"""What requests in flight have to fail by themselves, each with its own id, before their connection is closed."""
+_FAREWELL_S: Final = 1.5
 
 
 class SessionManager:
@@ -54,6 +59,7 @@ class SessionManager:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
+        self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.held_bytes = 0
         """Replies of all sessions that are kept for a reader or in a journal."""
 
@@ -209,6 +215,14 @@ class SessionManager:
     async def off_loop(self, function: Any, *args: Any) -> Any:
         """Run CPU work on the executor's threads."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    async def engine_died(self) -> None:
+        """Tell every connection and close it with 1011; returns when all are closed, or have had their time."""
+        for connection in list(self.connections):
+            connection.fail(DoorError("engine_error", "the engine has stopped", close=Close.INTERNAL), _OWN_ERRORS_S)
+        give_up_s = time.monotonic() + _FAREWELL_S
+        while self.gate.num_connections and time.monotonic() < give_up_s:
+            await asyncio.sleep(0.02)
 
     async def shutdown(self) -> None:
         """Cancel everything; for tests and the end of the process."""

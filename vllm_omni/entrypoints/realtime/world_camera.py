@@ -62,6 +62,7 @@ class _Client:
         self._manager, self._limits = door.manager, door.manager.limits
         self._websocket = websocket
         self._connection = Connection(websocket, self._limits)
+        self._manager.connections.add(self._connection)
         self._own_session_id = new_session_id()
         self._used: set[SessionKey] = set()
         self._requests: set[asyncio.Task[None]] = set()

@@ -20,6 +20,8 @@ from vllm.engine.protocol import EngineClient
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from vllm_omni.config import OmniConfig, parse_options
+from vllm_omni.entrypoints.engine import OmniEngine
+from vllm_omni.entrypoints.engine_watch import EngineWatch
 from vllm_omni.entrypoints.speech.routes import SpeechRoutes
 from vllm_omni.model_executor.models.qwen2_5_omni.options import StageOptions
 from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines
@@ -37,6 +39,7 @@ class SpeechEndpoints:
     def __init__(self) -> None:
         self._engines: SpeechEngines | None = None
         self._routes = SpeechRoutes()
+        self._watch = EngineWatch()
 
     def attach_router(self, app: FastAPI) -> None:
         self._routes.attach(app)
@@ -53,6 +56,7 @@ class SpeechEndpoints:
                         self._engines.shutdown()
 
         app.router.lifespan_context = lifespan
+        self._watch.attach(app)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         if not isinstance(engine_client, AsyncLLM):
@@ -63,6 +67,8 @@ class SpeechEndpoints:
         options = parse_options(StageOptions, omni.model, "omni.model")
         self._engines = await SpeechEngines.start(Path(args.model), options, thinker=engine_client)
         self._routes.start(self._engines.composition, state)
+        thinker = OmniEngine(engine_client)  # without it nothing is served; other stages are named by `/health`
+        self._watch.start(lambda: thinker.is_dead, await thinker.process_ids(), omni.rank_timeout_s)
 
     async def _health(self, request: Request) -> Response:
         """200 while every engine lives; 503 names the first dead one."""

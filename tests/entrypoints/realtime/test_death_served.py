@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of a real `vllm serve --omni` die or stop, or its disk is full: who is told, how soon, what is left over.
+
+Times are bounds on what the operations page promises; each test prints what it measured (`pytest -s`).
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from fake_engine import FIRST, LATER, wait_until
+from served import AUTHORIZED, HEIGHT, MAX_SESSIONS, WIDTH, Served
+from session_calls import call, code_of, request
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from vllm_omni.exit_codes import ENGINE_DIED
+from vllm_omni.recording import read as read_recording
+
+RANK_TIMEOUT_S = 2.0
+OMNI = {"height": HEIGHT, "width": WIDTH, "max_sessions": MAX_SESSIONS, "rank_timeout_s": RANK_TIMEOUT_S}
+MP = ("--distributed-executor-backend", "mp")
+
+Start = Callable[..., Served]
+
+
+@pytest.fixture
+def start(null_world: Path, tmp_path: Path) -> Iterator[Start]:
+    """`start("--flag", ..., omni={...})`: a healthy server; it, and whatever it left, is gone after the test."""
+    with ExitStack() as stack:
+
+        def begin(*flags: str, **omni: Any) -> Served:
+            config = msgspec.json.encode({"omni": {**OMNI, **omni}}).decode()
+            server = Served(null_world, tmp_path, "--additional-config", config, *flags)
+            stack.callback(server.stop)
+            server.wait_until_healthy()
+            stack.callback(kill_all, family(server))
+            return server
+
+        yield begin
+
+
+def family(server: Served) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        if process.is_running():
+            process.kill()
+
+
+def named(server: Served, name: str) -> psutil.Process:
+    return next(child for child in family(server) if name in " ".join(child.cmdline()))
+
+
+class Watcher:
+    """Clients of three kinds, and when each of them learned that the engine is dead."""
+
+    def __init__(self, server: Served) -> None:
+        self._idle = server.client()
+        self._idle.send(request(FIRST, session_id="idle"))
+        self._idle.frames()
+        self._busy = server.client()
+        self._busy.send(request(FIRST, session_id="busy", options={"steps": 200, "step_ms": 100.0}))
+        url = f"ws://127.0.0.1:{server.port}/v1/realtime_video/generate"
+        self._silent = connect(url, compression=None, max_size=None, additional_headers=AUTHORIZED)
+        wait_until(lambda: server.running_requests() == 1)
+
+    def wait(self, since_s: float, timeout_s: float) -> dict[str, tuple[float, int, str]]:
+        """Kind of client -> (seconds since `since_s`, close code, code of the error before it)."""
+
+        def ended(connection: Any) -> tuple[float, int, str]:
+            code = ""
+            try:
+                while True:
+                    message = msgspec.msgpack.decode(connection.recv(timeout_s))
+                    code = message.get("code", message.get("type", ""))
+            except ConnectionClosed as closed:
+                return time.monotonic() - since_s, closed.rcvd.code if closed.rcvd is not None else 1006, code
+
+        connections = {
+            "idle": self._idle.connection,
+            "busy": self._busy.connection,
+            "silent": self._silent,
+        }
+        with ThreadPoolExecutor(len(connections)) as threads:
+            futures = {name: threads.submit(ended, connection) for name, connection in connections.items()}
+            return {name: future.result() for name, future in futures.items()}
+
+
+def gone_after(processes: list[psutil.Process], since_s: float, timeout_s: float) -> float:
+    """Seconds until none of them runs."""
+    psutil.wait_procs(processes, timeout=timeout_s)
+    alive = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not alive, [" ".join(process.cmdline())[:80] for process in alive]
+    return time.monotonic() - since_s
+
+
+def check_engine_death(server: Served, victim: psutil.Process, how: signal.Signals, told_within_s: float) -> None:
+    """Every client is told in time, the server ends with the documented status, and nothing is left."""
+    watcher, others = Watcher(server), family(server)
+    since_s = time.monotonic()
+    victim.send_signal(how)
+    told = watcher.wait(since_s, told_within_s + 10)
+    status = server.process.wait(20)
+    exited_s = time.monotonic() - since_s
+    print(how.name, {name: (round(s, 2), code, error) for name, (s, code, error) in told.items()}, status, exited_s)
+    assert {code for _, code, _ in told.values()} == {1011}
+    assert told["idle"][2] == told["busy"][2] == "engine_error"
+    assert max(seconds for seconds, _, _ in told.values()) < told_within_s
+    assert status == ENGINE_DIED
+    gone_after(others, since_s, 5)
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A disk of 4 MiB of its own."""
+    mounted = tmp_path_factory.mktemp("disk")
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(mounted)], check=True)
+    yield mounted
+    subprocess.run(["umount", "-l", str(mounted)], check=True)
+
+
+@pytest.fixture(scope="module")
+def small(null_world: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that keeps everything it writes on that disk; the last test kills it."""
+    omni = {**OMNI, "snapshot_dir": str(disk), "record_dir": str(disk / "records")}
+    environ = {"VLLM_OMNI_MEDIA_DIR": str(disk / "media"), "VLLM_LOGGING_LEVEL": "INFO"}
+    config = msgspec.json.encode({"omni": omni}).decode()
+    server = Served(null_world, tmp_path_factory.mktemp("small"), "--additional-config", config, *MP, environ=environ)
+    try:
+        server.wait_until_healthy()
+        left = family(server)
+        yield server
+        kill_all(left)
+    finally:
+        server.stop()
+
+
+@contextmanager
+def full(disk: Path) -> Iterator[None]:
+    """Until the block ends, not one more byte fits."""
+    filler = disk / "filler"
+    try:
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        yield
+    finally:
+        filler.unlink()
+
+
+def post(server: Served, path: str, body: bytes, kind: str = "application/json") -> tuple[int, bytes, dict[str, str]]:
+    return call(server, "POST", path, body, {**AUTHORIZED, "Content-Type": kind})
+
+
+def files_of(disk: Path) -> set[str]:
+    return {str(path.relative_to(disk)) for path in disk.rglob("*") if path.is_file() and "records" not in path.parts}
+
+
+VIDEO = b'{"prompt": "a field", "num_frames": 9, "seed": 1}'
+SLOW_VIDEO = b'{"prompt": "a field", "num_frames": 9, "seed": 1, "extra_params": {"steps": 10, "step_ms": 200.0}}'
+
+
+def test_a_full_disk_is_a_typed_error_and_nothing_is_left(small: Served, disk: Path) -> None:
+    """Routes that store answer 507 `storage_full`, a running job fails with it; the rest goes on, and then they do."""
+    with small.client() as client:
+        client.send(request(FIRST, session_id="walk"))
+        client.frames()
+        status, snapshot, _ = call(small, "GET", "/v1/sessions/walk/snapshot")
+        assert status == 200
+        job = json.loads(post(small, "/v1/videos", SLOW_VIDEO)[1])["id"]
+        before, log_before = files_of(disk), len(small.log)
+        with full(disk):
+            refused = {
+                "snapshot out": call(small, "GET", "/v1/sessions/walk/snapshot"),
+                "snapshot in": call(small, "PUT", "/v1/sessions/other", snapshot),
+                "video": post(small, "/v1/videos", VIDEO),
+            }
+            assert {name: (status, code_of(body)) for name, (status, body, _) in refused.items()} == dict.fromkeys(
+                refused, (507, "storage_full")
+            )
+            assert all("retry-after" in map(str.lower, headers) for _, _, headers in refused.values())
+
+            def state() -> Any:
+                return json.loads(call(small, "GET", f"/v1/videos/{job}")[1])
+
+            wait_until(lambda: state()["status"] not in ("queued", "in_progress"))
+            assert (state()["status"], state()["error"]["code"]) == ("failed", "storage_full")
+            client.send(request(LATER, session_id="walk", image=None))
+            client.frames()
+            assert [call(small, "GET", path)[0] for path in ("/health", "/omni/ready", "/metrics")] == [200] * 3
+            assert files_of(disk) - {"filler"} == before
+        status, body, _ = call(small, "GET", f"/v1/videos/{job}")
+        assert (status, json.loads(body)["error"]["code"]) == (200, "storage_full")
+        assert call(small, "GET", "/v1/sessions/walk/snapshot")[0] == 200
+        assert call(small, "PUT", "/v1/sessions/other", snapshot)[0] == 201
+        assert call(small, "DELETE", "/v1/sessions/other")[0] == 204
+        made = json.loads(post(small, "/v1/videos", VIDEO)[1])["id"]
+        wait_until(lambda: json.loads(call(small, "GET", f"/v1/videos/{made}")[1])["status"] == "completed")
+    assert not list(disk.rglob("*.part"))
+    for recording in (disk / "records").iterdir():
+        assert read_recording(recording)[2], "a recording ends with a whole record"
+    assert "Traceback" not in small.log[log_before:]
+
+
+def test_nothing_outlives_a_killed_server(small: Served) -> None:
+    """`kill -9` of the server's own process, while a chunk is made: its engine and worker end within 5 s."""
+    Watcher(small)
+    others = family(small)
+    assert any("EngineCore" in " ".join(process.cmdline()) for process in others)
+    assert any("Worker" in " ".join(process.cmdline()) for process in others)
+    since_s = time.monotonic()
+    small.process.kill()
+    small.process.wait()
+    print("all gone after", gone_after(others, since_s, 5))
+
+
+@pytest.mark.nightly
+def test_a_stopped_worker_counts_as_a_dead_engine(start: Start) -> None:
+    """One rank, stopped (SIGSTOP): after `rank_timeout_s` it is ended, clients are told, the server exits with 70."""
+    server = start(*MP)
+    check_engine_death(server, named(server, "Worker"), signal.SIGSTOP, RANK_TIMEOUT_S + 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("round_number", range(20))
+@pytest.mark.parametrize("victim", ["EngineCore", "Worker"])
+def test_every_kill_of_the_engine_is_seen(start: Start, victim: str, round_number: int) -> None:
+    """Clients know within a second, the exit status is 70, nothing is left after 5 s."""
+    server = start(*MP)
+    check_engine_death(server, named(server, victim), signal.SIGKILL, 1.0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("round_number", range(20))
+def test_every_kill_of_the_server_leaves_nothing(start: Start, round_number: int) -> None:
+    """Twenty times, as above."""
+    server = start(*MP)
+    Watcher(server)
+    others = family(server)
+    server.process.kill()
+    server.process.wait()
+    gone_after(others, time.monotonic(), 5)
+
+
+@pytest.mark.nightly
+def test_a_stop_that_was_asked_for_exits_with_0(start: Start) -> None:
+    """Ctrl-C reaches the engine as well, at the same moment; that is no death."""
+    server = start(*MP)
+    os.killpg(server.process.pid, signal.SIGINT)
+    assert server.process.wait(30) == 0

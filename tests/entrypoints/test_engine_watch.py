@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`EngineWatch` at a real server process without an engine: its exit status, who is told, and what a stop is."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_omni.exit_codes import ENGINE_DIED
+
+SERVER = """
+import asyncio, os, sys, types
+sys.modules["vllm"] = types.ModuleType("vllm")  # importing the real one takes 10 s; only this variable of it is read
+sys.modules["vllm"].envs = types.SimpleNamespace(VLLM_KEEP_ALIVE_ON_ENGINE_DEATH=False)
+import contextlib
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+from vllm_omni.entrypoints.engine_watch import EngineWatch
+
+class Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self):  # vLLM's server installs no signal handlers of its own either
+        yield
+
+port, engine = int(sys.argv[1]), int(sys.argv[2])
+
+def is_dead():
+    with contextlib.suppress(OSError):
+        return open(f"/proc/{engine}/stat").read().rpartition(")")[2].split()[0] in "ZX"
+    return True
+
+async def tell():
+    print("told", flush=True)
+
+async def main():
+    app, watch = FastAPI(), EngineWatch()
+    app.add_api_route("/health", lambda: "fine")
+    watch.attach(app)
+    watch.start(is_dead, [engine, os.getpid()], 1.0, tell)
+    server = app.state.server = Server(uvicorn.Config(app, port=port, log_level="warning"))
+    serving = asyncio.create_task(server.serve())
+    stop = asyncio.Event()
+    for number in (2, 15):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        os.kill(engine, 9)  # as vLLM does: the engine goes first
+        await asyncio.sleep(0.5)
+        server.should_exit = True
+    await serving
+
+uvloop.run(main())
+"""
+
+
+class Serving:
+    """The server and its engine, a process that sleeps."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.engine = subprocess.Popen(["sleep", "120"])
+        command = [sys.executable, "-c", SERVER, str(port), str(self.engine.pid)]
+        root = Path(__file__).parents[2]
+        self.process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        url = f"http://127.0.0.1:{port}/health"
+        while True:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            try:
+                urllib.request.urlopen(url, timeout=5).close()
+                return
+            except OSError:
+                time.sleep(0.05)
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status, output, log."""
+        out, log = self.process.communicate(timeout=20)
+        return self.process.returncode, out, log
+
+
+@pytest.fixture
+def serving() -> Iterator[Serving]:
+    serving = Serving()
+    yield serving
+    for process in (serving.process, serving.engine):
+        process.kill()
+        process.wait()
+
+
+def test_a_dead_engine_ends_the_server_with_its_status(serving: Serving) -> None:
+    """After everybody was told, and without a traceback."""
+    serving.engine.kill()
+    status, out, log = serving.end()
+    assert (status, out) == (ENGINE_DIED, "told\n")
+    assert "Traceback" not in log and "never retrieved" not in log
+
+
+def test_a_stopped_engine_is_ended_after_its_time(serving: Serving) -> None:
+    """Not before; one that goes on in time is left alone."""
+    serving.engine.send_signal(signal.SIGSTOP)
+    time.sleep(0.5)
+    serving.engine.send_signal(signal.SIGCONT)
+    time.sleep(1.2)
+    assert serving.process.poll() is None
+    started_s = time.monotonic()
+    serving.engine.send_signal(signal.SIGSTOP)
+    assert serving.end()[0] == ENGINE_DIED
+    assert time.monotonic() - started_s > 0.7
+    assert serving.engine.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_told_to_stop_exits_with_0(serving: Serving, how: signal.Signals) -> None:
+    """Though its engine ends before it; nobody is told of a death."""
+    os.kill(serving.process.pid, how)
+    assert serving.end()[:2] == (0, "")

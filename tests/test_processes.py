@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's processes end with whom they work for; real processes, started as vLLM starts them, and real kills."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from vllm_omni.processes import end_with_parent, engine_processes, is_stopped
+
+TREE = """
+import multiprocessing, sys, time
+from vllm_omni.processes import end_with_parent, engine_processes
+
+def worker():
+    end_with_parent()
+    print("worker", *engine_processes()["pids"], flush=True)
+    time.sleep(60)
+
+def core():
+    child = multiprocessing.get_context("spawn").Process(target=worker, name="Worker")
+    child.start()
+    if sys.argv[1:] != ["loading"]:
+        end_with_parent()
+    print("core", *engine_processes()["pids"], flush=True)
+    child.join()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=core, name="EngineCore")
+    child.start()
+    print("server", *engine_processes()["pids"], flush=True)
+    child.join()
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: "os.PathLike[str]", request: pytest.FixtureRequest) -> "Iterator[dict[str, list[int]]]":
+    """A server, its engine core and a worker: name -> what `engine_processes` says there."""
+    script = os.path.join(tmp_path, "tree.py")
+    with open(script, "w") as file:
+        file.write(TREE)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path])}
+    command = [sys.executable, script, *getattr(request, "param", [])]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+    assert server.stdout is not None
+    lines = [server.stdout.readline().split() for _ in range(3)]
+    pids = {name: [int(pid) for pid in rest] for name, *rest in lines}
+    family = [psutil.Process(own) for own, *_ in pids.values()]
+    yield pids
+    for process in family:
+        if process.is_running():
+            process.kill()
+    server.wait()
+
+
+def ended(pids: list[int], within_s: float) -> bool:
+    """Whether all of them end in time; nobody has to wait for them."""
+    end_s = time.monotonic() + within_s
+    while time.monotonic() < end_s:
+        if all(not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_they_know_each_other(tree: dict[str, list[int]]) -> None:
+    """A worker names its engine core as well; an engine core does not name the server."""
+    server, core, worker = (tree[name][0] for name in ("server", "core", "worker"))
+    assert tree == {"server": [server], "core": [core], "worker": [worker, core]}
+
+
+@pytest.mark.parametrize("tree", [[], ["loading"]], indirect=True, ids=["serving", "loading"])
+def test_all_end_with_the_server(tree: dict[str, list[int]]) -> None:
+    """Also a worker whose engine core waits for it to load, and does not watch yet."""
+    os.kill(tree["server"][0], signal.SIGKILL)
+    assert ended([tree["worker"][0]], 3)
+
+
+def test_a_worker_ends_with_its_engine_core(tree: dict[str, list[int]]) -> None:
+    """The server stays: it has to tell its clients."""
+    os.kill(tree["core"][0], signal.SIGKILL)
+    assert ended([tree["worker"][0]], 3)
+    assert psutil.Process(tree["server"][0]).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_process_that_nobody_started_watches_nobody() -> None:
+    """An engine in the user's own process outlives the shell that it was started from."""
+    end_with_parent()
+    assert engine_processes()["pids"] == [os.getpid()]
+
+
+def test_a_stopped_process_is_told_from_a_sleeping_one() -> None:
+    """And from one that has ended."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert not is_stopped(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        while not is_stopped(process.pid):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGCONT)
+        while is_stopped(process.pid):
+            time.sleep(0.01)
+        process.kill()
+    assert not is_stopped(process.pid)
