@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and tickets without sockets: the application is called as a server would, and what a door sees is compared whole.
+"""Keys and tickets without sockets: the application is called as a server would, and the scope a door sees is compared.
 
 How it behaves behind stock vLLM's own check, over real sockets: tests/entrypoints/webui/test_browser_access.py.
 """
@@ -26,7 +26,7 @@ DOOR = "/omni/ws/walk/along"
 
 
 class Site:
-    """An application with one door at `/v1/walk/along`, one page at `/work`, and the guard. seen: scopes at the door."""
+    """An application with a door at `/v1/walk/along`, pages, and the guard. seen: scopes at the door."""
 
     def __init__(self, keys: list[str] | None = None, open_paths: tuple[str, ...] = ()) -> None:
         self.app, self.seen = FastAPI(), list[dict[str, Any]]()
