@@ -166,6 +166,13 @@ def test_a_ticket_may_stand_for_any_of_the_keys(site: Site) -> None:
         assert (b"authorization", f"Bearer {key}".encode()) in site.seen[-1]["headers"]
 
 
+def test_a_key_beyond_ascii_opens_a_websocket_as_it_opens_a_request() -> None:
+    """A browser sends `ü` in a header as one byte; the ticket that this buys is good for that key."""
+    site = Site(["schlüssel"])
+    assert site.ask("/work", authorization="Bearer schlüssel")[0] == 200
+    assert site.connect(protocols=(f"ticket.{site.ticket('schlüssel')}",)) == "websocket.accept"
+
+
 def test_open_paths_are_the_probes_and_what_the_page_adds() -> None:
     """One that is added opens; nothing else does, and the probes stay open."""
     site = Site(open_paths=("/page",))
