@@ -144,7 +144,7 @@ def test_one_slow_step_of_the_first_three_is_not_the_estimate() -> None:
         model = StepCostModel()
         for step in range(3):
             model.observe(50.0, 0.0, 0.0, 9.0 if step == position else 0.1)
-        most_s = 1.0 if position == 0 else 0.12
+        most_s = 1.0 if position == 0 else 0.25
         assert 0.08 < model.costs.of_chunk(1, 50.0, started=True) < most_s, position
 
 
