@@ -194,6 +194,7 @@ def test_predicted_end_counts_what_is_due_before() -> None:
         pytest.param([Demand(3.0, 0.4)], Demand(0.75, 0.4), True, id="beside a slow one"),
         pytest.param([], Demand(0.75, 0.8), False, id="not even alone"),
         pytest.param([Demand(0.75, 0.4)], Demand(0.75, 0.0), True, id="nothing known: taken"),
+        pytest.param([Demand(0.75, 0.9)], Demand(0.75, 0.0), True, id="nothing known: taken beside any others"),
     ],
 )
 def test_a_stream_that_cannot_be_held_is_refused(others: list[Demand], new: Demand, held: bool) -> None:
