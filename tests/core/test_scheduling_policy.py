@@ -312,6 +312,7 @@ def test_what_a_request_takes_at_its_level(
     request = live("a", 9, steps_left, started=started, size=0.5, level=level)
     assert costs.of_step(request) == step_s
     assert costs.of_chunk(steps_left, 0.5, started, level) == chunk_s
+    assert level or costs.of_chunk(steps_left, 0.5, started) == chunk_s, "full quality, unless told"
 
 
 def test_the_end_is_predicted_from_everybody_ahead() -> None:

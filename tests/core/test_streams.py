@@ -145,6 +145,7 @@ def test_a_neighbours_degraded_chunk_counts_as_what_it_takes() -> None:
         ({"omni": {"session_id": 3, "chunk_index": "x"}}, RequestFields("r", math.inf)),
         ({"omni": {"session_id": "s", "op": "close"}}, RequestFields("s", math.inf, is_chunk=False)),
         ({"omni": {"session_id": "s", "deadline_s": -1, "chunk_period_s": "1"}}, RequestFields("s", math.inf)),
+        ({"omni": {"session_id": "s", "deadline_s": 0, "chunk_period_s": math.inf}}, RequestFields("s", math.inf)),
         (
             {"omni": {"session_id": "s", "chunk_index": 3, "deadline_s": 1, "chunk_period_s": 0.5}},
             RequestFields("s", 3, deadline_s=1.0, period_s=0.5),
