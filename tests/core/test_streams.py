@@ -345,3 +345,48 @@ def test_quality_is_decided_with_what_is_ahead() -> None:
     alone = Streams(10.0)
     alone.add("s0", fields("s", deadline_s=1e-6), 0.0)
     assert alone.decide_level("s0", 0.0, alone.runnable(()), costs) == 0
+
+
+def test_turns_go_by_chunk_index_whatever_requests_are_called() -> None:
+    """Ids are random: of two, the one whose name sorts first need not be due first."""
+    streams = Streams(10.0)
+    streams.add("a", fields("s", 2), 0.0)
+    streams.add("z", fields("s", 1), 0.0)
+    assert heads(streams) == ["z"] and streams.may_step("z") and not streams.may_step("a")
+    streams.end_turn("z", 0.0)
+    for name in "zb":
+        streams.add(name, fields("t", math.inf), 0.0)
+    assert heads(streams) == ["a", "z"], "without an index by arrival"
+
+
+def test_streams_without_a_rate_hide_none_with_one() -> None:
+    """Each demand counts, in whatever order the streams were used."""
+    streams = Streams(10.0)
+    streams.add("r0", fields("r"), 0.0)
+    finish(streams, "r0")
+    streams.add("s0", fields("s", period_s=0.25), 0.0)
+    finish(streams, "s0", num_steps=2)
+    assert streams.refusal(fields("new", period_s=0.25), 0.5, COSTS) is not None
+
+
+def test_a_stream_is_refused_by_what_chunks_took_at_full_quality_and_by_nothing_else() -> None:
+    """Before anything is known every stream is taken; a cheaper level that was seen does not make room."""
+    streams = Streams(10.0, num_levels=2)
+    new = fields("new", period_s=0.05)
+    assert streams.refusal(new, 0.0, StepCosts(size_s=100.0)) is None
+    streams.add("s0", fields("s", deadline_s=9.0), 0.0)
+    finish(streams, "s0", num_steps=8)
+    streams._typical.steps[1] = 1
+    assert streams.refusal(fields("new", period_s=0.5), 0.0, COSTS) is not None
+    assert streams.refusal(fields("new", period_s=0.9), 0.0, COSTS) is None
+
+
+def test_the_first_level_that_is_in_time_is_taken() -> None:
+    """Each at what its own end takes: 0.7, 0.45 and 0.4 s here."""
+    costs = StepCosts(size_s=0.1, last_s=0.3, degraded_last_s=(0.05, 0.0))
+    for deadline_s, level in ((0.75, 0), (0.5, 1), (0.42, 2)):
+        streams = Streams(10.0, num_levels=3)
+        streams.add("s0", fields("s", 0), 0.0)
+        finish(streams, "s0", num_steps=4)
+        streams.add("s1", fields("s", 1, deadline_s=deadline_s), 10.0)
+        assert streams.decide_level("s1", 10.0, streams.runnable(()), costs) == level
