@@ -51,10 +51,11 @@ def told(state: RequestState) -> tuple[str, str] | None:
 
 
 def test_one_rank_decides_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is sent; whoever waits takes no part and has not failed."""
+    """Nothing is sent; whoever waits takes no part and has not failed, wherever it stands in the batch."""
     others = Others(monkeypatch)
     good, bad, late = request("a"), request("b", None, OWN), request("c", None)
     assert names(ranks().alive([good, bad, late], [late], None)) == "a"
+    assert names(ranks().alive([late, bad, good], [late], None)) == "a"
     assert (told(good), bad.failure, told(late)) == (None, OWN, None) and others.asked == []
 
 
@@ -128,12 +129,12 @@ def test_before_something_shared_one_failure_is_everybodys(monkeypatch: pytest.M
 
 def test_the_tightest_rank_sets_the_number_of_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     """In sessions, not in bytes: a rank's share of one may be larger. A rank that holds none of it has no say."""
-    others = Others(monkeypatch, [2.5], [19.0], [3.0])
+    others = Others(monkeypatch, [2.5], [19.0], [3.0], [float("inf")])
     assert ranks(world=2).budget(1000, 100) == 250
     assert ranks(world=2).budget(1000, 100) == 1000
-    assert ranks(world=2).budget(1000, 0) == 0
-    assert others.asked == [("all", [10.0]), ("all", [10.0]), ("all", [float("inf")])]
-    assert ranks().budget(1000, 0) == 1000 and len(others.asked) == 3
+    assert ranks(world=2).budget(1000, 0) == ranks(world=2).budget(1000, 0) == 0
+    assert others.asked == [("all", [10.0])] * 2 + [("all", [float("inf")])] * 2
+    assert ranks().budget(1000, 0) == 1000 and len(others.asked) == 4
 
 
 def test_time_stands_still_where_ranks_must_not_differ(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,3 +172,17 @@ def test_a_chunk_that_is_released_before_its_end_has_failed() -> None:
     runs.flights.release(two.chunk)  # type: ignore[arg-type]
     assert told(three) == PREDECESSOR and runs.flights.count("s") == 0
     assert runs.flights.failed("s", 2) is None and runs.flights.failed("s", 3) is three.chunk
+
+
+def test_only_those_behind_a_failed_chunk_fail_with_it() -> None:
+    """One that follows a chunk at work is at work, also while failed ones of its session are not released yet."""
+    runs = Sessions(4)
+    gone = [runs.begin("s1", index=1), runs.begin("s2", index=2)]
+    runs.flights.fail(gone[0].chunk)  # type: ignore[arg-type]
+    again = runs.begin("s1", index=1)
+    behind = runs.begin("s2", index=2, behind=again.chunk)
+    assert told(again) is told(behind) is None and runs.flights.count("s") == 2
+    other = runs.begin("t1", index=1)
+    assert told(runs.begin("t2", index=2, behind=other.chunk)) is None and runs.flights.count("t") == 2
+    assert told(runs.begin("s3", index=3, behind=gone[1].chunk)) == PREDECESSOR
+    assert told(runs.begin("s2", index=2, behind=gone[0].chunk)) == PREDECESSOR
