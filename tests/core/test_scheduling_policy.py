@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The deadline policy as decision tables, and what holds for any live requests (hypothesis)."""
 
+import dataclasses
 import math
+import random
 from typing import Any
 
 import pytest
@@ -192,6 +194,7 @@ def test_predicted_end_counts_what_is_due_before() -> None:
         pytest.param([Demand(3.0, 0.4)], Demand(0.75, 0.4), True, id="beside a slow one"),
         pytest.param([], Demand(0.75, 0.8), False, id="not even alone"),
         pytest.param([Demand(0.75, 0.4)], Demand(0.75, 0.0), True, id="nothing known: taken"),
+        pytest.param([Demand(0.75, 0.9)], Demand(0.75, 0.0), True, id="nothing known: taken beside any others"),
     ],
 )
 def test_a_stream_that_cannot_be_held_is_refused(others: list[Demand], new: Demand, held: bool) -> None:
@@ -221,3 +224,126 @@ def test_costs_add_up() -> None:
     fresh = live("a", math.inf, 1, started=False, size=2.0)
     assert costs.of_step(fresh) == pytest.approx(0.84)
     assert costs.of_chunk(5, 2.0) == pytest.approx(5 * 0.01 + 2 * (5 * 0.1 + 0.02 + 0.3))
+
+
+def chosen_by_definition(requests: list[LiveRequest], costs: StepCosts, most: int) -> list[LiveRequest]:
+    """What `choose_batch` promises, reckoned anew for every size of the batch. Exact for numbers like 3/8."""
+    queue = sorted(requests, key=lambda r: (r.due_s, r.order))
+    most = min(most, len(queue))
+    if costs.step_s <= 0 and costs.size_s <= 0:
+        return queue[:most]
+    slacks: list[float | None] = []  # None: it has no deadline
+    clock = 0.0
+    for r in queue:
+        alone = costs.of_chunk(r.steps_left, r.size, r.started, r.level) if r.has_deadline else one_step(r, costs)
+        clock += max(0.0, alone)
+        slacks.append(r.due_s - clock if r.has_deadline else None)
+    timed = [slack for slack in slacks if slack is not None]
+    if 2 * sum(slack < 0 for slack in timed) > len(timed):
+        slacks = [None if slack is None else -1.0 for slack in slacks]
+    best, best_wait = 1, 0.0
+    for k in range(1, most + 1):
+        together = costs.step_s + sum(costs.of_step(r) for r in queue[:k])
+        # How much later than one by one the batch lets each request have its step.
+        later = [together - sum(one_step(r, costs) for r in queue[: min(i, k - 1) + 1]) for i in range(len(queue))]
+        kept = all(slack is None or slack < 0 or late <= slack for slack, late in zip(slacks, later, strict=True))
+        wait = sum(late for slack, late in zip(slacks, later, strict=True) if slack is not None and slack < 0)
+        if k == 1 or (kept and wait <= best_wait):
+            best, best_wait = k, wait if k > 1 else 0.0
+    return queue[:best]
+
+
+def one_step(request: LiveRequest, costs: StepCosts) -> float:
+    return costs.step_s + costs.of_step(request)
+
+
+@pytest.mark.parametrize("tight", [0.5, 1.0, 2.0, 8.0])
+def test_the_batch_is_the_one_that_the_definition_gives(tight: float) -> None:
+    """A thousand random queues, deadlines `tight` times the work that is there on average; all sums are exact.
+
+    Costs of beginning and ending may be below zero: they are fitted to measurements.
+    """
+    rng = random.Random(int(tight * 8))
+    sizes = set()
+    for _ in range(1000):
+        step_s, size_s = rng.choice([(0, 0), (0, 1 / 8), (1, 0), (1, 1 / 8), (1 / 8, 1), (4, 1)])
+        first_s, last_s, less_s = (rng.choice([0, 0, 1 / 4, 1, 3, -1 / 2, -4]) for _ in range(3))
+        costs = StepCosts(step_s, size_s, first_s, last_s, rng.choice([(), (less_s, less_s - 1 / 8)]))
+        count = rng.randint(1, 7)
+        work = max(1, round(tight * count * 2))
+        requests = [
+            LiveRequest(
+                str(number),
+                rng.randint(-4, 8 * work) / 8,
+                rng.random() < 0.8,
+                rng.choice([1, 1, 2, 3]),
+                rng.random() < 0.6,
+                rng.choice([0.5, 1, 2]),
+                order,
+                level=rng.choice([0, 0, 1, 2]),
+            )
+            for number, order in enumerate(rng.sample(range(100), count))
+        ]
+        most = rng.randint(1, 6)
+        expected = chosen_by_definition(requests, costs, most)
+        assert choose_batch(0.0, requests, costs, most) == expected, (requests, costs, most)
+        later = [dataclasses.replace(r, due_s=r.due_s + 64) for r in requests]
+        assert len(choose_batch(64.0, later, costs, most)) == len(expected), "only the time left matters"
+        sizes.add(len(expected))
+    assert sizes >= {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("costs", "level", "steps_left", "started", "step_s", "chunk_s"),
+    [
+        (StepCosts(1, 2, 4, 8), 0, 3, True, 2 * 0.5, 3 * 1 + (3 * 2 + 8) * 0.5),
+        (StepCosts(1, 2, 4, 8), 0, 3, False, (2 + 4) * 0.5, 3 * 1 + (3 * 2 + 8 + 4) * 0.5),
+        (StepCosts(1, 2, 4, 8), 2, 1, True, (2 + 8) * 0.5, 1 + (2 + 8) * 0.5),
+        (StepCosts(1, 2, 4, 8, (16, 32)), 0, 1, True, (2 + 8) * 0.5, 1 + (2 + 8) * 0.5),
+        (StepCosts(1, 2, 4, 8, (16, 32)), 1, 1, True, (2 + 16) * 0.5, 1 + (2 + 16) * 0.5),
+        (StepCosts(1, 2, 4, 8, (16, 32)), 2, 1, False, (2 + 32 + 4) * 0.5, 1 + (2 + 32 + 4) * 0.5),
+        (StepCosts(1, 2, 4, -100), 0, 2, True, 2 * 0.5, 0.0),
+    ],
+)
+def test_what_a_request_takes_at_its_level(
+    costs: StepCosts, level: int, steps_left: int, started: bool, step_s: float, chunk_s: float
+) -> None:
+    """Of size 0.5; its next step, and all that are left."""
+    request = live("a", 9, steps_left, started=started, size=0.5, level=level)
+    assert costs.of_step(request) == step_s
+    assert costs.of_chunk(steps_left, 0.5, started, level) == chunk_s
+    assert level or costs.of_chunk(steps_left, 0.5, started) == chunk_s, "full quality, unless told"
+
+
+def test_the_end_is_predicted_from_everybody_ahead() -> None:
+    """Chunks with a deadline to their end, of the others one step each; at their level, and begun or not."""
+    costs = StepCosts(1, 2, 4, 8, (16,))
+    requests = [
+        live("a", 1, 2, level=1),
+        live("b", 2, 3, has_deadline=False, started=False),
+        live("c", 2, 1, started=False),
+        live("d", 2, 1),
+    ]
+    alone_s = [2 * 1 + 2 * 2 + 16, 1 + 2 + 4, 1 + 2 + 4 + 8, 1 + 2 + 8]
+    for index, request in enumerate(requests):
+        assert predicted_end_s(100.0, request, requests[::-1], costs) == 100.0 + sum(alone_s[: index + 1])
+
+
+def test_a_refusal_names_the_numbers() -> None:
+    """What the stream would take, what the others take, what there is, and what to do."""
+    assert refuses([Demand(0.5, 0.1), Demand(1.0, 0.25)], Demand(0.75, 0.6)) == (
+        "a chunk every 0.75 s would take 80% of the engine's time, 2 live streams take 45%, and together at most 95% "
+        "can be held: ask for fewer frames a second or try again later"
+    )
+    assert refuses([], Demand(1.0, MAX_UTILISATION)) is None, "exactly all that may be held"
+    assert refuses([Demand(1.0, 0.9)], Demand(1.0, 0.05 + 1e-6)) is not None
+
+
+def test_a_better_level_needs_a_tenth_of_a_period_more() -> None:
+    """To the moment; the level that a stream has needs none, a worse one neither."""
+    assert choose_level(1, [0.5, 0.25], 1.75, start_s=1.0, period_s=2.5) == 0
+    assert choose_level(1, [0.5, 0.25], 1.74, start_s=1.0, period_s=2.5) == 1
+    assert choose_level(0, [0.5, 0.25], 1.5, start_s=1.0, period_s=2.5) == 0
+    assert choose_level(2, [9, 8, 0.5, 0.25], 1.5, start_s=1.0, period_s=2.5) == 2
+    assert choose_level(2, [9, 8, 0.5, 0.25], 1.25, start_s=1.0, period_s=2.5) == 3
+    assert choose_level(2, [9, 8, 0.5, 0.25], 1.2, start_s=1.0, period_s=2.5) == 3

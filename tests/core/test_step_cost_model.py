@@ -112,3 +112,54 @@ def test_steps_that_say_nothing_are_left_out(bad: tuple[float, float, float, flo
     model = StepCostModel()
     model.observe(*bad)
     assert model.num_observed == 0 and model.costs == StepCosts()
+
+
+@pytest.mark.parametrize("scale", [1.0, 64.0, 0.25])
+def test_every_part_is_found_in_the_unit_of_the_sizes(scale: float) -> None:
+    """From steps without noise, whatever sizes are counted in; each part within 5 %."""
+    true = StepCosts(step_s=0.2, size_s=0.5 / scale, first_s=0.8 / scale, last_s=0.3 / scale)
+    model, rng = StepCostModel(), random.Random(7)
+    for _ in range(400):
+        total, first, last = (scale * rng.randint(low, 4) for low in (1, 0, 0))
+        model.observe(total, first, last, duration_s(true, total, first, last))
+    for name in ("step_s", "size_s", "first_s", "last_s"):
+        assert getattr(model.costs, name) == pytest.approx(getattr(true, name), rel=0.05), name
+    assert model.costs.degraded_last_s == (), "no levels, nothing about them"
+
+
+def test_it_is_fitted_after_each_early_step_and_then_after_every_fourth() -> None:
+    """A fit costs the scheduler time; the first ones are worth it."""
+    model, fitted = StepCostModel(), []
+    for step in range(1, 34):
+        before = model.costs
+        model.observe(100.0, 0.0, 0.0, 0.05)
+        if model.costs is not before:
+            fitted.append(step)
+    assert fitted == [*range(1, 25), 28, 32]
+
+
+def test_one_slow_step_of_the_first_three_is_not_the_estimate() -> None:
+    """Wherever it is among them; the very first one still weighs a ninth of what it took, until more have been seen."""
+    for position in range(3):
+        model = StepCostModel()
+        for step in range(3):
+            model.observe(50.0, 0.0, 0.0, 9.0 if step == position else 0.1)
+        most_s = 1.0 if position == 0 else 0.25
+        assert 0.08 < model.costs.of_chunk(1, 50.0, started=True) < most_s, position
+
+
+def test_steps_without_degraded_chunks_need_not_say_so() -> None:
+    """Leaving the sizes out is the same as zeros."""
+    told, untold = StepCostModel(num_levels=3), StepCostModel(num_levels=3)
+    for number in range(8):
+        last = 100.0 * (number % 2)
+        told.observe(100.0, 0.0, last, 0.05 + last / 1000, [0.0, 0.0])
+        untold.observe(100.0, 0.0, last, 0.05 + last / 1000)
+    assert told.costs == untold.costs and len(told.costs.degraded_last_s) == 2
+
+
+def test_the_smallest_step_counts() -> None:
+    """A size below one, and one that takes no time by the clock."""
+    model = StepCostModel()
+    model.observe(0.5, 0.0, 0.0, 0.0)
+    assert model.num_observed == 1

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from vllm_omni.core.sched.policy import StepCosts
-from vllm_omni.core.sched.streams import RequestFields, Streams
+from vllm_omni.core.sched.policy import LiveRequest, StepCosts
+from vllm_omni.core.sched.streams import RequestFields, Stream, Streams
 from vllm_omni.core.step_output import ChunkProgress
 
 COSTS = StepCosts(size_s=0.1)
@@ -145,6 +145,7 @@ def test_a_neighbours_degraded_chunk_counts_as_what_it_takes() -> None:
         ({"omni": {"session_id": 3, "chunk_index": "x"}}, RequestFields("r", math.inf)),
         ({"omni": {"session_id": "s", "op": "close"}}, RequestFields("s", math.inf, is_chunk=False)),
         ({"omni": {"session_id": "s", "deadline_s": -1, "chunk_period_s": "1"}}, RequestFields("s", math.inf)),
+        ({"omni": {"session_id": "s", "deadline_s": 0, "chunk_period_s": math.inf}}, RequestFields("s", math.inf)),
         (
             {"omni": {"session_id": "s", "chunk_index": 3, "deadline_s": 1, "chunk_period_s": 0.5}},
             RequestFields("s", 3, deadline_s=1.0, period_s=0.5),
@@ -162,3 +163,230 @@ def test_memory_of_streams_is_bounded() -> None:
         streams.add(str(number), fields(f"s{number}"), 0.0)
         finish(streams, str(number))
     assert len(streams) == 0 and len(streams._streams) == 4096
+
+
+def only(streams: Streams, name: str) -> LiveRequest:
+    live = streams.get(name)
+    assert live is not None
+    return live
+
+
+def test_what_a_request_is_expected_to_take_before_its_first_step() -> None:
+    """A chunk with a deadline as the stream's last one, at its level; one without at full quality; others one step."""
+    streams = Streams(10.0, num_levels=2)
+    streams.add("s0", fields("s", 0, deadline_s=5.0), 0.0)
+    finish(streams, "s0", num_steps=8, size=30)
+    streams.add("s1", fields("s", 1, deadline_s=0.1), 1.0)
+    assert streams.decide_level("s1", 1.0, streams.runnable(()), COSTS) == 1
+    finish(streams, "s1", num_steps=3, size=20)
+    for name, asked in (
+        ("timed", fields("s", 2, deadline_s=1.0)),
+        ("patient", fields("s", 3)),
+        ("close", RequestFields("s", 4, is_chunk=False, deadline_s=1.0)),
+    ):
+        streams.add(name, asked, 50.0)
+    timed, patient, close = (only(streams, name) for name in ("timed", "patient", "close"))
+    assert (timed.level, timed.steps_left, timed.size, timed.due_s, timed.has_deadline) == (1, 3, 20.0, 51.0, True)
+    assert (patient.level, patient.steps_left, patient.size, patient.has_deadline) == (0, 8, 20.0, False)
+    assert (close.level, close.steps_left, close.size, close.due_s) == (0, 1, 0.0, 51.0)
+    assert [live.order for live in (timed, patient, close)] == [2, 3, 4]
+    assert all((live.step, live.started) == (0, False) for live in (timed, patient, close))
+
+
+def test_where_a_chunk_stands_after_a_step() -> None:
+    """As its worker says; if it says nothing, one step less, never none; sizes are at least one."""
+    streams = Streams(10.0)
+    streams.add("s0", fields("s"), 0.0)
+    live = only(streams, "s0")
+    streams.advance("s0", ChunkProgress(2, 6, 0), 1.0)
+    assert (live.step, live.steps_left, live.size, live.started) == (2, 4, 1.0, True)
+    for left in (3, 2, 1, 1):
+        streams.advance("s0", None, 1.0)
+        assert live.steps_left == left and live.step == 2
+    streams.advance("s0", ChunkProgress(6, 6, 7), 1.0)
+    assert (live.step, live.steps_left, live.size) == (6, 1, 7.0)
+    streams.mark_stepped("s0")
+    assert live.step == 7
+    streams.advance("nobody", None, 1.0), streams.mark_stepped("nobody"), streams.committed("nobody")
+    assert streams.get("nobody") is None and streams.may_step("nobody")
+
+
+def test_operations_teach_nothing_about_chunks() -> None:
+    streams = Streams(10.0)
+    streams.add("s0", fields("s"), 0.0)
+    finish(streams, "s0", num_steps=5, size=9)
+    streams.add("fork", RequestFields("s", math.inf, is_chunk=False), 0.0)
+    streams.add("s1", fields("s", 1), 0.0)
+    streams.advance("fork", ChunkProgress(1, 77, 77), 0.0)
+    streams.end_turn("fork", 0.0)
+    streams.add("t0", fields("t"), 0.0)
+    assert [(only(streams, name).steps_left, only(streams, name).size) for name in ("s1", "t0")] == [(5, 9.0)] * 2
+
+
+def test_a_stream_is_forgotten_with_its_last_operation_only() -> None:
+    """While another chunk waits behind a `reset`, the stream keeps what it knows; a chunk's end forgets nothing."""
+    streams = Streams(10.0)
+    streams.add("reset", RequestFields("s", 0, is_chunk=False), 0.0)
+    streams.add("s0", fields("s", 1), 0.0)
+    streams.end_turn("reset", 0.0)
+    assert set(streams._streams) == {"s"} and heads(streams) == ["s0"]
+    streams.end_turn("s0", 0.0)
+    assert set(streams._streams) == {"s"} and streams._active == {}
+    streams.add("close", RequestFields("s", 2, is_chunk=False), 0.0)
+    streams.end_turn("close", 0.0)
+    assert not streams._streams and not streams._entries and not streams._patient
+
+
+def test_of_many_streams_those_used_last_are_remembered() -> None:
+    """A new one takes the place of the one that asked longest ago, unless that is waiting for an answer."""
+    streams = Streams(10.0)
+    for number in range(4096):
+        streams.add(str(number), fields(f"s{number}"), 0.0)
+        if number:
+            finish(streams, str(number))
+    streams.add("again", fields("s1", 1), 0.0)
+    streams.end_turn("again", 0.0)
+    streams.add("one more", fields("new"), 0.0)
+    assert len(streams._streams) == 4097 and "s0" in streams._streams, "the oldest one waits"
+    streams.end_turn("0", 0.0)
+    streams.add("another", fields("newer"), 0.0)
+    assert len(streams._streams) == 4096 and "s1" in streams._streams
+    assert not {"s0", "s2"} & set(streams._streams)
+
+
+def test_steps_without_a_deadline_are_due_one_after_the_other() -> None:
+    """From the last one that any of them took, or from the first arrival; one with a deadline changes nothing."""
+    streams = Streams(2.0)
+    streams.add("a", fields("a"), 100.0)
+    streams.add("b", fields("b"), 105.0)
+    streams.add("timed", fields("c", deadline_s=1.0), 106.0)
+    streams.advance("timed", ChunkProgress(1, 4, 1), 107.0)
+    streams.runnable(())
+    assert [only(streams, name).due_s for name in ("a", "b", "timed")] == [102.0, 104.0, 107.0]
+    streams.advance("b", None, 110.0)
+    streams.runnable(())
+    assert [only(streams, name).due_s for name in "ba"] == [112.0, 114.0]
+    assert [request.request_id for request in streams.runnable({"b"})] == ["a", "timed"]
+    assert only(streams, "a").due_s == 112.0, "those in flight are not counted"
+    for name in "ab":
+        streams.end_turn(name, 111.0)
+    streams.add("d", fields("d"), 200.0)
+    streams.runnable(())
+    assert only(streams, "d").due_s == 202.0
+
+
+def test_steps_of_a_level_never_seen_are_those_of_the_next_better_one() -> None:
+    """Of the stream itself before those of any other; of nobody: one step."""
+    streams = Streams(10.0, num_levels=3)
+    found = [streams._steps(Stream(), level) for level in range(3)]
+    streams._typical.steps = {0: 9, 2: 4}
+    found += [streams._steps(Stream(steps=known), level) for known in ({}, {0: 8}, {1: 6}) for level in range(3)]
+    assert found == [1, 1, 1, 9, 9, 4, 8, 8, 8, 9, 6, 6]
+    assert streams._size(Stream()) == 1.0 and streams._size(Stream(size=3.0)) == 3.0
+    streams._typical.size = 5.0
+    assert streams._size(Stream()) == 5.0 and streams._size(Stream(size=3.0)) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("period_s", "silent_s", "live"),
+    [(0.25, 1.0, True), (0.25, 1.01, False), (0.5, 1.5, True), (0.5, 1.51, False)],
+)
+def test_a_stream_counts_for_three_of_its_periods_and_at_least_a_second(
+    period_s: float, silent_s: float, live: bool
+) -> None:
+    """From its last result; while a chunk of it waits, always."""
+    streams = Streams(10.0)
+    streams.add("s0", fields("s", period_s=period_s), 0.0)
+    new = fields("new", math.inf, period_s=0.15)
+    finish(streams, "s0", now_s=100.0)
+    assert (streams.refusal(new, 100.0 + silent_s, StepCosts(size_s=0.07)) is not None) == live
+    streams.add("s1", fields("s", 1), 100.5)
+    assert streams.refusal(new, 900.0, StepCosts(size_s=0.07)) is not None
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [
+        (fields("new", 0, period_s=0.1), True),
+        (fields("new", math.inf, period_s=0.1), True),
+        (fields("new", 1, period_s=0.1), False),
+        (fields("new", 0), False),
+        (fields("s", 0, period_s=0.1), False),
+        (RequestFields("new", math.inf, is_chunk=False, period_s=0.1), False),
+    ],
+)
+def test_which_requests_begin_a_stream(asked: RequestFields, refused: bool) -> None:
+    """A first chunk, or one without a number, of a session that is not known, with a rate."""
+    streams = Streams(10.0)
+    streams.add("s0", fields("s"), 0.0)
+    finish(streams, "s0", num_steps=2)
+    assert (streams.refusal(asked, 0.0, COSTS) is not None) == refused
+
+
+def test_quality_is_decided_with_what_is_ahead() -> None:
+    """The chunk's own steps do not count as ahead of it; without levels, deadline or chunk there is none to decide."""
+    costs = StepCosts(size_s=1.0)
+    streams = Streams(10.0, num_levels=2)
+    for name in "ns":
+        streams.add(f"{name}0", fields(name, 0), 0.0)
+        finish(streams, f"{name}0", num_steps=4, now_s=0.0)
+    streams._typical.steps[1] = 2
+    streams.add("n1", fields("n", 1, deadline_s=3.0), 10.0)
+    streams.add("s1", fields("s", 1, deadline_s=8.0), 10.0)
+    streams.add("p0", fields("p", 1), 10.0)
+    streams.add("close", RequestFields("q", math.inf, is_chunk=False, deadline_s=0.1), 10.0)
+    ahead = streams.runnable(())
+    for name, level in (("s1", 0), ("p0", 0), ("close", 0)):
+        assert streams.decide_level(name, 10.0, ahead, costs) == level
+    only(streams, "s1").due_s = 17.9
+    assert streams.decide_level("s1", 10.0, ahead, costs) == 1
+    request = only(streams, "s1")
+    assert (request.level, request.steps_left, streams._streams["s"].level) == (1, 4, 1)
+    alone = Streams(10.0)
+    alone.add("s0", fields("s", deadline_s=1e-6), 0.0)
+    assert alone.decide_level("s0", 0.0, alone.runnable(()), costs) == 0
+
+
+def test_turns_go_by_chunk_index_whatever_requests_are_called() -> None:
+    """Ids are random: of two, the one whose name sorts first need not be due first."""
+    streams = Streams(10.0)
+    streams.add("a", fields("s", 2), 0.0)
+    streams.add("z", fields("s", 1), 0.0)
+    assert heads(streams) == ["z"] and streams.may_step("z") and not streams.may_step("a")
+    streams.end_turn("z", 0.0)
+    for name in "zb":
+        streams.add(name, fields("t", math.inf), 0.0)
+    assert heads(streams) == ["a", "z"], "without an index by arrival"
+
+
+def test_streams_without_a_rate_hide_none_with_one() -> None:
+    """Each demand counts, in whatever order the streams were used."""
+    streams = Streams(10.0)
+    streams.add("r0", fields("r"), 0.0)
+    finish(streams, "r0")
+    streams.add("s0", fields("s", period_s=0.25), 0.0)
+    finish(streams, "s0", num_steps=2)
+    assert streams.refusal(fields("new", period_s=0.25), 0.5, COSTS) is not None
+
+
+def test_a_stream_is_refused_by_what_chunks_took_at_full_quality_and_by_nothing_else() -> None:
+    """Before anything is known every stream is taken; a cheaper level that was seen does not make room."""
+    streams = Streams(10.0, num_levels=2)
+    new = fields("new", period_s=0.05)
+    assert streams.refusal(new, 0.0, StepCosts(size_s=100.0)) is None
+    streams.add("s0", fields("s", deadline_s=9.0), 0.0)
+    finish(streams, "s0", num_steps=8)
+    streams._typical.steps[1] = 1
+    assert streams.refusal(fields("new", period_s=0.5), 0.0, COSTS) is not None
+    assert streams.refusal(fields("new", period_s=0.9), 0.0, COSTS) is None
+
+
+def test_the_first_level_that_is_in_time_is_taken() -> None:
+    """Each at what its own end takes: 0.7, 0.45 and 0.4 s here."""
+    costs = StepCosts(size_s=0.1, last_s=0.3, degraded_last_s=(0.05, 0.0))
+    for deadline_s, level in ((0.75, 0), (0.5, 1), (0.42, 2)):
+        streams = Streams(10.0, num_levels=3)
+        streams.add("s0", fields("s", 0), 0.0)
+        finish(streams, "s0", num_steps=4)
+        streams.add("s1", fields("s", 1, deadline_s=deadline_s), 10.0)
+        assert streams.decide_level("s1", 10.0, streams.runnable(()), costs) == level

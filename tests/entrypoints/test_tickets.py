@@ -2,11 +2,14 @@
 """Tickets: good once, for seconds, for one origin, in every process with the same secret; nothing else is taken."""
 
 import base64
+import hashlib
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_omni.entrypoints import tickets as tickets_module
 from vllm_omni.entrypoints.tickets import SECRET_VARIABLE, TicketError, TicketOffice, derive_secret
 
 ORIGIN = "https://world.example"
@@ -105,3 +108,82 @@ def test_the_secret_comes_from_keys_and_environment() -> None:
     environments = (shared, {}, {SECRET_VARIABLE: "x"})
     secrets = [derive_secret(keys, environ) for keys in (["a", "b"], ["a"], ["ab"]) for environ in environments]
     assert len(set(secrets)) == len(secrets)
+
+
+@pytest.mark.parametrize("spoiler", ["!", "\n", " ", "+"])
+def test_a_ticket_has_one_spelling(clock: Clock, spoiler: str) -> None:
+    """Characters that base64 does not have are not skipped, wherever they stand."""
+    ticket = office(clock).issue(0, ORIGIN)
+    for place in (0, 20, len(ticket)):
+        with pytest.raises(TicketError, match=r"^(not base64|signature or origin differs)$"):
+            office(clock).take(ticket[:place] + spoiler * 4 + ticket[place:], ORIGIN)
+    assert office(clock).take(ticket, ORIGIN) == 0
+
+
+def test_a_ticket_has_47_characters_that_need_no_escaping(clock: Clock) -> None:
+    """Of the URL-safe alphabet, without padding: it also serves as a subprotocol's name."""
+    assert all(re.fullmatch(r"[\w-]{47}", office(clock).issue(0, ORIGIN), re.ASCII) for _ in range(50))
+
+
+def test_a_ticket_for_a_key_that_this_server_does_not_have_is_refused(clock: Clock) -> None:
+    """The first number that is too large, signed as it should be."""
+    larger = TicketOffice(b"secret", 4, now=clock)
+    for key_index in (2, 3):
+        with pytest.raises(TicketError, match=r"^made by another server$"):
+            office(clock).take(larger.issue(key_index, ORIGIN), ORIGIN)
+    assert office(clock).take(larger.issue(1, ORIGIN), ORIGIN) == 1
+
+
+def test_a_ticket_of_another_version_is_refused(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its key's number means something else then, however well it is signed."""
+    monkeypatch.setattr(tickets_module, "_VERSION", 2)
+    ticket = office(clock).issue(0, ORIGIN)
+    monkeypatch.undo()
+    with pytest.raises(TicketError, match=r"^made by another server$"):
+        office(clock).take(ticket, ORIGIN)
+
+
+def test_clocks_may_differ_by_a_second(clock: Clock) -> None:
+    """A ticket from a process whose clock is further ahead would live too long: it is refused as an expired one is."""
+    ahead = Clock()
+    for seconds, taken in ((1, True), (1.5, True), (2, False)):
+        ahead.now = clock.now + seconds
+        ticket = office(ahead, ttl_s=30).issue(0, None)
+        if taken:
+            assert office(clock, ttl_s=30).take(ticket, None) == 0
+        else:
+            with pytest.raises(TicketError, match=r"^expired$"):
+                office(clock, ttl_s=30).take(ticket, None)
+
+
+def test_a_used_ticket_is_remembered_until_it_expires(clock: Clock) -> None:
+    """In the last second of its life it is still known as used, and no place is taken for longer."""
+    tickets = office(clock, ttl_s=30, max_remembered=1)
+    ticket = tickets.issue(0, None)
+    tickets.take(ticket, None)
+    clock.now += 29.9
+    with pytest.raises(TicketError, match=r"^used before$"):
+        tickets.take(ticket, None)
+    clock.now += 1.1
+    with pytest.raises(TicketError, match=r"^too many tickets at once$"):
+        tickets.take(tickets.issue(0, None), None)
+    clock.now += 0.1
+    assert tickets.take(tickets.issue(0, None), None) == 0
+
+
+def test_a_shared_secret_may_be_any_bytes() -> None:
+    """The operating system hands over bytes that are not UTF-8 as surrogates; different ones give different secrets."""
+    secrets = {derive_secret(["a"], {SECRET_VARIABLE: text}) for text in ("\udcff", "\udcfe", "ÿ")}
+    assert len(secrets) == 3 and {len(secret) for secret in secrets} == {32}
+
+
+def test_secrets_without_a_shared_one_are_those_of_earlier_versions() -> None:
+    """Processes of a rolling update agree: scrypt over the keys' digests, with parameters that never change."""
+    assert derive_secret(["a", "b"], {}) == hashlib.scrypt(
+        b"\0".join(hashlib.sha256(key).digest() for key in (b"a", b"b")),
+        salt=b"vllm_omni tickets",
+        n=16_384,
+        r=8,
+        p=1,
+        dklen=32,
+    )

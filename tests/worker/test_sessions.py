@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.sessions import SessionStore
@@ -113,3 +114,136 @@ def test_an_unknown_session_is_named(store: SessionStore) -> None:
     """The error says which id and what to do."""
     with pytest.raises(RequestFailed, match=r"unknown_session.*'x'"):
         store.get("x")
+
+
+def failure_of(call: Any, *args: Any) -> tuple[str, str]:
+    with pytest.raises(RequestFailed) as failed:
+        call(*args)
+    return failed.value.code, failed.value.message
+
+
+def test_what_a_refusal_says(store: SessionStore) -> None:
+    """Who is refused, by which bound, and what can be done."""
+    assert failure_of(store.get, "x") == (
+        "unknown_session",
+        "session 'x' is not live here: start it with an image and a prompt",
+    )
+    too_large = ("capacity", "a session needs 26 bytes, all sessions may hold 25")
+    assert failure_of(store.make_room, 26) == too_large
+    store.add(Session("a", 20))
+    assert failure_of(store.make_room, 6) == (
+        "capacity",
+        "1 of 3 sessions hold 20 bytes and none has been idle for 60 s: close one or try again later",
+    )
+
+
+def test_the_bounds_themselves_are_allowed(store: SessionStore, clock: Clock) -> None:
+    """All the bytes, all the sessions, and idle for exactly as long as it takes."""
+    store.make_room(25)
+    store.add(Session("a", 15))
+    store.make_room(10)
+    store.add(Session("b", 10))
+    clock.now = 59.9
+    assert failure_of(store.make_room, 1)[0] == "capacity"
+    clock.now = 60.0
+    store.make_room(1)
+    assert "a" not in store and "b" in store, "no more than needed is closed"
+
+
+def test_the_number_of_sessions_is_bounded_without_a_bound_on_bytes(clock: Clock) -> None:
+    store = SessionStore(2, 60.0, clock=clock)
+    for name in "ab":
+        store.make_room(10**15)
+        store.add(Session(name, 10**15))
+    assert failure_of(store.make_room, 1)[0] == "capacity"
+    clock.now = 60.0
+    store.make_room(1)
+    assert len(store) == 1 and store.stats()["max_bytes"] is None
+
+
+def test_a_session_at_work_makes_no_room_but_the_next_idle_one_does(store: SessionStore, clock: Clock) -> None:
+    """The pinned one is passed over, and as many go as are needed."""
+    for name in "abc":
+        store.add(Session(name, 8))
+    store.pin("a")
+    clock.now = 60.0
+    store.make_room(17)
+    assert [name in store for name in "abc"] == [True, False, False]
+    assert not store.is_pinned("b") and store.is_pinned("a")
+
+
+def test_idle_time_counts_from_the_last_use_by_a_real_clock() -> None:
+    """`time.monotonic` unless told otherwise: nothing is idle for a minute within this test."""
+    store = SessionStore(1, 60.0)
+    store.add(Session("a"))
+    store.get("a")
+    assert failure_of(store.make_room, 1)[0] == "capacity"
+    at_once = SessionStore(1, 0.0)
+    at_once.add(Session("a"))
+    at_once.make_room(1)
+    assert len(at_once) == 0
+
+
+def operation(op: str, session_id: str = "a", fork_to: str | None = None) -> DiffusionParams:
+    return DiffusionParams(session_id=session_id, op=op, fork_to=fork_to)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", ["close", "reset"])
+def test_close_and_reset_free_a_session_and_say_whether_there_was_one(store: SessionStore, op: str) -> None:
+    """The next chunk of a reset session starts afresh under the same id."""
+    session = Session("a")
+    store.add(session)
+    assert store.operate(operation(op)) == {"op": op, "session_id": "a", "existed": True}
+    assert store.operate(operation(op)) == {"op": op, "session_id": "a", "existed": False}
+    assert session.closed == 1 and "a" not in store
+    store.add(Session("a"))
+
+
+def test_a_fork_is_a_session_of_its_own(store: SessionStore, clock: Clock) -> None:
+    """It goes on from the same chunk, fails as its source does, counts in bytes, and is used now."""
+    source = Session("a")
+    source.chunk_index, source.failure = 7, RequestFailed("non_finite", "NaN")
+    store.add(source)
+    clock.now = 30.0
+    assert store.operate(operation("fork", fork_to="b")) == {"op": "fork", "session_id": "b", "chunk_index": 7}
+    assert store.get("b").failure is source.failure and store.nbytes == 20
+    clock.now = 89.0
+    assert failure_of(store.make_room, 10)[0] == "capacity", "the source was used for the fork"
+
+
+@pytest.mark.parametrize("fork_to", ["a", "b", None])
+def test_a_fork_needs_a_new_name(store: SessionStore, fork_to: str | None) -> None:
+    store.add(Session("a", 1)), store.add(Session("b", 1))
+    text = f"fork_to must name a new session, got {fork_to!r}"
+    assert failure_of(store.operate, operation("fork", fork_to=fork_to)) == ("invalid_request", text)
+    assert failure_of(store.operate, operation("fork", "x", "c"))[0] == "unknown_session"
+    assert len(store) == 2
+
+
+def test_a_fork_that_does_not_fit_is_refused(store: SessionStore) -> None:
+    store.add(Session("a", 13))
+    assert failure_of(store.operate, operation("fork", fork_to="b"))[0] == "capacity"
+    assert "b" not in store
+
+
+def test_all_sessions_are_moved_closed_and_listed(store: SessionStore) -> None:
+    """In the order of their ids wherever the order matters, whoever used them last."""
+    moved: list[tuple[str, Any]] = []
+    sessions = [Session(name, 5) for name in ("c", "a", "b")]
+    for index, session in enumerate(sessions):
+        session.chunk_index = index
+        session.to = lambda device, name=session.session_id: moved.append((name, device))  # type: ignore[misc,assignment]
+        store.add(session)
+    store.get("c")
+    assert [session.session_id for session in store.in_order_of_id()] == ["a", "b", "c"]
+    assert store.stats() == {
+        "sessions": 3,
+        "max_sessions": 3,
+        "bytes": 15,
+        "max_bytes": 25,
+        "chunks": {"a": 1, "b": 2, "c": 0},
+    }
+    store.to("cpu")
+    assert sorted(moved) == [("a", "cpu"), ("b", "cpu"), ("c", "cpu")]
+    store.close_all()
+    assert len(store) == 0 and [session.closed for session in sessions] == [1, 1, 1] and store._last_used == {}

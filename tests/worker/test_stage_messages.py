@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.stage_messages import ChunkNote, StageNote, together, unpack
+from vllm_omni.worker.stage_messages import ChunkNote, StageNote, padding, together, unpack
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -39,3 +39,23 @@ def test_a_note_arrives_with_its_latents(ranks: int) -> None:
     failure = note.failure("d")
     assert isinstance(failure, RequestFailed) and (failure.code, failure.message) == ("non_finite", "NaN")
     assert note.failure("a") is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("shapes", [[(2, 3), (4,)], [(), (5,)], [(0, 3), (2, 1)], [(), ()]])
+def test_two_tensors_of_any_shape_arrive(ranks: int, shapes: list[tuple[int, ...]]) -> None:
+    """Also one without dimensions or without elements."""
+    tensors = [torch.randn(shape) for shape in shapes]
+    arrived = unpack("hidden", together("hidden", tensors, ranks))
+    assert [tensor.shape for tensor in arrived] == [tensor.shape for tensor in tensors]
+    assert all(torch.equal(a, b) for a, b in zip(arrived, tensors, strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "length", "sent"), [(1, 8, 8), (2, 7, 7), (2, 8, 9), (3, 8, 8), (3, 9, 10)])
+def test_nothing_is_added_or_copied_without_need(ranks: int, length: int, sent: int) -> None:
+    """A single tensor goes as it lies in memory, unless its length would be cut into shards."""
+    tensor = torch.randn(length)
+    message = together("hidden", [tensor], ranks)
+    assert message["hidden"].numel() == sent
+    assert (message["hidden"].data_ptr() == tensor.data_ptr()) == (sent == length)
+    assert padding(length, 1) == 0 and (ranks > 1 or message["hidden.shapes"].tolist() == [1, length])

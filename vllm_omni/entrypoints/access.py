@@ -101,7 +101,8 @@ class BrowserAccess:
                 await websocket.send_denial_response(Response("a new ticket is needed", 401))
                 return
             headers = [item for item in headers if item[0] != b"authorization"]
-            headers.append((b"authorization", b"Bearer " + self._keys[index].encode("utf-8", "surrogateescape")))
+            # As the key came: headers are Latin-1, and a ticket is sold only for a key that one carried.
+            headers.append((b"authorization", b"Bearer " + self._keys[index].encode("latin-1")))
         await websocket.app(_without_ticket(rest, headers), websocket.receive, websocket.send)
 
 

@@ -112,11 +112,6 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
         # Overloaded, or only batches can make it: what counts is that everybody waits less.
         slack_s = [-1.0 if request.has_deadline else math.inf for request in queue]
         late_behind = num_deadlines
-    # behind[k]: the smallest slack of those behind the first k that can still be in time.
-    behind = [math.inf] * most + [min((slack for slack in slack_s[most:] if slack >= 0.0), default=math.inf)]
-    for index in range(most - 1, 0, -1):
-        slack = slack_s[index]
-        behind[index] = min(slack, behind[index + 1]) if slack >= 0.0 else behind[index + 1]
 
     best, best_wait_s = 1, 0.0
     together_s, alone_s = step_s, 0.0  # the batch's step; the same steps one by one
@@ -137,8 +132,8 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
             best_wait_s = 0.0
             continue
         wait_s = late_inside * together_s - late_alone_s + late_behind * (together_s - alone_s)
-        kept = slack_inside_s >= together_s and behind[index + 1] >= together_s - alone_s
-        if kept and wait_s <= best_wait_s + 1e-9:
+        # Those behind it never have to wait longer than one by one: each member after the first saves a `step_s`.
+        if slack_inside_s >= together_s and wait_s <= best_wait_s + 1e-9:
             best, best_wait_s = index + 1, wait_s
     return queue[:best]
 

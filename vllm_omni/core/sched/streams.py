@@ -64,7 +64,7 @@ class Stream:
     """One session. waiting: its requests with steps to take, by id, and their turn. steps: of a chunk at each level.
 
     begun: those of them that have been in a batch, in that order. next: the first of the others. established: the
-    session has a committed chunk.
+    session has a committed chunk. last_used_s: when its last request ended; says nothing while others wait.
     """
 
     waiting: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -92,8 +92,8 @@ class Streams:
         self._chunks_in_flight = chunks_in_flight
         self.steps_behind = 1
         self._patience_s = patience_s
-        self._patient: dict[str, LiveRequest] = {}
-        """Chunks without a deadline, in order of arrival."""
+        self._patient: set[str] = set()
+        """Chunks without a deadline."""
         self._patient_step_s = 0.0
         """When one of them last took a step, or the first of them came."""
         self._num_levels = num_levels
@@ -119,7 +119,6 @@ class Streams:
             stream = self._streams[fields.session_id] = Stream()
             self._forget_old()
         self._streams.move_to_end(fields.session_id)
-        stream.last_used_s = now_s
         if fields.period_s is not None:
             stream.period_s = fields.period_s
         order = self._num_arrivals
@@ -132,7 +131,7 @@ class Streams:
         if fields.is_chunk and fields.deadline_s is None:
             if not self._patient:
                 self._patient_step_s = now_s
-            self._patient[request_id] = live
+            self._patient.add(request_id)
         self._entries[request_id] = _Entry(fields, stream, live)
         stream.waiting[request_id] = (fields.chunk_index, order)
         self._active[fields.session_id] = stream
@@ -163,7 +162,7 @@ class Streams:
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return
-        self._patient.pop(request_id, None)
+        self._patient.discard(request_id)
         session_id, stream = entry.fields.session_id, entry.stream
         stream.last_used_s = now_s
         del stream.waiting[request_id]

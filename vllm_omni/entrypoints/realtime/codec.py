@@ -125,6 +125,8 @@ def _check_structure(data: bytes) -> None:
         if width:
             length = int.from_bytes(data[position : position + width])
             position += width
+            if position > size:
+                raise CodecError("message is truncated")
         if is_key and kind not in ("str", "bin"):
             raise CodecError("map keys must be strings")
         if kind in ("array", "map"):

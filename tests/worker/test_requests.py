@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read of a scheduled request, and what a client may read of an exception."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_omni.core.scheduler_note import SchedulerNote
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.requests import RequestState, RequestStates, as_failure
+
+
+def scheduled(name: str, params: Any) -> Any:
+    """A stock `NewRequestData`, as far as it is read."""
+    return SimpleNamespace(req_id=name, pooling_params=params, mm_features=[])
+
+
+def sent(note: SchedulerNote | None = None, **fields: Any) -> Any:
+    tensors = fields.pop("tensors", {})
+    params = DiffusionParams(session_id="s", **fields).to_pooling_params(tensors)
+    return params if note is None else note.attach(params)
+
+
+def test_a_request_is_read_with_its_tensors_and_its_note() -> None:
+    """And is found again by its id until it is removed."""
+    states = RequestStates()
+    poses = torch.arange(3.0)
+    state = states.add(
+        scheduled("r", sent(SchedulerNote(degradations=["a", "b"]), prompt="hill", tensors={"poses": poses}))
+    )
+    assert state.failure is None and state.request_id == "r" and state.params is not None
+    assert (state.params.session_id, state.params.prompt) == ("s", "hill")
+    assert torch.equal(state.tensors["poses"], poses) and state.degradations == ("a", "b")
+    assert states["r"] is states.get("r") is state and list(states) == [state] and len(states) == 1
+    assert states.remove("r") is state and states.remove("r") is None and states.get("r") is None and len(states) == 0
+
+
+def test_a_request_that_the_scheduler_refuses_ends_with_its_reason() -> None:
+    state = RequestStates().add(scheduled("r", sent(SchedulerNote(refused="too many streams"))))
+    assert state.failure is not None and state.params is None and state.tensors == {}
+    assert (state.failure.code, state.failure.message) == ("capacity", "too many streams")
+
+
+@pytest.mark.parametrize("params", [None, SimpleNamespace(extra_kwargs=None), SimpleNamespace(extra_kwargs={})])
+def test_a_request_without_fields_costs_only_itself(params: Any) -> None:
+    state = RequestStates().add(scheduled("r", params))
+    assert state.request_id == "r" and state.params is None and state.tensors == {}
+    assert state.failure is not None and state.failure.code == "invalid_request"
+
+
+def test_what_cannot_be_read_at_all_is_logged_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The client is told no more; the log names the request and the exception."""
+    states = RequestStates()
+    with caplog.at_level("ERROR", logger="vllm.vllm_omni.worker.requests"):
+        state = states.add(scheduled("r7", SimpleNamespace(extra_kwargs=7)))
+    assert state.request_id == "r7" and state.params is None and state.tensors == {} and states["r7"] is state
+    assert state.failure is not None
+    assert (state.failure.code, state.failure.message) == ("invalid_request", "the request could not be read")
+    (record,) = caplog.records
+    assert record.getMessage() == "request r7 could not be read" and record.exc_info is not None
+
+
+def test_the_progress_of_a_session_is_that_of_the_chunk_that_is_done_next() -> None:
+    """Of several in flight: the oldest that has steps left."""
+    states = RequestStates()
+
+    def at(name: str, session: str, step: int) -> None:
+        state = states.add(scheduled(name, sent()))
+        state.chunk = SimpleNamespace(session=SimpleNamespace(session_id=session), step=step, num_steps=4)  # type: ignore[assignment]
+
+    states.add(scheduled("waiting", sent()))
+    at("s1", "s", 4)
+    at("s2", "s", 2)
+    at("s3", "s", 1)
+    at("t1", "t", 3)
+    at("t2", "t", 0)
+    at("u1", "u", 4)
+    assert states.progress() == {"s": [2, 4], "t": [3, 4], "u": [4, 4]}
+
+
+@pytest.mark.parametrize(("step", "num_steps", "done"), [(0, 0, False), (3, 4, False), (4, 4, True), (0, 1, False)])
+def test_a_chunk_is_done_with_its_last_step(step: int, num_steps: int, done: bool) -> None:
+    state = RequestState("r", DiffusionParams(session_id="s"), {})
+    assert not state.done and not state.is_session_operation
+    state.chunk = SimpleNamespace(step=step, num_steps=num_steps)  # type: ignore[assignment]
+    assert state.done == done
+    assert RequestState("r", DiffusionParams(session_id="s", op="close"), {}).is_session_operation
+    assert not RequestState("r", None, {}).is_session_operation
+
+
+def test_what_a_client_may_read_of_an_exception(caplog: pytest.LogCaptureFixture) -> None:
+    """Texts of ours as they are; of anything else what to do, and the rest is in the log."""
+    own = RequestFailed("capacity", "full")
+    assert as_failure(own) is own
+    memory = as_failure(torch.OutOfMemoryError("at 0x7f00"))
+    assert (memory.code, memory.message) == (
+        "oom",
+        "the device ran out of memory on this chunk; the session is unchanged",
+    )
+    assert caplog.records == []
+    with caplog.at_level("ERROR", logger="vllm.vllm_omni.worker.requests"):
+        try:
+            raise KeyError("secret")
+        except KeyError as error:
+            other = as_failure(error)
+    assert (other.code, other.message) == (
+        "engine_error",
+        "the model failed on this chunk; the server's log has the details",
+    )
+    (record,) = caplog.records
+    assert record.getMessage() == "a request failed" and record.exc_info is not None
