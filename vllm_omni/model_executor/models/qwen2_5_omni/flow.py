@@ -2,7 +2,7 @@
 """`FlowSolver`: one interval of token2wav's flow, with as few kernels as the reference's arithmetic allows.
 
 At the size of a piece of speech the DiT's kernels take less time than their launches, so the number of launches is what
-a piece costs. transformers' `Qwen2_5OmniToken2WavDiTModel.forward` computes the same things again in each of the four
+a piece costs. transformers' own forward of the DiT computes the same things again in each of the four
 evaluations of an interval: the speaker encoder over the voice's reference, both code embeddings, rotary angles, and a
 mask of [2 B, heads, T, T] in each layer. Here a clip computes its `conditions` once, masks are broadcast, and an
 interval of a size that comes again is one CUDA graph. Operations on the latents are transformers', in their order: the
@@ -132,7 +132,7 @@ def _layer(
     angles: tuple[torch.Tensor, torch.Tensor],
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """One `DiTDecoderLayer`, with a mask that is made already."""
+    """One of transformers' layers, with a mask that is made already."""
     attended, gate_attention, shift, scale, gate_mlp = layer.attn_norm(x, emb=time_GD)
     x = x + gate_attention.unsqueeze(1) * layer.attn(attended, position_embeddings=angles, attention_mask=mask)
     normed = layer.ff_norm(x) * (1 + scale[:, None]) + shift[:, None]

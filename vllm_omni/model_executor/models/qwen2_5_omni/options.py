@@ -87,7 +87,8 @@ class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         """Codes of whole pieces in the order in which they come, context included; () = one clip."""
         if self.chunk_codes == 0:
             return ()
-        sizes, emitted = [], 0
+        sizes: list[int] = []
+        emitted = 0
         while not sizes or (sizes[-1] not in sizes[:-1]):
             codes = self.piece_codes(emitted)
             sizes.append(min(self.left_codes, emitted) + codes + self.right_codes)
