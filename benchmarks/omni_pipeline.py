@@ -187,7 +187,12 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     factors: dict[str, list[float]] = {}
     try:
         for how_name, chunk in (("streamed", args.chunk_codes), ("whole_clip", 0)):
-            how = msgspec.structs.replace(composition.defaults, chunk_codes=chunk, max_codes=args.codes)
+            how = msgspec.structs.replace(
+                composition.defaults,
+                chunk_codes=chunk,
+                most_chunk_codes=args.most_chunk_codes,
+                max_codes=args.codes,
+            )
             for number in range(args.warmup + args.requests):
                 timings, listener = Timings(), Listener()
                 prompt = tokens_input(prompt_token_ids=[5 + index % 40 for index in range(args.prompt_tokens)])
@@ -218,6 +223,7 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "reply_tokens": args.reply_tokens,
         "max_codes": args.codes,
         "chunk_codes": args.chunk_codes,
+        "most_chunk_codes": args.most_chunk_codes,
         "requests": args.requests,
         "seconds_of_sound": {name: common.quantiles(values) for name, values in sound_s.items()},
         "real_time_factor": {name: common.quantiles(values) for name, values in factors.items()},
@@ -243,7 +249,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=int, default=40)
     parser.add_argument("--reply-tokens", type=int, help="default: 24 (full size: 64)")
     parser.add_argument("--codes", type=int, help="longest speech, 50 codes a second (default: 96; full size: 400)")
-    parser.add_argument("--chunk-codes", type=int, default=24)
+    parser.add_argument("--chunk-codes", type=int, default=24, help="of the first piece of sound")
+    parser.add_argument("--most-chunk-codes", type=int, default=96, help="pieces double up to this; 24 = all alike")
+    parser.add_argument("--name", help="name of the result file (default: omni_pipeline, or omni_pipeline_full_size)")
     parser.add_argument("--max-model-len", type=int, help="default: 512 (full size: 2048)")
     parser.add_argument(
         "--enforce-eager", action=argparse.BooleanOptionalAction, help="default: yes (full size: no, with CUDA graphs)"
@@ -268,7 +276,7 @@ def main() -> None:
 
             get_family("qwen2_5_omni").make_tiny(model, 0, "original")
         result = asyncio.run(measure(model, args))
-    common.save("omni_pipeline_full_size" if args.full_size else "omni_pipeline", result, args)
+    common.save(args.name or ("omni_pipeline_full_size" if args.full_size else "omni_pipeline"), result, args)
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def test_pieces_and_text_read_aloud(served: Served) -> None:
     """Pieces come one by one and join to the clip's length; a text read aloud is spoken as if it had been said."""
     prompt = served.prompt(PROMPTS["text"][0])
     ids, clip = served.run(served.reply(prompt, GREEDY, "whole"))
-    how = msgspec.structs.replace(GREEDY, chunk_codes=2, left_codes=4, right_codes=1)
+    how = msgspec.structs.replace(GREEDY, chunk_codes=2, most_chunk_codes=2, left_codes=4, right_codes=1)
     _, sound = served.run(served.reply(prompt, how, "pieces"))
     assert sum(map(len, sound)) == len(clip[0]) and len(sound) == -(-len(clip[0]) // (2 * SAMPLES_PER_CODE))
 

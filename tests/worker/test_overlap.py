@@ -133,6 +133,9 @@ class Device:
         def synchronize(self) -> None:
             self.device.ended = max(self.device.ended, self.number)
 
+        def query(self) -> bool:
+            return self.number <= self.device.ended
+
         def elapsed_time(self, end: "Device.Event") -> float:
             assert end.number <= self.device.ended, "a time that is not known yet"
             return (end.number - self.number) * self.device.step_ms
@@ -160,14 +163,30 @@ def test_the_host_is_a_step_ahead_of_the_device_and_not_at_all_where_steps_are_l
     assert device.launched - device.ended == ahead
 
 
+def test_the_device_time_of_a_step_is_told_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as it has ended; what the device is at is no step's time yet."""
+    device = Device(10.0)
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    pacer, told = StepPacer(torch.device("cuda")), []
+    for _ in range(4):
+        pacer.launching()
+        pacer.launched()
+        pacer.wait(hurry=False)
+        told.append((pacer.before_s, pacer.unfinished))
+    assert told[:2] == [(None, True)] * 2 and told[2:] == [(pytest.approx(0.01), True)] * 2
+    device.ended = device.launched
+    assert not pacer.unfinished
+
+
 def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options))
     pacer = StepPacer(torch.device("cpu"))
     for _ in range(6):
+        pacer.launching()
         pacer.launched()
         pacer.wait(hurry=False)
-    assert made == []
+    assert made == [] and pacer.before_s is None and not pacer.unfinished
 
 
 def test_what_a_vae_stage_is_told_does_not_wait_for_the_step(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +194,11 @@ def test_what_a_vae_stage_is_told_does_not_wait_for_the_step(runner: Any, monkey
     calls: list[str] = []
 
     class Pacer:
+        before_s, unfinished = None, False
+
+        def launching(self) -> None:
+            """Not of interest here."""
+
         def wait(self, *, hurry: bool) -> None:
             calls.append("wait")
 

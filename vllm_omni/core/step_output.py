@@ -26,9 +26,13 @@ class StepOutput(ModelRunnerOutput):
 
     progress: of this step's chunks that are not done. committed: requests whose chunk became part of its session now.
     steps_behind: how many steps a chunk stays behind the one before it (`omni.chunks_in_flight`).
+    before_s: device time of the step that was launched before this one; None = the device and the host keep pace, or
+    nobody knows. unfinished: the host is ahead, the device is still at this step.
     """
 
     denoised: tuple[str, ...] = ()
     committed: tuple[str, ...] = ()
     steps_behind: int = 1
     progress: dict[str, ChunkProgress] = field(default_factory=dict)
+    before_s: float | None = None
+    unfinished: bool = False

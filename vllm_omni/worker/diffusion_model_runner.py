@@ -176,6 +176,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
             paced = self._hands_over and not all(state.done for state in states)
             if paced:
                 self._pacer.wait(hurry=False)
+            if self.pp.world_size == 1:
+                self._pacer.launching()
             hidden = self.micro_step(states, intermediate_tensors, outputs)
             if self._vae_stage is not None:
                 due = self._vae_stage.ready(due, alone=len(due) == len(states))
@@ -202,6 +204,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
             progress={
                 state.request_id: self._progress(state.chunk) for state in states if state.chunk and not state.done
             },
+            before_s=self._pacer.before_s,
+            unfinished=self._pacer.unfinished,
         )
 
     def _progress(self, chunk: DiffusionRequest) -> ChunkProgress:

@@ -35,7 +35,15 @@ def speech_server(qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def serve_speech(qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     engine = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 2}
-    speech = {"chunk_codes": 2, "left_codes": 4, "right_codes": 1, "max_codes": CODES, "temperature": 0, "top_k": 0}
+    speech = {
+        "chunk_codes": 2,
+        "most_chunk_codes": 2,
+        "left_codes": 4,
+        "right_codes": 1,
+        "max_codes": CODES,
+        "temperature": 0,
+        "top_k": 0,
+    }
     yield from serve(
         qwen2_5_omni,
         tmp_path_factory.mktemp("speech_server") / "server.log",

@@ -64,6 +64,10 @@ class StreamBatchScheduler(Scheduler):
         self._launched: dict[int, tuple[float, list[tuple[LiveRequest, bool]]]] = {}
         """Of batches in flight, by the id of their `SchedulerOutput`: when they were formed, who began in them."""
         self._last_end_s = 0.0
+        self._unmeasured: tuple[float, float, float, list[float]] | None = None
+        """Sizes of the last batch: its device time comes with the next one's answer."""
+        self._device_free_s = 0.0
+        """When the device has done all that it was given, by prediction."""
 
     def add_request(self, request: Request) -> None:
         now_s = time.monotonic()
@@ -110,7 +114,8 @@ class StreamBatchScheduler(Scheduler):
             fresh = sorted((r for r in live if not r.started), key=lambda r: (r.due_s, r.order))[max(0, room) :]
             live = [request for request in live if request not in fresh]
         costs = self._cost_model.costs
-        batch = choose_batch(now_s, live, costs, max_requests)
+        begins_s = max(now_s, self._device_free_s)
+        batch = choose_batch(begins_s, live, costs, max_requests)
         self._chosen = {request.request_id for request in batch}
         self._chosen.update(self._delivering - self._in_flight)
         for request in self.running:
@@ -118,7 +123,7 @@ class StreamBatchScheduler(Scheduler):
         starting = [self.requests[request.request_id] for request in batch if not request.started]
         if self._degradations:
             for waiting in starting:
-                level = self._streams.decide_level(waiting.request_id, now_s, live, costs)
+                level = self._streams.decide_level(waiting.request_id, begins_s, live, costs)
                 self._note_quality(waiting.request_id, level)
         if starting:
             self.waiting.remove_requests(starting)
@@ -158,17 +163,30 @@ class StreamBatchScheduler(Scheduler):
         return outputs
 
     def _measure(self, scheduler_output: SchedulerOutput, step: StepOutput | None, now_s: float) -> None:
-        """Tell the cost model how long this batch took: batches follow one another on the device, so a step lasts from
-        the end of the one before."""
+        """Tell the cost model how long a batch took.
+
+        Without a device time of the batch before (`StepOutput.before_s`) it is this one, by the clock: batches follow
+        one another on the device, so a step lasts from the end of the one before. A host that runs ahead answers when
+        the step before has ended: by the clock a chunk would seem to begin for nothing and to end with a step more.
+        """
         formed_s, batch = self._launched.pop(id(scheduler_output), (now_s, []))
         going_on = step.progress if step is not None else self.requests
         total = sum(live.size for live, _ in batch)
         first = sum(live.size for live, begins in batch if begins)
         ending = [live for live, _ in batch if live.request_id not in going_on]
         levels = range(1 + len(self._degradations))
-        last = [sum(live.size for live in ending if live.level >= level) for level in levels]
-        self._cost_model.observe(total, first, last[0], now_s - max(formed_s, self._last_end_s), last[1:])
-        self._last_end_s = now_s
+        last, *degraded = (sum(live.size for live in ending if live.level >= level) for level in levels)
+        before, self._unmeasured = self._unmeasured, (total, first, last, degraded)
+        if step is not None and step.before_s is not None:
+            if before is not None:
+                self._cost_model.observe(*before[:3], step.before_s, before[3])
+        elif step is None or not step.unfinished:
+            self._cost_model.observe(total, first, last, now_s - max(formed_s, self._last_end_s), degraded)
+        self._last_end_s = self._device_free_s = now_s
+        if step is not None and step.unfinished:
+            costs = self._cost_model.costs
+            own_s = costs.step_s + costs.size_s * total + costs.first_s * first + costs.last_s * last
+            self._device_free_s += max(0.0, own_s)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Stock hook: may this waiting request start now? Only if it is first in its session, and in the batch."""

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How speech is cut into pieces while its codes arrive."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni.model_executor.models.qwen2_5_omni.options import SpeechDefaults
-from vllm_omni.model_executor.models.qwen2_5_omni.speech import pieces
+from vllm_omni.model_executor.models.qwen2_5_omni.speech import SpeechComposition, Timings, _codes_queue, pieces
 
 
 def test_one_clip() -> None:
@@ -22,9 +27,10 @@ def test_one_clip() -> None:
     [
         (35, False, 0, []),
         (36, False, 0, [(0, 24, 0, 12)]),
-        (60, False, 24, [(24, 48, 24, 12)]),
-        (59, False, 24, []),
-        (60, True, 24, [(24, 48, 24, 12), (48, 60, 24, 0)]),
+        (84, False, 24, [(24, 72, 24, 12)]),
+        (83, False, 24, []),
+        (80, True, 24, [(24, 72, 24, 8), (72, 80, 24, 0)]),
+        (400, False, 72, [(72, 168, 24, 12), (168, 264, 24, 12), (264, 360, 24, 12)]),
         (10, True, 0, [(0, 10, 0, 0)]),
         (48, True, 48, []),
     ],
@@ -35,18 +41,83 @@ def test_pieces_wait_for_their_context(
     assert list(pieces(num_codes, finished, emitted, SpeechDefaults())) == expected
 
 
-@given(st.integers(0, 300), st.integers(1, 50), st.integers(0, 40), st.integers(0, 40), st.data())
-def test_every_code_sounds_once(total: int, chunk: int, left: int, right: int, data: st.DataObject) -> None:
-    """However codes arrive, pieces join without gaps or overlap and never reach outside what is there."""
-    how = SpeechDefaults(chunk_codes=chunk, left_codes=left, right_codes=right)
+def test_pieces_of_one_length() -> None:
+    """`most_chunk_codes` 0, or not above `chunk_codes`: every piece is as long as the first."""
+    for most in (0, 24):
+        how = SpeechDefaults(chunk_codes=24, most_chunk_codes=most)
+        assert [last - first for first, last, _, _ in pieces(120, True, 0, how)] == [24] * 5
+        assert how.piece_sizes == (36, 60)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({}, (36, 84, 132)),
+        ({"chunk_codes": 0}, ()),
+        ({"left_codes": 60}, (36, 84, 168)),
+        ({"left_codes": 0}, (36, 60, 108)),
+    ],
+)
+def test_sizes_of_pieces(fields: dict[str, int], sizes: tuple[int, ...]) -> None:
+    """Those that a long speech is made of, its end left out."""
+    how = SpeechDefaults(**fields)
+    assert how.piece_sizes == sizes
+    made = [left + last - first + right for first, last, left, right in pieces(2000, False, 0, how)]
+    assert tuple(dict.fromkeys(made)) == sizes
+
+
+@given(
+    st.integers(0, 300),
+    st.integers(1, 50),
+    st.integers(0, 200),
+    st.integers(0, 40),
+    st.integers(0, 40),
+    st.data(),
+)
+def test_every_code_sounds_once(total: int, chunk: int, most: int, left: int, right: int, data: st.DataObject) -> None:
+    """However codes arrive, pieces are the same, join without gaps or overlap and stay within what is there."""
+    how = SpeechDefaults(chunk_codes=chunk, most_chunk_codes=most, left_codes=left, right_codes=right)
     emitted, known = 0, 0
+    ends = [last for _, last, _, _ in pieces(total, True, 0, how)]
+    arrived = []
     while True:
         finished = known == total
         for first, last, before, after in pieces(known, finished, emitted, how):
             assert first == emitted and last > first
             assert before <= first and last + after <= known
             emitted = last
+            arrived.append(last)
         if finished:
             break
         known += data.draw(st.integers(1, total - known))
-    assert emitted == total
+    assert emitted == total and arrived == ends
+
+
+class Talker:
+    """A talker stage that says 200 codes at once."""
+
+    engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=512), scheduler_config=SimpleNamespace(max_num_seqs=1)
+        )
+    )
+
+    async def generate(self, *_: Any) -> AsyncIterator[Any]:
+        for code in range(200):
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[code])])
+
+
+def test_the_talker_is_free_when_it_has_spoken() -> None:
+    """Its slot serves the next request while token2wav has not made any sound of this one yet."""
+    builder = SimpleNamespace(voices=["v"], stop_codes=[-1], check_voice=lambda voice: None)
+    stage: Any = Talker()
+    composition = SpeechComposition(stage, stage, stage, builder=builder, defaults=SpeechDefaults())  # type: ignore[arg-type]
+    prompt: Any = SimpleNamespace(token_ids=[1], reply_RD=[1], to_engine_input=lambda name, slot: None)
+    how = SpeechDefaults(max_codes=256)
+    codes = _codes_queue(how)
+
+    async def speak() -> None:
+        await composition._generate_codes(prompt, codes, how, "r", Timings(), 0)
+
+    asyncio.run(asyncio.wait_for(speak(), 5))
+    assert composition._slots.qsize() == 1 and codes.qsize() == 200

@@ -10,7 +10,7 @@ from wan22_driver import NUM_FRAMES, load_model, make_video, picture, start, ste
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import SupportsStepExecution
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
 from vllm_omni.model_executor.models.wan2_2.config import Wan22Checkpoint, Wan22Options
 from vllm_omni.model_executor.models.wan2_2.family import FAMILY
 from vllm_omni.model_executor.models.wan2_2.request import read_request
@@ -121,6 +121,23 @@ def test_the_picture_stands_in_the_first_frame_of_ti2v(checkpoints: dict[str, Pa
     while request.step < request.num_steps:
         step(model, [request])
     assert torch.equal(model.latents(request)[:, :1], condition)
+
+
+@pytest.mark.parametrize(("layout", "clean_frames"), [("t2v", [0]), ("i2v", [0]), ("ti2v", [0, 1])])
+def test_warm_up_takes_every_way_through_the_network(
+    checkpoints: dict[str, Path], layout: str, clean_frames: list[int]
+) -> None:
+    """TI2V's text requests are compiled apart from those with a picture: the first of neither kind waits for it."""
+    model = load_model(checkpoints[layout])
+    requests = [
+        DiffusionRequest("warm-up", params, dict(tensors), model.new_session(params))
+        for params, tensors in model.warmup_inputs()
+    ]
+    for request in requests:
+        model.prepare_encode(request)
+        step(model, [request])
+    assert [request.state.clean_frames for request in requests] == clean_frames
+    assert len({request.session.session_id for request in requests}) == len(requests)
 
 
 def test_directories_and_what_they_say(checkpoints: dict[str, Path]) -> None:

@@ -23,9 +23,14 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 
 
 class Token2WavModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """max_codes: the most codec tokens one request may bring (codes of context included)."""
+    """max_codes: the most codec tokens one request may bring (codes of context included).
+
+    cuda_graphs: launch a solver interval of a piece of speech as a CUDA graph, if its codes, those of context included,
+    are a multiple of 12 and as many have come before.
+    """
 
     max_codes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 4096
+    cuda_graphs: bool = True
 
 
 class Token2WavRequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,14 +55,16 @@ Codes = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How speech is made unless a request says otherwise; numbers are those of transformers' `generate`.
 
-    voice: None = the checkpoint's first. chunk_codes, left_codes, right_codes: sound per piece and its context, in
-    codes (50 a second); multiples of 12 keep pieces on the DiT's attention blocks. chunk_codes=0: one clip.
+    voice: None = the checkpoint's first. chunk_codes, left_codes, right_codes: sound of the first piece and the context
+    of each, in codes (50 a second); multiples of 12 keep pieces on the DiT's attention blocks. chunk_codes=0: one clip.
+    most_chunk_codes: each piece is twice as long as the one before it, up to this; at most `chunk_codes` = all alike.
     max_codes: longest speech. temperature, top_k, top_p, repetition_penalty: of the talker. num_steps: time points of
     the flow solver. guidance_scale: of the DiT.
     """
 
     voice: str | None = None
     chunk_codes: Codes = 24
+    most_chunk_codes: Codes = 96
     left_codes: Codes = 24
     right_codes: Codes = 12
     max_codes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 4096
@@ -67,6 +74,26 @@ class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] = 1.05
     num_steps: Annotated[int, msgspec.Meta(ge=2, le=1000)] = 10
     guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.5
+
+    def piece_codes(self, emitted: int) -> int:
+        """Codes of the piece behind the first `emitted` ones. Its place alone decides, so that a seed is one sound."""
+        first, size = 0, self.chunk_codes
+        while first + size <= emitted and size < self.most_chunk_codes:
+            first, size = first + size, min(2 * size, self.most_chunk_codes)
+        return size
+
+    @property
+    def piece_sizes(self) -> tuple[int, ...]:
+        """Codes of whole pieces in the order in which they come, context included; () = one clip."""
+        if self.chunk_codes == 0:
+            return ()
+        sizes: list[int] = []
+        emitted = 0
+        while not sizes or (sizes[-1] not in sizes[:-1]):
+            codes = self.piece_codes(emitted)
+            sizes.append(min(self.left_codes, emitted) + codes + self.right_codes)
+            emitted += codes
+        return tuple(dict.fromkeys(sizes))
 
 
 class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -4,9 +4,9 @@
     thinker --text--------------------------------------------> reader
        \\--states, when the reply is complete--> talker --codes--> token2wav --sound--> reader
 
-Two bounded queues: codes between talker and token2wav, events to the reader. Sound comes in pieces of `chunk_codes`
-codes, each made with the codes around it as context (`pieces`), or as one clip with `chunk_codes=0`: that one equals
-transformers'. Knows no HTTP. Held by tests/engine/test_qwen2_5_omni.py and
+Two bounded queues: codes between talker and token2wav, events to the reader. Sound comes in pieces, a short one first
+(`SpeechDefaults.piece_codes`), each made with the codes around it as context (`pieces`), or as one clip with
+`chunk_codes=0`: that one equals transformers'. Knows no HTTP. Held by tests/engine/test_qwen2_5_omni.py and
 tests/model_executor/models/qwen2_5_omni/test_speech_pieces.py.
 """
 
@@ -31,8 +31,6 @@ from vllm_omni.model_executor.models.qwen2_5_omni.talker_prompt import TalkerPro
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.pipeline.flow import Emit, run_flow
 from vllm_omni.pipeline.stage import Stage
-
-_MAX_QUEUED_CODES = 64
 
 
 @dataclass(frozen=True)
@@ -78,12 +76,21 @@ def pieces(num_codes: int, finished: bool, emitted: int, how: SpeechDefaults) ->
             yield 0, num_codes, 0, 0
         return
     while emitted < num_codes:
-        last = emitted + how.chunk_codes
+        last = emitted + how.piece_codes(emitted)
         if not finished and last + how.right_codes > num_codes:
             return
         last = min(last, num_codes)
         yield emitted, last, min(how.left_codes, emitted), min(how.right_codes, num_codes - last)
         emitted = last
+
+
+def _codes_queue(how: SpeechDefaults) -> asyncio.Queue[int | None]:
+    """Codes from talker to token2wav, then None, with room for those of a whole speech.
+
+    vLLM's engine makes codes at its own pace and keeps what nobody fetches: a shorter queue would slow nothing down,
+    and hold the talker's slot until the sound is made.
+    """
+    return asyncio.Queue(maxsize=how.max_codes + 1)
 
 
 class SpeechComposition:
@@ -129,7 +136,7 @@ class SpeechComposition:
         params = params.clone()
         params.output_kind = RequestOutputKind.DELTA
         params.extra_args = {**(params.extra_args or {}), **HiddenStatesRequest(hidden_states="all").to_extra_args()}
-        codes: asyncio.Queue[int | None] = asyncio.Queue(maxsize=_MAX_QUEUED_CODES)
+        codes = _codes_queue(how)
 
         async def think_and_talk(emit: Emit) -> None:
             prompt_ids: list[int] = []
@@ -171,7 +178,7 @@ class SpeechComposition:
         """
         how = self._checked(speech)
         timings = timings or Timings()
-        codes: asyncio.Queue[int | None] = asyncio.Queue(maxsize=_MAX_QUEUED_CODES)
+        codes = _codes_queue(how)
         extra = HiddenStatesRequest(hidden_states="all").to_extra_args()
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
 

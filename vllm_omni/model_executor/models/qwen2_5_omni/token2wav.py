@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Codec tokens to a waveform: transformers' flow-matching DiT and BigVGAN vocoder on the diffusion worker.
 
-One solver interval is one denoise step, so an abort takes effect between intervals and requests share batches. The
-solver is the 3/8-rule Runge-Kutta of the reference, on the same time grid, with operations in the same order: a whole
-clip equals transformers' `Qwen2_5OmniToken2WavModel.forward` bit for bit on one machine
+One solver interval (`flow.py`) is one denoise step, so an abort takes effect between intervals and requests share
+batches. The solver is the 3/8-rule Runge-Kutta of the reference, on the same time grid, with operations in the same
+order: a whole clip equals transformers' `Qwen2_5OmniToken2WavModel.forward` bit for bit on one machine
 (tests/model_executor/models/qwen2_5_omni/test_token2wav.py).
 
-B requests, T mel frames (`repeats` per code), M mel bins, N codes, S samples.
+B requests, T mel frames (`repeats` per code), M mel bins, N codes, S samples; G and D as in `flow.py`.
 """
 
 import math
@@ -23,8 +23,10 @@ from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import CheckpointTensors, load_voices
+from vllm_omni.model_executor.models.qwen2_5_omni.flow import FlowSolver
 from vllm_omni.model_executor.models.qwen2_5_omni.options import (
     SAMPLE_RATE,
+    SpeechDefaults,
     Token2WavModelOptions,
     Token2WavRequestOptions,
 )
@@ -43,19 +45,20 @@ _NO_GUIDANCE = 1e-5
 @dataclass
 class _Clip:
     mel_1TM: torch.Tensor
-    codes_1N: torch.Tensor
-    cond_1TD: torch.Tensor
-    ref_mel: torch.Tensor
+    conditions_GTD: torch.Tensor
+    num_codes: int
     times: torch.Tensor
     guidance: float
     options: Token2WavRequestOptions
+    comes_again: bool
 
 
 class Token2WavPipeline(StepPipeline):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         omni = OmniConfig.from_additional_config(vllm_config.additional_config)
-        self.max_codes = parse_options(Token2WavModelOptions, omni.model, "omni.model").max_codes
+        model_options = parse_options(Token2WavModelOptions, omni.model, "omni.model")
+        self.max_codes = model_options.max_codes
         self.path = Path(vllm_config.model_config.model)
         config: Any = Qwen2_5OmniToken2WavConfig(**vllm_config.model_config.hf_config.token2wav_config)
         self.dit_config: Any = config.dit_config
@@ -63,6 +66,8 @@ class Token2WavPipeline(StepPipeline):
         self.samples_per_code = self.dit_config.repeats * math.prod(bigvgan.upsample_rates)
         self.token2wav = Qwen2_5OmniToken2WavModel(config).float().eval()
         self.voices = load_voices(self.path)
+        graphs = model_options.cuda_graphs and torch.cuda.is_available()
+        self.flow = FlowSolver.create(self.token2wav.code2wav_dit_model, graphs)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Read this stage's tensors; `weights` (all of the checkpoint, one by one) is left unread."""
@@ -73,6 +78,7 @@ class Token2WavPipeline(StepPipeline):
         if missing or unexpected:
             found = f"{len(missing)} missing {missing[:3]}, {len(unexpected)} unexpected {unexpected[:3]}"
             raise ValueError(f"token2wav weights: {found}")
+        self.flow.forget()
         return {name for name, _ in self.named_parameters()}
 
     # -- the step protocol ---------------------------------------------------------------------------------------
@@ -103,14 +109,21 @@ class Token2WavPipeline(StepPipeline):
         voice = self.voices[options.voice]
         times = torch.linspace(0, 1, points)
         times += options.sway_coefficient * (torch.cos(torch.pi / 2 * times) - 1 + times)
+        guidance = _GUIDANCE_SCALE if params.guidance_scale is None else params.guidance_scale
         request.state = _Clip(
             mel_1TM=noise_1TM.to(device),
-            codes_1N=codes_1N.to(device),
-            cond_1TD=voice.cond.unsqueeze(1).repeat(1, noise_1TM.shape[1], 1).to(device),
-            ref_mel=voice.ref_mel.to(device),
+            conditions_GTD=self.flow.conditions(
+                codes_1N.to(device),
+                voice.cond.to(device),
+                voice.ref_mel.to(device),
+                guidance >= _NO_GUIDANCE,
+            ),
+            num_codes=codes_1N.shape[1],
             times=times.to(device),
-            guidance=_GUIDANCE_SCALE if params.guidance_scale is None else params.guidance_scale,
+            guidance=guidance,
             options=options,
+            # Whole clips, and the last piece of each, are as long as they are.
+            comes_again=options.first_code is not None and noise_1TM.shape[1] % self.dit_config.block_size == 0,
         )
         request.num_steps = points - 1
 
@@ -144,34 +157,21 @@ class Token2WavPipeline(StepPipeline):
 
     def batch_key(self, request: DiffusionRequest) -> Hashable:
         clip: _Clip = request.state
-        return clip.mel_1TM.shape, clip.ref_mel.shape, clip.guidance < _NO_GUIDANCE
+        return clip.mel_1TM.shape, clip.conditions_GTD.shape, clip.comes_again
 
     def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
         """One interval of the solver for each request, at its own time; returns the change of mel, [B, T, M]."""
         clips: list[_Clip] = [request.state for request in batch]
-        codes_BN = torch.cat([clip.codes_1N for clip in clips])
-        cond_BTD = torch.cat([clip.cond_1TD for clip in clips])
-        ref_mel = torch.cat([clip.ref_mel for clip in clips])
-        guidance_B11 = torch.tensor([clip.guidance for clip in clips], device=codes_BN.device).view(-1, 1, 1)
-        guided = clips[0].guidance >= _NO_GUIDANCE
-
-        def velocity(time_B11: torch.Tensor, mel_BTM: torch.Tensor) -> torch.Tensor:
-            output = self.token2wav.code2wav_dit_model(
-                hidden_states=mel_BTM,
-                condition_vector=ref_mel,
-                speaker_embedding=cond_BTD,
-                quantized_code=codes_BN,
-                time_step=time_B11.view(-1),
-                apply_cfg=guided,
-            )
-            if not guided:
-                return output
-            conditional, unconditional = torch.chunk(output, 2, dim=0)
-            return conditional + (conditional - unconditional) * guidance_B11
-
+        mel_BTM = torch.cat([clip.mel_1TM for clip in clips])
+        # All conditional halves first, then all others: chunk number h of each request's conditions is its half h.
+        halves = zip(*(clip.conditions_GTD.chunk(clip.conditions_GTD.shape[0]) for clip in clips), strict=True)
+        conditions_GTD = torch.cat([part for half in halves for part in half])
+        guidance_B11 = torch.tensor([clip.guidance for clip in clips], device=mel_BTM.device).view(-1, 1, 1)
         pairs = [clip.times[request.step : request.step + 2] for clip, request in zip(clips, batch, strict=True)]
         start_B11, end_B11 = torch.stack(pairs, dim=1).view(2, -1, 1, 1)
-        return _three_eighths(velocity, start_B11, end_B11, torch.cat([clip.mel_1TM for clip in clips]))
+        return self.flow.interval(
+            mel_BTM, start_B11, end_B11, conditions_GTD, guidance_B11, comes_again=clips[0].comes_again
+        )
 
     def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
         for request, change_TM in zip(batch, prediction, strict=True):
@@ -185,7 +185,7 @@ class Token2WavPipeline(StepPipeline):
 
     def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         clip: _Clip = request.state
-        meta = {"sample_rate": SAMPLE_RATE, "num_codes": clip.codes_1N.shape[1]}
+        meta = {"sample_rate": SAMPLE_RATE, "num_codes": clip.num_codes}
         if request.params.output == "latents":
             return meta, {"latents": clip.mel_1TM}
         wave_S = self.token2wav.code2wav_bigvgan_model(clip.mel_1TM.permute(0, 2, 1)).reshape(-1).float()
@@ -197,17 +197,20 @@ class Token2WavPipeline(StepPipeline):
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
-        params = DiffusionParams(
-            session_id="warm-up", one_shot=True, num_inference_steps=2, options={"voice": next(iter(self.voices))}
-        )
-        return [(params, {"codes": torch.zeros(min(self.max_codes, 256), dtype=torch.int64)})]
-
-
-def _three_eighths(velocity: Any, start: torch.Tensor, end: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The change over one interval by Kutta's 3/8 rule; order of operations as in transformers' solver."""
-    step, third = end - start, 1 / 3
-    k1 = velocity(start, value)
-    k2 = velocity(start + step * third, value + step * k1 * third)
-    k3 = velocity(start + step * (2 / 3), value + step * (k2 - k1 * third))
-    k4 = velocity(end, value + step * (k1 - k2 + k3))
-    return (k1 + 3 * (k2 + k3) + k4) * step / 8
+        """Pieces as streams have them by default, whose second interval is captured, and a clip."""
+        voice = {"voice": next(iter(self.voices))}
+        sizes = [size for size in SpeechDefaults().piece_sizes if size <= self.max_codes]
+        pieces: list[Inputs] = [
+            (
+                DiffusionParams(
+                    session_id=f"warm-up-{size}",
+                    one_shot=True,
+                    num_inference_steps=3,
+                    options={**voice, "first_code": 0},
+                ),
+                {"codes": torch.zeros(size, dtype=torch.int64)},
+            )
+            for size in sizes
+        ]
+        clip = DiffusionParams(session_id="warm-up", one_shot=True, num_inference_steps=2, options=voice)
+        return [*pieces, (clip, {"codes": torch.zeros(min(self.max_codes, 256), dtype=torch.int64)})]

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
 import torch
 from torch import nn
 
@@ -333,7 +334,10 @@ class Wan22(nn.Module):
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
-        """One video of the largest size; with two steps, so that both experts run."""
+        """A video of the largest size for each way through the network; with two steps, so that both experts run.
+
+        TI2V has two: a start picture gives its tokens a time of their own, which is compiled apart.
+        """
         params = DiffusionParams(
             session_id="warm-up",
             one_shot=True,
@@ -341,9 +345,13 @@ class Wan22(nn.Module):
             num_frames=self._largest_num_frames(),
             num_inference_steps=_WARM_UP_STEPS,
         )
+        image = {"image": torch.zeros((self.omni.height, self.omni.width, 3), dtype=torch.uint8)}
         if self.checkpoint.kind == "t2v":
             return [(params, {})]
-        return [(params, {"image": torch.zeros((self.omni.height, self.omni.width, 3), dtype=torch.uint8)})]
+        if self.checkpoint.kind == "i2v":
+            return [(params, image)]
+        text = msgspec.structs.replace(params, session_id="warm-up-text", output="latents")
+        return [(text, {}), (params, image)]
 
     # -- parts of the above --------------------------------------------------------------------------------------------
 
