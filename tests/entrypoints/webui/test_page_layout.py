@@ -66,7 +66,9 @@ def overlap(one: dict[str, float], other: dict[str, float]) -> float:
 
 def scrolls(page: Page, selector: str = "html") -> bool:
     return bool(
-        page.run(f"(e => e.scrollHeight > e.clientHeight || e.scrollWidth > e.clientWidth)(document.querySelector({selector!r}))")
+        page.run(
+            f"(e => e.scrollHeight > e.clientHeight || e.scrollWidth > e.clientWidth)(document.querySelector({selector!r}))"
+        )
     )
 
 
@@ -188,7 +190,8 @@ def test_labels_are_aligned(page: Page, window: tuple[int, int]) -> None:
     for edge, kinds in {"left": ("label", "input"), "right": ("input", "output")}.items():
         for kind in kinds:
             edges = page.run(
-                f"[...document.querySelectorAll('.slider {kind}')].map((e) => Math.round(e.getBoundingClientRect().{edge}))"
+                f"[...document.querySelectorAll('.slider {kind}')]"
+                f".map((e) => Math.round(e.getBoundingClientRect().{edge}))"
             )
             assert len(edges) == 3
             assert len(set(edges)) == 1, (kind, edge, edges)

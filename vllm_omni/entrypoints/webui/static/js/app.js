@@ -266,6 +266,7 @@ export class App {
     if (this.hasEngineFailed) {
       this.#clearFailure();
       this.#sayResumed();
+      this.onstate();
     }
     this.stats.chunk(wallMs, message.video.reduce((sum, file) => sum + file.length, 0), message.timing);
     this.recorder.add(message.mp4, message.num_frames);
