@@ -65,11 +65,8 @@ def overlap(one: dict[str, float], other: dict[str, float]) -> float:
 
 
 def scrolls(page: Page, selector: str = "html") -> bool:
-    return bool(
-        page.run(
-            f"(e => e.scrollHeight > e.clientHeight || e.scrollWidth > e.clientWidth)(document.querySelector({selector!r}))"
-        )
-    )
+    over = "(e => e.scrollHeight > e.clientHeight || e.scrollWidth > e.clientWidth)"
+    return bool(page.run(f"{over}(document.querySelector({selector!r}))"))
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])
