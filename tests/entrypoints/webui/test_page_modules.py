@@ -258,15 +258,73 @@ def test_every_pose_is_one_the_door_takes(module_page: Page, yaw: float, pitch: 
 def test_the_next_chunk_is_asked_for_in_time(module_page: Page) -> None:
     """At once while nothing is known, then as late as the measured waiting time and the margin allow."""
     code = """const pacer = new m.Pacer(); pacer.marginMs = 100; const before = pacer.isTime(10000, 0);
-        for (let i = 0; i < 20; i++) pacer.add(300);
-        return [before, pacer.isTime(1000, 0), pacer.isTime(390, 0), pacer.isTime(0, 1), pacer.supply(12)]"""
+        for (let i = 0; i < 20; i++) pacer.add(300, 12);
+        return [before, pacer.isTime(1000, 0), pacer.isTime(390, 0), pacer.isTime(0, 1), pacer.supply()]"""
     assert module_page.call("/omni/js/pacer.js", code) == [True, False, True, False, pytest.approx(40)]
 
 
 def test_the_margin_grows_with_uneven_answers(module_page: Page) -> None:
     code = """const pacer = new m.Pacer(); pacer.marginMs = 0;
-        for (let i = 0; i < 40; i++) pacer.add(i % 2 ? 100 : 500); return pacer.isTime(550, 0)"""
+        for (let i = 0; i < 40; i++) pacer.add(i % 2 ? 100 : 500, 12); return pacer.isTime(550, 0)"""
     assert module_page.call("/omni/js/pacer.js", code) is True
+
+
+NEEDED = """const pacer = new m.Pacer(); pacer.marginMs = 0;
+    return a[0].map((ms, i) => { pacer.add(ms, i ? a[1] : 1); return [pacer.neededMs, pacer.supply()]; })"""
+
+
+@pytest.mark.parametrize("numbers", [[9000, 300, 300], [9000, 8000, 300], [300, 9000, 300], [50, 300, 300]])
+def test_the_waiting_time_is_known_after_three_chunks(module_page: Page, numbers: list[int]) -> None:
+    """Compiling makes the first chunk, or the first two, take long: the buffer is that of the others by the third."""
+    for frames in (4, 12):
+        *_, (needed_ms, supply) = module_page.call("/omni/js/pacer.js", NEEDED, numbers, frames)
+        assert needed_ms == pytest.approx(300)
+        assert supply == pytest.approx(frames / 0.3)
+
+
+def test_one_late_chunk_does_not_swell_the_buffer_and_a_slower_server_is_learned(module_page: Page) -> None:
+    """A hiccup of three seconds leaves the buffer as it is; a server that stays slower is known by the third chunk."""
+    needed = [ms for ms, _ in module_page.call("/omni/js/pacer.js", NEEDED, [300] * 8 + [3000] + [300] * 3, 12)]
+    assert max(needed) == pytest.approx(300)
+    needed = [ms for ms, _ in module_page.call("/omni/js/pacer.js", NEEDED, [300] * 8 + [600] * 8, 12)]
+    assert needed[10] >= 600
+    assert needed[-1] == pytest.approx(600)
+
+
+SIMULATED = """
+    // The page's loop by a clock of 60 Hz: the picture takes what is in hand, chunks come after a[0]'s times.
+    const [waits, frames, marginMs] = a; const pacer = new m.Pacer(); if (marginMs !== null) pacer.marginMs = marginMs;
+    let [now, buffered, pending, next, began] = [0, 0, null, 0, false]; const stalls = [], buffers = [];
+    while (next < waits.length || pending) {
+        if (pending && now >= pending.at) {
+            buffers.push(buffered); buffered += (frames * 1000) / 16; began = true;
+            pacer.add(pending.ms, frames); pending = null;
+        }
+        if (!pending && next < waits.length && pacer.isTime(buffered, 0)) {
+            pending = { ms: waits[next], at: now + waits[next] }; next += 1;
+        }
+        now += 1000 / 60; buffered -= began ? 1000 / 60 : 0;
+        if (buffered < 0) { stalls.push([next, -buffered]); buffered = 0; }
+    }
+    return [buffers, [...new Set(stalls.map(([chunk]) => chunk))], pacer.marginMs];
+"""
+"""Video in hand, in ms, when each chunk came, and the chunks during whose making the picture stood still."""
+
+
+@pytest.mark.parametrize(("frames", "mean_ms"), [(4, 120), (12, 400)])
+@pytest.mark.parametrize("jitter_ms", [0, 5, 20, 60])
+def test_the_buffer_is_what_the_jitter_asks(module_page: Page, frames: int, mean_ms: int, jitter_ms: int) -> None:
+    """With the slider as it comes: hardly a wait, and no more video in hand than jitter and margin need."""
+    rng = random.Random(jitter_ms)
+    waits = [20 * mean_ms] + [max(10.0, rng.gauss(mean_ms, jitter_ms)) for _ in range(200)]
+    buffers, stalls, margin_ms = module_page.call("/omni/js/pacer.js", SIMULATED, waits, frames, None)
+    learned = buffers[3:]
+    assert float(np.median(learned)) <= margin_ms + 3 * jitter_ms + 20
+    assert sum(chunk > 3 for chunk in stalls) <= 0.04 * len(waits)
+    if jitter_ms == 0:
+        assert margin_ms <= 40
+        assert min(learned) >= 10
+        assert not [chunk for chunk in stalls if chunk > 3]
 
 
 PLAY = """
@@ -299,6 +357,47 @@ def test_a_slow_supply_slows_the_picture_evenly(module_page: Page) -> None:
     gaps_ms = np.diff([time for _, _, time in drawn])
     assert stalls == 0
     assert 110 < gaps_ms.min() <= gaps_ms.max() < 145
+
+
+def test_the_speed_of_the_supply_holds_at_once(module_page: Page) -> None:
+    """A first chunk that took long makes the picture slow only until the next one tells better."""
+    code = """player.setSupply(2); await push(0); run(1); const slow = drawn.length; player.setSupply(40);
+        await push(1); run(0.5); return [slow, drawn.length - slow]"""
+    slow, fast = module_page.call("/omni/js/player.js", PLAY + code)
+    assert slow <= 3
+    assert 7 <= fast <= 9
+
+
+def test_a_frame_need_not_wait_for_those_after_it(module_page: Page) -> None:
+    """Each can be drawn as soon as it is decoded, in order; one that is broken is left out."""
+    code = """
+        const decode = createImageBitmap; const waiting = [];
+        self.createImageBitmap = (blob) =>
+            new Promise((done, fail) => waiting.push([() => decode(blob).then(done), fail]));
+        player.push([jpeg, jpeg, jpeg, jpeg], 0); self.createImageBitmap = decode;
+        const soon = () => new Promise((r) => setTimeout(r, 50)); const ready = [];
+        waiting[1][0](); await soon(); ready.push(player.numReady);
+        waiting[0][0](); await soon(); ready.push(player.numReady, player.numBuffered);
+        waiting[2][1](new Error("broken")); waiting[3][0](); await soon(); ready.push(player.numReady);
+        run(1); return [ready, drawn.map(([, index]) => index)];"""
+    ready, drawn = module_page.call("/omni/js/player.js", PLAY + code)
+    assert ready == [0, 2, 4, 3]
+    assert drawn == [0, 1, 3]
+
+
+FIT = "return a[0].map((b) => { const { width, height } = m.fit(...b); return [width, height]; })"
+
+
+def test_the_stage_is_the_largest_of_the_pictures_shape(module_page: Page) -> None:
+    """A whole number of device pixels for each pixel where that costs at most a twentieth; else what fits."""
+    boxes = [(160, 96, 980, 700, 1), (160, 96, 940, 700, 1), (832, 480, 980, 700, 1), (832, 480, 1000, 290, 2)]
+    assert module_page.call("/omni/js/stage.js", FIT, boxes) == [
+        [960, 576],
+        [pytest.approx(940), pytest.approx(564)],
+        [pytest.approx(980), pytest.approx(980 * 480 / 832)],
+        [pytest.approx(290 * 832 / 480), pytest.approx(290)],
+    ]
+    assert module_page.call("/omni/js/stage.js", FIT, [(832, 480, 430, 900, 2)]) == [[416, 240]]
 
 
 def test_pausing_and_forgetting(module_page: Page) -> None:

@@ -12,8 +12,11 @@ import pytest
 from browser import Browser, Page
 from fake_engine import FIRST, LATER, Call, FakeEngine, wait_until
 from page_server import MakeServer, PageServer
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_omni.entrypoints.media import decode_mp4
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
 
 PARTS = "import('/omni/js/main.js').then((m) => m.parts)"
 
@@ -327,6 +330,41 @@ def test_input_to_photon_is_measured(page: Page, engine: FakeEngine) -> None:
         time.sleep(0.8)
     text = page.wait_for("(t => t !== '–' && t)(document.querySelector('[data-stat=photon]').textContent)")
     assert 200 <= int(text.split()[0]) <= 1200
+    total_ms, *parts_ms = page.run(f"""{PARTS}.then(({{ app: {{ stats }} }}) => [stats.inputToPhotonMs.last,
+        ...["waiting", "making", "buffer"].map((name) => stats.photonParts[name].last)])""")
+    assert sum(parts_ms) == pytest.approx(total_ms, abs=0.5)
+    assert parts_ms[1] >= 190
+    for name in ("waiting", "making", "buffered"):
+        assert page.text(f".hud dl [data-stat={name}]").endswith(" ms")
+
+
+LONGEST_MS = f"{PARTS}.then(({{ app }}) => app.stats.inputToPhotonMs.quantile(1))"
+
+
+@pytest.mark.parametrize("kind", ["pause", "outage"])
+def test_input_to_photon_leaves_out_what_is_not_the_servers(page: Page, server: PageServer, kind: str) -> None:
+    """A key pressed in a pause, or just before the connection broke, is no measurement; later ones are."""
+    page.run("window.ask = fetch; window.fetch = (...a) => (window.isDown ? Promise.reject(new Error()) : ask(...a))")
+    begin(page)
+    if kind == "pause":
+        page.press(" ")
+        page.press("d")
+        time.sleep(2)
+        page.press(" ")
+    else:
+        page.run("window.isDown = true")
+        server.cut_connections()
+        page.press("d")
+        page.wait_for("document.body.dataset.link === 'down'")
+        time.sleep(2)
+        page.run("window.isDown = false")
+        page.wait_for("document.body.dataset.link === 'up'")
+    time.sleep(1)
+    for _ in range(2):
+        page.press("d")
+        time.sleep(0.8)
+    longest_ms = page.wait_for(LONGEST_MS)
+    assert longest_ms < 1500
 
 
 # ---- what else one does ---------------------------------------------------------------------------------------------
@@ -474,6 +512,78 @@ def test_a_world_the_server_lost_can_be_gone_on_from_its_picture(page: Page, eng
     wait_until(lambda: sum("image" in call.arrays for call in engine.chunks) == 2)
     image = next(call for call in reversed(engine.chunks) if "image" in call.arrays).arrays["image"]
     assert abs(int(image[24, 40, 1]) - last) <= 3
+    later_chunks(engine, 1)
+
+
+STATUS = "document.querySelector('#status').textContent"
+REMEMBER = """new MutationObserver(() => (window.told ??= []).push(document.querySelector("#status").textContent))
+    .observe(document.querySelector("#status"), { childList: true, characterData: true, subtree: true })"""
+
+
+def dead(params: DiffusionParams) -> None:
+    raise EngineDeadError
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "lost"])
+def test_a_dead_engine_is_told_at_once_and_as_it_is(page: Page, engine: FakeEngine, kept: bool) -> None:
+    """Not as a pause. The world is resumed or lost only when the server has shown which; both are said."""
+    begin(page)
+    later_chunks(engine, 1)
+    page.run(REMEMBER)
+    engine.fail = dead
+    page.wait_for(f"{STATUS} === 'The engine has stopped'", 1.5)
+    assert "The engine has stopped" in page.text("#notices")
+    time.sleep(1.5)  # the server still answers `resume`, but makes nothing
+    assert page.text("#status") == "The engine has stopped"
+    assert "resumed" not in page.text("#notices")
+    last = page.run(f"{PARTS}.then(({{ app }}) => app.world.lastChunk)")
+    if not kept:
+        engine.worlds.clear()
+    engine.fail = lambda params: None
+    if kept:
+        page.wait_for("notices.textContent === 'This world is resumed.'")
+        page.wait_for(f"{STATUS} === 'Live'")
+        page.wait_for(f"{PARTS}.then(({{ app }}) => app.world.lastChunk > {last})")
+    else:
+        page.wait_for("notices.textContent.startsWith('This world is lost')")
+        assert page.text("#status") == "This world is lost"
+        page.run("notices.querySelector('button').click()")
+        page.wait_for(f"{STATUS} === 'Live'")
+        wait_until(lambda: sum("image" in call.arrays for call in engine.chunks) == 2)
+    assert "Paused" not in page.run("window.told")
+
+
+def test_a_dead_engine_is_told_in_a_pause_too(page: Page, engine: FakeEngine, server: PageServer) -> None:
+    """A paused page has nothing to ask; when its world is back, that is proven by a chunk, and the pause holds."""
+    begin(page)
+    page.press(" ")
+    page.wait_for(f"{STATUS} === 'Paused'")
+    page.run(f"{PARTS}.then(({{ app }}) => app.interrupted({{ reason: 'x', retryMs: 250, code: 1011 }}))")
+    server.cut_connections()
+    page.wait_for(f"{STATUS} === 'The engine has stopped'")
+    page.wait_for("notices.textContent === 'This world is resumed.'")
+    page.wait_for(f"{STATUS} === 'Paused'")
+    pictures = shown(page)
+    time.sleep(0.5)
+    assert shown(page) == pictures
+
+
+def test_a_refused_request_stops_the_world_until_tried_again(page: Page, engine: FakeEngine) -> None:
+    """The page says why and that it has stopped; it is not the visitor's pause, and nothing is asked for meanwhile."""
+
+    def refuse(params: DiffusionParams) -> None:
+        raise RequestFailed("invalid_argument", "no such thing")
+
+    begin(page)
+    engine.fail = refuse
+    page.wait_for("notices.textContent.includes('no such thing')")
+    assert page.text("#status") == "Stopped by an error"
+    count = len(engine.chunks)
+    time.sleep(0.5)
+    assert len(engine.chunks) == count
+    engine.fail = lambda params: None
+    page.run("notices.querySelector('button').click()")
+    page.wait_for(f"{STATUS} === 'Live'")
     later_chunks(engine, 1)
 
 

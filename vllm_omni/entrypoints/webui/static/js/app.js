@@ -12,16 +12,24 @@ import { Stats } from "./stats.js";
 import { World } from "./world.js";
 
 const MAP_EVERY_MS = 100;
+const MAKING_TEXT = "Making the first pictures …";
+const ENGINE_FAILED = 1011; // the close code of a server whose engine has died
+const ENGINE_TEXT = "The engine has stopped. This world is lost unless the server kept a copy; trying to resume it …";
 
 export class App {
   speed = 1;
   turnSpeed = 1;
   isLive = false; // a world has been begun
   isPaused = false;
+  isStopped = false; // a request failed for good: nothing is asked for until the visitor says so
+  isLost = false; // the server keeps this world no longer
+  hasEngineFailed = false; // and no chunk has come since
   prompt = "";
   #choice = null; // what the world was begun with
   #place = START; // where the next chunk sets out
   #nextPrompt = null;
+  #isAwaited = false; // the world's first picture has not come
+  #steadySince = 0; // times that began before are of an outage or a pause, not of the server
   #mapDrawn = 0;
   #thumbnail = document.createElement("canvas");
 
@@ -71,10 +79,24 @@ export class App {
     this.pacer.forget();
     this.map.setPath([]);
     [this.#choice, this.#place, this.prompt, this.#nextPrompt] = [choice, choice.place ?? START, choice.prompt, null];
-    [this.isLive, this.isPaused, this.player.isPaused] = [true, false, false];
+    [this.isLive, this.isPaused, this.player.isPaused, this.#isAwaited] = [true, false, false, true];
+    this.#clearFailure();
     this.controls.take();
-    this.notices.show("Waiting for the first picture …", { stays: true });
+    this.#showStart(choice);
+    this.notices.show(MAKING_TEXT, { stays: true });
     this.onstate();
+  }
+
+  /** Show the start image, at the size the world will have, until its first frame comes. */
+  async #showStart(choice) {
+    const { view } = this.elements;
+    view.classList.remove("has-picture");
+    const picture = await createImageBitmap(new Blob([choice.image])).catch(() => null); // the server says what is wrong
+    if (picture && this.#choice === choice && this.#isAwaited) {
+      this.player.showStill(picture, choice.width, choice.height);
+      view.classList.add("has-start");
+    }
+    picture?.close();
   }
 
   restart({ seed = this.#choice?.seed } = {}) {
@@ -96,14 +118,21 @@ export class App {
     this.player.flush();
     this.notices.hide();
     this.isLive = false;
+    this.#clearFailure();
     this.onstate();
   }
 
   pause(paused = !this.isPaused) {
     if (!this.isLive) return;
     this.isPaused = this.player.isPaused = paused;
+    if (!paused) this.steady();
     this.notices.whisper(paused ? "Paused" : "Running");
     this.onstate();
+  }
+
+  /** Times are measured from now on: what came before was not the server's doing. */
+  steady() {
+    this.#steadySince = performance.now();
   }
 
   setPrompt(text) {
@@ -189,13 +218,18 @@ export class App {
 
   tick(now) {
     this.player.tick(now);
-    if (this.isLive && !this.isPaused && this.world.canAsk) {
-      if (this.pacer.isTime(this.player.bufferedMs, this.world.numPending)) this.#ask();
-    }
+    this.#askInTime();
     if (now - this.#mapDrawn > MAP_EVERY_MS) {
       this.#mapDrawn = now;
       this.map.draw();
     }
+  }
+
+  #askInTime() {
+    // After the engine failed a chunk is asked for even in a pause: only its coming shows that the world goes on.
+    if (!this.isLive || this.isStopped || (this.isPaused && !this.hasEngineFailed) || !this.world.canAsk) return;
+    const bufferedMs = this.hasEngineFailed ? 0 : this.player.bufferedMs;
+    if (this.pacer.isTime(bufferedMs, this.world.numPending)) this.#ask();
   }
 
   #ask() {
@@ -222,28 +256,38 @@ export class App {
   }
 
   #chunk({ message, request }) {
-    const wallMs = performance.now() - request.sentAt;
-    this.pacer.add(wallMs);
-    const supply = this.pacer.supply(message.num_frames);
-    if (supply !== null) this.player.setSupply(supply);
+    const cameAt = performance.now();
+    const isSteady = request.sentAt >= this.#steadySince;
+    const wallMs = isSteady ? cameAt - request.sentAt : null;
+    if (isSteady) {
+      this.pacer.add(wallMs, message.num_frames);
+      this.player.setSupply(this.pacer.supply());
+    }
+    if (this.hasEngineFailed) {
+      this.#clearFailure();
+      this.#sayResumed();
+      this.onstate();
+    }
     this.stats.chunk(wallMs, message.video.reduce((sum, file) => sum + file.length, 0), message.timing);
     this.recorder.add(message.mp4, message.num_frames);
     this.#closeRecording();
-    this.player.push(message.video, { places: request.note.places, inputAt: request.note.inputAt });
+    const { places, inputAt } = request.note;
+    this.player.push(message.video, { places, inputAt, sentAt: request.sentAt, cameAt });
+    this.#askInTime();
     for (const warning of message.warnings ?? []) this.notices.show(warning);
   }
 
   #shown({ tag, index }) {
     if (tag.places[index]) this.map.add(tag.places[index]);
-    if (index === 0 && tag.inputAt !== null) this.stats.inputToPhotonMs.add(performance.now() - tag.inputAt);
-    if (this.player.numShown === 1 || !this.elements.view.classList.contains("has-picture")) {
-      this.elements.view.classList.add("has-picture");
-      this.onstate();
+    if (index === 0 && tag.inputAt !== null && tag.inputAt >= this.#steadySince) {
+      this.stats.photon(tag.inputAt, tag.sentAt, tag.cameAt, performance.now());
     }
-    if (!this.elements.notices.hidden && this.elements.notices.textContent.startsWith("Waiting")) {
-      this.notices.hide();
-      if (this.#choice.notice) this.notices.show(this.#choice.notice);
-    }
+    if (!this.#isAwaited) return;
+    this.#isAwaited = false;
+    this.elements.view.classList.add("has-picture");
+    this.notices.hide();
+    if (this.#choice.notice) this.notices.show(this.#choice.notice);
+    this.onstate();
   }
 
   #promptApplied({ prompt, frame }) {
@@ -265,22 +309,54 @@ export class App {
       if (request.note.prompt !== null && this.world.hasBegun) this.#nextPrompt ??= request.note.prompt;
     }
     if (lost) {
-      this.notices.show(`The server no longer keeps this world (${text}).`, {
+      this.isLost = true;
+      this.notices.show(`This world is lost: the server no longer keeps it (${text}).`, {
         isBad: true,
         action: { label: "Go on from this picture", run: () => this.beginFromView() },
       });
     } else if (retryable) {
       if (code !== "resync_required") this.notices.show(`Trying again: ${text}`);
     } else {
-      this.pause(true);
-      this.notices.show(text, { isBad: true, action: { label: "Try again", run: () => this.pause(false) } });
+      this.isStopped = true;
+      this.notices.show(text, { isBad: true, action: { label: "Try again", run: () => this.#tryAgain() } });
     }
     this.onstate();
   }
 
-  #resumed() {
-    this.notices.hide();
+  #tryAgain() {
+    this.isStopped = false;
+    this.steady();
     this.onstate();
+  }
+
+  /** The connection was lost. code: the server's close code, if it gave one. */
+  interrupted({ reason, retryMs, code }) {
+    if (!this.isLive) return;
+    this.isStopped = false; // the connection says more than its last error
+    this.hasEngineFailed ||= code === ENGINE_FAILED;
+    if (this.isLost || retryMs === 0) return;
+    if (this.hasEngineFailed) {
+      this.notices.show(ENGINE_TEXT, { isBad: true, stays: true });
+    } else {
+      this.notices.show(`Connection lost (${reason}). Reconnecting …`, { stays: true });
+    }
+  }
+
+  /** The connection is back and the server knows the session. */
+  #resumed() {
+    this.steady();
+    if (!this.hasEngineFailed) this.#sayResumed();
+    this.onstate();
+  }
+
+  #sayResumed() {
+    if (this.#isAwaited) this.notices.show(MAKING_TEXT, { stays: true });
+    else this.notices.show("This world is resumed.");
+  }
+
+  #clearFailure() {
+    [this.isStopped, this.isLost, this.hasEngineFailed] = [false, false, false];
+    this.steady();
   }
 
   async #makeThumbnail() {

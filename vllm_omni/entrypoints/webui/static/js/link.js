@@ -2,7 +2,8 @@
 // One WebSocket to the world camera door that comes back by itself. Gets a ticket before each attempt, waits longer after
 // each failure, notices a silent peer. Knows messages only as maps.
 //
-// Events: `up` {hello, again}, `message` {message}, `down` {reason, retryMs}, `refused` {code, reason} (no more attempts).
+// Events: `up` {hello, again}, `message` {message}, `down` {reason, retryMs, code}, `refused` {code, reason} (no more
+// attempts).
 
 import { decode, encode } from "./msgpack.js";
 
@@ -144,15 +145,15 @@ export class Link extends EventTarget {
       this.#wanted = false;
       this.#tell("refused", { code, reason: FINAL[code], detail: reason });
     } else {
-      this.#lost(socket, reason || "the connection was lost");
+      this.#lost(socket, reason || "the connection was lost", null, code);
     }
   }
 
-  #lost(socket, reason, waitMs = null) {
+  #lost(socket, reason, waitMs = null, code = null) {
     if (socket !== this.#socket) return;
     this.#drop();
     socket.close();
-    if (this.#wanted) this.#again(reason, waitMs);
+    if (this.#wanted) this.#again(reason, waitMs, code);
   }
 
   #drop() {
@@ -162,12 +163,12 @@ export class Link extends EventTarget {
     if (socket) socket.onclose = socket.onmessage = null;
   }
 
-  #again(reason, waitMs = null) {
+  #again(reason, waitMs = null, code = null) {
     const ceiling = Math.min(LAST_RETRY_MS, FIRST_RETRY_MS * 2 ** this.#failures);
     const retryMs = waitMs ?? ceiling * (0.75 + Math.random() / 2);
     this.#failures += 1;
     this.#after(retryMs, () => this.#attempt());
-    this.#tell("down", { reason, retryMs });
+    this.#tell("down", { reason, retryMs, code });
   }
 
   /** The network or the visitor is back: do not sit out a long wait. */

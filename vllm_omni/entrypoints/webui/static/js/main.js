@@ -10,6 +10,7 @@ import { attachMouse } from "./input/mouse.js";
 import { attachStick } from "./input/stick.js";
 import { Link } from "./link.js";
 import { markPrompt, promptButtons } from "./offer.js";
+import { attachStage } from "./stage.js";
 import { StartPanel } from "./start.js";
 import { showStats } from "./stats.js";
 
@@ -46,9 +47,9 @@ link.addEventListener("up", ({ detail: { hello } }) => {
   app.player.fps = hello.fps;
   show();
 });
-link.addEventListener("down", ({ detail: { reason, retryMs } }) => {
-  status = ["down", `Reconnecting: ${reason}`];
-  if (app.isLive && retryMs > 0) app.notices.show(`Connection lost (${reason}). The world waits; reconnecting …`, { stays: true });
+link.addEventListener("down", ({ detail }) => {
+  status = ["down", `Reconnecting: ${detail.reason}`];
+  app.interrupted(detail);
   show();
 });
 link.addEventListener("refused", ({ detail: { reason, detail } }) => {
@@ -71,10 +72,15 @@ const commands = {
   record: () => app.record(),
   picture: () => app.savePicture(),
   look: lockPointer,
-  full: () => (document.fullscreenElement ? document.exitFullscreen() : by("stage").requestFullscreen?.()),
+  full: () => (document.fullscreenElement ? document.exitFullscreen() : document.querySelector(".stage-column").requestFullscreen?.()),
   leave: () => {
     app.leave();
     start.isShown = true;
+  },
+  settings: () => {
+    const isShown = document.body.dataset.panel !== "shown";
+    document.body.dataset.panel = isShown ? "shown" : "";
+    by("settings").setAttribute("aria-pressed", isShown);
   },
   help: () => by("help-dialog").showModal(),
   overlay: () => {
@@ -137,7 +143,8 @@ let lastPrompt = null;
 function show() {
   const [kind, text] = status;
   document.body.dataset.link = kind;
-  by("status").textContent = app.isLive && kind === "up" ? (app.isPaused ? "Paused" : "Live") : text;
+  by("status").textContent = app.isLive ? worldStatus(kind, text) : text;
+  document.body.dataset.world = app.isLost || app.hasEngineFailed || app.isStopped ? "bad" : "good";
   document.body.dataset.live = app.isLive;
   start.isShown !== !app.isLive && (start.isShown = !app.isLive);
   for (const id of ["pause", "restart", "mark", "record", "picture", "look", "leave", "apply"]) by(id).disabled = !app.isLive;
@@ -151,6 +158,14 @@ function show() {
     app.promptState === "queued" ? "Queued for the next chunk …" : app.appliedFrame ? `Holds from frame ${app.appliedFrame}.` : "";
 }
 
+function worldStatus(kind, text) {
+  if (app.isLost) return "This world is lost";
+  if (app.hasEngineFailed) return "The engine has stopped";
+  if (kind !== "up") return text;
+  if (app.isStopped) return "Stopped by an error";
+  return app.isPaused ? "Paused" : "Live";
+}
+
 function setToggle(id, isOn, label) {
   const button = by(id);
   button.setAttribute("aria-pressed", isOn);
@@ -161,7 +176,9 @@ function setToggle(id, isOn, label) {
 function showHeld() {
   const { held } = controls;
   for (const key of document.querySelectorAll("#keys [data-axis]")) {
-    key.classList.toggle("is-held", held[key.dataset.axis] * Number(key.dataset.sign) > 0.1);
+    const isHeld = held[key.dataset.axis] * Number(key.dataset.sign) > 0.1;
+    key.classList.toggle("is-held", isHeld);
+    if (isHeld) key.parentElement.classList.add("is-known"); // from now on only what is held is shown
   }
 }
 
@@ -171,7 +188,7 @@ function tick(now) {
   app.tick(now);
   if (now - statsShown > STATS_EVERY_MS) {
     statsShown = now;
-    showStats(by("hud"), app.stats, { player: app.player, link, numPending: app.world.numPending });
+    showStats(by("hud"), app.stats, { player: app.player, pacer: app.pacer, link, numPending: app.world.numPending });
     by("map-text").textContent = app.map.describe();
     by("record-time").textContent = app.recorder.isOn ? `${(app.recorder.numFrames / app.player.fps).toFixed(1)} s` : "";
   }
@@ -179,6 +196,8 @@ function tick(now) {
 }
 
 controls.onchange = showHeld;
+document.addEventListener("visibilitychange", () => app.steady()); // a hidden page shows nothing
+attachStage(by("stage"), by("frame"), by("view"));
 link.open();
 show();
 requestAnimationFrame(tick);

@@ -1,36 +1,61 @@
 // SPDX-License-Identifier: Apache-2.0
 // When to ask for the next chunk: as late as playback allows, so that the controls it carries are fresh, and never so
 // late that the picture waits. Knows only times.
+//
+// The waiting time is learned from a few recent chunks. The first chunk is a guess that the second one replaces (compiling,
+// encoding the start image); later a single value far above the others is no measure of what is usual.
 
-const SMOOTHING = 0.3;
-const SPREAD = 2; // typical deviations of the waiting time that are allowed for
+const KEPT = 8;
+const SPREAD = 3; // mean deviations of the waiting time that are allowed for
+const OUTLIER = 2.5; // times the median
 
 export class Pacer {
-  marginMs = 120; // what the visitor wants in hand besides
-  #meanMs = null;
-  #deviationMs = 0;
+  marginMs = 40; // what the visitor wants in hand besides
+  #waits = []; // [ms, frames], oldest first
+  #isGuess = true;
 
-  /** A chunk came `wallMs` after it was asked for. */
-  add(wallMs) {
-    if (this.#meanMs === null) this.#meanMs = wallMs;
-    this.#deviationMs += SMOOTHING * (Math.abs(wallMs - this.#meanMs) - this.#deviationMs);
-    this.#meanMs += SMOOTHING * (wallMs - this.#meanMs);
+  /** A chunk of `numFrames` came `wallMs` after it was asked for. */
+  add(wallMs, numFrames) {
+    if (this.#isGuess) {
+      this.#isGuess = this.#waits.length === 0;
+      this.#waits = [];
+    }
+    this.#waits.push([wallMs, numFrames]);
+    if (this.#waits.length > KEPT) this.#waits.shift();
+  }
+
+  /** Video that should be in hand when a chunk is asked for, in milliseconds; null = not known yet. */
+  get neededMs() {
+    const usual = this.#usual();
+    return usual && usual.meanMs + SPREAD * usual.deviationMs + this.marginMs;
   }
 
   /** Whether to ask now. bufferedMs: video in hand; numPending: chunks asked for that have not come. */
   isTime(bufferedMs, numPending) {
     if (numPending > 0) return false;
-    if (this.#meanMs === null) return true;
-    return bufferedMs <= this.#meanMs + SPREAD * this.#deviationMs + this.marginMs;
+    return this.neededMs === null || bufferedMs <= this.neededMs;
   }
 
   /** Frames a second that a server kept busy would send; null = not known yet. */
-  supply(numFrames) {
-    return this.#meanMs === null ? null : (numFrames * 1000) / this.#meanMs;
+  supply() {
+    const usual = this.#usual();
+    return usual && usual.framesPerS;
   }
 
   forget() {
-    this.#meanMs = null;
-    this.#deviationMs = 0;
+    this.#waits = [];
+    this.#isGuess = true;
+  }
+
+  #usual() {
+    if (this.#waits.length === 0) return null;
+    const sorted = this.#waits.toSorted(([one], [other]) => one - other);
+    const [median] = sorted[(sorted.length - 1) >> 1];
+    if (sorted.at(-1)[0] > OUTLIER * median) sorted.pop();
+    const mean = (values) => values.reduce((sum, value) => sum + value, 0) / sorted.length;
+    const meanMs = mean(sorted.map(([ms]) => ms));
+    const deviationMs = mean(sorted.map(([ms]) => Math.abs(ms - meanMs)));
+    const numFrames = mean(sorted.map(([, count]) => count));
+    return { meanMs, deviationMs, framesPerS: (numFrames * 1000) / meanMs };
   }
 }

@@ -3,7 +3,6 @@
 // is played slower, evenly, instead of fast and then frozen. Knows no server.
 
 const SLOWEST = 0.05;
-const SMOOTHING = 0.4;
 
 export class Player {
   fps = 16;
@@ -19,7 +18,6 @@ export class Player {
   #decoding = Promise.resolve();
   #generation = 0;
   #rate = 1;
-  #hasRate = false;
   #due = 0; // frames that should have been shown by now and were not, below 1 while all is well
   #last = null;
   #isStarved = true;
@@ -55,31 +53,33 @@ export class Player {
     return this.#rate;
   }
 
-  /** Take JPEG files in order; `tag` comes back with each frame. */
+  /** Show a picture that is no frame of the video, at the video's size. */
+  showStill(picture, width, height) {
+    this.#resize(width, height);
+    this.#context.drawImage(picture, 0, 0, width, height);
+  }
+
+  /** Take JPEG files in order; `tag` comes back with each frame. A frame can be drawn as soon as it is decoded. */
   push(files, tag) {
     const generation = this.#generation;
     this.#coming += files.length;
-    const bitmaps = files.map((file) => createImageBitmap(new Blob([file], { type: "image/jpeg" })));
-    const settled = Promise.allSettled(bitmaps);
-    this.#decoding = this.#decoding.then(async () => {
-      const results = await settled;
-      if (generation !== this.#generation) {
-        for (const { value } of results) value?.close();
-        return;
-      }
-      this.#coming -= files.length;
-      results.forEach(({ value }, index) => {
-        if (value) this.#queue.push({ bitmap: value, tag, index, count: files.length });
+    files.forEach((file, index) => {
+      const decoding = createImageBitmap(new Blob([file], { type: "image/jpeg" })).catch(() => null);
+      this.#decoding = this.#decoding.then(async () => {
+        const bitmap = await decoding;
+        if (generation !== this.#generation) {
+          bitmap?.close();
+          return;
+        }
+        this.#coming -= 1;
+        if (bitmap) this.#queue.push({ bitmap, tag, index, count: files.length });
       });
     });
   }
 
   /** Tell how fast frames would come if the server were kept busy. It changes when frames are shown, not which. */
   setSupply(framesPerS) {
-    const wanted = Math.min(1, Math.max(SLOWEST, (0.97 * framesPerS) / this.fps));
-    this.#rate = this.#hasRate ? this.#rate + SMOOTHING * (wanted - this.#rate) : wanted;
-    this.#hasRate = true;
-    if (wanted === 1 && this.#rate > 0.98) this.#rate = 1;
+    this.#rate = Math.min(1, Math.max(SLOWEST, (0.97 * framesPerS) / this.fps));
   }
 
   /** Forget what was not shown yet; the picture stays. */
@@ -120,15 +120,18 @@ export class Player {
 
   #draw(frame) {
     const { bitmap } = frame;
-    if (this.#canvas.width !== bitmap.width || this.#canvas.height !== bitmap.height) {
-      [this.#canvas.width, this.#canvas.height] = [bitmap.width, bitmap.height];
-    }
+    this.#resize(bitmap.width, bitmap.height);
     this.#context.drawImage(bitmap, 0, 0);
     bitmap.close();
     this.numShown += 1;
     this.#times.push(performance.now());
     this.shown = frame;
     this.onframe(frame);
+  }
+
+  #resize(width, height) {
+    if (this.#canvas.width === width && this.#canvas.height === height) return;
+    [this.#canvas.width, this.#canvas.height] = [width, height];
   }
 
   #retire(frame) {

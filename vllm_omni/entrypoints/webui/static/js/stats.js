@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numbers on the picture: what was measured, and how it reads.
+// The numbers below the picture: what was measured, and how it reads.
 
 const KEPT = 60;
 const MISSING = "–";
@@ -7,13 +7,22 @@ const MISSING = "–";
 export class Stats {
   chunkMs = new Recent();
   inputToPhotonMs = new Recent();
+  photonParts = { waiting: new Recent(), making: new Recent(), buffer: new Recent() };
   server = {}; // the last chunk's own timing, milliseconds
   bytesPerS = 0;
   #arrivals = [];
 
-  /** A chunk came: `wallMs` from request to arrival, `bytes` of pictures. */
+  /** An input was made, carried by a request, its chunk came, its first picture is shown (all as `performance.now()`). */
+  photon(inputAt, sentAt, cameAt, shownAt) {
+    this.inputToPhotonMs.add(shownAt - inputAt);
+    this.photonParts.waiting.add(sentAt - inputAt);
+    this.photonParts.making.add(cameAt - sentAt);
+    this.photonParts.buffer.add(shownAt - cameAt);
+  }
+
+  /** A chunk came: `wallMs` from request to arrival (null = not measured), `bytes` of pictures. */
   chunk(wallMs, bytes, timing) {
-    this.chunkMs.add(wallMs);
+    if (wallMs !== null) this.chunkMs.add(wallMs);
     this.server = timing ?? {};
     const now = performance.now();
     this.#arrivals.push([now, bytes]);
@@ -43,8 +52,8 @@ export class Recent {
   }
 }
 
-/** Writes the overlay's fields: elements with `data-stat`. */
-export function showStats(root, stats, { player, link, numPending }) {
+/** Writes the measurements' fields: elements with `data-stat`. */
+export function showStats(root, stats, { player, pacer, link, numPending }) {
   const { server } = stats;
   const values = {
     fps: `${player.shownFps}`,
@@ -55,12 +64,16 @@ export function showStats(root, stats, { player, link, numPending }) {
       .map((name) => `${name} ${Math.round(server[`${name}_ms`])}`)
       .join(" · "),
     photon: ms(stats.inputToPhotonMs.quantile(0.5)),
-    photon95: `p95 ${ms(stats.inputToPhotonMs.quantile(0.95))}`,
+    photon95: `95 %: ${ms(stats.inputToPhotonMs.quantile(0.95))}`,
+    waiting: ms(stats.photonParts.waiting.quantile(0.5)),
+    making: ms(stats.photonParts.making.quantile(0.5)),
+    buffered: ms(stats.photonParts.buffer.quantile(0.5)),
     buffer: ms(player.bufferedMs),
+    needed: `next chunk at ${ms(pacer.neededMs)}`,
     queue: `${numPending} asked · server queue ${ms(server.queue_ms ?? null)}`,
     net: `${(stats.bytesPerS / 1000).toFixed(0)} kB/s`,
     rtt: `round trip ${ms(link.rttMs)}`,
-    stalls: player.numStalls > 0 ? `${player.numStalls} waits` : "",
+    stalls: player.numStalls > 0 ? `· ran out ${player.numStalls} ×` : "",
   };
   for (const element of root.querySelectorAll("[data-stat]")) {
     const value = values[element.dataset.stat];

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where things are on the page, by their rectangles in Chromium, in the windows that people have."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from browser import Browser, Page
+from fake_engine import FakeEngine
+from page_server import MakeServer
+
+DESKTOPS = [(1280, 800), (1440, 900)]
+UPRIGHT, SIDEWAYS = (390, 844), (844, 390)
+WINDOWS = [*DESKTOPS, UPRIGHT, SIDEWAYS]
+SIZES = [(832, 480), (160, 96)]
+"""Of the reference model's pictures, and of the packaged world's."""
+
+BOX = """((selector) => { const e = document.querySelector(selector); const b = e.getBoundingClientRect();
+    return { left: b.left, top: b.top, right: b.right, bottom: b.bottom, width: b.width, height: b.height }; })"""
+
+
+@pytest.fixture(params=SIZES, ids=lambda size: f"{size[0]}-wide")
+def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
+    size: tuple[int, int] = request.param
+    return size
+
+
+@pytest.fixture
+def page(browser: Browser, make_server: MakeServer, shape: tuple[int, int]) -> Iterator[Page]:
+    """The page before a world begins, for pictures of `shape`."""
+    width, height = shape
+    with browser.page(make_server(facts={"height": height, "width": width, "fps": 16.0}).url) as page:
+        page.wait_for("document.body.dataset.link === 'up'")
+        yield page
+        assert page.errors == []
+
+
+def be(page: Page, window: tuple[int, int], scheme: str = "dark") -> None:
+    (page.phone if min(window) < 500 else page.desktop)(*window)
+    page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    settle(page)
+
+
+def settle(page: Page) -> None:
+    """Wait until observers and styles have done their work."""
+    page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50))))")
+
+
+def begin(page: Page) -> None:
+    page.run("document.querySelector('#start').requestSubmit()")
+    page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
+    settle(page)
+
+
+def box(page: Page, selector: str) -> dict[str, float]:
+    return dict(page.run(f"{BOX}({selector!r})"))
+
+
+def overlap(one: dict[str, float], other: dict[str, float]) -> float:
+    """Area that two boxes share, in square pixels."""
+    width = min(one["right"], other["right"]) - max(one["left"], other["left"])
+    height = min(one["bottom"], other["bottom"]) - max(one["top"], other["top"])
+    return max(0.0, width) * max(0.0, height)
+
+
+def scrolls(page: Page, selector: str = "html") -> bool:
+    over = "(e => e.scrollHeight > e.clientHeight || e.scrollWidth > e.clientWidth)"
+    return bool(page.run(f"{over}(document.querySelector({selector!r}))"))
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: "x".join(map(str, window)))
+def test_the_picture_has_its_own_shape_and_what_room_there_is(
+    page: Page, shape: tuple[int, int], window: tuple[int, int], scheme: str
+) -> None:
+    """No bars: the frame is as wide as the column, or ends just above what stands below it; nothing lies on it."""
+    be(page, window, scheme)
+    begin(page)
+    frame, view, column = box(page, "#frame"), box(page, "#view"), box(page, ".stage-column")
+    assert frame == view
+    assert frame["width"] / frame["height"] == pytest.approx(shape[0] / shape[1], rel=0.01)
+    assert frame["right"] <= window[0] + 0.5
+    assert frame["bottom"] <= window[1] + 0.5
+    below = box(page, ".tools")
+    full_width = frame["width"] >= 0.94 * column["width"]
+    full_height = below["bottom"] >= window[1] - 24 and box(page, ".hud")["top"] - frame["bottom"] <= 32
+    assert full_width or full_height
+    for part in (".hud", ".tools", ".bar"):
+        assert overlap(frame, box(page, part)) == 0, part
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: "x".join(map(str, window)))
+def test_the_numbers_are_one_line_with_a_detail(page: Page, window: tuple[int, int]) -> None:
+    """Three numbers are seen whole; the detail opens beside nothing that it would cover."""
+    be(page, window)
+    begin(page)
+    assert not page.run("document.querySelector('#hud').open")
+    line = box(page, ".hud summary")
+    parts = [box(page, f".hud summary span:nth-child({number})") for number in (1, 2, 3)]
+    assert line["height"] < 26
+    assert all(line["left"] <= part["left"] and part["right"] <= line["right"] for part in parts)
+    assert max(part["bottom"] for part in parts) - min(part["top"] for part in parts) < 24
+    # The longest values that a slow machine gives fit as well.
+    page.run("""for (const [name, text] of [["chunk", "15750 ms"], ["photon", "18098 ms"]])
+        document.querySelector(`summary [data-stat=${name}]`).textContent = text""")
+    assert not scrolls(page, ".hud summary")
+    page.run("document.querySelector('.hud summary').click()")
+    settle(page)
+    frame, detail = box(page, "#frame"), box(page, ".hud dl")
+    assert detail["height"] > 30
+    for part in ("#frame", ".tools"):
+        assert overlap(detail, box(page, part)) == 0, part
+    assert frame["height"] > 150
+    if window != UPRIGHT:
+        assert not scrolls(page)
+        assert box(page, ".tools")["bottom"] <= window[1]
+
+
+@pytest.mark.parametrize("window", [*DESKTOPS, SIDEWAYS], ids=lambda window: "x".join(map(str, window)))
+def test_nothing_scrolls_before_or_in_a_world(page: Page, window: tuple[int, int]) -> None:
+    """Neither the page nor the panel; on a phone held upright the settings are below, and the width fits."""
+    be(page, window)
+    assert not scrolls(page)
+    assert box(page, "#start .main")["bottom"] <= window[1]
+    begin(page)
+    assert not scrolls(page)
+    assert box(page, ".tools")["bottom"] <= window[1]
+    if window != SIDEWAYS:
+        assert not scrolls(page, ".panel")
+        for _ in range(2):
+            page.press("b")
+            page.wait_for("!document.querySelector('#notices').hidden")
+        assert not scrolls(page)
+
+
+def test_an_upright_phone_fits_its_width_and_shows_the_controls_at_once(page: Page) -> None:
+    be(page, UPRIGHT)
+    begin(page)
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+    for part in (".sticks", ".hud", ".tools"):
+        assert box(page, part)["bottom"] <= UPRIGHT[1], part
+
+
+@pytest.mark.parametrize("window", [UPRIGHT, SIDEWAYS], ids=lambda window: "x".join(map(str, window)))
+def test_sticks_are_beside_the_picture(page: Page, window: tuple[int, int]) -> None:
+    """Thumbs hide nothing, whether the numbers' detail is open or not."""
+    be(page, window)
+    begin(page)
+    for _ in range(2):
+        for stick in ("#stick-move", "#stick-look"):
+            stick_box = box(page, stick)
+            assert stick_box["width"] > 80
+            for part in ("#frame", ".tools", ".hud summary"):
+                assert overlap(stick_box, box(page, part)) == 0, (stick, part)
+        page.run("document.querySelector('#hud').open = true")
+        settle(page)
+
+
+def test_a_phone_held_sideways_has_its_settings_behind_a_button(page: Page) -> None:
+    be(page, SIDEWAYS)
+    begin(page)
+    assert box(page, ".panel")["width"] == 0
+    page.click("#settings")
+    panel = box(page, ".panel")
+    assert panel["width"] > 250
+    assert panel["right"] <= SIDEWAYS[0]
+    assert panel["bottom"] <= SIDEWAYS[1]
+    page.click("#settings")
+    assert box(page, ".panel")["width"] == 0
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=lambda window: "x".join(map(str, window)))
+def test_labels_are_aligned(page: Page, window: tuple[int, int]) -> None:
+    """Names, sliders and values stand in columns; the fields of the start panel in a line."""
+    be(page, window)
+    if window != SIDEWAYS:
+        tops = {round(page.run(f"{BOX}('#start [name={name}]').top")) for name in ("size", "seed")}
+        assert len(tops) == 1
+        labels = page.run("""[...document.querySelectorAll('#start .row label')].map((label) => {
+            const range = document.createRange(); range.selectNode(label.firstChild);
+            return Math.round(range.getBoundingClientRect().top); })""")
+        assert len(set(labels)) == 1
+    begin(page)
+    if window == SIDEWAYS:
+        page.click("#settings")
+    for edge, kinds in {"left": ("label", "input"), "right": ("input", "output")}.items():
+        for kind in kinds:
+            edges = page.run(
+                f"[...document.querySelectorAll('.slider {kind}')]"
+                f".map((e) => Math.round(e.getBoundingClientRect().{edge}))"
+            )
+            assert len(edges) == 3
+            assert len(set(edges)) == 1, (kind, edge, edges)
+    middles = page.run("""[...document.querySelectorAll('.slider')].map((row) => [...row.children].map((e) => {
+        const b = e.getBoundingClientRect(); return (b.top + b.bottom) / 2; }))""")
+    assert all(max(row) - min(row) < 2 for row in middles)
+
+
+def test_hints_of_keys_go_once_they_are_known(page: Page) -> None:
+    """They take a twentieth of the picture at most; a key that was used is shown only while it is held."""
+    be(page, (1280, 800))
+    begin(page)
+    frame = box(page, "#frame")
+    pads = [box(page, f"#keys span:nth-child({number})") for number in (1, 2)]
+    assert sum(pad["width"] * pad["height"] for pad in pads) < 0.05 * frame["width"] * frame["height"]
+    opacity = "[...document.querySelectorAll('#keys kbd')].map((e) => Number(getComputedStyle(e).opacity))"
+    assert page.run(opacity) == [1] * 8
+    page.key("keyDown", "w")
+    assert page.run(opacity) == [1, 0, 0, 0, 1, 1, 1, 1]
+    page.key("keyUp", "w")
+    assert page.run(opacity) == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_the_start_image_is_shown_at_once(page: Page, engine: FakeEngine, shape: tuple[int, int]) -> None:
+    """While the first chunk is made, at the size that the frames will have; not a black picture."""
+    engine.delay_s = 2.0
+    page.run("document.querySelectorAll('.tile input')[1].click()")
+    page.run("document.querySelector('#start').requestSubmit()")
+    started_s = time.monotonic()
+    page.wait_for("document.querySelector('#view').classList.contains('has-start')", 1.5)
+    assert not page.run("document.querySelector('#view').classList.contains('has-picture')")
+    seen: dict[str, Any] = page.run("""(async () => { const view = document.querySelector("#view");
+        const image = new Image(); image.src = document.querySelectorAll(".tile img")[1].src; await image.decode();
+        const other = new OffscreenCanvas(view.width, view.height).getContext("2d");
+        other.drawImage(image, 0, 0, view.width, view.height);
+        const [a, b] = [view.getContext("2d"), other].map((c) => c.getImageData(0, 0, view.width, view.height).data);
+        return { size: [view.width, view.height], off: a.reduce((sum, v, i) => sum + Math.abs(v - b[i]), 0) / a.length,
+            mean: a.reduce((sum, v) => sum + v, 0) / a.length, opacity: getComputedStyle(view).opacity,
+            words: document.querySelector("#notices").textContent }; })()""")
+    assert time.monotonic() - started_s < 2.0
+    assert seen["size"] == list(shape)
+    assert seen["off"] < 2
+    assert seen["mean"] > 70  # alpha counts with 255
+    assert "first pictures" in seen["words"]
+    page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
+    page.wait_for("document.querySelector('#notices').hidden")
+    assert page.run("document.querySelector('#view').getContext('2d').getImageData(40, 24, 1, 1).data[1] < 40")
