@@ -65,11 +65,10 @@ def begin(page: Page) -> None:
 
 
 def picture_of(page: Page, chunk: int) -> np.ndarray:
-    """The last frame of a chunk, as pixels; the player is left standing there."""
+    """The last frame of a chunk behind which nothing is asked for, as pixels."""
     code = f"""{PARTS}.then(async ({{ app }}) => {{
         while (!(app.world.lastChunk >= {chunk} && app.player.numBuffered === 0)) {{
             await new Promise((done) => setTimeout(done, 20));
-            if (app.world.lastChunk >= {chunk} && app.world.numPending === 0) app.world.isHeld = true;
         }}
         return document.querySelector("#view").toDataURL("image/png"); }})"""
     return pixels(page.run(code))
@@ -82,8 +81,10 @@ def pixels(data_url: str) -> np.ndarray:
 
 def held_at_chunk(page: Page, chunk: int, key: str | None) -> np.ndarray:
     """Begin, hold `key` all the time, and return what is seen when the chunk has been played."""
-    stop = f"""{PARTS}.then(({{ app }}) => {{ app.world.addEventListener("chunk", ({{ detail }}) => {{
-        if (detail.message.chunk_index >= {chunk}) app.world.isHeld = true; }}); }})"""
+    stop = f"""{PARTS}.then(({{ app }}) => {{
+        const ask = app.world.ask.bind(app.world);
+        let asked = 0;
+        app.world.ask = (request) => {{ if (asked++ <= {chunk}) ask(request); }}; }})"""
     page.run(stop)
     page.run("document.querySelector('#start').elements.seed.value = 5")
     page.click("#start .main")
