@@ -167,17 +167,11 @@ AT_START: dict[str, list[Case]] = {
 """Part of a sentence or table row -> what cannot be configured if it is true."""
 
 HELD_BY = {
-    "that no array refused by those tests has as its kind": (
-        "tests/entrypoints/realtime/test_codec.py::test_arrays_that_cannot_be_sent_are_refused"
-    ),
     "one that would be ignored, such as `--quantization`": (
         "tests/test_engine_arguments.py::test_a_start_is_refused_with_one_line"
     ),
     "a paused engine refuses requests": (
         "tests/entrypoints/test_engine_refusals.py::test_a_door_gets_one_kind_of_failure"
-    ),
-    "an envelope that is only its prefix has no JSON either": (
-        "tests/test_outputs.py::test_a_malformed_envelope_is_refused_with_its_reason"
     ),
     # requests of diffusers pipelines, Lance and the image and video routes
     "sizes that the pipeline would silently round are refused": "tests/executor/test_call_arguments.py::test_refusals",
