@@ -19,20 +19,20 @@ from typing import Any, cast
 import msgspec
 
 STAMP = struct.Struct("<dI")
-"""What the first pixels of a frame hold: when it was due (`time.monotonic`), and its chunk index."""
+"""What the first pixels of a chunk hold: when it was due (`time.monotonic`), and its chunk index."""
 
-_PATH = "/v1/realtime_video/generate"
+GENERATE_PATH = "/v1/realtime_video/generate"
 _pack = msgspec.msgpack.Encoder().encode
 
 
 class Session(asyncio.Protocol):
-    """One session: opens, begins a stream and notes when each frame came and when it was due.
+    """One session: opens, begins a stream and notes when each chunk came and when it was due.
 
     read_bytes_per_s: None = as fast as it comes; 0 = never again after the first frame.
     """
 
-    def __init__(self, frame_bytes: int, init: dict[str, Any], read_bytes_per_s: float | None) -> None:
-        self._frame_bytes, self._init, self._rate = frame_bytes, init, read_bytes_per_s
+    def __init__(self, chunk_bytes: int, init: dict[str, Any], read_bytes_per_s: float | None) -> None:
+        self._chunk_bytes, self._init, self._rate = chunk_bytes, init, read_bytes_per_s
         self._buffer = bytearray()
         self._open = False
         self.transport: asyncio.Transport
@@ -44,7 +44,7 @@ class Session(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are of another class
         key = base64.b64encode(os.urandom(16)).decode()
-        lines = [f"GET {_PATH} HTTP/1.1", "Host: 127.0.0.1", "Upgrade: websocket", "Connection: Upgrade"]
+        lines = [f"GET {GENERATE_PATH} HTTP/1.1", "Host: 127.0.0.1", "Upgrade: websocket", "Connection: Upgrade"]
         lines += [f"Sec-WebSocket-Key: {key}", "Sec-WebSocket-Version: 13", "", ""]
         transport.write("\r\n".join(lines).encode())
 
@@ -94,8 +94,8 @@ class Session(asyncio.Protocol):
             self.send(10, bytes(self._buffer[start:end]))
         elif opcode == 8:
             self.errors.append(f"closed with {int.from_bytes(self._buffer[start : start + 2])}")
-        elif end - start > self._frame_bytes:
-            due_s, index = STAMP.unpack_from(self._buffer, end - self._frame_bytes)
+        elif end - start >= self._chunk_bytes:
+            due_s, index = STAMP.unpack_from(self._buffer, end - self._chunk_bytes)
             self.arrivals.append((now_s, due_s, index))
 
     def send(self, opcode: int, payload: bytes) -> None:
@@ -109,10 +109,15 @@ class Session(asyncio.Protocol):
         self.closed_s = time.monotonic()
 
 
+def init_message(width: int, height: int) -> dict[str, Any]:
+    """What begins a session."""
+    return {"type": "init", "prompt": "walk", "size": f"{width}x{height}"}
+
+
 async def open_sessions(options: dict[str, Any]) -> list[Session]:
     """Connect all sessions, spread over one frame's time so that they do not all fall due at once."""
-    init = {"type": "init", "prompt": "walk", "size": f"{options['width']}x{options['height']}"}
-    frame_bytes = options["width"] * options["height"] * 3
+    init = init_message(options["width"], options["height"])
+    chunk_bytes = options["chunk_frames"] * options["width"] * options["height"] * 3
     loop, sessions = asyncio.get_running_loop(), []
     for number in range(options["sessions"]):
         await asyncio.sleep((number % 16) / (16 * options["fps"]) / 4 + 0.002)
@@ -122,7 +127,7 @@ async def open_sessions(options: dict[str, Any]) -> list[Session]:
         raw.setblocking(False)
         await loop.sock_connect(raw, ("127.0.0.1", options["port"]))
         _, session = await loop.create_connection(
-            lambda: Session(frame_bytes, init, options["read_bytes_per_s"]), sock=raw
+            lambda: Session(chunk_bytes, init, options["read_bytes_per_s"]), sock=raw
         )
         sessions.append(session)
     return sessions
@@ -156,7 +161,7 @@ async def run(options: dict[str, Any]) -> dict[str, Any]:
     latencies_ms, gaps_ms, delivered, lost = [], [], 0, 0
     for session in sessions:
         seen = [arrival for arrival in session.arrivals if begin_s <= arrival[0] < end_s]
-        delivered += len(seen)
+        delivered += len(seen) * options["chunk_frames"]
         latencies_ms += [(received - due) * 1e3 for received, due, _ in seen]
         for (before, _, last), (after, _, index) in itertools.pairwise(seen):
             gaps_ms.append((after - before) * 1e3)

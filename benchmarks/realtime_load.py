@@ -4,9 +4,11 @@
 A server process with this package's door `/v1/realtime_video/generate` and a model that only keeps time; a load
 generator in a process of its own on another core; for the scenarios, badly behaved clients in a third one. A frame's
 added latency runs from the moment the model has it to the moment the client has read it; cadence is frames read over
-frames due.
+frames due. `cost` asks what a frame costs the server's processor beside a bare uvicorn with `websockets` that sends the
+same messages to the same clients, one after the other and several times: a ratio that another machine should give too.
 
     python benchmarks/realtime_load.py
+    python benchmarks/realtime_load.py --scenario cost
     python benchmarks/realtime_load.py --scenario frozen --sessions 50
 """
 
@@ -15,21 +17,26 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
+from websockets.sync.client import connect
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import add_output_arguments, quantiles, save
+from realtime_clients import GENERATE_PATH, init_message
 
 _HERE = Path(__file__).parent
-_SCENARIOS = ("steady", "slow", "trickle", "never-reads", "frozen", "disconnect")
+_SCENARIOS = ("steady", "slow", "trickle", "never-reads", "frozen", "disconnect", "cost")
 _GONE_TIMEOUT_S = 60.0
 
 
@@ -39,6 +46,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--sessions", type=int, default=100)
     parser.add_argument("--bad-clients", type=int, default=3, help="badly behaved clients beside them (default: 3)")
     parser.add_argument("--fps", type=float, default=16.0)
+    parser.add_argument(
+        "--chunk-frames", type=int, default=4, help="frames the model makes at once (default: 4, one latent of Wan's VAE)"
+    )
     parser.add_argument("--width", type=int, default=160)
     parser.add_argument("--height", type=int, default=128, help="160x128 RGB is 60 KiB a frame")
     parser.add_argument("--controls-per-s", type=float, default=2.0, help="key events of each session (default: 2)")
@@ -92,8 +102,55 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = _GONE_TIMEOUT_S) -
     return time.monotonic() - started_s
 
 
+def recorded_messages(args: argparse.Namespace) -> list[bytes]:
+    """What a client of the door gets for one chunk, in order."""
+    with process("realtime_server.py", server_options(args), None) as child, contextlib.ExitStack() as stack:
+        socket = stack.enter_context(connect(f"ws://127.0.0.1:{Server(child).port}{GENERATE_PATH}", max_size=None))
+        socket.send(msgspec.msgpack.encode(init_message(args.width, args.height)))
+        chunks: list[list[bytes]] = []
+        while len(chunks) < 3:
+            message = socket.recv()
+            assert isinstance(message, bytes)
+            is_pixels = len(message) == args.chunk_frames * args.width * args.height * 3
+            if not is_pixels and msgspec.msgpack.decode(message)["type"].startswith("frame_batch"):
+                chunks.append([])
+            chunks[-1].append(message)
+    return chunks[1]
+
+
+def cost(args: argparse.Namespace, repeats: int = 5) -> dict[str, Any]:
+    """Processor microseconds a frame of this package's door and of the bare server, in turns."""
+    spent_us: dict[str, list[float]] = {"bare_server.py": [], "realtime_server.py": []}
+    cadences = []
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        messages = recorded_messages(args)
+        json.dump([message.hex() for message in messages], file)
+        file.flush()
+        for script in list(spent_us) * repeats:
+            row = measure(args, "steady", script, {"messages": file.name})
+            spent_us[script].append(row["server_us_per_frame"])
+            cadences.append(row["cadence_percent"])
+    bare_us, door_us = (statistics.median(times) for times in spent_us.values())
+    return {
+        "scenario": "cost",
+        "sessions": args.sessions,
+        "fps": args.fps,
+        "chunk_frames": args.chunk_frames,
+        "message_bytes": [len(message) for message in messages],
+        "bare_us_per_frame": spent_us["bare_server.py"],
+        "door_us_per_frame": spent_us["realtime_server.py"],
+        "median_ratio": round(door_us / bare_us, 2),
+        "lowest_cadence_percent": min(cadences),
+    }
+
+
+def server_options(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("height", "width", "fps", "chunk_frames", "sessions", "loop")
+    return {name: getattr(args, name) for name in names}
+
+
 def client_options(args: argparse.Namespace, port: int, **changes: Any) -> dict[str, Any]:
-    names = ("sessions", "fps", "width", "height", "controls_per_s", "seconds", "warm_up_s", "loop")
+    names = ("sessions", "fps", "chunk_frames", "width", "height", "controls_per_s", "seconds", "warm_up_s", "loop")
     options = {name: getattr(args, name) for name in names}
     return {**options, "port": port, "read_bytes_per_s": None, "receive_buffer": 0, **changes}
 
@@ -108,12 +165,14 @@ def bad_clients(args: argparse.Namespace, scenario: str, port: int) -> dict[str,
     )
 
 
-def measure(args: argparse.Namespace, scenario: str) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, scenario: str, script: str = "realtime_server.py", extra: dict[str, Any] | None = None
+) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     server_core, client_core = (None, None) if args.no_pin or len(cores) < 2 else (cores[0], cores[1])
-    options = {name: getattr(args, name) for name in ("height", "width", "fps", "sessions", "loop")}
+    options = server_options(args) | (extra or {})
     with contextlib.ExitStack() as stack:
-        server = Server(stack.enter_context(process("realtime_server.py", options, server_core)))
+        server = Server(stack.enter_context(process(script, options, server_core)))
         load = stack.enter_context(process("realtime_clients.py", client_options(args, server.port), client_core))
         assert load.stdout is not None
         assert load.stdout.readline() == "open\n"
@@ -125,18 +184,20 @@ def measure(args: argparse.Namespace, scenario: str) -> dict[str, Any]:
             gone_s = provoke(args, scenario, server, stack.enter_context(bad))
         wall_s = max(0.1, args.seconds - (time.monotonic() - started_s) - 0.5)
         time.sleep(wall_s)
-        server_percent = 100 * (server.cpu_s() - cpu_s) / (time.monotonic() - started_s)
+        server_load = (server.cpu_s() - cpu_s) / (time.monotonic() - started_s)
         answer = json.loads(load.stdout.readline())
         row = {
             "scenario": scenario,
             "sessions": args.sessions,
             "frame_bytes": args.width * args.height * 3,
             "fps": args.fps,
+            "chunk_frames": args.chunk_frames,
             "cadence_percent": round(100 * answer["delivered"] / answer["due"], 3),
             "added_latency_ms": quantiles(answer["latencies_ms"]),
             "gap_ms": quantiles(answer["gaps_ms"]),
             "out_of_order": answer["out_of_order"],
-            "server_cpu_percent": round(server_percent, 1),
+            "server_cpu_percent": round(100 * server_load, 1),
+            "server_us_per_frame": round(1e6 * server_load * args.seconds / answer["delivered"], 1),
             "client_cpu_percent": round(answer["cpu_percent"], 1),
             "server_rss_mib": round(server.process.memory_info().rss / 2**20, 1),
             "errors": answer["errors"],
@@ -163,7 +224,7 @@ def provoke(args: argparse.Namespace, scenario: str, server: Server, bad: subpro
 
 def disconnects(args: argparse.Namespace, repeats: int = 20) -> dict[str, Any]:
     """Clients that vanish in the middle of a long chunk: how soon has the engine been told to drop it?"""
-    options = {"height": args.height, "width": args.width, "fps": 0.1, "sessions": args.sessions, "loop": args.loop}
+    options = server_options(args) | {"fps": 0.1}
     times_ms = []
     with process("realtime_server.py", options, None) as child:
         server = Server(child)
@@ -186,12 +247,15 @@ def disconnects(args: argparse.Namespace, repeats: int = 20) -> dict[str, Any]:
     }
 
 
+_OWN_WAY: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"disconnect": disconnects, "cost": cost}
+
+
 def main() -> None:
     args = make_parser().parse_args()
     load_before = os.getloadavg()
     rows = []
     for scenario in args.scenario:
-        rows.append(disconnects(args) if scenario == "disconnect" else measure(args, scenario))
+        rows.append(_OWN_WAY[scenario](args) if scenario in _OWN_WAY else measure(args, scenario))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     name = "realtime_load" + ("" if args.scenario == ["steady"] else "_" + "_".join(args.scenario))
     save(name, {"load_average_before": load_before, "pinned": not args.no_pin, "rows": rows}, args)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server side of realtime_load.py: a door in a real uvicorn server, with a model that only keeps time.
 
-A process of its own. `TimerModel` stands where vLLM's engine client does and makes one frame a chunk: chunk n of a
-session is due n / fps seconds after its first, and is answered exactly then, stamped with that moment. Everything
+A process of its own. `TimerModel` stands where vLLM's engine client does and makes chunks of
+`chunk_frames`: chunk n of a session is due n times their playing time after its first, and is answered exactly then, stamped with that moment. Everything
 between that moment and the client's socket is the door's doing. `GET /state` says who is connected and what the model
 works on.
 """
@@ -34,14 +34,14 @@ from vllm_omni.outputs import pack
 
 
 class TimerModel:
-    """Frames of `height` x `width`, one a chunk, `fps` a second for each session that asks in time."""
+    """Frames of `height` x `width`, `fps` a second for each session that asks in time."""
 
-    def __init__(self, height: int, width: int, fps: float) -> None:
-        frames_THWC = torch.zeros(1, height, width, 3, dtype=torch.uint8)
+    def __init__(self, height: int, width: int, fps: float, chunk_frames: int) -> None:
+        frames_THWC = torch.zeros(chunk_frames, height, width, 3, dtype=torch.uint8)
         frames_THWC[0, 0, 0, 0] = 255
         self._template = pack({}, {"frames": frames_THWC}).numpy().tobytes()
         self._at = self._template.index(b"\xff" + bytes(64))
-        self._period_s = 1 / fps
+        self._period_s = chunk_frames / fps
         self._worlds: dict[str, list[float]] = {}  # engine's session id -> [due time of the next chunk, chunks made]
         self._live: dict[str, asyncio.Future[None]] = {}
         self.aborted_s: list[float] = []
@@ -88,14 +88,14 @@ class TimerModel:
 def main() -> None:
     """`realtime_server.py OPTIONS`, a JSON object; prints the port and serves until its input ends."""
     options = json.loads(sys.argv[1])
-    model = TimerModel(options["height"], options["width"], options["fps"])
+    model = TimerModel(options["height"], options["width"], options["fps"], options["chunk_frames"])
     sessions = options["sessions"] + 64
     facts = WorldFacts(
         height=options["height"],
         width=options["width"],
         fps=options["fps"],
         vae_stride=(1, 8, 8),
-        latent_frames_per_chunk=1,
+        latent_frames_per_chunk=options["chunk_frames"],
         max_sessions=sessions,
         needs_image=False,
         model="timer",

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The yardstick of realtime_load.py: the least that uvicorn and `websockets` need to send the same messages.
+
+A process of its own, an ASGI application without a framework. Each connection gets a chunk's messages, as they
+were recorded at the door, as often as the model makes chunks, with the moment each was due written into it; what clients send is read
+and thrown away. `GET /state` says that it listens.
+"""
+
+import asyncio
+import gc
+import json
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import uvicorn
+from realtime_clients import STAMP
+
+from vllm_omni.entrypoints.websocket import WebSocketOptions
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class BareServer:
+    """messages: of one chunk, in order; the longest one ends with the chunk's `pixel_bytes`. period_s: of a chunk."""
+
+    def __init__(self, messages: list[bytes], pixel_bytes: int, period_s: float) -> None:
+        self._messages = messages
+        self._pixels = max(messages, key=len)
+        self._stamp_at = len(self._pixels) - pixel_bytes
+        self._period_s = period_s
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.accept"})
+            await receive()  # a session begins with its client's first message
+            sending = asyncio.create_task(self._send(send))
+            while (await receive())["type"] != "websocket.disconnect":
+                pass
+            sending.cancel()
+
+    async def _send(self, send: Send) -> None:
+        due_s, number = time.monotonic() + self._period_s, 0
+        while True:
+            await asyncio.sleep(due_s - time.monotonic())
+            pixels = bytearray(self._pixels)
+            STAMP.pack_into(pixels, self._stamp_at, due_s, number)
+            for message in self._messages:
+                await send({"type": "websocket.send", "bytes": bytes(pixels) if message is self._pixels else message})
+            due_s, number = due_s + self._period_s, number + 1
+
+
+def main() -> None:
+    """`bare_server.py OPTIONS`, a JSON object; prints the port and serves until it is killed."""
+    options = json.loads(sys.argv[1])
+    messages = [bytes.fromhex(message) for message in json.load(open(options["messages"]))]
+    chunk_frames = options["chunk_frames"]
+    pixel_bytes = chunk_frames * options["width"] * options["height"] * 3
+    app = BareServer(messages, pixel_bytes, chunk_frames / options["fps"])
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]  # uvicorn's types ask for each message's own dict
+        log_level="warning",
+        access_log=False,
+        loop=options["loop"],
+        lifespan="off",
+    )
+    WebSocketOptions().apply(config)
+    gc.collect()
+    gc.freeze()
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+        print(listener.getsockname()[1], flush=True)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()
