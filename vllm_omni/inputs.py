@@ -69,7 +69,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     def to_pooling_params(self, tensors: Mapping[str, torch.Tensor] | None = None) -> "PoolingParams":
         """Return stock `PoolingParams` carrying this request and its input tensors (on CPU, copied)."""
-        from vllm import PoolingParams
+        from vllm.pooling_params import PoolingParams
 
         extra_kwargs: dict[str, Any] = {_KEY: msgspec.to_builtins(self)}
         if tensors:

@@ -138,14 +138,14 @@ def unpack(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tens
     total = envelope.numel()
     if total < _PREFIX.size:
         raise ValueError(f"envelope of {total} bytes is shorter than its {_PREFIX.size}-byte prefix")
-    magic, version, header_bytes = _PREFIX.unpack(bytes(envelope[: _PREFIX.size].tolist()))
+    buffer = memoryview(envelope.numpy())
+    magic, version, header_bytes = _PREFIX.unpack_from(buffer)
     if magic != _MAGIC or version != _VERSION:
         raise ValueError(f"not a version {_VERSION} envelope (magic {magic!r}, version {version})")
     if header_bytes > min(_MAX_HEADER_BYTES, total - _PREFIX.size):
         raise ValueError(f"header length {header_bytes} exceeds the envelope of {total} bytes")
-    raw = envelope[_PREFIX.size : _PREFIX.size + header_bytes].numpy().tobytes()
     try:
-        header = json.loads(raw)
+        header = json.loads(bytes(buffer[_PREFIX.size : _PREFIX.size + header_bytes]))
         meta, entries = header["meta"], header["tensors"]
         if not isinstance(meta, dict) or not isinstance(entries, list):
             raise TypeError("meta must be a map and tensors a list")

@@ -47,7 +47,20 @@ class ReaderPace:
         started_s = time.monotonic()
         if started_s - self._last_behind_s > _PAUSE * self._timeout_s:
             self._behind_since_s = None
-        left_s = None if self._behind_since_s is None else self._too_slow_at_s(self._behind_since_s) - started_s
+        if self._behind_since_s is None:  # what almost every delivery meets, so without a timer
+            await delivery
+        else:
+            await self._within(self._too_slow_at_s(self._behind_since_s) - started_s, delivery)
+        now_s = time.monotonic()
+        self._taken.append((now_s, num_frames))
+        self._num_taken += num_frames
+        while self._taken[0][0] + self._timeout_s < now_s:
+            self._num_taken -= self._taken.popleft()[1]
+        if is_more_waiting():
+            self._behind_since_s = started_s if self._behind_since_s is None else self._behind_since_s
+            self._last_behind_s = now_s
+
+    async def _within(self, left_s: float, delivery: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(left_s) as limit:
                 await delivery
@@ -60,14 +73,6 @@ class ReaderPace:
                 "while more were waiting",
                 close=Close.SLOW_CONSUMER,
             ) from None
-        now_s = time.monotonic()
-        self._taken.append((now_s, num_frames))
-        self._num_taken += num_frames
-        while self._taken[0][0] + self._timeout_s < now_s:
-            self._num_taken -= self._taken.popleft()[1]
-        if is_more_waiting():
-            self._behind_since_s = started_s if self._behind_since_s is None else self._behind_since_s
-            self._last_behind_s = now_s
 
     def _too_slow_at_s(self, behind_since_s: float) -> float:
         """When the client has been behind for too long, if it takes nothing more until then."""
