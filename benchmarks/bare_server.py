@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The yardstick of realtime_load.py: the least that uvicorn and `websockets` need to send the same messages.
 
-A process of its own, an ASGI application without a framework. Each connection gets a chunk's messages, as they
-were recorded at the door, as often as the model makes chunks, with the moment each was due written into it; what clients send is read
-and thrown away. `GET /state` says that it listens.
+A process of its own, an ASGI application without a framework. Each connection gets a chunk's messages, as
+they were recorded at the door, as often as the model makes chunks, with the moment each was due written into it; what
+clients send is read and thrown away. `GET /state` says that it listens.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -60,7 +61,7 @@ class BareServer:
 def main() -> None:
     """`bare_server.py OPTIONS`, a JSON object; prints the port and serves until it is killed."""
     options = json.loads(sys.argv[1])
-    messages = [bytes.fromhex(message) for message in json.load(open(options["messages"]))]
+    messages = [bytes.fromhex(message) for message in json.loads(Path(options["messages"]).read_text())]
     chunk_frames = options["chunk_frames"]
     pixel_bytes = chunk_frames * options["width"] * options["height"] * 3
     app = BareServer(messages, pixel_bytes, chunk_frames / options["fps"])

@@ -47,7 +47,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--bad-clients", type=int, default=3, help="badly behaved clients beside them (default: 3)")
     parser.add_argument("--fps", type=float, default=16.0)
     parser.add_argument(
-        "--chunk-frames", type=int, default=4, help="frames the model makes at once (default: 4, one latent of Wan's VAE)"
+        "--chunk-frames",
+        type=int,
+        default=4,
+        help="frames the model makes at once (default: 4, one latent of Wan's VAE)",
     )
     parser.add_argument("--width", type=int, default=160)
     parser.add_argument("--height", type=int, default=128, help="160x128 RGB is 60 KiB a frame")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server side of realtime_load.py: a door in a real uvicorn server, with a model that only keeps time.
 
-A process of its own. `TimerModel` stands where vLLM's engine client does and makes chunks of
-`chunk_frames`: chunk n of a session is due n times their playing time after its first, and is answered exactly then, stamped with that moment. Everything
-between that moment and the client's socket is the door's doing. `GET /state` says who is connected and what the model
-works on.
+A process of its own. `TimerModel` stands where vLLM's engine client does and makes chunks of `chunk_frames`: chunk n of
+a session is due n times their playing time after its first, and is answered exactly then, stamped with that moment.
+Everything between that moment and the client's socket is the door's doing. `GET /state` says who is connected and what
+the model works on.
 """
 
 import asyncio

@@ -138,7 +138,7 @@ def unpack(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tens
     total = envelope.numel()
     if total < _PREFIX.size:
         raise ValueError(f"envelope of {total} bytes is shorter than its {_PREFIX.size}-byte prefix")
-    buffer = memoryview(envelope.numpy())
+    buffer = memoryview(envelope.numpy())  # type: ignore[arg-type]  # numpy's types do not say so
     magic, version, header_bytes = _PREFIX.unpack_from(buffer)
     if magic != _MAGIC or version != _VERSION:
         raise ValueError(f"not a version {_VERSION} envelope (magic {magic!r}, version {version})")

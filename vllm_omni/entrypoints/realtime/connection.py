@@ -128,7 +128,7 @@ class Connection:
             error.close = Close.POLICY
         return error
 
-    async def send(self, *messages: bytes | str) -> None:
+    async def send(self, *messages: bytes | memoryview | str) -> None:
         """Hand messages to the network, none of another task between them, and all of them even when cancelled.
 
         Raises `ClientGone`; a peer that reads too slowly is closed with 4008.
@@ -145,7 +145,7 @@ class Connection:
                 sending.exception()
             raise
 
-    async def _send(self, messages: tuple[bytes | str, ...]) -> None:
+    async def _send(self, messages: tuple[bytes | memoryview | str, ...]) -> None:
         try:
             async with asyncio.timeout(self._limits.send_deadline_s), self._send_lock:
                 if self._closed:
@@ -154,7 +154,7 @@ class Connection:
                     if isinstance(message, str):
                         await self._websocket.send_text(message)
                     else:
-                        await self._websocket.send_bytes(message)
+                        await self._websocket.send_bytes(message)  # type: ignore[arg-type]  # any buffer is sent as it is
         except TimeoutError:
             logger.info("a client did not read for %g s; closing it", self._limits.send_deadline_s)
             self._closed = True

@@ -24,7 +24,6 @@ from vllm_omni.entrypoints.realtime.errors import Close, DoorError
 from vllm_omni.entrypoints.realtime.generate_frames import ChunkReport, FrameBatcher, FrameMessage
 from vllm_omni.entrypoints.realtime.images import load_image
 from vllm_omni.entrypoints.realtime.live import (
-    RENDER_INLINE_BYTES,
     UNSENT_CHUNKS,
     LiveClient,
     MediaClock,
@@ -193,7 +192,7 @@ class _Client(LiveClient):
             render=FrameBatcher(kind, init.output_compression, init.realtime_preview_max_width),
             source=_KeyedSource(init.prompt, self._track, self._throttle, camera=self.facts.camera),
             num_chunks=init.max_chunks,
-            render_inline_bytes=RENDER_INLINE_BYTES if kind == "raw" else 0,
+            render_inline=kind == "raw",
             keep_replies=False,
             unsent_chunks=UNSENT_CHUNKS,
             fps=init.fps,

@@ -2,7 +2,7 @@
 """Frame messages of `/v1/realtime_video/generate`: a finished chunk becomes one or more `FrameMessage`s.
 
 A message is one msgpack map with the payload inside, or, from 64 KiB on, a header map and the payload as a WebSocket
-message of its own right behind it. Runs on the executor's threads unless a chunk is tiny. Held by
+message of its own right behind it. Runs on the executor's threads unless the frames are sent as they are. Held by
 tests/entrypoints/realtime/test_generate_frames.py.
 """
 
@@ -60,7 +60,7 @@ class ChunkReport:
 class FrameMessage:
     """WebSocket messages that belong together. report: of the whole chunk, with its last message only."""
 
-    parts: tuple[bytes, ...]
+    parts: tuple[bytes | memoryview, ...]
     chunk_frames: int
     is_first: bool
     is_new_event: bool
@@ -133,8 +133,10 @@ class FrameBatcher:
             for index, parts in enumerate(messages)
         ]
 
-    def _payload(self, frames_THWC: np.ndarray, reference_HWC: np.ndarray | None) -> tuple[bytes, dict[str, Any]]:
-        """Return one message's frames as bytes, and the header fields that describe them."""
+    def _payload(
+        self, frames_THWC: np.ndarray, reference_HWC: np.ndarray | None
+    ) -> tuple[bytes | memoryview, dict[str, Any]]:
+        """Return one message's frames (raw ones are not copied), and the header fields that describe them."""
         _, height, width, channels = frames_THWC.shape
         fields: dict[str, Any] = {
             "format": "rgb24",
@@ -152,7 +154,7 @@ class FrameBatcher:
             return b"".join(files), {**fields, **sizes, "payload_lengths": [len(file) for file in files]}
         fields["raw_size"] = frames_THWC.nbytes
         if self.format == "raw":
-            return frames_THWC.tobytes(), {**fields, "encoding": "raw"}
+            return np.ascontiguousarray(frames_THWC).reshape(-1).data, {**fields, "encoding": "raw"}
         fields["encoding"] = "delta-gzip"
         if reference_HWC is not None:
             fields["delta_reference"] = "previous-frame"
@@ -186,7 +188,7 @@ def _delta_gzip(frames_THWC: np.ndarray, reference_HWC: np.ndarray | None) -> by
     return b"".join([*parts, compressor.flush()])
 
 
-def _message(header: dict[str, Any], payload: bytes) -> tuple[bytes, ...]:
+def _message(header: dict[str, Any], payload: bytes | memoryview) -> tuple[bytes | memoryview, ...]:
     if len(payload) < SEPARATE_FROM_BYTES:
         return (_pack({**header, "payload": payload}),)
     return _pack({**header, "type": "frame_batch_header"}), payload

@@ -28,8 +28,6 @@ SUBPROTOCOL: Final = "omni.v1"
 """Echoed to a client that offers it: browsers that offer something must get something back."""
 UNSENT_CHUNKS: Final = 1
 """Finished chunks that wait for a reader while the next one is generated: whoever steers must see now, not then."""
-RENDER_INLINE_BYTES: Final = 256 * 1024
-"""Frames smaller than this are copied into a message on the event loop; a thread switch would take longer."""
 
 _SLOT_POLL_S: Final = 0.1
 _MAX_TEXT_FRAMES: Final = 3

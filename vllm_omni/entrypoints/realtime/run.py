@@ -84,8 +84,8 @@ class Job:
     Exactly one of `camera` (a pose per pixel frame), `actions` (held keys per latent frame) and `source` is set.
     source: steers a live run; num_chunks: where that ends, None = when it is cancelled.
     chunk_index: the chunk that must be next; None = whichever is.
-    render: turns a chunk into encoded replies, each with a length in bytes; called off the event loop, unless the
-    chunk's frames have fewer than `render_inline_bytes` (a thread costs more than a small copy).
+    render: turns a chunk into encoded replies, each with a length in bytes; called off the event loop, unless
+    `render_inline` says that it takes less time than a change of threads.
     keep_replies: whether delivered replies stay in the session's journal. unsent_chunks: finished chunks that may wait
     for the reader; None = as the limits say. fps: the rate the client plays at; None = the server's target.
     """
@@ -107,7 +107,7 @@ class Job:
     render: Callable[[FinishedChunk], Sequence[Sized]]
     source: ChunkSource | None = None
     num_chunks: int | None = None
-    render_inline_bytes: int = 0
+    render_inline: bool = False
     keep_replies: bool = True
     unsent_chunks: int | None = None
     fps: float | None = None

@@ -387,7 +387,7 @@ class Session:
 
     async def _render(self, run: Run, chunk: FinishedChunk) -> None:
         """Encode a chunk into the journal; a cancellation waits for it, since the chunk is part of the world."""
-        if chunk.result.frames_THWC.nbytes < run.job.render_inline_bytes:
+        if run.job.render_inline:
             self._keep(run, chunk, run.job.render(chunk))
             return
         rendering = asyncio.ensure_future(self._manager.off_loop(run.job.render, chunk))
