@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No module of the package imports itself by way of others: neither at run time nor for its types."""
+"""Which way imports go: never in a circle, not even for types, and never from the engine's side to a model."""
 
 import ast
+import re
 from collections.abc import Mapping, Set
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -46,6 +47,21 @@ def test_there_is_no_circle() -> None:
     graph = {name: imports(path.read_text(), files.keys()) - {name} for name, path in files.items()}
     assert len(graph) > 300
     assert circle(graph) == []
+
+
+def test_what_serves_models_imports_none() -> None:
+    """But for `entrypoints/speech`, the door of one model."""
+    files = modules(PACKAGE)
+    models = {name for name in files if name.startswith("vllm_omni.model_executor.models.") and name.count(".") > 3}
+    serving = re.compile(r"vllm_omni\.(worker|core|entrypoints(?!\.speech))\b")
+    crossing = {
+        (name, model)
+        for name, path in files.items()
+        if serving.match(name)
+        for model in imports(path.read_text(), files.keys()) & models
+    }
+    assert len(models) > 100
+    assert crossing == set()
 
 
 @pytest.mark.parametrize("line", ["from p.b import x", "import p.b", "from p import b", "if 1:\n    from p import b"])
