@@ -31,7 +31,7 @@ STEPS = 5
 
 def trace(kind: str, streams: int, seed: int) -> list[Any]:
     """Viewers of one scenario; they come within the first three seconds, in random order."""
-    from vllm_omni.core.sched.simulator import Viewer
+    from scheduler_simulator import Viewer
 
     rng = random.Random(seed)
     viewers = []
@@ -57,8 +57,9 @@ SCENARIOS = {
 
 
 def replay(kind: str, streams: int, seeds: int) -> dict[str, Any]:
+    from scheduler_simulator import Load, quantile, simulate
+
     from vllm_omni.core.sched.policy import StepCosts
-    from vllm_omni.core.sched.simulator import Load, quantile, simulate
 
     costs = StepCosts(step_s=0.0003, size_s=0.2370 / STEPS, first_s=0.012, last_s=0.150)
     most = 4

@@ -125,6 +125,7 @@ def make_runner(single_rank: None) -> RunnerFactory:
 
     import vllm_omni.worker
     from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
+    from vllm_omni.worker.warm_up import warm_up
 
     assert vllm_omni.worker.DiffusionGPUWorker  # as in a worker process: vLLM's CPU module prepares torch for CPU
 
@@ -147,7 +148,7 @@ def make_runner(single_rank: None) -> RunnerFactory:
         with set_current_vllm_config(vllm_config), torch.inference_mode():
             runner = DiffusionGPUModelRunner(vllm_config, torch.device("cpu"))
             runner.load_model()
-            runner.warm_up()
+            warm_up(runner)
         return runner
 
     return make

@@ -45,7 +45,6 @@ from vllm_omni.worker.stage_messages import StageNote, together, unpack
 from vllm_omni.worker.step_batch import group_requests
 from vllm_omni.worker.temporal import TemporalStage
 from vllm_omni.worker.vae_stage import VAEStage, hand_over
-from vllm_omni.worker.warm_up import warm_up
 from vllm_omni.worker.whole_request import WholeRequestModel
 
 if TYPE_CHECKING:
@@ -148,10 +147,6 @@ class DiffusionGPUModelRunner(RunnerSurface):
         connect_forward(self.pp, self.device)
         if self._num_stages > 1:
             self._channel = ReturnChannel(self.pp.ranks[: self._num_stages], self.device)
-
-    def warm_up(self, used_before: int = 0) -> float:
-        """Run the largest shape once in a throw-away session, fix the session budget; returns seconds."""
-        return warm_up(self, used_before)
 
     # -- the engine step ---------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
 from vllm_omni.worker.rank_watch import answers_steps, failing_together, watch_other_ranks
 from vllm_omni.worker.rebalance import rebalance
 from vllm_omni.worker.snapshots import SessionSnapshots
+from vllm_omni.worker.warm_up import warm_up
 from vllm_omni.worker.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class DiffusionWorkerMixin(_Worker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Run the largest shape once and fix the bytes that sessions may hold."""
         with failing_together(heard=get_world_group().rank == 0):  # replies are read in order of rank
-            seconds = self.model_runner.warm_up(self._used_before())
+            seconds = warm_up(self.model_runner, self._used_before())
         timeout_s = self.model_runner.omni.rank_timeout_s
         if timeout_s is not None and get_world_group().world_size > 1:
             self._watchdog = watch_other_ranks(timeout_s)

@@ -10,7 +10,7 @@ alike, before anything moves. Knows no model. Held by tests/engine/test_rebalanc
 import logging
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,8 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm_omni.model_executor.interfaces import SupportsLayerMoves
 from vllm_omni.model_executor.layers.layer_moves import LayerMove, balanced_partition, stage_costs
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
 from vllm_omni.worker.rank_watch import failing_together
-
-if TYPE_CHECKING:
-    from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -30,7 +28,7 @@ StageTimes = Mapping[str, Sequence[float]]
 """`StageTimer.milliseconds` of one chunk."""
 
 
-def rebalance(runner: "DiffusionGPUModelRunner", partition: Sequence[int]) -> list[int]:
+def rebalance(runner: DiffusionGPUModelRunner, partition: Sequence[int]) -> list[int]:
     """Collective. Returns the layers of each stage now; raises `RequestFailed`, on all ranks alike."""
     refusals: list[Any] = [None] * get_world_group().world_size
     dist.all_gather_object(refusals, _refusal(runner, partition), group=get_world_group().cpu_group)
@@ -49,7 +47,7 @@ def rebalance(runner: "DiffusionGPUModelRunner", partition: Sequence[int]) -> li
     return list(partition)
 
 
-def _move(runner: "DiffusionGPUModelRunner", move: LayerMove) -> None:
+def _move(runner: DiffusionGPUModelRunner, move: LayerMove) -> None:
     params, _ = runner.model.warmup_inputs()[0]
     before = runner.model.session_nbytes(params)
     for session_id in sorted(runner.sessions.stats()["chunks"]):
@@ -63,7 +61,7 @@ def _move(runner: "DiffusionGPUModelRunner", move: LayerMove) -> None:
         runner.sessions.max_bytes = int(runner.sessions.max_bytes / before * after)
 
 
-def _refusal(runner: "DiffusionGPUModelRunner", partition: Sequence[int]) -> tuple[str, str] | None:
+def _refusal(runner: DiffusionGPUModelRunner, partition: Sequence[int]) -> tuple[str, str] | None:
     model = runner.model
     if not isinstance(model, SupportsLayerMoves):
         return "unsupported", "this model's layers stay on the stages they were loaded on"
@@ -93,7 +91,7 @@ def _refusal(runner: "DiffusionGPUModelRunner", partition: Sequence[int]) -> tup
     return None
 
 
-def measured_partition(runner: "DiffusionGPUModelRunner", times: StageTimes) -> list[int]:
+def measured_partition(runner: DiffusionGPUModelRunner, times: StageTimes) -> list[int]:
     """Collective. The partition that fits what a warm-up chunk cost (`times` is this rank's)."""
     model, pp = runner.model, runner.pp
     if not isinstance(model, SupportsLayerMoves):

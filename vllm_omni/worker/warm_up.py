@@ -8,23 +8,20 @@ model by name. Held by tests/worker/test_diffusion_model_runner.py and tests/eng
 
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from vllm.sequence import IntermediateTensors
 
+from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
 from vllm_omni.worker.memory import MemoryBudget
 from vllm_omni.worker.rebalance import StageTimes, measured_partition, rebalance
 from vllm_omni.worker.requests import RequestState
-
-if TYPE_CHECKING:
-    from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
 
 logger = logging.getLogger("vllm." + __name__)
 
 _REQUEST_ID = "warm-up"
 
 
-def warm_up(runner: "DiffusionGPUModelRunner", used_before: int = 0) -> float:
+def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
     """Collective. Connects the stages, runs the warm-up chunks, sets `runner.sessions.max_bytes`; returns seconds.
 
     used_before: see `MemoryBudget`. Raises RuntimeError if a chunk fails, ValueError if not even one session of the
@@ -52,7 +49,7 @@ def warm_up(runner: "DiffusionGPUModelRunner", used_before: int = 0) -> float:
     return time.perf_counter() - start
 
 
-def _run_session(runner: "DiffusionGPUModelRunner", degradations: tuple[str, ...] = ()) -> tuple[int, StageTimes]:
+def _run_session(runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] = ()) -> tuple[int, StageTimes]:
     """Returns a largest session's bytes and what its last chunk took on this rank.
 
     degradations: what its first chunk goes without.
@@ -74,7 +71,7 @@ def _run_session(runner: "DiffusionGPUModelRunner", degradations: tuple[str, ...
     return session_bytes, times
 
 
-def _step(runner: "DiffusionGPUModelRunner", state: RequestState) -> None:
+def _step(runner: DiffusionGPUModelRunner, state: RequestState) -> None:
     """One micro-step, with the send and receive that the worker does in the engine loop."""
     received = None
     if not runner.pp.is_first_rank:

@@ -2,8 +2,8 @@
 """The deadline policy: which requests take their next denoise step together, whom to refuse, when to give up quality.
 
 Pure functions of what they are handed: no clock, no vLLM, no state. `StreamBatchScheduler` calls them in an engine,
-`simulator.py` in virtual time. Every request has a due time: its own deadline; or, without one, a time by which its
-next step is due, which keeps it from starving, and from running through while others are late.
+`benchmarks/scheduler_simulator.py` in virtual time. Every request has a due time: its own deadline; or, without one, a
+time by which its next step is due, which keeps it from starving, and from running through while others are late.
 Held by tests/core/test_scheduling_policy.py.
 """
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from vllm_omni.model_executor.models.causal_wan.config import CLASSES, CausalWanConfig
-from vllm_omni.model_executor.models.causal_wan.weights import open_transformer
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components, find_tiny_vae
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
-from vllm_omni.model_executor.tensor_files import read_json
+from vllm_omni.model_executor.tensor_files import TensorSource, open_tensors, read_json
 from vllm_omni.model_executor.weights import rename
 
 LAYOUTS = ("original", "diffusers", "stream_diffusion_v2")
@@ -29,6 +28,9 @@ ORIGINAL_FILES = (
     "wan_causal_dmd_v2v_14b/model.pt",
 )
 """Self-Forcing (two places), CausVid, StreamDiffusionV2 (two sizes); the first that is there."""
+
+STATE_KEYS = ("generator_ema", "generator", "state_dict")
+"""Where a training checkpoint (`.pt`) keeps the network, best first; without any, the file is the network itself."""
 
 _HEAD_DIM = 128
 _CAUSAL_CLASSES = CLASSES[:2]
@@ -92,6 +94,11 @@ def find_layout(path: Path) -> CheckpointLayout:
         tokenizer=places["tokenizer"],
         tiny_vae=find_tiny_vae(path),
     )
+
+
+def open_transformer(path: Path) -> TensorSource:
+    """Open a folder of safetensors, one weight file, or a training checkpoint, of which the best state is taken."""
+    return open_tensors(path, STATE_KEYS)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -24,9 +24,8 @@ def check_complete(path: Path) -> None:
 
     Only file names and headers are read. The other components' tensors are checked when they are loaded.
     """
-    from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout
+    from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, open_transformer
     from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
-    from vllm_omni.model_executor.models.causal_wan.weights import open_transformer
     from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
     from vllm_omni.model_executor.weights import check_shapes, rename
 

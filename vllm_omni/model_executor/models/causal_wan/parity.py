@@ -17,10 +17,11 @@ import torch
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
+from vllm_omni.model_executor.models.causal_wan.checkpoint import open_transformer
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.causal_wan.motion import first_timestep
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer, ChunkRow
-from vllm_omni.model_executor.models.causal_wan.weights import load_transformer, open_transformer
+from vllm_omni.model_executor.models.causal_wan.weights import load_transformer
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
 from vllm_omni.model_executor.parity import Report, Scenario, read_tensors, run_scenarios
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, nearest_schedule

@@ -6,8 +6,6 @@ and what is allowed. Changes nothing, allocates nothing on the device, gives the
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
-from dataclasses import dataclass
-
 import msgspec
 import torch
 
@@ -15,7 +13,7 @@ from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
-from vllm_omni.model_executor.models.causal_wan.state import Source, Standing, StreamSession, StreamShape
+from vllm_omni.model_executor.models.causal_wan.state import ChunkInputs, Source, Standing, StreamSession, StreamShape
 from vllm_omni.outputs import RequestFailed
 
 _DEFAULT_SEED = 0
@@ -29,15 +27,6 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """
 
     source: Source | None = None
-
-
-@dataclass(frozen=True)
-class ChunkInputs:
-    """A checked request. video: uint8 [T, H, W, 3], exactly the chunk's frames, or None in a text-to-video stream."""
-
-    prompt: str
-    seed: int
-    video: torch.Tensor | None
 
 
 def read_shape(params: DiffusionParams, config: CausalWanConfig, omni: OmniConfig) -> StreamShape:

@@ -9,7 +9,7 @@ Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -27,9 +27,6 @@ from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
-
-if TYPE_CHECKING:
-    from vllm_omni.model_executor.models.causal_wan.request import ChunkInputs
 
 Source = Literal["text", "video"]
 
@@ -228,6 +225,15 @@ class StreamSession(SessionState):
         self.past = ()
 
 
+@dataclass(frozen=True)
+class ChunkInputs:
+    """A checked request. video: uint8 [T, H, W, 3], exactly the chunk's frames, or None in a text-to-video stream."""
+
+    prompt: str
+    seed: int
+    video: torch.Tensor | None
+
+
 @dataclass(eq=False)
 class Chunk:
     """One chunk in flight. The first group is made by `prepare_encode`, the second by later steps.
@@ -271,7 +277,7 @@ class Chunk:
         schedule: FewStepSchedule,
         size: Sequence[int],
         cache: ChunkCache,
-        inputs: "ChunkInputs",
+        inputs: ChunkInputs,
         index: int,
     ) -> "Chunk":
         """Chunk `index` on the VAE stage: its latents, of `size`, come when other ranks have made them."""

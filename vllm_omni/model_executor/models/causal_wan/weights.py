@@ -5,29 +5,20 @@ Names and shapes of the whole network are compared before any data is read (`mod
 Held by tests/model_executor/models/causal_wan/test_causal_wan_weights.py.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, open_transformer
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
 from vllm_omni.model_executor.models.wan.weights import load_components
-from vllm_omni.model_executor.tensor_files import TensorSource, open_tensors
+from vllm_omni.model_executor.tensor_files import TensorSource
 from vllm_omni.model_executor.weights import load_strict
 
 if TYPE_CHECKING:
-    from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout
     from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
     from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
-
-STATE_KEYS = ("generator_ema", "generator", "state_dict")
-"""Where a training checkpoint (`.pt`) keeps the network, best first; without any, the file is the network itself."""
-
-
-def open_transformer(path: Path) -> TensorSource:
-    """Open a folder of safetensors, one weight file, or a training checkpoint, of which the best state is taken."""
-    return open_tensors(path, STATE_KEYS)
 
 
 def load_transformer(transformer: nn.Module, source: TensorSource, config: CausalWanConfig) -> None:
@@ -36,7 +27,7 @@ def load_transformer(transformer: nn.Module, source: TensorSource, config: Causa
 
 
 def load_pipeline_weights(
-    layout: "CheckpointLayout",
+    layout: CheckpointLayout,
     config: CausalWanConfig,
     transformer: nn.Module,
     vae: "StreamingWanVAE | None" = None,

@@ -27,8 +27,9 @@ from vllm_omni.model_executor.models.lingbot_world.condition import MASK_CHANNEL
 from vllm_omni.model_executor.models.lingbot_world.config import NATIVE_HEIGHT, NATIVE_WIDTH, LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
+from vllm_omni.model_executor.models.wan.component_names import VAE_RULES
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
-from vllm_omni.model_executor.models.wan.weights import VAE_RULES, load_vae
+from vllm_omni.model_executor.models.wan.weights import load_vae
 from vllm_omni.model_executor.parity import Report, Scenario, read_tensors, run_scenarios
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, unipc_flow_table
 from vllm_omni.model_executor.weights import rename

@@ -9,7 +9,6 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 # F latent frames of the chunk
 
 import math
-from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -19,7 +18,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession, SessionShape
+from vllm_omni.model_executor.models.lingbot_world.state import ChunkInputs, LingBotSession, SessionShape
 from vllm_omni.outputs import RequestFailed
 
 _DEFAULT_SEED = 0
@@ -35,21 +34,6 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """
 
     camera_scale: float | None = None
-
-
-@dataclass(frozen=True)
-class ChunkInputs:
-    """A checked request. relative_F44, intrinsics_F4: fp64, CPU; `tail` is where the camera ends.
-
-    image: uint8 [H, W, 3] of any size, or None to go on from the session's.
-    """
-
-    prompt: str
-    seed: int
-    image: torch.Tensor | None
-    relative_F44: torch.Tensor
-    intrinsics_F4: torch.Tensor
-    tail: cam.CameraTail
 
 
 def read_shape(params: DiffusionParams, config: LingBotWorldConfig, omni: OmniConfig) -> SessionShape:

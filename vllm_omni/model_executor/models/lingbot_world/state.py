@@ -10,7 +10,7 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -27,9 +27,6 @@ from vllm_omni.model_executor.models.wan.replay import saved_chunks
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
-
-if TYPE_CHECKING:
-    from vllm_omni.model_executor.models.lingbot_world.request import ChunkInputs
 
 
 @dataclass(frozen=True)
@@ -199,6 +196,21 @@ class LingBotSession(SessionState):
         self.past = ()
 
 
+@dataclass(frozen=True)
+class ChunkInputs:
+    """A checked request. relative_F44, intrinsics_F4: fp64, CPU; `tail` is where the camera ends.
+
+    image: uint8 [H, W, 3] of any size, or None to go on from the session's.
+    """
+
+    prompt: str
+    seed: int
+    image: torch.Tensor | None
+    relative_F44: torch.Tensor
+    intrinsics_F4: torch.Tensor
+    tail: CameraTail
+
+
 @dataclass(eq=False)
 class Chunk:
     """One chunk in flight. The first group is made by `prepare_encode`, the second by the first denoise step.
@@ -234,7 +246,7 @@ class Chunk:
     """Kept while the decode may still be reading it on the device."""
 
     @classmethod
-    def to_decode(cls, frames: range, size: Sequence[int], window: KVWindow, inputs: "ChunkInputs") -> "Chunk":
+    def to_decode(cls, frames: range, size: Sequence[int], window: KVWindow, inputs: ChunkInputs) -> "Chunk":
         """A chunk on the VAE stage: its latents, of `size`, come when other ranks have made them."""
         nothing = torch.empty(size, device="meta")
         return cls(

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from vllm_omni.model_executor.models.wan.component_names import TEXT_RULES, VAE_RULES
 from vllm_omni.model_executor.models.wan.components import UMT5_XXL, VAEConfig
-from vllm_omni.model_executor.models.wan.weights import TEXT_RULES, VAE_RULES
 from vllm_omni.model_executor.tensor_files import confined, open_tensors, read_json
 from vllm_omni.model_executor.weights import Rules, rename
 

@@ -3,8 +3,8 @@
 
 import pytest
 
+from benchmarks.scheduler_simulator import Load, Viewer, quantile, simulate
 from vllm_omni.core.sched.policy import StepCosts
-from vllm_omni.core.sched.simulator import Load, Viewer, quantile, simulate
 
 COSTS = StepCosts(step_s=0.0003, size_s=0.0474, first_s=0.012, last_s=0.006)
 

@@ -3,7 +3,8 @@
 
 One engine takes one batch at a time, as `StreamBatchScheduler` has it do; everything the deadline policy sees (costs,
 steps left) it learns the same way, from `StepCostModel` and `Streams`. `fifo` is the scheduler without deadlines: the
-first sessions by arrival, each chunk to its end. Deterministic for a seed. Held by tests/core/test_simulator.py.
+first sessions by arrival, each chunk to its end. Deterministic for a seed.
+Held by tests/core/test_scheduler_simulator.py.
 """
 
 import heapq

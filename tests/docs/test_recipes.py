@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipes of CONTRIBUTING.md: the files they list are where they say, for what was last added by each."""
+
+import re
+
+import pytest
+import snippets as docs
+
+from vllm_omni.model_executor.models.registry import ARCHITECTURES, family_names
+
+CONTRIBUTING = docs.REPO / "CONTRIBUTING.md"
+LAST_ADDED = {"Add a model": "wan2_2", "Add a door": "video", "Support a version of vLLM": "0.33"}
+"""Recipe -> the `<name>` that stands for what it has brought last."""
+
+
+def recipe(title: str) -> list[str]:
+    """The first column of a recipe's table: files and folders."""
+    section = CONTRIBUTING.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return [match[1] for line in section.splitlines() if (match := re.match(r"\| `([^`]+)` \|", line))]
+
+
+def test_every_recipe_is_held() -> None:
+    """By the test below."""
+    assert set(re.findall(r"^## (.*)$", CONTRIBUTING.read_text(), re.M)) == set(LAST_ADDED)
+
+
+@pytest.mark.parametrize("title", LAST_ADDED)
+def test_the_files_of_a_recipe_are_there(title: str) -> None:
+    """A folder ends with a slash."""
+    paths = [path.replace("<name>", LAST_ADDED[title]) for path in recipe(title)]
+    assert len(paths) >= 4
+    places = {path: docs.REPO / path for path in paths}
+    assert [
+        path for path, place in places.items() if not (place.is_dir() if path[-1] == "/" else place.is_file())
+    ] == []
+
+
+def test_a_family_is_its_folder_and_two_lines_of_the_registry() -> None:
+    """As the first recipe says."""
+    folder = docs.REPO / "vllm_omni" / "model_executor" / "models"
+    shared = {"wan", "__pycache__"}
+    assert {path.parent.name for path in folder.glob("*/family.py")} == set(family_names())
+    assert {path.name for path in folder.iterdir() if path.is_dir()} - shared == set(family_names())
+    assert {place.split(".")[3] for place in ARCHITECTURES.values()} == set(family_names())

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight names of Wan 2.1's two frozen components, as tables.
+
+Both come with Wan's own names (`.pth`) or with those of diffusers and transformers; `weights.py` loads by these tables,
+`checkpoint.py` reads sizes by them. Held by tests/model_executor/models/lingbot_world/test_weights.py.
+"""
+
+from vllm_omni.model_executor.weights import Rules
+
+VAE_RULES: Rules = (
+    (r"^conv1\.", "quant_conv."),
+    (r"^conv2\.", "post_quant_conv."),
+    (r"^(encoder|decoder)\.conv1\.", r"\1.conv_in."),
+    (r"^(encoder|decoder)\.head\.0\.", r"\1.norm_out."),
+    (r"^(encoder|decoder)\.head\.2\.", r"\1.conv_out."),
+    (r"\.middle\.0\.", ".mid_block.resnets.0."),
+    (r"\.middle\.1\.", ".mid_block.attentions.0."),
+    (r"\.middle\.2\.", ".mid_block.resnets.1."),
+    (r"\.downsamples\.(\d+)\.", r".down_blocks.\1."),
+    # The decoder's flat list is three residual blocks and an up-sampler for each level.
+    *(
+        (rf"\.upsamples\.{4 * level + block}\.", f".up_blocks.{level}.resnets.{block}.")
+        for level in range(4)
+        for block in range(3)
+    ),
+    *((rf"\.upsamples\.{4 * level + 3}\.", f".up_blocks.{level}.upsamplers.0.") for level in range(3)),
+    (r"\.residual\.0\.", ".norm1."),
+    (r"\.residual\.2\.", ".conv1."),
+    (r"\.residual\.3\.", ".norm2."),
+    (r"\.residual\.6\.", ".conv2."),
+    (r"\.shortcut\.", ".conv_shortcut."),
+)
+"""Wan's own VAE names -> diffusers `AutoencoderKLWan`. Names that are diffusers' already pass unchanged."""
+
+TEXT_RULES: Rules = (
+    (r"^encoder\.embed_tokens\.", "shared."),
+    (r"^token_embedding\.", "shared."),
+    (r"^norm\.", "encoder.final_layer_norm."),
+    (r"^blocks\.(\d+)\.norm1\.", r"encoder.block.\1.layer.0.layer_norm."),
+    (r"^blocks\.(\d+)\.norm2\.", r"encoder.block.\1.layer.1.layer_norm."),
+    (r"^blocks\.(\d+)\.attn\.", r"encoder.block.\1.layer.0.SelfAttention."),
+    (r"^blocks\.(\d+)\.pos_embedding\.embedding\.", r"encoder.block.\1.layer.0.SelfAttention.relative_attention_bias."),
+    (r"^blocks\.(\d+)\.ffn\.gate\.0\.", r"encoder.block.\1.layer.1.DenseReluDense.wi_0."),
+    (r"^blocks\.(\d+)\.ffn\.fc1\.", r"encoder.block.\1.layer.1.DenseReluDense.wi_1."),
+    (r"^blocks\.(\d+)\.ffn\.fc2\.", r"encoder.block.\1.layer.1.DenseReluDense.wo."),
+)
+"""Wan's own umt5-xxl names -> transformers `UMT5EncoderModel`. Names that are transformers' already pass unchanged."""
