@@ -21,6 +21,7 @@ from starlette.websockets import WebSocket
 from vllm.engine.protocol import EngineClient
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints import request_id, tracing
 from vllm_omni.entrypoints import websocket as websocket_options
 from vllm_omni.entrypoints.access import BrowserAccess, configured_keys
 from vllm_omni.entrypoints.drain import GracefulStop
@@ -70,6 +71,7 @@ class OmniEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         websocket_options.apply_at_startup(app)
+        request_id.attach(app)
         HandshakeGuard(DoorLimits.from_env().handshake_timeout_s).attach(app)
         for path in world_camera.PATHS:
             app.add_api_websocket_route(path, self._world_camera)
@@ -93,6 +95,8 @@ class OmniEndpoints:
         limits = DoorLimits.from_env()
         served = args.served_model_name[0] if args.served_model_name else Path(args.model).name
         facts = WorldFacts.from_vllm_config(engine_client.vllm_config, model=served)
+        if await engine_client.is_tracing_enabled():
+            tracing.start()
         executor = ThreadPoolExecutor(_CODEC_THREADS, thread_name_prefix="omni-codec")
         ranks = SessionRanks(num_ranks(engine_client.vllm_config), offset=os.getpid())
         worlds = WorldEngine(engine_client, ranks, _recorder(engine_client))

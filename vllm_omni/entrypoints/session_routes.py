@@ -22,6 +22,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from vllm_omni import log_context
 from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, from_failure, not_found
 from vllm_omni.entrypoints.openai.protocol import ErrorReply
 from vllm_omni.entrypoints.realtime.connection import ANONYMOUS, principal_of
@@ -218,6 +219,7 @@ def _checked(session_id: str) -> str:
 
 
 def _key(request: Request, session_id: str) -> SessionKey:
+    log_context.bind(session_id=session_id)
     return principal_of(request), session_id
 
 

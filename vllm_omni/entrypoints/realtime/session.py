@@ -12,6 +12,7 @@ Held by tests/entrypoints/realtime/test_session.py.
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import secrets
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from vllm_omni import log_context
 from vllm_omni.entrypoints.metrics import SessionMeter
 from vllm_omni.entrypoints.realtime.camera import plan_frames
 from vllm_omni.entrypoints.realtime.engine import ChunkResult
@@ -29,6 +31,7 @@ from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.journal import Journal
 from vllm_omni.entrypoints.realtime.play_clock import Due, PlayClock
 from vllm_omni.entrypoints.realtime.run import Controls, FinishedChunk, Job, Reply, Run
+from vllm_omni.entrypoints.tracing import tracing
 from vllm_omni.inputs import DiffusionParams
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ class Session:
     def __init__(self, key: SessionKey, manager: "SessionManager", client: str, endpoint: str) -> None:
         self.key = key
         self.meter = SessionMeter(endpoint)
+        self.trace = tracing().session(key[1], endpoint)
         self.client = client
         """Who counts against `sessions_per_client` for it."""
         self._manager = manager
@@ -80,6 +84,11 @@ class Session:
     @property
     def is_busy(self) -> bool:
         return self._waiting > 0
+
+    def close(self, reason: str) -> None:
+        """The session is gone from the table: end its numbers and its spans; idempotent."""
+        self.meter.close(reason)
+        self.trace.close(reason)
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -129,13 +138,14 @@ class Session:
                 run.task.cancel()  # once: a second time would cut its clean-up short
 
     async def _produce(self, run: Run) -> DoorError | None:
+        log_context.bind(session_id=self.session_id)
         try:
             async with self._turn:
                 await self._generate(run)
         except DoorError as failure:
             return failure
         except Exception:
-            logger.exception("request %s of session %s failed", run.job.request_id, self.session_id)
+            logger.exception("request %s failed", run.job.request_id)
             return DoorError("engine_error", "internal error; the server's log has details")
         return None
 
@@ -329,9 +339,16 @@ class Session:
             chunk_period_s=None if due is None else due.period_s,
             options=job.options,
         )
+        trace = self.trace.chunk(run.first_chunk + number)
         try:
-            return await self._manager.engine.generate(params, arrays)
+            result = await self._manager.engine.generate(params, arrays)
+            trace.answered(result.meta)
+            return dataclasses.replace(result, trace=trace)
+        except asyncio.CancelledError:
+            trace.failed("cancelled")
+            raise
         except DoorError as error:
+            trace.failed(error.code)
             if error.code == "unknown_session" or (error.code == "out_of_order" and not self.in_step):
                 raise self._lost(error) from error
             raise
@@ -387,14 +404,19 @@ class Session:
 
     async def _render(self, run: Run, chunk: FinishedChunk) -> None:
         """Encode a chunk into the journal; a cancellation waits for it, since the chunk is part of the world."""
+        started_ns = time.time_ns()
         if chunk.result.frames_THWC.nbytes < run.job.render_inline_bytes:
-            self._keep(run, chunk, run.job.render(chunk))
+            payloads = run.job.render(chunk)
+            chunk.result.trace.rendered(started_ns)
+            self._keep(run, chunk, payloads)
             return
         rendering = asyncio.ensure_future(self._manager.off_loop(run.job.render, chunk))
         try:
             await asyncio.shield(rendering)
         finally:
-            self._keep(run, chunk, await rendering)
+            payloads = await rendering
+            chunk.result.trace.rendered(started_ns)
+            self._keep(run, chunk, payloads)
 
     def missed_since(self, last_chunk: int | None) -> list[tuple[Run, int]]:
         """As `Journal.missed_since`; raises `DoorError("resync_required")`."""
@@ -408,7 +430,8 @@ class Session:
     def _keep(self, run: Run, chunk: FinishedChunk, payloads: Sequence[Sized]) -> None:
         for part, payload in enumerate(payloads):
             num_frames = len(chunk.result.frames_THWC) if part == 0 else 0
-            run.append(Reply(chunk.chunk_index, part, payload, num_frames))
+            is_last = part == len(payloads) - 1
+            run.append(Reply(chunk.chunk_index, part, payload, num_frames, chunk.result.trace if is_last else None))
         self._trim_journal()
 
     async def _abort(self, run: Run, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False) -> None:

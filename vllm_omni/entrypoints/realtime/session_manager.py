@@ -7,6 +7,7 @@ Held by tests/entrypoints/realtime/{test_session,test_world_camera,test_door_sta
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import time
 import weakref
@@ -15,6 +16,7 @@ from collections.abc import Coroutine, Iterable
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
+from vllm_omni import log_context
 from vllm_omni.entrypoints.realtime.connection import Connection
 from vllm_omni.entrypoints.realtime.drain import SessionDrain
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
@@ -82,7 +84,7 @@ class SessionManager:
         Raises `DoorError` `capacity`, `session_limit` or `draining`.
         """
         if self._sweeper is None:
-            self._sweeper = self.spawn(self._sweep())
+            self._sweeper = self.spawn(self._sweep(), contextvars.Context())  # it outlives this client's request
         session = self._sessions.get(key)
         if session is None:
             self.drain.check()
@@ -90,7 +92,8 @@ class SessionManager:
             self._check_bounds(client)
             if len(self._sessions) >= self.facts.max_sessions:
                 self._make_room()
-            session = self._sessions[key] = Session(key, self, client, endpoint)
+            with log_context.bound(session_id=key[1]):
+                session = self._sessions[key] = Session(key, self, client, endpoint)
         self._sessions.move_to_end(key)
         return session
 
@@ -143,9 +146,10 @@ class SessionManager:
 
     def _evict(self, session: Session, reason: str) -> None:
         """Free a session that is not busy, and remember that it was not the client who closed it."""
-        session.forget_world()
-        session.meter.close(reason)
-        self.forget_if_empty(session)
+        with log_context.bound(session_id=session.session_id):
+            session.forget_world()
+            session.close(reason)
+            self.forget_if_empty(session)
         self._evicted[session.key] = None
         while len(self._evicted) > _REMEMBERED_EVICTIONS:
             self._evicted.popitem(last=False)
@@ -163,7 +167,8 @@ class SessionManager:
         if not session.started and not session.is_busy and self._sessions.get(session.key) is session:
             del self._sessions[session.key]
             session.journal.discard()
-            session.meter.close("closed")
+            with log_context.bound(session_id=session.session_id):
+                session.close("closed")
         elif session.started:
             self._evicted.pop(session.key, None)
 
@@ -200,9 +205,9 @@ class SessionManager:
 
     # -- work ----------------------------------------------------------------------------------------------------
 
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run `work` as a task that is not lost if nobody keeps it."""
-        task = asyncio.get_running_loop().create_task(work)
+    def spawn(self, work: Coroutine[Any, Any, T], context: contextvars.Context | None = None) -> asyncio.Task[T]:
+        """Run `work` as a task that is not lost if nobody keeps it. context: of its log lines; None = the caller's."""
+        task = asyncio.get_running_loop().create_task(work, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -214,7 +219,8 @@ class SessionManager:
 
     async def off_loop(self, function: Any, *args: Any) -> Any:
         """Run CPU work on the executor's threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+        run = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._executor, run, function, *args)
 
     async def engine_died(self) -> None:
         """Tell every connection and close it with 1011; returns when all are closed, or have had their time."""
