@@ -110,7 +110,7 @@ class _SessionSpan(SessionTrace):
         self._tracer, self._span = tracer, span
 
     def chunk(self, chunk_index: int) -> ChunkTrace:
-        attributes = {"omni.chunk_index": chunk_index, **_request_id()}
+        attributes: dict[str, int | str] = {"omni.chunk_index": chunk_index, **_request_id()}
         span = self._tracer.start_span("chunk", _below(self._span), attributes=attributes)
         set_parent(_as_headers(span))
         return _ChunkSpan(self._tracer, span)

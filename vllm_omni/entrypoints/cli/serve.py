@@ -191,6 +191,7 @@ def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterabl
 def check(flags: "ServeFlags") -> "ModelFamily":
     """Refuse what cannot work, cheapest first; return the model family. Raises CommandError."""
     from vllm_omni.config import OmniConfig
+    from vllm_omni.entrypoints.quotas import QuotaFile
     from vllm_omni.model_executor.hub import check_complete
     from vllm_omni.model_executor.models.registry import detect_family
     from vllm_omni.worlds.card import read_card, with_defaults
@@ -213,6 +214,8 @@ def check(flags: "ServeFlags") -> "ModelFamily":
             family.check_options(hf_config, omni)
         omni.check_stages(flags.count("pipeline-parallel-size", "pp"))
         omni.check_ranks(flags.count("tensor-parallel-size", "tp"))
+        if omni.quotas is not None:
+            QuotaFile.read(Path(omni.quotas))
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
     if family.executor_cls is not None:

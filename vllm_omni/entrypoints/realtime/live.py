@@ -106,7 +106,7 @@ class LiveClient(ABC):
     async def open_session(self, session_id: str | None = None) -> Session:
         """Open a session for this connection; if all are in use, wait `slot_wait_s` for one to end.
 
-        Raises `DoorError` `capacity` or `session_limit`.
+        Raises `DoorError` `capacity`, `session_limit` or `quota_exceeded`.
         """
         key = (self.connection.principal, session_id or new_session_id())
         log_context.bind(session_id=key[1])

@@ -59,6 +59,9 @@ class Session:
         self.trace = tracing().session(key[1], endpoint)
         self.client = client
         """Who counts against `sessions_per_client` for it."""
+        self.allowance = manager.quotas.of(client)
+        self.allowance.open_session()
+        self._closed = False
         self._manager = manager
         self.engine_id = new_session_id()
         self.started = False
@@ -87,6 +90,10 @@ class Session:
 
     def close(self, reason: str) -> None:
         """The session is gone from the table: end its numbers and its spans; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.allowance.close_session()
         self.meter.close(reason)
         self.trace.close(reason)
 
@@ -173,6 +180,8 @@ class Session:
         drain.check()  # before the world may be restarted
         self.meter.request_started()
         image, warnings = await self._begin(run)
+        if job.source is None:
+            self.allowance.take_chunks(len(run.sizes) - run.completed)
         in_flight: deque[asyncio.Task[ChunkResult]] = deque()
         numbers: Iterator[int] = iter(range(run.completed, len(run.sizes)))
         at_work = self._manager.facts.chunks_in_flight
@@ -187,9 +196,13 @@ class Session:
             if drain.is_draining:
                 return
             while len(in_flight) < (most_in_flight if self.in_step else 1) and (job.source is None or job.source.ready):
+                if job.source is not None and not self.allowance.has_chunk():
+                    break
                 number = next(numbers, None)
                 if number is None:
                     break
+                if job.source is not None:
+                    self.allowance.take_chunks(1)
                 controls = self._sample(run, number)
                 in_flight.append(self._manager.spawn(self._request_chunk(run, number, image, controls)))
 
@@ -199,6 +212,9 @@ class Session:
                     await drain.unless_draining(job.source.wait_until_ready())
                 fill()
                 if not in_flight:
+                    if job.source is not None and run.completed != job.num_chunks and not drain.is_draining:
+                        self.allowance.check_chunks(1)
+                        continue  # there was none a moment ago
                     break
                 async with asyncio.timeout(limits.chunk_timeout_s):
                     await asyncio.wait([in_flight[0]])
@@ -428,6 +444,7 @@ class Session:
         self.journal.forget_old()
 
     def _keep(self, run: Run, chunk: FinishedChunk, payloads: Sequence[Sized]) -> None:
+        self.allowance.charge_bytes(sum(map(len, payloads)))
         for part, payload in enumerate(payloads):
             num_frames = len(chunk.result.frames_THWC) if part == 0 else 0
             is_last = part == len(payloads) - 1

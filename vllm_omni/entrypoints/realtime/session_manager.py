@@ -17,6 +17,7 @@ from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
 from vllm_omni import log_context
+from vllm_omni.entrypoints.quotas import Quotas
 from vllm_omni.entrypoints.realtime.connection import Connection
 from vllm_omni.entrypoints.realtime.drain import SessionDrain
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
@@ -40,8 +41,9 @@ _FAREWELL_S: Final = 1.5
 class SessionManager:
     """All sessions of one API server process.
 
-    executor: where images are decoded and frames encoded. origins: see `Gate`. Sessions without use for
-    `session_idle_s` are closed, and the least recently used one that no connection holds makes room for a new one.
+    executor: where images are decoded and frames encoded. origins: see `Gate`. quotas: None = there are none.
+    Sessions without use for `session_idle_s` are closed, and the least recently used one that no connection holds makes
+    room for a new one.
     """
 
     def __init__(
@@ -51,10 +53,12 @@ class SessionManager:
         limits: DoorLimits,
         executor: Executor,
         origins: Iterable[str] = (),
+        quotas: Quotas | None = None,
     ) -> None:
         self.engine, self.facts, self.limits = engine, facts, limits
         self.gate = Gate(limits, origins)
         self.drain = SessionDrain()
+        self.quotas = quotas or Quotas()
         self._executor = executor
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         self._evicted: OrderedDict[SessionKey, None] = OrderedDict()
@@ -81,7 +85,7 @@ class SessionManager:
         """Return the session of that key, a new one if there is none.
 
         client: who counts for it against `sessions_per_client`; None = the principal. endpoint: the door, for metrics.
-        Raises `DoorError` `capacity`, `session_limit` or `draining`.
+        Raises `DoorError` `capacity`, `session_limit`, `quota_exceeded` or `draining`.
         """
         if self._sweeper is None:
             self._sweeper = self.spawn(self._sweep(), contextvars.Context())  # it outlives this client's request
@@ -90,6 +94,7 @@ class SessionManager:
             self.drain.check()
             client = key[0] if client is None else client
             self._check_bounds(client)
+            self.quotas.of(client).check_session()
             if len(self._sessions) >= self.facts.max_sessions:
                 self._make_room()
             with log_context.bound(session_id=key[1]):
