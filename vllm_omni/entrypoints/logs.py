@@ -7,7 +7,8 @@ filter itself.
 
 `quiet_start` drops log records that say nothing true or nothing useful about a server of ours; each filter names its
 logger and its reason, and lets everything else through. Nothing of vLLM is replaced: these are filters of the standard
-library's loggers. Held by tests/entrypoints/{test_logs,test_operators_served}.py.
+library's loggers. Held by tests/test_log_context.py and
+tests/entrypoints/realtime/test_operators_served.py.
 """
 
 import contextvars

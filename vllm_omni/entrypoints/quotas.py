@@ -16,7 +16,7 @@ What is not named is not limited. The last two are buckets that fill steadily an
 was quiet may spend that at once. A request that is begun is finished, even if it takes a bucket below zero; the next
 one then waits longer. Each API server process counts for itself. Knows no route and no door: `of` gives each client's
 `Allowance`, whose refusals are `DoorError` `quota_exceeded`. Held by tests/entrypoints/test_quotas.py and
-test_operators_served.py.
+realtime/test_quotas_at_doors.py.
 """
 
 import functools

@@ -3,7 +3,7 @@
 
     session                       from its first request to its end; parent: the `traceparent` of the handshake
       chunk                       from its submission until it is encoded for the client
-        llm_request               stock vLLM's own
+        llm_request               stock vLLM's own; one below the session frees the world
         queue encode denoise decode   of the engine's time, as the worker measured it
         render                    frames into messages
         transport                 handing them to the network, pacing included
@@ -11,16 +11,19 @@
 On when the server has vLLM's `--otlp-traces-endpoint`: vLLM then has set up the exporter of this process, and these
 spans go through it. Off, every object here does nothing. The engine reports how long its stages took, not when: they
 are drawn one after the other up to the answer, and what is left before them is `queue`.
-Held by tests/entrypoints/test_operators_served.py and test_tracing.py.
+Held by tests/entrypoints/realtime/test_operators_served.py and test_tracing.py.
 """
 
+import asyncio
 import contextvars
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_omni import log_context
 from vllm_omni.entrypoints.metrics import STAGES
+from vllm_omni.entrypoints.realtime.errors import DoorError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -38,11 +41,12 @@ def set_parent(headers: Mapping[str, str] | None) -> None:
 class ChunkTrace:
     """One chunk's spans. This class has none."""
 
+    def until_answered(self) -> AbstractContextManager[None]:
+        """The time in the engine; an exception ends the chunk's span."""
+        return nullcontext()
+
     def answered(self, meta: Mapping[str, Any]) -> None:
         """The engine has answered; `meta` may have `timings_ms`."""
-
-    def failed(self, outcome: str) -> None:
-        """The chunk ends here: an error's code, or `cancelled`."""
 
     def rendered(self, started_ns: int) -> None:
         """The chunk is encoded; started_ns: since when (`time.time_ns`)."""
@@ -57,6 +61,10 @@ class SessionTrace:
     def chunk(self, chunk_index: int) -> ChunkTrace:
         """A chunk is about to be submitted, in this task, whose engine request becomes part of the trace."""
         return NO_CHUNK
+
+    def current(self) -> AbstractContextManager[None]:
+        """Engine requests that begin in this block, other than chunks, are part of the session."""
+        return nullcontext()
 
     def close(self, reason: str) -> None:
         """The session has ended; idempotent."""
@@ -115,6 +123,14 @@ class _SessionSpan(SessionTrace):
         set_parent(_as_headers(span))
         return _ChunkSpan(self._tracer, span)
 
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        token = _headers.set(_as_headers(self._span))
+        try:
+            yield
+        finally:
+            _headers.reset(token)
+
     def close(self, reason: str) -> None:
         if self._span.is_recording():
             self._span.set_attribute("omni.reason", reason)
@@ -125,6 +141,14 @@ class _ChunkSpan(ChunkTrace):
     def __init__(self, tracer: "Tracer", span: "Span") -> None:
         self._tracer, self._span = tracer, span
         self._submitted_ns = time.time_ns()
+
+    @contextmanager
+    def until_answered(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def answered(self, meta: Mapping[str, Any]) -> None:
         timings_ms: Mapping[str, Sequence[float]] = meta.get("timings_ms", {})
@@ -140,11 +164,13 @@ class _ChunkSpan(ChunkTrace):
         if "num_frames" in meta:
             self._span.set_attribute("omni.frames", int(meta["num_frames"]))
 
-    def failed(self, outcome: str) -> None:
+    def _fail(self, error: BaseException) -> None:
         from opentelemetry.trace import Status, StatusCode
 
+        cancelled = isinstance(error, asyncio.CancelledError)
+        outcome = "cancelled" if cancelled else error.code if isinstance(error, DoorError) else "engine_error"
         self._span.set_attribute("omni.outcome", outcome)
-        if outcome != "cancelled":
+        if not cancelled:
             self._span.set_status(Status(StatusCode.ERROR, outcome))
         self._span.end()
 

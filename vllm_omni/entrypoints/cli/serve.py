@@ -11,6 +11,7 @@ Held by tests/entrypoints/cli/test_serve.py.
 import argparse
 import errno
 import importlib.metadata
+import importlib.util
 import json
 import os
 import secrets
@@ -222,8 +223,20 @@ def check(flags: "ServeFlags") -> "ModelFamily":
         _check_executor(flags, family.executor_cls)
     if family.serve_flags is None:
         _check_combinations(flags, hf_config)
+    check_tracing(flags)
     _check_port(flags)
     return family
+
+
+def check_tracing(flags: "ServeFlags") -> None:
+    """Refuse a trace collector that nothing could send to. Raises CommandError."""
+    if "otlp-traces-endpoint" in flags.values:
+        for name in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"):
+            if importlib.util.find_spec(name) is None:
+                raise CommandError(
+                    f"--otlp-traces-endpoint needs OpenTelemetry, and {name} is not installed: "
+                    "pip install 'vllm-omni[otel]', or drop the flag"
+                )
 
 
 def _check_combinations(flags: "ServeFlags", hf_config: Mapping[str, Any]) -> None:

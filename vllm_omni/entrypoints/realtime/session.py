@@ -357,14 +357,11 @@ class Session:
         )
         trace = self.trace.chunk(run.first_chunk + number)
         try:
-            result = await self._manager.engine.generate(params, arrays)
+            with trace.until_answered():
+                result = await self._manager.engine.generate(params, arrays)
             trace.answered(result.meta)
             return dataclasses.replace(result, trace=trace)
-        except asyncio.CancelledError:
-            trace.failed("cancelled")
-            raise
         except DoorError as error:
-            trace.failed(error.code)
             if error.code == "unknown_session" or (error.code == "out_of_order" and not self.in_step):
                 raise self._lost(error) from error
             raise
@@ -479,7 +476,8 @@ class Session:
     def forget_world(self, in_engine: bool = True) -> None:
         """Let go of the world; the next request needs an image. `in_engine`: the engine may still hold it."""
         if in_engine:
-            self._manager.close_world(self.engine_id)
+            with self.trace.current():
+                self._manager.close_world(self.engine_id)
         self.engine_id = new_session_id()
         self.started, self.in_step = False, True
         self.next_chunk = self.next_frame = 0
