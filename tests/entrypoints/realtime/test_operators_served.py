@@ -231,12 +231,13 @@ def test_a_key_beyond_its_quota_is_refused_at_the_socket_and_over_http(operated:
         error = msgspec.json.decode(answer.read())["error"]
         assert (answer.status, error["code"]) == (429, "quota_exceeded")
         assert 0 < int(answer.headers["Retry-After"]) <= 20
-    walk(operated, "free", AUTHORIZED)
-    page = metrics(operated)
+        walk(operated, "free", AUTHORIZED)
+        page = metrics(operated)
+        client.ask({"endpoint": "close", "session_id": "small", "protocol_version": 1})
     assert 'omni_quota_refusals_total{key="small",quota="sessions"} 1.0' in page
     assert 'omni_quota_refusals_total{key="small",quota="chunks"} 2.0' in page
     assert 'omni_quota_chunks_total{key="small"} 3.0' in page
-    assert 'omni_quota_sessions{key="small"} 1.0' in page  # left, not closed
+    assert 'omni_quota_sessions{key="small"} 1.0' in page
     for secret in (KEY, SMALL_KEY, hashlib.sha256(SMALL_KEY.encode()).hexdigest()):
         assert secret not in operated.log and secret not in page
 
@@ -274,10 +275,15 @@ def unknown_names(expression: str, known: dict[str, set[str]]) -> list[str]:
 
 
 def test_rules_and_dashboard_name_what_the_server_exports(operated: Served) -> None:
-    """After a session, a chunk that failed, a refusal and a video job, each metric and label of theirs is there."""
-    with operated.client(**AUTHORIZED) as client:
+    """After chunks that failed and came late, a refusal and a video job, each metric and label of theirs is there."""
+    with operated.client(**AUTHORIZED, **{"X-Request-Id": "engine-line"}) as client:
         failed = client.ask(request(FIRST, session_id="failing", options={"fail_in": "denoise"}))
         assert failed["code"] == "engine_error"
+    (trace,) = [line for line in operated.log.splitlines() if "injected failure" in line]
+    assert "-engine-line-failing-" in json.loads(trace)["message"]  # the worker's line has both ids
+    with operated.client(**AUTHORIZED) as client:
+        client.send(request(FIRST + LATER, session_id="late", options={"steps": 2, "step_ms": 400.0}))
+        client.frames()
     with operated.client(**SMALL) as client:
         answers = [client.ask(request(FIRST, session_id=f"asking-{number}")) for number in range(2)]
         assert answers[-1]["code"] == "quota_exceeded"
@@ -314,7 +320,7 @@ def test_the_start_is_quiet(operated: Served) -> None:
         with pytest.raises(InvalidStatus):
             connect(url, additional_headers=headers)
     log = operated.log
-    assert "Traceback" not in log
+    assert "Traceback" not in log.partition("Application startup complete")[0]
     assert "Chat template warmup failed" not in log
     assert "Unknown vLLM environment variable" not in log
     assert "Route: " not in log
