@@ -14,7 +14,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
 from vllm_omni.entrypoints.quota_guard import QuotaGuard
-from vllm_omni.entrypoints.quotas import FileQuotas, KeyQuota, Quota, QuotaFile
+from vllm_omni.entrypoints.quotas import Allowance, FileQuotas, KeyQuota, Quota, QuotaFile
 from vllm_omni.entrypoints.realtime.connection import client_of
 from vllm_omni.entrypoints.realtime.errors import DoorError
 
@@ -39,48 +39,54 @@ def quotas(clock: Clock, **limits: int) -> FileQuotas:
     return FileQuotas(QuotaFile(default=Quota(**limits)), clock)
 
 
-def refusal(allowance: Any, count: int) -> tuple[str, dict[str, Any]]:
+def take(allowance: Allowance, count: int = 1) -> None:
+    """Begin a request of so many chunks."""
+    allowance.check_chunk()
+    allowance.charge_chunks(count)
+
+
+def refusal(allowance: Allowance) -> tuple[str, dict[str, Any]]:
     with pytest.raises(DoorError) as refused:
-        allowance.take_chunks(count)
+        allowance.check_chunk()
     return refused.value.code, refused.value.details
 
 
 def test_a_minutes_chunks_may_be_spent_at_once_and_come_back_steadily(clock: Clock) -> None:
     allowance = quotas(clock, chunks_per_minute=60).of("x")
     for _ in range(60):
-        allowance.take_chunks(1)
-    assert refusal(allowance, 1) == ("quota_exceeded", {"quota": "chunks", "retry_after_ms": 1000})
+        take(allowance)
+    assert refusal(allowance) == ("quota_exceeded", {"quota": "chunks", "retry_after_ms": 1000})
     clock.now_s += 1.0
-    allowance.take_chunks(1)
+    take(allowance)
     assert not allowance.has_chunk()
     clock.now_s += 3600
     for _ in range(60):
-        allowance.take_chunks(1)
+        take(allowance)
     assert not allowance.has_chunk()
 
 
-def test_a_request_larger_than_the_quota_waits_for_a_full_minute_and_is_paid_afterwards(clock: Clock) -> None:
+def test_a_request_of_several_chunks_begins_when_one_is_there_and_is_paid_afterwards(clock: Clock) -> None:
     allowance = quotas(clock, chunks_per_minute=6).of("x")
-    allowance.take_chunks(12)
-    assert refusal(allowance, 1)[1]["retry_after_ms"] == 70_000
+    take(allowance, 12)
+    assert refusal(allowance)[1]["retry_after_ms"] == 70_000
     clock.now_s += 70.0
-    allowance.take_chunks(1)
+    take(allowance)
 
 
 def test_bytes_are_charged_after_they_are_made_and_hold_up_the_next_request(clock: Clock) -> None:
     allowance = quotas(clock, bytes_per_minute=6000).of("x")
-    allowance.take_chunks(1)
+    take(allowance)
     allowance.charge_bytes(6600)
-    assert refusal(allowance, 1) == ("quota_exceeded", {"quota": "bytes", "retry_after_ms": 6010})
+    assert refusal(allowance) == ("quota_exceeded", {"quota": "bytes", "retry_after_ms": 6010})
     clock.now_s += 6.01
-    allowance.take_chunks(1)
+    take(allowance)
 
 
 def test_clients_do_not_share_an_allowance_and_named_keys_have_their_own(clock: Clock) -> None:
     file = QuotaFile(default=Quota(chunks_per_minute=1), keys={})
     found = FileQuotas(file, clock)
-    found.of("address 10.0.0.1").take_chunks(1)
-    found.of("address 10.0.0.2").take_chunks(1)
+    take(found.of("address 10.0.0.1"))
+    take(found.of("address 10.0.0.2"))
     assert not found.of("address 10.0.0.1").has_chunk()
 
 
@@ -156,8 +162,8 @@ def test_a_key_is_known_by_its_digest(clock: Clock) -> None:
     file = QuotaFile(default=Quota(chunks_per_minute=1), keys={"studio": KeyQuota(sha256=DIGEST, chunks_per_minute=5)})
     found = FileQuotas(file, clock)
     for _ in range(5):
-        found.of(client).take_chunks(1)
-    assert refusal(found.of(client), 1)[1]["quota"] == "chunks"
+        take(found.of(client))
+    assert refusal(found.of(client))[1]["quota"] == "chunks"
     page = generate_latest().decode()
     assert 'omni_quota_refusals_total{key="studio",quota="chunks"}' in page
     assert KEY not in page and DIGEST[:16] not in page

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from vllm_omni.log_context import ContextFilter, ContextFormatter
 
-_LOGGERS: Final = ("", "vllm", "uvicorn", "uvicorn.error", "uvicorn.access")
+_LOGGERS: Final = ("vllm", "uvicorn", "uvicorn.error", "uvicorn.access")
 
 answered_by_denial: Final = contextvars.ContextVar("omni_answered_by_denial", default=False)
 """Whether this connection's WebSocket handshake was answered with an HTTP status, as ASGI's denial response does."""

@@ -40,7 +40,11 @@ class QuotaGuard:
             return
         allowance = self.quotas.of(client_of(HTTPConnection(scope)))
         try:
-            allowance.take_chunks(int(scope["method"] == "POST" and not _path(scope).startswith(SESSIONS_PATH)))
+            if scope["method"] == "POST" and not _path(scope).startswith(SESSIONS_PATH):
+                allowance.check_chunk()
+                allowance.charge_chunks(1)
+            else:
+                allowance.check_bytes()
         except DoorError as refusal:
             await from_failure(refusal).response()(scope, receive, send)
             return

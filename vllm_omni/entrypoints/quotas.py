@@ -13,10 +13,11 @@ The file (`omni.quotas`) is TOML. It names keys by their SHA-256, so it holds no
     bytes_per_minute = 500_000_000
 
 What is not named is not limited. The last two are buckets that fill steadily and hold a minute's worth: a client that
-was quiet may spend that at once. A request that is begun is finished, even if it takes a bucket below zero; the next
-one then waits longer. Each API server process counts for itself. Knows no route and no door: `of` gives each client's
-`Allowance`, whose refusals are `DoorError` `quota_exceeded`. Held by tests/entrypoints/test_quotas.py and
-realtime/test_quotas_at_doors.py.
+was quiet may spend that at once. A request begins when one chunk and one byte are there, and is finished and charged
+even if it takes a bucket below zero; the next one then waits longer. Each API server process counts for itself.
+
+Knows no route and no door: `of` gives each client's `Allowance`, whose refusals are `DoorError` `quota_exceeded`. Held
+by tests/entrypoints/test_quotas.py and realtime/test_quotas_at_doors.py.
 """
 
 import functools
@@ -111,10 +112,10 @@ class Bucket:
             self._level = min(self._size, self._level + (now_s - self._at_s) * self._size / _MINUTE_S)
         self._at_s = now_s
 
-    def wait_s(self, amount: float) -> float:
-        """Seconds until `amount`, or all that fits, is there; 0 = now."""
+    def wait_s(self) -> float:
+        """Seconds until there is something to take; 0 = now."""
         self._fill()
-        missing = min(amount, self._size) - self._level
+        missing = 1.0 - self._level
         return missing * _MINUTE_S / self._size if missing > _ROUNDING else 0.0
 
     def take(self, amount: float) -> None:
@@ -138,11 +139,14 @@ class Allowance:
         """Whether a chunk may begin now."""
         return True
 
-    def check_chunks(self, count: int) -> None:
-        """Raise `DoorError` unless a request of `count` chunks may begin; with none it only makes bytes."""
+    def check_chunk(self) -> None:
+        """Raise `DoorError` unless a chunk may begin now."""
 
-    def take_chunks(self, count: int) -> None:
-        """`count` chunks begin, of one request. Raises `DoorError` when they may not yet."""
+    def check_bytes(self) -> None:
+        """Raise `DoorError` unless something may be sent now."""
+
+    def charge_chunks(self, count: int) -> None:
+        """So many chunks begin."""
 
     def charge_bytes(self, count: int) -> None:
         """So many bytes were made for the client."""
@@ -168,16 +172,18 @@ class LimitedAllowance(Allowance):
         self._metrics.sessions.labels(self._name).dec()
 
     def has_chunk(self) -> bool:
-        return self._chunks.wait_s(1) == 0 and self._bytes.wait_s(1) == 0
+        return self._chunks.wait_s() == 0 and self._bytes.wait_s() == 0
 
-    def check_chunks(self, count: int) -> None:
-        if (wait_s := self._bytes.wait_s(1)) > 0:
-            raise self._refusal("bytes", f"{self._quota.bytes_per_minute} bytes a minute", wait_s)
-        if count > 0 and (wait_s := self._chunks.wait_s(count)) > 0:
+    def check_chunk(self) -> None:
+        self.check_bytes()
+        if (wait_s := self._chunks.wait_s()) > 0:
             raise self._refusal("chunks", f"{self._quota.chunks_per_minute} chunks a minute", wait_s)
 
-    def take_chunks(self, count: int) -> None:
-        self.check_chunks(count)
+    def check_bytes(self) -> None:
+        if (wait_s := self._bytes.wait_s()) > 0:
+            raise self._refusal("bytes", f"{self._quota.bytes_per_minute} bytes a minute", wait_s)
+
+    def charge_chunks(self, count: int) -> None:
         self._chunks.take(count)
         self._metrics.chunks.labels(self._name).inc(count)
 

@@ -3,7 +3,7 @@
 
 import base64
 
-from fake_engine import FIRST, LATER, Client, DoorServer, infer
+from fake_engine import LATER, Client, DoorServer, infer
 from live_clients import VideoClient, png
 
 from vllm_omni.entrypoints.quotas import FileQuotas, Quota, QuotaFile
@@ -42,18 +42,21 @@ def test_one_session_too_many_is_refused_and_says_when_to_try_again(door: DoorSe
         client.frames()
 
 
-def test_a_request_beyond_the_chunks_of_a_minute_is_refused_whole(client: Client, door: DoorServer) -> None:
-    """Nothing of it is generated, the session stays where it is, and it goes on when there are chunks again."""
+def test_a_request_beyond_the_chunks_of_a_minute_changes_nothing(client: Client, door: DoorServer) -> None:
+    """A request that is begun is finished, and paid by waiting; one that is refused leaves the world, even if it asked
+    for a new one."""
     clock = Clock()
     door.manager.quotas = quotas(clock, chunks_per_minute=2)
-    client.send(infer(FIRST))
+    client.send(infer())
     client.frames()
-    error = client.ask(infer(2 * LATER))
-    assert (error["code"], error["quota"], error["retry_after_ms"]) == ("quota_exceeded", "chunks", 30_000)
-    assert len(door.engine.chunks) == 1
-    clock.now_s += 30
     client.send(infer(2 * LATER))
     assert client.frames()[-1]["chunk_index"] == 2
+    error = client.ask(infer(restart=True))
+    assert (error["code"], error["quota"], error["retry_after_ms"]) == ("quota_exceeded", "chunks", 60_000)
+    assert len(door.engine.chunks) == 3
+    clock.now_s += 60
+    client.send(infer(LATER))
+    assert client.frames()[-1]["chunk_index"] == 3
 
 
 def test_a_stream_that_has_used_its_chunks_delivers_them_and_ends_with_the_reason(door: DoorServer) -> None:

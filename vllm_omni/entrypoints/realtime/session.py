@@ -178,10 +178,10 @@ class Session:
         """
         limits, job, drain = self._manager.limits, run.job, self._manager.drain
         drain.check()  # before the world may be restarted
+        self.allowance.check_chunk()
         self.meter.request_started()
         image, warnings = await self._begin(run)
-        if job.source is None:
-            self.allowance.take_chunks(len(run.sizes) - run.completed)
+        self.allowance.charge_chunks(max(0, len(run.sizes) - run.completed))  # a live run is charged chunk by chunk
         in_flight: deque[asyncio.Task[ChunkResult]] = deque()
         numbers: Iterator[int] = iter(range(run.completed, len(run.sizes)))
         at_work = self._manager.facts.chunks_in_flight
@@ -191,30 +191,32 @@ class Session:
             most_in_flight = at_work
         unsent_chunks = limits.unsent_chunks if job.unsent_chunks is None else job.unsent_chunks
 
-        def fill() -> None:
+        def fill() -> bool:
+            """Returns whether a quota holds the next chunk of a live run back."""
             # Until the position is certain, one chunk at a time: its answer tells where the engine is.
             if drain.is_draining:
-                return
+                return False
             while len(in_flight) < (most_in_flight if self.in_step else 1) and (job.source is None or job.source.ready):
                 if job.source is not None and not self.allowance.has_chunk():
-                    break
+                    return True
                 number = next(numbers, None)
                 if number is None:
                     break
                 if job.source is not None:
-                    self.allowance.take_chunks(1)
+                    self.allowance.charge_chunks(1)
                 controls = self._sample(run, number)
                 in_flight.append(self._manager.spawn(self._request_chunk(run, number, image, controls)))
+            return False
 
         try:
             while True:
                 if job.source is not None and not in_flight and run.completed != job.num_chunks:
                     await drain.unless_draining(job.source.wait_until_ready())
-                fill()
+                is_held_back = fill()
+                if not in_flight and is_held_back and run.completed != job.num_chunks:
+                    self.allowance.check_chunk()
+                    continue  # there is one now
                 if not in_flight:
-                    if job.source is not None and run.completed != job.num_chunks and not drain.is_draining:
-                        self.allowance.check_chunks(1)
-                        continue  # there was none a moment ago
                     break
                 async with asyncio.timeout(limits.chunk_timeout_s):
                     await asyncio.wait([in_flight[0]])

@@ -89,8 +89,7 @@ class _Client:
             await self._connection.close(Close.INTERNAL, end)
         finally:
             await self._leave()
-            (session_id,) = {session_id for _, session_id in self._used} if len(self._used) == 1 else {None}
-            with log_context.bound(session_id=session_id):
+            with log_context.bound(session_id=",".join(session_id for _, session_id in self._used) or None):
                 logger.info("world camera connection ended: %s", end)
 
     async def _greet(self) -> None:
