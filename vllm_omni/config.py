@@ -51,6 +51,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     stopped, cut off), until all of them end and the engine is reported dead; None = for as long as vLLM waits.
     drain_timeout_s: how long a server that is told to stop (SIGTERM) may finish the chunks in flight; 0 = stop at once.
     drain_snapshot_dir: it saves its sessions there, and a server that starts takes them over; None = they are lost.
+    quotas: a TOML file with what each API key may have (docs/user_guide/operators.md); None = all share what there is.
     max_hidden_states_bytes: rows one request of a language model may ask for. hidden_state_layers: those whose rows may
     be asked for, besides the last.
     model: options of the model itself.
@@ -78,6 +79,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     rank_timeout_s: Annotated[float, msgspec.Meta(ge=2, le=3600)] | None = 6.0
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 25.0
     drain_snapshot_dir: str | None = None
+    quotas: str | None = None
     max_hidden_states_bytes: Positive = 256 << 20
     hidden_state_layers: tuple[Annotated[int, msgspec.Meta(ge=0, le=1024)], ...] = ()
     model: dict[str, Any] = msgspec.field(default_factory=dict)

@@ -21,6 +21,7 @@ from vllm.transformers_utils.config_parser_base import ConfigParserBase
 from vllm_omni.config import OmniConfig
 from vllm_omni.engine_arguments.check import check_config
 from vllm_omni.engine_arguments.table import Worker
+from vllm_omni.entrypoints.logs import quiet_start
 from vllm_omni.model_executor.models.registry import (
     AR_ARCHITECTURES,
     ARCHITECTURES,
@@ -201,6 +202,7 @@ def steps_one_at_a_time(vllm_config: "VllmConfig") -> bool:
 
 
 def register_with_vllm() -> None:
+    quiet_start()  # before vLLM looks at the environment, which is soon after it has called this
     for architecture, qualname in ARCHITECTURES.items():
         if architecture not in ModelRegistry.get_supported_archs():
             ModelRegistry.register_model(architecture, qualname)

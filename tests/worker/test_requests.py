@@ -94,8 +94,8 @@ def test_a_chunk_is_done_with_its_last_step(step: int, num_steps: int, done: boo
 def test_what_a_client_may_read_of_an_exception(caplog: pytest.LogCaptureFixture) -> None:
     """Texts of ours as they are; of anything else what to do, and the rest is in the log."""
     own = RequestFailed("capacity", "full")
-    assert as_failure(own) is own
-    memory = as_failure(torch.OutOfMemoryError("at 0x7f00"))
+    assert as_failure(own, "r-1") is own
+    memory = as_failure(torch.OutOfMemoryError("at 0x7f00"), "r-1")
     assert (memory.code, memory.message) == (
         "oom",
         "the device ran out of memory on this chunk; the session is unchanged",
@@ -105,10 +105,10 @@ def test_what_a_client_may_read_of_an_exception(caplog: pytest.LogCaptureFixture
         try:
             raise KeyError("secret")
         except KeyError as error:
-            other = as_failure(error)
+            other = as_failure(error, "r-1")
     assert (other.code, other.message) == (
         "engine_error",
         "the model failed on this chunk; the server's log has the details",
     )
     (record,) = caplog.records
-    assert record.getMessage() == "a request failed" and record.exc_info is not None
+    assert record.getMessage() == "request r-1 failed" and record.exc_info is not None

@@ -28,7 +28,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from vllm_omni import log_context
 from vllm_omni.entrypoints.ranks import SessionRanks
+from vllm_omni.entrypoints.tracing import tracing
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.processes import machine_id
@@ -66,7 +68,8 @@ class OmniEngine:
     async def _run(
         self, params: DiffusionParams, arrays: Mapping[str, np.ndarray], rank: int | None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        request_id = f"omni-{uuid.uuid4().hex}"
+        # The engine's log lines name a request by this.
+        request_id = "-".join(["omni", *log_context.current().values(), uuid.uuid4().hex])
         try:
             tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
             answer = await self._encode(params.to_pooling_params(tensors), request_id, rank)
@@ -98,12 +101,14 @@ class OmniEngine:
     async def _encode(self, params: PoolingParams, request_id: str, rank: int | None) -> PoolingRequestOutput | None:
         """The engine's last answer to one request; None if there was none."""
         answer: PoolingRequestOutput | None = None
+        headers = tracing().engine_headers()
+        trace: dict[str, Any] = {} if headers is None else {"trace_headers": headers}
         if rank is None:
-            async for output in self._client.encode(engine_prompt(), params, request_id):
+            async for output in self._client.encode(engine_prompt(), params, request_id, **trace):
                 answer = output
             return answer
         assert isinstance(self._client, AsyncLLM), "only vLLM's own client has several ranks"
-        queue = await self._client.add_request(request_id, engine_prompt(), params, data_parallel_rank=rank)
+        queue = await self._client.add_request(request_id, engine_prompt(), params, data_parallel_rank=rank, **trace)
         try:
             answer = queue.get_nowait() or await queue.get()  # type: ignore[assignment]
         except (asyncio.CancelledError, EngineDeadError, VLLMClientError, GracefulHTTPError, GenerationError):

@@ -21,7 +21,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
 _LONG_SECONDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
-_STAGES: Final = {"encode": "encode", "steps": "denoise", "decode": "decode"}
+STAGES: Final = {"encode": "encode", "steps": "denoise", "decode": "decode"}
 """Stage names in an envelope's `timings_ms` -> label."""
 LATE_TOLERANCE_S: Final = 0.02
 """A chunk counts as late when it comes this much after the one before it has been played."""
@@ -113,7 +113,7 @@ class DoorMetrics:
     def stages(self, endpoint: str, timings_ms: Mapping[str, Sequence[float]], wall_s: float) -> None:
         """Where a chunk's (or a picture's) time went; what the engine did not account for is `queue`."""
         spent_s = {name: sum(times) / 1e3 for name, times in timings_ms.items()}
-        for name, label in _STAGES.items():
+        for name, label in STAGES.items():
             if name in spent_s:
                 self.stage.labels(endpoint, label).observe(spent_s[name])
         busy_s = spent_s.get("total", sum(spent_s.values()))

@@ -10,6 +10,7 @@ Held by tests/entrypoints/test_readiness.py and tests/entrypoints/openai/test_op
 """
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -104,7 +105,7 @@ class Readiness:
     def _ask(self) -> "asyncio.Task[RequestFailed | None]":
         """The one question to the workers that is under way; its result is why there is no answer."""
         if self._question is None or self._question.done():
-            self._question = asyncio.create_task(self._refresh())
+            self._question = asyncio.create_task(self._refresh(), context=contextvars.Context())  # everybody's question
         return self._question
 
     async def _refresh(self) -> RequestFailed | None:

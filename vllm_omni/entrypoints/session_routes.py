@@ -22,9 +22,10 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from vllm_omni import log_context
 from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, from_failure, not_found
 from vllm_omni.entrypoints.openai.protocol import ErrorReply
-from vllm_omni.entrypoints.realtime.connection import ANONYMOUS, principal_of
+from vllm_omni.entrypoints.realtime.connection import client_of, principal_of
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.mobility import SessionMobility
 from vllm_omni.entrypoints.realtime.session import Session, SessionKey, new_session_id
@@ -46,6 +47,7 @@ _STATUS: Final = {
     "foreign_snapshot": 409,
     "snapshot_too_large": 413,
     "session_limit": 429,
+    "quota_exceeded": 429,
     "snapshot_storage": 500,
     STORAGE_FULL: 507,
     "draining": 503,
@@ -151,7 +153,7 @@ class SessionRoutes:
             try:
                 await self._receive(request, path)
                 await asyncio.to_thread(read_header, path, self._max_bytes)
-                session = await mobility.restore(key, _client(request, key[0]), path, _ENDPOINT)
+                session = await mobility.restore(key, client_of(request), path, _ENDPOINT)
             finally:
                 path.unlink(missing_ok=True)
         return JSONResponse(_reply(session).model_dump(), 201)
@@ -218,13 +220,8 @@ def _checked(session_id: str) -> str:
 
 
 def _key(request: Request, session_id: str) -> SessionKey:
+    log_context.bind(session_id=session_id)
     return principal_of(request), session_id
-
-
-def _client(request: Request, principal: str) -> str:
-    """Who the session counts against, as at the WebSockets."""
-    address = request.client.host if request.client is not None else "local"
-    return principal if principal != ANONYMOUS else f"address {address}"
 
 
 def _reply(session: Session) -> SessionReply:

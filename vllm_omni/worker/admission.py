@@ -80,7 +80,7 @@ class Admission:
             state.chunk, state.index = request, expected
             self._in_flight.add(state, predecessor)
         except Exception as error:
-            state.failure = as_failure(error)
+            state.failure = as_failure(error, state.request_id)
             self._drop_unborn_session(state)
 
     def release(self, state: RequestState | None) -> None:

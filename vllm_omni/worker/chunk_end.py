@@ -74,7 +74,7 @@ class ChunkEnd:
             assert state.finite is not None
             state.finite.require("the chunk's latents")
         except Exception as error:
-            state.failure = as_failure(error)
+            state.failure = as_failure(error, state.request_id)
         if self._decodes and state.pending is None and state.decode_failure is None:
             self._decode(state)
         if state.failure is None:  # of bad latents the decode's error says less than the check's
@@ -83,7 +83,7 @@ class ChunkEnd:
             if state.failure is None and state.pending is not None and not self._overlap:
                 outputs[state.request_id] = state.pending.envelope()
         except Exception as error:
-            state.failure = as_failure(error)
+            state.failure = as_failure(error, state.request_id)
         self._agreement.agree(state)
         if state.failure is not None:
             outputs.pop(state.request_id, None)
@@ -130,7 +130,7 @@ class ChunkEnd:
         except Exception as error:
             if self.shares_decode:
                 raise  # other ranks are inside this decode's collectives: only a clean death is left
-            state.decode_failure = as_failure(error)
+            state.decode_failure = as_failure(error, state.request_id)
 
 
 def deliverable(states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -294,7 +294,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 for state in states:
                     self._forward([state], hidden)
             else:
-                states[0].failure = as_failure(error)
+                states[0].failure = as_failure(error, states[0].request_id)
             return None
         for state, request in zip(states, batch, strict=True):
             request.step += 1

@@ -111,11 +111,14 @@ class RequestStates:
         return self._states.pop(request_id, None)
 
 
-def as_failure(error: Exception) -> RequestFailed:
-    """Map an exception to what the client may read: our own texts as they are, anything else without its text."""
+def as_failure(error: Exception, request_id: str) -> RequestFailed:
+    """Map an exception to what the client may read: our own texts as they are, anything else without its text.
+
+    request_id: vLLM's; it contains the ids that the client knows.
+    """
     if isinstance(error, RequestFailed):
         return error
     if isinstance(error, torch.OutOfMemoryError):
         return RequestFailed("oom", "the device ran out of memory on this chunk; the session is unchanged")
-    logger.exception("a request failed")
+    logger.exception("request %s failed", request_id)
     return RequestFailed("engine_error", "the model failed on this chunk; the server's log has the details")

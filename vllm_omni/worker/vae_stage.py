@@ -133,7 +133,7 @@ class VAEStage:
                 if entry.clean and state.failure is None and state.chunk is not None:
                     self._model.take_over(state.chunk, latents[entry.request_id], entry.facts)
             except Exception as error:
-                state.failure = as_failure(error)
+                state.failure = as_failure(error, state.request_id)
             if entry.clean:
                 self._decode(state)
             if entry.done and state.failure is None and state.chunk is not None:
@@ -176,7 +176,7 @@ class VAEStage:
         except Exception as error:
             if self._agreement is not None:
                 raise  # other ranks are inside this decode's collectives: only a clean death is left
-            state.failure = as_failure(error)
+            state.failure = as_failure(error, state.request_id)
             return
         self._decoding.append(state.pending)
 

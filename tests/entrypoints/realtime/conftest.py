@@ -55,7 +55,7 @@ def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
 def served(_served: list[Served], null_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """A real server, started once for all tests of all doors; started again if the last test left none alive."""
     if not _served or not _served[-1].is_healthy():
-        server = Served(null_world, tmp_path_factory.mktemp("served"))
+        server = Served(null_world, tmp_path_factory.mktemp("served"), environ={"VLLM_LOGGING_LEVEL": "INFO"})
         _served.append(server)
         server.wait_until_healthy()
     return _served[-1]

@@ -11,6 +11,7 @@ Held by tests/entrypoints/cli/test_serve.py.
 import argparse
 import errno
 import importlib.metadata
+import importlib.util
 import json
 import os
 import secrets
@@ -191,6 +192,7 @@ def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterabl
 def check(flags: "ServeFlags") -> "ModelFamily":
     """Refuse what cannot work, cheapest first; return the model family. Raises CommandError."""
     from vllm_omni.config import OmniConfig
+    from vllm_omni.entrypoints.quotas import QuotaFile
     from vllm_omni.model_executor.hub import check_complete
     from vllm_omni.model_executor.models.registry import detect_family
     from vllm_omni.worlds.card import read_card, with_defaults
@@ -213,14 +215,28 @@ def check(flags: "ServeFlags") -> "ModelFamily":
             family.check_options(hf_config, omni)
         omni.check_stages(flags.count("pipeline-parallel-size", "pp"))
         omni.check_ranks(flags.count("tensor-parallel-size", "tp"))
+        if omni.quotas is not None:
+            QuotaFile.read(Path(omni.quotas))
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
     if family.executor_cls is not None:
         _check_executor(flags, family.executor_cls)
     if family.serve_flags is None:
         _check_combinations(flags, hf_config)
+    check_tracing(flags)
     _check_port(flags)
     return family
+
+
+def check_tracing(flags: "ServeFlags") -> None:
+    """Refuse a trace collector that nothing could send to. Raises CommandError."""
+    if "otlp-traces-endpoint" in flags.values:
+        for name in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"):
+            if importlib.util.find_spec(name) is None:
+                raise CommandError(
+                    f"--otlp-traces-endpoint needs OpenTelemetry, and {name} is not installed: "
+                    "pip install 'vllm-omni[otel]', or drop the flag"
+                )
 
 
 def _check_combinations(flags: "ServeFlags", hf_config: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ tests/entrypoints/openai/test_openai_parts.py.
 
 import functools
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Concatenate, Final, ParamSpec
 
@@ -34,6 +35,7 @@ _STATUS: Final = {
     "non_finite": 500,
     "predecessor_failed": 500,
     "session_lost": 500,
+    "quota_exceeded": 429,
     STORAGE_FULL: 507,
 }
 _RETRY_AFTER_S: Final = {"capacity": 2, "oom": 5, "cancelled": 1, STORAGE_FULL: 30}
@@ -79,11 +81,12 @@ def not_found(message: str, param: str | None = None, code: str = "not_found") -
 def from_failure(failure: RequestFailed | DoorError, param: str | None = None) -> ApiError:
     """What a failure of the engine, the model or the image reader means over HTTP."""
     status = _STATUS.get(failure.code, 400)
+    retry_after_s: float | None = _RETRY_AFTER_S.get(failure.code)
     if isinstance(failure, DoorError):
         param = failure.param or param
-    return ApiError(
-        status, failure.message, code=failure.code, param=param, retry_after_s=_RETRY_AFTER_S.get(failure.code)
-    )
+        if "retry_after_ms" in failure.details:
+            retry_after_s = math.ceil(failure.details["retry_after_ms"] / 1e3)
+    return ApiError(status, failure.message, code=failure.code, param=param, retry_after_s=retry_after_s)
 
 
 def answer_errors(

@@ -9,6 +9,7 @@ only with the file. Knows no HTTP. Held by tests/entrypoints/openai/test_openai_
 
 import asyncio
 import contextlib
+import contextvars
 import dataclasses
 import logging
 import time
@@ -104,7 +105,7 @@ class VideoJobs:
         job.task = asyncio.create_task(self._run(job))
         job.task.add_done_callback(lambda task: self._ended(job, task))
         if self._watcher is None or self._watcher.done():
-            self._watcher = asyncio.create_task(self._watch())
+            self._watcher = asyncio.create_task(self._watch(), context=contextvars.Context())
         self._count()
         await self._off_loop(self.store.prune)
         return record

@@ -54,9 +54,8 @@ class Connection:
         self._last_heard_s = time.monotonic()
         self.principal = principal_of(websocket)
         """Who this is, for telling one client's sessions from another's: never the key itself."""
-        address = websocket.client.host if websocket.client is not None else "local"
-        self.client = self.principal if self.principal != ANONYMOUS else f"address {address}"
-        """Who this is for `sessions_per_client`: clients without a key are told apart by their address."""
+        self.client = client_of(websocket)
+        """Who this is for `sessions_per_client` and for quotas."""
 
     async def accept(self, subprotocol: str | None) -> None:
         await self._websocket.accept(subprotocol=subprotocol)
@@ -206,6 +205,13 @@ def principal_of(connection: HTTPConnection) -> str:
     if scheme.lower() != "bearer" or not token:
         return ANONYMOUS
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def client_of(connection: HTTPConnection) -> str:
+    """Name the client for what it may have: by its key; without one, clients are told apart by their address."""
+    address = connection.client.host if connection.client is not None else "local"
+    principal = principal_of(connection)
+    return principal if principal != ANONYMOUS else f"address {address}"
 
 
 def origin_allowed(websocket: WebSocket, allowed: Collection[str]) -> bool:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from vllm_omni import log_context
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
 
 if TYPE_CHECKING:
@@ -64,10 +65,11 @@ class SessionDrain:
         await asyncio.shield(saving)
 
     async def _save(self, save_to: "Callable[[Session], Awaitable[None]]", session: "Session") -> None:
-        try:
-            await save_to(session)
-        except (DoorError, OSError) as error:
-            logger.warning("a session could not be saved: %s", error)
+        with log_context.bound(session_id=session.session_id):
+            try:
+                await save_to(session)
+            except (DoorError, OSError) as error:
+                logger.warning("a session could not be saved: %s", error)
 
     async def run(self, manager: "SessionManager") -> None:
         """Stop taking work, and return when all that was begun is done, delivered and saved, and connections closed.

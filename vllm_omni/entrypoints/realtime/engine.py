@@ -15,6 +15,7 @@ from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.ranks import SessionRanks
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
 from vllm_omni.entrypoints.realtime.recorder import Recorder
+from vllm_omni.entrypoints.tracing import NO_CHUNK, ChunkTrace
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import SnapshotHeader
@@ -22,11 +23,15 @@ from vllm_omni.snapshot import SnapshotHeader
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """One generated chunk. frames_THWC: uint8 RGB, a view into the engine's answer; wall_ms: from submit to answer."""
+    """One generated chunk. frames_THWC: uint8 RGB, a view into the engine's answer; wall_ms: from submit to answer.
+
+    trace: where its spans go on.
+    """
 
     meta: dict[str, Any]
     frames_THWC: np.ndarray
     wall_ms: float
+    trace: ChunkTrace = NO_CHUNK
 
 
 class WorldEngine:

@@ -20,6 +20,7 @@ RETRYABLE: Final = frozenset(
         "oom",
         "resync_required",
         "slow_reader",
+        "quota_exceeded",
         "predecessor_failed",
         "non_finite",
     }

@@ -262,7 +262,7 @@ class _Client(LiveClient):
     async def tell(self, error: DoorError) -> None:
         if error.close is Close.IDLE:  # the close frame says it; these clients show an error for ever
             return
-        if error.code in ("capacity", "session_limit"):
+        if error.code in ("capacity", "session_limit", "quota_exceeded"):
             content = protocol.BUSY
         elif error.close is Close.INTERNAL or (
             self.session is not None and error.close not in (Close.UNSUPPORTED_DATA, Close.POLICY)

@@ -161,7 +161,7 @@ def error_reply(error: DoorError, content: str, granted: tuple[str, ...] = ()) -
     """An `error` message; details only for clients that know extensions."""
     reply: dict[str, Any] = {"type": "error", "content": content}
     if granted:
-        reply |= {"code": error.code, "message": error.message, "retryable": error.retryable}
+        reply |= {"code": error.code, "message": error.message, "retryable": error.retryable, **error.details}
     return reply
 
 

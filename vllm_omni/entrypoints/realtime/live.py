@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from starlette.websockets import WebSocket
 
+from vllm_omni import log_context
 from vllm_omni.entrypoints.metrics import door_metrics
 from vllm_omni.entrypoints.realtime.connection import Connection
 from vllm_omni.entrypoints.realtime.errors import ClientGone, Close, DoorError
@@ -103,9 +104,10 @@ class LiveClient(ABC):
     async def open_session(self, session_id: str | None = None) -> Session:
         """Open a session for this connection; if all are in use, wait `slot_wait_s` for one to end.
 
-        Raises `DoorError` `capacity` or `session_limit`.
+        Raises `DoorError` `capacity`, `session_limit` or `quota_exceeded`.
         """
         key = (self.connection.principal, session_id or new_session_id())
+        log_context.bind(session_id=key[1])
         deadline_s = time.monotonic() + self.limits.slot_wait_s
         while True:
             try:

@@ -23,6 +23,7 @@ from vllm_omni.entrypoints.realtime.camera import CameraPath, PosePolicy
 from vllm_omni.entrypoints.realtime.engine import ChunkResult
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
 from vllm_omni.entrypoints.realtime.pace import ReaderPace
+from vllm_omni.entrypoints.tracing import ChunkTrace
 
 Deliver = Callable[[Any], Awaitable[None]]
 """Hands one reply's payload to the client."""
@@ -117,13 +118,15 @@ class Job:
 class Reply:
     """One encoded message; `part` counts the messages of its chunk. `len(payload)` is its size in bytes.
 
-    num_frames: of the whole chunk with its first part, 0 with the others.
+    num_frames: of the whole chunk with its first part, 0 with the others. trace: told when this, the chunk's last
+    part, has been delivered.
     """
 
     chunk_index: int
     part: int
     payload: Any
     num_frames: int = 0
+    trace: ChunkTrace | None = None
 
 
 @dataclass(eq=False)
@@ -209,6 +212,7 @@ class Run:
         return self._follow(me, deliver, pace, start)
 
     async def _follow(self, me: "_Follower", deliver: Deliver, pace: ReaderPace, position: int) -> bool:
+        started_ns = time.time_ns()
         try:
             while True:
                 if self._follower is not me:
@@ -219,8 +223,12 @@ class Run:
                     raise DoorError("resync_required", "earlier replies of this request are no longer kept")
                 if position < self.num_replies:
                     reply = self.replies[position - self.first_kept]
+                    if reply.part == 0:
+                        started_ns = time.time_ns()
                     await pace.hand_over(deliver(reply.payload), reply.num_frames, partial(self._has_later, reply))
                     position += 1
+                    if reply.trace is not None:
+                        reply.trace.sent(started_ns)
                     if self._follower is me:
                         self.delivered = position
                         if not self.job.keep_replies:

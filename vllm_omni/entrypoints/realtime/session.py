@@ -12,6 +12,7 @@ Held by tests/entrypoints/realtime/test_session.py.
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import secrets
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from vllm_omni import log_context
 from vllm_omni.entrypoints.metrics import SessionMeter
 from vllm_omni.entrypoints.realtime.camera import plan_frames
 from vllm_omni.entrypoints.realtime.engine import ChunkResult
@@ -29,6 +31,7 @@ from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.journal import Journal
 from vllm_omni.entrypoints.realtime.play_clock import Due, PlayClock
 from vllm_omni.entrypoints.realtime.run import Controls, FinishedChunk, Job, Reply, Run
+from vllm_omni.entrypoints.tracing import tracing
 from vllm_omni.inputs import DiffusionParams
 
 if TYPE_CHECKING:
@@ -53,8 +56,12 @@ class Session:
     def __init__(self, key: SessionKey, manager: "SessionManager", client: str, endpoint: str) -> None:
         self.key = key
         self.meter = SessionMeter(endpoint)
+        self.trace = tracing().session(key[1], endpoint)
         self.client = client
         """Who counts against `sessions_per_client` for it."""
+        self.allowance = manager.quotas.of(client)
+        self.allowance.open_session()
+        self._closed = False
         self._manager = manager
         self.engine_id = new_session_id()
         self.started = False
@@ -80,6 +87,15 @@ class Session:
     @property
     def is_busy(self) -> bool:
         return self._waiting > 0
+
+    def close(self, reason: str) -> None:
+        """The session is gone from the table: end its numbers and its spans; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.allowance.close_session()
+        self.meter.close(reason)
+        self.trace.close(reason)
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -129,13 +145,14 @@ class Session:
                 run.task.cancel()  # once: a second time would cut its clean-up short
 
     async def _produce(self, run: Run) -> DoorError | None:
+        log_context.bind(session_id=self.session_id)
         try:
             async with self._turn:
                 await self._generate(run)
         except DoorError as failure:
             return failure
         except Exception:
-            logger.exception("request %s of session %s failed", run.job.request_id, self.session_id)
+            logger.exception("request %s failed", run.job.request_id)
             return DoorError("engine_error", "internal error; the server's log has details")
         return None
 
@@ -161,8 +178,10 @@ class Session:
         """
         limits, job, drain = self._manager.limits, run.job, self._manager.drain
         drain.check()  # before the world may be restarted
+        self.allowance.check_chunk()
         self.meter.request_started()
         image, warnings = await self._begin(run)
+        self.allowance.charge_chunks(max(0, len(run.sizes) - run.completed))  # a live run is charged chunk by chunk
         in_flight: deque[asyncio.Task[ChunkResult]] = deque()
         numbers: Iterator[int] = iter(range(run.completed, len(run.sizes)))
         at_work = self._manager.facts.chunks_in_flight
@@ -172,22 +191,31 @@ class Session:
             most_in_flight = at_work
         unsent_chunks = limits.unsent_chunks if job.unsent_chunks is None else job.unsent_chunks
 
-        def fill() -> None:
+        def fill() -> bool:
+            """Returns whether a quota holds the next chunk of a live run back."""
             # Until the position is certain, one chunk at a time: its answer tells where the engine is.
             if drain.is_draining:
-                return
+                return False
             while len(in_flight) < (most_in_flight if self.in_step else 1) and (job.source is None or job.source.ready):
+                if job.source is not None and not self.allowance.has_chunk():
+                    return True
                 number = next(numbers, None)
                 if number is None:
                     break
+                if job.source is not None:
+                    self.allowance.charge_chunks(1)
                 controls = self._sample(run, number)
                 in_flight.append(self._manager.spawn(self._request_chunk(run, number, image, controls)))
+            return False
 
         try:
             while True:
                 if job.source is not None and not in_flight and run.completed != job.num_chunks:
                     await drain.unless_draining(job.source.wait_until_ready())
-                fill()
+                is_held_back = fill()
+                if not in_flight and is_held_back and run.completed != job.num_chunks:
+                    self.allowance.check_chunk()
+                    continue  # there is one now
                 if not in_flight:
                     break
                 async with asyncio.timeout(limits.chunk_timeout_s):
@@ -329,8 +357,12 @@ class Session:
             chunk_period_s=None if due is None else due.period_s,
             options=job.options,
         )
+        trace = self.trace.chunk(run.first_chunk + number)
         try:
-            return await self._manager.engine.generate(params, arrays)
+            with trace.until_answered():
+                result = await self._manager.engine.generate(params, arrays)
+            trace.answered(result.meta)
+            return dataclasses.replace(result, trace=trace)
         except DoorError as error:
             if error.code == "unknown_session" or (error.code == "out_of_order" and not self.in_step):
                 raise self._lost(error) from error
@@ -387,14 +419,19 @@ class Session:
 
     async def _render(self, run: Run, chunk: FinishedChunk) -> None:
         """Encode a chunk into the journal; a cancellation waits for it, since the chunk is part of the world."""
+        started_ns = time.time_ns()
         if run.job.render_inline:
-            self._keep(run, chunk, run.job.render(chunk))
+            payloads = run.job.render(chunk)
+            chunk.result.trace.rendered(started_ns)
+            self._keep(run, chunk, payloads)
             return
         rendering = asyncio.ensure_future(self._manager.off_loop(run.job.render, chunk))
         try:
             await asyncio.shield(rendering)
         finally:
-            self._keep(run, chunk, await rendering)
+            payloads = await rendering
+            chunk.result.trace.rendered(started_ns)
+            self._keep(run, chunk, payloads)
 
     def missed_since(self, last_chunk: int | None) -> list[tuple[Run, int]]:
         """As `Journal.missed_since`; raises `DoorError("resync_required")`."""
@@ -406,9 +443,11 @@ class Session:
         self.journal.forget_old()
 
     def _keep(self, run: Run, chunk: FinishedChunk, payloads: Sequence[Sized]) -> None:
+        self.allowance.charge_bytes(sum(map(len, payloads)))
         for part, payload in enumerate(payloads):
             num_frames = len(chunk.result.frames_THWC) if part == 0 else 0
-            run.append(Reply(chunk.chunk_index, part, payload, num_frames))
+            is_last = part == len(payloads) - 1
+            run.append(Reply(chunk.chunk_index, part, payload, num_frames, chunk.result.trace if is_last else None))
         self._trim_journal()
 
     async def _abort(self, run: Run, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False) -> None:
@@ -439,7 +478,8 @@ class Session:
     def forget_world(self, in_engine: bool = True) -> None:
         """Let go of the world; the next request needs an image. `in_engine`: the engine may still hold it."""
         if in_engine:
-            self._manager.close_world(self.engine_id)
+            with self.trace.current():
+                self._manager.close_world(self.engine_id)
         self.engine_id = new_session_id()
         self.started, self.in_step = False, True
         self.next_chunk = self.next_frame = 0

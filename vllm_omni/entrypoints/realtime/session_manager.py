@@ -7,6 +7,7 @@ Held by tests/entrypoints/realtime/{test_session,test_world_camera,test_door_sta
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import time
 import weakref
@@ -15,6 +16,8 @@ from collections.abc import Coroutine, Iterable
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
+from vllm_omni import log_context
+from vllm_omni.entrypoints.quotas import Quotas
 from vllm_omni.entrypoints.realtime.connection import Connection
 from vllm_omni.entrypoints.realtime.drain import SessionDrain
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
@@ -38,8 +41,9 @@ _FAREWELL_S: Final = 1.5
 class SessionManager:
     """All sessions of one API server process.
 
-    executor: where images are decoded and frames encoded. origins: see `Gate`. Sessions without use for
-    `session_idle_s` are closed, and the least recently used one that no connection holds makes room for a new one.
+    executor: where images are decoded and frames encoded. origins: see `Gate`. quotas: None = there are none.
+    Sessions without use for `session_idle_s` are closed, and the least recently used one that no connection holds makes
+    room for a new one.
     """
 
     def __init__(
@@ -49,10 +53,12 @@ class SessionManager:
         limits: DoorLimits,
         executor: Executor,
         origins: Iterable[str] = (),
+        quotas: Quotas | None = None,
     ) -> None:
         self.engine, self.facts, self.limits = engine, facts, limits
         self.gate = Gate(limits, origins)
         self.drain = SessionDrain()
+        self.quotas = quotas or Quotas()
         self._executor = executor
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         self._evicted: OrderedDict[SessionKey, None] = OrderedDict()
@@ -79,18 +85,20 @@ class SessionManager:
         """Return the session of that key, a new one if there is none.
 
         client: who counts for it against `sessions_per_client`; None = the principal. endpoint: the door, for metrics.
-        Raises `DoorError` `capacity`, `session_limit` or `draining`.
+        Raises `DoorError` `capacity`, `session_limit`, `quota_exceeded` or `draining`.
         """
         if self._sweeper is None:
-            self._sweeper = self.spawn(self._sweep())
+            self._sweeper = self.spawn(self._sweep(), contextvars.Context())  # it outlives this client's request
         session = self._sessions.get(key)
         if session is None:
             self.drain.check()
             client = key[0] if client is None else client
             self._check_bounds(client)
+            self.quotas.of(client).check_session()
             if len(self._sessions) >= self.facts.max_sessions:
                 self._make_room()
-            session = self._sessions[key] = Session(key, self, client, endpoint)
+            with log_context.bound(session_id=key[1]):
+                session = self._sessions[key] = Session(key, self, client, endpoint)
         self._sessions.move_to_end(key)
         return session
 
@@ -143,9 +151,10 @@ class SessionManager:
 
     def _evict(self, session: Session, reason: str) -> None:
         """Free a session that is not busy, and remember that it was not the client who closed it."""
-        session.forget_world()
-        session.meter.close(reason)
-        self.forget_if_empty(session)
+        with log_context.bound(session_id=session.session_id):
+            session.forget_world()
+            session.close(reason)
+            self.forget_if_empty(session)
         self._evicted[session.key] = None
         while len(self._evicted) > _REMEMBERED_EVICTIONS:
             self._evicted.popitem(last=False)
@@ -163,7 +172,8 @@ class SessionManager:
         if not session.started and not session.is_busy and self._sessions.get(session.key) is session:
             del self._sessions[session.key]
             session.journal.discard()
-            session.meter.close("closed")
+            with log_context.bound(session_id=session.session_id):
+                session.close("closed")
         elif session.started:
             self._evicted.pop(session.key, None)
 
@@ -200,9 +210,9 @@ class SessionManager:
 
     # -- work ----------------------------------------------------------------------------------------------------
 
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run `work` as a task that is not lost if nobody keeps it."""
-        task = asyncio.get_running_loop().create_task(work)
+    def spawn(self, work: Coroutine[Any, Any, T], context: contextvars.Context | None = None) -> asyncio.Task[T]:
+        """Run `work` as a task that is not lost if nobody keeps it. context: of its log lines; None = the caller's."""
+        task = asyncio.get_running_loop().create_task(work, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -214,7 +224,8 @@ class SessionManager:
 
     async def off_loop(self, function: Any, *args: Any) -> Any:
         """Run CPU work on the executor's threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+        run = contextvars.copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._executor, run, function, *args)
 
     async def engine_died(self) -> None:
         """Tell every connection and close it with 1011; returns when all are closed, or have had their time."""

@@ -298,6 +298,7 @@ class _Client(LiveClient):
             "code": error.code,
             "request_id": self._request_id,
             "event_id": event_id,
+            "retry_after_ms": error.details.get("retry_after_ms"),
         }
         await self._send({key: value for key, value in message.items() if value is not None})
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 from starlette.websockets import WebSocket
 
+from vllm_omni import log_context
 from vllm_omni.entrypoints.metrics import door_metrics
 from vllm_omni.entrypoints.realtime import protocol
 from vllm_omni.entrypoints.realtime.codec import CodecError, Decoded, Dialect, decode, encode
@@ -88,7 +89,8 @@ class _Client:
             await self._connection.close(Close.INTERNAL, end)
         finally:
             await self._leave()
-            logger.info("world camera connection ended: %s", end)
+            with log_context.bound(session_id=",".join(session_id for _, session_id in self._used) or None):
+                logger.info("world camera connection ended: %s", end)
 
     async def _greet(self) -> None:
         if not self._manager.facts.camera:
@@ -170,6 +172,7 @@ class _Client:
 
     async def _answer(self, message: protocol.Message, work: Callable[[], Awaitable[None]]) -> None:
         """Run one message's work; whatever goes wrong is this message's error."""
+        log_context.bind(session_id=self._session_id(message))
         try:
             await work()
         except DoorError as error:

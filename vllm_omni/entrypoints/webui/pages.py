@@ -80,10 +80,11 @@ def attach(app: FastAPI, world: Path | None = None) -> list[str]:
     async def to_slash(request: Request) -> Response:
         return RedirectResponse("omni/", 307, headers=HEADERS)  # relative, so that it holds behind a proxy's prefix
 
-    app.add_route(PAGE_PATH, to_slash, methods=["GET"], include_in_schema=False)
+    for path in ("/", PAGE_PATH):
+        app.add_route(path, to_slash, methods=["GET"], include_in_schema=False)
     for path, page in by_path.items():
         app.add_route(path, page.send, methods=["GET"], include_in_schema=False)  # GET brings HEAD
-    return [PAGE_PATH, *by_path]
+    return ["/", PAGE_PATH, *by_path]
 
 
 def address(args: Namespace) -> str | None:

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ids of a request and a session in log lines, without a server."""
+
+import asyncio
+import json
+import logging
+import logging.config
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pythonjsonlogger.json import JsonFormatter
+
+from vllm_omni import log_context
+from vllm_omni.entrypoints import logs
+from vllm_omni.log_context import ContextFilter, ContextFormatter
+
+
+def record(message: str, *args: object) -> logging.LogRecord:
+    return logging.LogRecord("vllm.test", logging.INFO, __file__, 1, message, args, None)
+
+
+def test_a_task_keeps_the_ids_it_began_with() -> None:
+    """What a request starts is the request's, and what runs beside it is not."""
+
+    async def main() -> list[dict[str, str]]:
+        async def look() -> dict[str, str]:
+            await asyncio.sleep(0)
+            return log_context.current()
+
+        with log_context.bound(request_id="r"):
+            inside = asyncio.create_task(look())
+            with log_context.bound(session_id="s"):
+                both = asyncio.create_task(look())
+        outside = asyncio.create_task(look())
+        return [await inside, await both, await outside]
+
+    assert asyncio.run(main()) == [{"request_id": "r"}, {"request_id": "r", "session_id": "s"}, {}]
+
+
+def test_ids_stand_at_the_end_of_a_text_records_first_line() -> None:
+    formatter = ContextFormatter(logging.Formatter("INFO %(message)s"))
+    assert formatter.format(record("before")) == "INFO before"
+    with log_context.bound(request_id="r", session_id="s"):
+        assert formatter.format(record("one\ntwo %d", 2)) == "INFO one request_id=r session_id=s\ntwo 2"
+
+
+def test_json_lines_have_ids_as_fields_and_leave_unknown_ones_out() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter("%(message)s"))
+    handler.addFilter(ContextFilter(missing=None))
+
+    def line() -> dict[str, str]:
+        made = record("hello")
+        assert handler.filter(made)
+        return json.loads(handler.format(made))
+
+    assert line() == {"message": "hello"}
+    with log_context.bound(session_id="s"):
+        assert line() == {"message": "hello", "session_id": "s"}
+
+
+def test_a_format_of_the_users_own_may_name_the_ids(tmp_path: Path) -> None:
+    """The filter by its name in a `dictConfig`, as the operators' page shows; a line without a session has a dash."""
+    target = tmp_path / "log"
+    name = "omni-own-format"
+    logging.config.dictConfig(
+        {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "filters": {"ids": {"()": "vllm_omni.log_context.ContextFilter"}},
+            "formatters": {"own": {"format": "%(request_id)s|%(session_id)s|%(message)s"}},
+            "handlers": {
+                "file": {"class": "logging.FileHandler", "filename": target, "formatter": "own", "filters": ["ids"]}
+            },
+            "loggers": {name: {"handlers": ["file"], "level": "INFO", "propagate": False}},
+        }
+    )
+    with log_context.bound(request_id="r"):
+        logging.getLogger(name).info("hello")
+    assert target.read_text() == "r|-|hello\n"
+
+
+@pytest.fixture
+def handler() -> Iterator[logging.Handler]:
+    made = logging.StreamHandler()
+    made.setFormatter(logging.Formatter("%(message)s"))
+    logging.getLogger("uvicorn.access").addHandler(made)
+    yield made
+    logging.getLogger("uvicorn.access").removeHandler(made)
+
+
+def test_handlers_get_ids_once_and_a_users_configuration_is_left_alone(handler: logging.Handler) -> None:
+    logs.add_ids(custom_config=True)
+    assert type(handler.formatter) is logging.Formatter
+    logs.add_ids(custom_config=False)
+    logs.add_ids(custom_config=False)
+    assert isinstance(handler.formatter, ContextFormatter) and type(handler.formatter.inner) is logging.Formatter
+
+
+def test_only_what_is_known_to_be_noise_is_dropped() -> None:
+    """vLLM's warning of a variable of ours goes; of a mistyped one it stays, as does a warm-up that really failed."""
+    unknown = "Unknown vLLM environment variable detected: %s"
+    variables = logs.KnownVariables()
+    assert not variables.filter(record(unknown, "VLLM_OMNI_IDLE_TIMEOUT_S"))
+    assert variables.filter(record(unknown, "VLLM_OMNI_IDEL_TIMEOUT_S"))
+
+    def failed(error: Exception) -> logging.LogRecord:
+        made = record("Chat template warmup failed")
+        made.exc_info = (type(error), error, None)
+        return made
+
+    assert not logs.MissingTokenizer().filter(failed(ValueError("Tokenizer not available when ...")))
+    assert logs.MissingTokenizer().filter(failed(ValueError("a broken template")))
+
+    handshake = "ASGI callable returned without completing handshake."
+    assert logs.DeniedHandshakes().filter(record(handshake))
+    token = logs.answered_by_denial.set(True)
+    assert not logs.DeniedHandshakes().filter(record(handshake))
+    logs.answered_by_denial.reset(token)
+
+
+def test_route_lines_come_back_with_debug_logging() -> None:
+    launcher, line = logging.getLogger(logs.RouteLines.logger), record("Route: %s, Methods: %s", "/health", "GET")
+    before = launcher.level
+    try:
+        launcher.setLevel(logging.INFO)
+        assert not logs.RouteLines().filter(line)
+        launcher.setLevel(logging.DEBUG)
+        assert logs.RouteLines().filter(line)
+    finally:
+        launcher.setLevel(before)

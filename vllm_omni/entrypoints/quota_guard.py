@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`QuotaGuard`: quotas over HTTP: a request beyond them is answered with 429, what goes out is charged.
+
+Sessions at the WebSockets charge themselves (`realtime/session.py`). Open paths, tickets, `OPTIONS` and `DELETE` cost
+nothing and are never refused. Stands behind the checks of the key. Held by tests/entrypoints/test_quotas.py.
+"""
+
+from typing import Final
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_omni.entrypoints.access import OPEN_PATHS, TICKET_PATH
+from vllm_omni.entrypoints.openai.errors import from_failure
+from vllm_omni.entrypoints.quotas import Quotas
+from vllm_omni.entrypoints.realtime.connection import client_of
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.session_routes import PATH as SESSIONS_PATH
+
+_FREE: Final = OPEN_PATHS | {"/", TICKET_PATH}
+_CHARGED: Final = frozenset({"GET", "POST", "PUT"})
+
+
+class QuotaGuard:
+    """ASGI middleware. `quotas` is set when the server has read its options, before it serves."""
+
+    quotas: Quotas = Quotas()
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """The application behind this guard; a factory as Starlette's `add_middleware` takes."""
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._serve(app, scope, receive, send)
+
+        return guarded
+
+    async def _serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in _CHARGED or not _costs(_path(scope)):
+            await app(scope, receive, send)
+            return
+        allowance = self.quotas.of(client_of(HTTPConnection(scope)))
+        try:
+            if scope["method"] == "POST" and not _path(scope).startswith(SESSIONS_PATH):
+                allowance.check_chunk()
+                allowance.charge_chunks(1)
+            else:
+                allowance.check_bytes()
+        except DoorError as refusal:
+            await from_failure(refusal).response()(scope, receive, send)
+            return
+
+        async def charged(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                allowance.charge_bytes(len(message.get("body", b"")))
+            await send(message)
+
+        await app(scope, receive, charged)
+
+
+def _path(scope: Scope) -> str:
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def _costs(path: str) -> bool:
+    return path not in _FREE and not path.startswith("/omni")

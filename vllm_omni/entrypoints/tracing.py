@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenTelemetry spans of sessions: where a chunk's time went, below whatever trace the client is part of.
+
+    session                       from its first request to its end; parent: the `traceparent` of the handshake
+      chunk                       from its submission until it is encoded for the client
+        llm_request               stock vLLM's own; one below the session frees the world
+        queue encode denoise decode   of the engine's time, as the worker measured it
+        render                    frames into messages
+        transport                 handing them to the network, pacing included
+
+On when the server has vLLM's `--otlp-traces-endpoint`: vLLM then has set up the exporter of this process, and these
+spans go through it. Off, every object here does nothing. The engine reports how long its stages took, not when: they
+are drawn one after the other up to the answer, and what is left before them is `queue`.
+Held by tests/entrypoints/realtime/test_operators_served.py and test_tracing.py.
+"""
+
+import asyncio
+import contextvars
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_omni import log_context
+from vllm_omni.entrypoints.metrics import STAGES
+from vllm_omni.entrypoints.realtime.errors import DoorError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span, Tracer
+
+SPANS_OF: Final = "vllm_omni"
+_headers: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar("omni_trace_headers", default=None)
+
+
+def set_parent(headers: Mapping[str, str] | None) -> None:
+    """Name the trace that this task's work belongs to, by W3C headers; None = none."""
+    _headers.set(headers)
+
+
+class ChunkTrace:
+    """One chunk's spans. This class has none."""
+
+    def until_answered(self) -> AbstractContextManager[None]:
+        """The time in the engine; an exception ends the chunk's span."""
+        return nullcontext()
+
+    def answered(self, meta: Mapping[str, Any]) -> None:
+        """The engine has answered; `meta` may have `timings_ms`."""
+
+    def rendered(self, started_ns: int) -> None:
+        """The chunk is encoded; started_ns: since when (`time.time_ns`)."""
+
+    def sent(self, started_ns: int) -> None:
+        """The chunk's last message is with the network; started_ns: when its first one was taken up."""
+
+
+class SessionTrace:
+    """One session's spans. This class has none."""
+
+    def chunk(self, chunk_index: int) -> ChunkTrace:
+        """A chunk is about to be submitted, in this task, whose engine request becomes part of the trace."""
+        return NO_CHUNK
+
+    def current(self) -> AbstractContextManager[None]:
+        """Engine requests that begin in this block, other than chunks, are part of the session."""
+        return nullcontext()
+
+    def close(self, reason: str) -> None:
+        """The session has ended; idempotent."""
+
+
+class Tracing:
+    """The spans of one API server process. This class makes none."""
+
+    def session(self, session_id: str, endpoint: str) -> SessionTrace:
+        return NO_SESSION
+
+    def engine_headers(self) -> Mapping[str, str] | None:
+        """What stock vLLM is to make its own span of an engine request a child of; None = no span."""
+        return None
+
+
+NO_CHUNK: Final = ChunkTrace()
+NO_SESSION: Final = SessionTrace()
+_process: list[Tracing] = [Tracing()]
+
+
+def tracing() -> Tracing:
+    """The tracing of this process."""
+    return _process[0]
+
+
+def start() -> None:
+    """Make spans from now on, through the provider that vLLM has set up in this process."""
+    from opentelemetry import trace
+
+    _process[0] = OpenTelemetryTracing(trace.get_tracer(SPANS_OF))
+
+
+class OpenTelemetryTracing(Tracing):
+    def __init__(self, tracer: "Tracer") -> None:
+        self._tracer = tracer
+
+    def session(self, session_id: str, endpoint: str) -> SessionTrace:
+        from vllm.tracing import extract_trace_context
+
+        attributes = {"omni.session_id": session_id, "omni.endpoint": endpoint, **_request_id()}
+        parent = extract_trace_context(_headers.get())
+        return _SessionSpan(self._tracer, self._tracer.start_span("session", parent, attributes=attributes))
+
+    def engine_headers(self) -> Mapping[str, str] | None:
+        return _headers.get()
+
+
+class _SessionSpan(SessionTrace):
+    def __init__(self, tracer: "Tracer", span: "Span") -> None:
+        self._tracer, self._span = tracer, span
+
+    def chunk(self, chunk_index: int) -> ChunkTrace:
+        attributes: dict[str, int | str] = {"omni.chunk_index": chunk_index, **_request_id()}
+        span = self._tracer.start_span("chunk", _below(self._span), attributes=attributes)
+        set_parent(_as_headers(span))
+        return _ChunkSpan(self._tracer, span)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        token = _headers.set(_as_headers(self._span))
+        try:
+            yield
+        finally:
+            _headers.reset(token)
+
+    def close(self, reason: str) -> None:
+        if self._span.is_recording():
+            self._span.set_attribute("omni.reason", reason)
+            self._span.end()
+
+
+class _ChunkSpan(ChunkTrace):
+    def __init__(self, tracer: "Tracer", span: "Span") -> None:
+        self._tracer, self._span = tracer, span
+        self._submitted_ns = time.time_ns()
+
+    @contextmanager
+    def until_answered(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def answered(self, meta: Mapping[str, Any]) -> None:
+        timings_ms: Mapping[str, Sequence[float]] = meta.get("timings_ms", {})
+        answered_ns = time.time_ns()
+        spent_ns = {label: int(sum(timings_ms.get(name, ())) * 1e6) for name, label in STAGES.items()}
+        busy_ns = min(sum(spent_ns.values()), answered_ns - self._submitted_ns)
+        self._child("queue", self._submitted_ns, answered_ns - busy_ns)
+        begin_ns = answered_ns - busy_ns
+        for label, stage_ns in spent_ns.items():
+            end_ns = min(begin_ns + stage_ns, answered_ns)
+            self._child(label, begin_ns, end_ns)
+            begin_ns = end_ns
+        if "num_frames" in meta:
+            self._span.set_attribute("omni.frames", int(meta["num_frames"]))
+
+    def _fail(self, error: BaseException) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        cancelled = isinstance(error, asyncio.CancelledError)
+        outcome = "cancelled" if cancelled else error.code if isinstance(error, DoorError) else "engine_error"
+        self._span.set_attribute("omni.outcome", outcome)
+        if not cancelled:
+            self._span.set_status(Status(StatusCode.ERROR, outcome))
+        self._span.end()
+
+    def rendered(self, started_ns: int) -> None:
+        now_ns = time.time_ns()
+        self._child("render", started_ns, now_ns)
+        self._span.end(now_ns)
+
+    def sent(self, started_ns: int) -> None:
+        self._child("transport", started_ns, time.time_ns())
+
+    def _child(self, name: str, begin_ns: int, end_ns: int) -> None:
+        self._tracer.start_span(name, _below(self._span), start_time=begin_ns).end(end_ns)
+
+
+def _request_id() -> dict[str, str]:
+    return {f"omni.{name}": value for name, value in log_context.current().items() if name == "request_id"}
+
+
+def _below(span: "Span") -> "Context":
+    from opentelemetry import trace
+
+    return trace.set_span_in_context(span)
+
+
+def _as_headers(span: "Span") -> dict[str, str]:
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier, _below(span))
+    return carrier

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose log line is this: the request's and the session's id, carried by context variables into every record.
+
+`bound(...)` names them for a block of code and for every task begun in it. How they come into a line depends on the
+handler: `ContextFilter` sets `request_id` and `session_id` on the record (JSON formatters write them as fields, a
+logging configuration of the user's own may name them in its format), `ContextFormatter` appends them to the first line
+of a text. Which handlers get which is `entrypoints/logs.py`'s. Imports nothing but the standard library, because a
+user's logging configuration names `ContextFilter` before vLLM is up. Held by tests/test_log_context.py.
+"""
+
+import contextlib
+import contextvars
+import logging
+from collections.abc import Iterator
+from typing import Final
+
+NAMES: Final = ("request_id", "session_id")
+_IDS: Final[dict[str, contextvars.ContextVar[str | None]]] = {
+    name: contextvars.ContextVar(f"omni_{name}", default=None) for name in NAMES
+}
+
+
+@contextlib.contextmanager
+def bound(*, request_id: str | None = None, session_id: str | None = None) -> Iterator[None]:
+    """Name the request or the session that the log lines of this block are about; None leaves it as it is."""
+    given = {"request_id": request_id, "session_id": session_id}
+    tokens = {name: _IDS[name].set(value) for name, value in given.items() if value is not None}
+    try:
+        yield
+    finally:
+        for name, token in tokens.items():
+            _IDS[name].reset(token)
+
+
+def bind(*, request_id: str | None = None, session_id: str | None = None) -> None:
+    """As `bound`, up to the end of the current task; for tasks that serve one request or one session all their life."""
+    for name, value in (("request_id", request_id), ("session_id", session_id)):
+        if value is not None:
+            _IDS[name].set(value)
+
+
+def current() -> dict[str, str]:
+    """The ids that are known here, by name."""
+    return {name: value for name in NAMES if (value := _IDS[name].get()) is not None}
+
+
+class ContextFilter(logging.Filter):
+    """Sets `request_id` and `session_id` on every record; lets all records through.
+
+    missing: the value of an id that is not known; None = the attribute is not set, so JSON lines leave it out.
+    """
+
+    def __init__(self, missing: str | None = "-") -> None:
+        super().__init__()
+        self._missing = missing
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        known = current()
+        for name in NAMES:
+            if (value := known.get(name, self._missing)) is not None and not hasattr(record, name):
+                setattr(record, name, value)
+        return True
+
+
+class ContextFormatter(logging.Formatter):
+    """Another formatter's text with ` request_id=... session_id=...` at the end of its first line."""
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = self.inner.format(record)
+        ids = "".join(f" {name}={value}" for name, value in current().items())
+        first, newline, rest = text.partition("\n")
+        return f"{first}{ids}{newline}{rest}"
