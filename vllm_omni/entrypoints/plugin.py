@@ -69,8 +69,9 @@ class OmniEndpoints:
         self._watch = EngineWatch()
 
     def attach_router(self, app: FastAPI) -> None:
-        websocket_options.apply_at_startup(app)
-        HandshakeGuard(DoorLimits.from_env().handshake_timeout_s).attach(app)
+        limits = DoorLimits.from_env()
+        websocket_options.apply_at_startup(app, limits.frame_budget)
+        HandshakeGuard(limits.handshake_timeout_s).attach(app)
         for path in world_camera.PATHS:
             app.add_api_websocket_route(path, self._world_camera)
         for path in generate_door.PATHS:
