@@ -16,6 +16,8 @@ from typing import Any, Final
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 
+from vllm_omni.entrypoints.token_bucket import TokenBucket
+
 logger = logging.getLogger("vllm." + __name__)
 
 SMALL_BYTES: Final = 1024
@@ -49,8 +51,7 @@ class BudgetedProtocol(WebSocketsSansIOProtocol):
     def __init__(self, *args: Any, budget: FrameBudget, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._budget = budget
-        self._left = budget.burst
-        self._counted_s = self.loop.time()
+        self._bucket = TokenBucket(budget.small_frames_per_s, budget.burst)
         self._is_over = False
 
     def data_received(self, data: bytes) -> None:
@@ -66,12 +67,8 @@ class BudgetedProtocol(WebSocketsSansIOProtocol):
             super().data_received(data)
 
     def handle_events(self) -> None:
-        now_s = self.loop.time()
-        rate = self._budget.small_frames_per_s
-        self._left = min(self._budget.burst, self._left + (now_s - self._counted_s) * rate)
-        self._counted_s = now_s
-        self._left -= sum(isinstance(event, Frame) and len(event.data) < SMALL_BYTES for event in self.conn.events)
-        if self._left >= 0:
+        small = sum(isinstance(event, Frame) and len(event.data) < SMALL_BYTES for event in self.conn.events)
+        if self._bucket.take(small):
             super().handle_events()
         else:
             self._give_up()

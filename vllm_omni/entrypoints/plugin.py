@@ -23,9 +23,11 @@ from vllm.engine.protocol import EngineClient
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints import websocket as websocket_options
 from vllm_omni.entrypoints.access import BrowserAccess, configured_keys
+from vllm_omni.entrypoints.body_pace import BodyLimits, BodyPace
 from vllm_omni.entrypoints.drain import GracefulStop
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.engine_watch import EngineWatch
+from vllm_omni.entrypoints.environment import read_struct
 from vllm_omni.entrypoints.handshake_guard import HandshakeGuard
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.owner_lock import Spool
@@ -72,6 +74,7 @@ class OmniEndpoints:
         limits = DoorLimits.from_env()
         websocket_options.apply_at_startup(app, limits.frame_budget)
         HandshakeGuard(limits.handshake_timeout_s).attach(app)
+        app.add_middleware(BodyPace, limits=read_struct(BodyLimits))
         for path in world_camera.PATHS:
             app.add_api_websocket_route(path, self._world_camera)
         for path in generate_door.PATHS:

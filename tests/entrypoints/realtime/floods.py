@@ -3,7 +3,6 @@
 
 import contextlib
 import http.client
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -77,8 +76,3 @@ def flood(client: Client, data: bytes, timeout_s: float = 8.0) -> tuple[int, str
         return None
     except ConnectionClosed as closed:
         return None if closed.rcvd is None else (closed.rcvd.code, closed.rcvd.reason)
-
-
-def error_of(body: bytes) -> dict[str, Any]:
-    error: dict[str, Any] = json.loads(body)["error"]
-    return error

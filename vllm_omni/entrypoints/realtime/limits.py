@@ -36,6 +36,8 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_small_frames_per_s: WebSocket frames of less than 1 KiB (fragments, pings, pongs, short messages) that a client
     may send on average, five seconds' worth at once; more closes the connection with 1008. At least twice
     `max_messages_per_s`.
+    max_values_per_s: values (numbers, texts, list entries, keys) in the msgpack messages of one connection, on average;
+    two seconds' worth may come at once, more closes it with 1008. A NumPy array is some ten values, whatever its size.
     max_frames_per_request: pixel frames one `infer` may ask for.
     max_image_bytes, max_image_pixels: start image, as a file and after decoding; both checked before decoding.
     max_prompt_chars: characters of a prompt.
@@ -60,6 +62,7 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_requests_per_connection: Count = 8
     max_messages_per_s: Count = 200
     max_small_frames_per_s: Count = 400
+    max_values_per_s: Count = 32_768
     max_frames_per_request: Count = 9 + 12 * 40
     max_image_bytes: Bytes = 8 * MIB
     max_image_pixels: Bytes = 16 * MIB
