@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`BodyPace`: ASGI middleware that ends requests whose body arrives too slowly, whatever their route.
 
-A body has `grace_s` and one second more for every `min_bytes_per_s` that have arrived; only time spent waiting for the
-client counts. Later than that the answer is 408 `timeout`, the connection is closed, and the route sees a client that
-has left. Knows no route. Held by tests/entrypoints/test_body_pace.py.
+A body has `body_grace_s` and one second more for every `min_body_bytes_per_s` bytes that have arrived; only time spent
+waiting for the client counts. Later than that the answer is 408 `timeout`, the connection is closed, and the route sees
+a client that has left. Knows no route. Held by tests/entrypoints/test_body_pace.py.
 """
 
 import asyncio

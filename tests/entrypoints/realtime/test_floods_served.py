@@ -112,7 +112,7 @@ def test_a_snapshot_of_a_million_tensors_is_refused_unread(served: Served, snaps
     """Neither chunks nor sockets wait for it; so is one whose header is short enough and names too many."""
     empty = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
     large, small = (
-        with_header(snapshot, lambda table, header, n=count: table.update({f"{i:x}": empty for i in range(n)}))
+        with_header(snapshot, lambda table, header, n=count: table.update({f"rank0.{i:x}": empty for i in range(n)}))
         for count in (1_120_000, 40_000)
     )
     with served.client() as client:
