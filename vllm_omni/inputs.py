@@ -26,6 +26,7 @@ Pixels = Annotated[int, msgspec.Meta(ge=8, le=8192)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Text = Annotated[str, msgspec.Meta(max_length=16384)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -50,7 +51,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     op: Literal["generate", "reset", "close", "fork"] = "generate"
     chunk_index: Annotated[int, msgspec.Meta(ge=0)] | None = None
     prompt: Text | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = None
+    seed: Seed | None = None
     height: Pixels | None = None
     width: Pixels | None = None
     actions: Annotated[list[list[str]], msgspec.Meta(max_length=64)] | None = None

@@ -31,7 +31,10 @@ FORMAT_VERSION: Final = 1
 KIND: Final = "vllm_omni.session"
 KEY: Final = "omni_session"
 METADATA: Final = "__metadata__"
-_MAX_TABLE_BYTES: Final = 100_000_000  # the safetensors library's limit
+MAX_TABLE_BYTES: Final = 4 << 20
+"""Of the JSON before the tensors: read by the door and by every worker between two steps, some 10 ms at most."""
+MAX_TENSORS: Final = 16_384
+"""A session has some 65 a rank."""
 _DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -239,8 +242,12 @@ class OpenSnapshot:
                 descriptor = file.fileno()
                 size = os.fstat(descriptor).st_size
                 length = int.from_bytes(file.read(8), "little")
-                if not 0 < length <= min(size - 8, _MAX_TABLE_BYTES):
+                if not 0 < length <= size - 8:
                     raise EOFError("the header ends behind the file")
+                if length > MAX_TABLE_BYTES:
+                    raise RequestFailed(
+                        "invalid_snapshot", f"the snapshot's header has {length} bytes, at most {MAX_TABLE_BYTES}"
+                    )
                 text = os.pread(descriptor, length, 8)
                 yield cls(descriptor, text, _checked_header(_METADATA_OF.decode(text).metadata))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError, EOFError) as error:
@@ -248,13 +255,30 @@ class OpenSnapshot:
 
     def rank(self, rank: int, part: RankPart) -> "SavedTensors":
         """The tensors of one rank; the whole file's table is checked. Raises `RequestFailed` and EOFError."""
-        start = 8 + len(self._text)
-        table = _TABLE.decode(self._text)
-        table.pop(METADATA, None)
-        _check_places(table, os.fstat(self._file).st_size - start)
+        start, table = 8 + len(self._text), self._table()
         prefix = f"rank{rank}."
         left = {name.removeprefix(prefix): stored for name, stored in table.items() if name.startswith(prefix)}
         return SavedTensors(self._file, start, left, frozenset(part.channels_last))
+
+    def check_table(self) -> None:
+        """Raises `RequestFailed` and EOFError, as `rank` does."""
+        self._table()
+
+    def _table(self) -> dict[str, StoredTensor]:
+        table = _TABLE.decode(self._text)
+        table.pop(METADATA, None)
+        if len(table) > MAX_TENSORS:
+            raise RequestFailed(
+                "invalid_snapshot", f"the snapshot has {len(table)} tensors; at most {MAX_TENSORS} are allowed"
+            )
+        _check_places(table, os.fstat(self._file).st_size - 8 - len(self._text))
+        return table
+
+
+def check_table(path: Path) -> None:
+    """Check where a file says that its tensors are, as every worker will. Raises `RequestFailed`."""
+    with OpenSnapshot.open(path) as snapshot:
+        snapshot.check_table()
 
 
 def _check_places(table: Mapping[str, StoredTensor], nbytes: int) -> None:

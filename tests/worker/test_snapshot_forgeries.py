@@ -174,7 +174,19 @@ def test_a_streams_video_input_is_whole(saved: Saved, tmp_path: Path, case: dict
 
 
 @pytest.mark.parametrize(
-    "case", [{"condition_settled": None}, {"condition_settled": True}, {"largest_step": -1.0}, {"pitch_degrees": 1e999}]
+    "case",
+    [
+        {"condition_settled": None},
+        {"condition_settled": True},
+        {"condition_encoded": 0},
+        {"condition_encoded": 1_000},
+        {"condition_encoded": "all"},
+        {"largest_step": -1.0},
+        {"pitch_degrees": 1e999},
+        {"seed": -1},
+        {"seed": 2**70},
+        {"prompt": "x" * 1_000_000},
+    ],
 )
 @pytest.mark.parametrize("saved", ["world"], indirect=True)
 def test_a_worlds_condition_and_camera_are_whole(saved: Saved, tmp_path: Path, case: dict[str, Any]) -> None:

@@ -59,13 +59,15 @@ def known_variables() -> frozenset[str]:
     """The environment variables that this package reads and that vLLM does not know."""
     import msgspec
 
+    from vllm_omni.entrypoints.body_pace import BodyLimits
     from vllm_omni.entrypoints.environment import PREFIX
     from vllm_omni.entrypoints.hidden_states_store import StoreLimits
     from vllm_omni.entrypoints.openai.limits import MediaLimits
     from vllm_omni.entrypoints.realtime.limits import DoorLimits
     from vllm_omni.entrypoints.tickets import SECRET_VARIABLE
 
-    fields = (field for struct in (DoorLimits, MediaLimits, StoreLimits) for field in msgspec.structs.fields(struct))
+    structs = (BodyLimits, DoorLimits, MediaLimits, StoreLimits)
+    fields = (field for struct in structs for field in msgspec.structs.fields(struct))
     return frozenset({SECRET_VARIABLE, *(PREFIX + field.name.upper() for field in fields)})
 
 

@@ -24,9 +24,11 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints import request_id, tracing
 from vllm_omni.entrypoints import websocket as websocket_options
 from vllm_omni.entrypoints.access import BrowserAccess, configured_keys
+from vllm_omni.entrypoints.body_pace import BodyLimits, BodyPace
 from vllm_omni.entrypoints.drain import GracefulStop
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.engine_watch import EngineWatch
+from vllm_omni.entrypoints.environment import read_struct
 from vllm_omni.entrypoints.handshake_guard import HandshakeGuard
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.owner_lock import Spool
@@ -73,9 +75,11 @@ class OmniEndpoints:
         self._quota_guard = QuotaGuard()
 
     def attach_router(self, app: FastAPI) -> None:
-        websocket_options.apply_at_startup(app)
+        limits = DoorLimits.from_env()
+        websocket_options.apply_at_startup(app, limits.frame_budget)
+        HandshakeGuard(limits.handshake_timeout_s).attach(app)
+        app.add_middleware(BodyPace, limits=read_struct(BodyLimits))
         request_id.attach(app)
-        HandshakeGuard(DoorLimits.from_env().handshake_timeout_s).attach(app)
         for path in world_camera.PATHS:
             app.add_api_websocket_route(path, self._world_camera)
         for path in generate_door.PATHS:

@@ -12,34 +12,43 @@ memory. Held by tests/entrypoints/realtime/test_session_api.py.
 
 import asyncio
 import contextlib
+import logging
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final
 
 import msgspec
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from vllm_omni import log_context
-from vllm_omni.entrypoints.openai.errors import ApiError, answer_errors, from_failure, not_found
+from vllm_omni.entrypoints.openai.errors import answer_errors, from_failure, not_found
 from vllm_omni.entrypoints.openai.protocol import ErrorReply
-from vllm_omni.entrypoints.realtime.connection import client_of, principal_of
+from vllm_omni.entrypoints.realtime.connection import client_of, principal_of, transport_of
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.mobility import SessionMobility
 from vllm_omni.entrypoints.realtime.session import Session, SessionKey, new_session_id
 from vllm_omni.inputs import SessionId
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import read_header
 from vllm_omni.storage import STORAGE_FULL
+
+logger = logging.getLogger("vllm." + __name__)
 
 PATH: Final = "/v1/sessions"
 MEDIA_TYPE: Final = "application/octet-stream"
 _ENDPOINT: Final = "sessions"
 _PIECE_BYTES: Final = 4 << 20
-_TRANSFERS: Final = 2
-"""Snapshots in transit at once; each may be as large as a session."""
+_EXCHANGES: Final = 2
+"""Snapshots written or read by the engine at once; further ones wait."""
+_UPLOADS: Final = 8
+"""Bodies on their way in at once, each as large as a session may be; and of one client:"""
+_UPLOADS_PER_CLIENT: Final = 2
+_SENT_BYTES: Final = 64 << 10
+"""What a reader must take within the send deadline: 22 KB/s with the default."""
 _STATUS: Final = {
     "unknown_session": 404,
     "session_exists": 409,
@@ -75,7 +84,8 @@ class SessionRoutes:
     def __init__(self) -> None:
         self._mobility: SessionMobility | None = None
         self._max_bytes: int | None = None
-        self._transfers = 0
+        self._exchanges = asyncio.Semaphore(_EXCHANGES)
+        self._uploads: Counter[str] = Counter()
 
     def start(self, mobility: SessionMobility, max_bytes: int | None) -> None:
         """max_bytes: of a snapshot; None = no bound is known."""
@@ -113,10 +123,11 @@ class SessionRoutes:
     async def _snapshot(self, request: Request, session_id: str) -> Response:
         """The session as a file: as its last finished chunk left it, whatever runs now."""
         session = self._known(request, session_id)
-        with _statuses(), self._transfer():
+        with _statuses():
             path = self._new_path()
             try:
-                header = await self.mobility.save(session, path)
+                async with self._exchanges:
+                    header = await self.mobility.save(session, path)
                 file = await asyncio.to_thread(path.open, "rb")
             finally:
                 path.unlink(missing_ok=True)  # the open file stays readable, and goes with the response
@@ -125,7 +136,8 @@ class SessionRoutes:
             "Content-Disposition": f'attachment; filename="{session_id.replace(":", "_")}.session.safetensors"',
             "X-Next-Chunk-Index": str(header.chunk_index),
         }
-        return StreamingResponse(_pieces(file), media_type=MEDIA_TYPE, headers=headers)
+        deadline_s = self.mobility.manager.limits.send_deadline_s
+        return Download(file, deadline_s, media_type=MEDIA_TYPE, headers=headers)
 
     @answer_errors
     async def _create(self, request: Request) -> Response:
@@ -145,31 +157,29 @@ class SessionRoutes:
 
     async def _restore(self, request: Request, session_id: str) -> Response:
         mobility, key = self.mobility, _key(request, session_id)
-        with _statuses(), self._transfer():
+        client = client_of(request)
+        with _statuses():
             if mobility.manager.find(key) is not None:  # before the body is read
                 raise DoorError("session_exists", "a session with this id is live; choose another", param="session_id")
             mobility.manager.drain.check()
             path = self._new_path()
             try:
-                await self._receive(request, path)
-                await asyncio.to_thread(read_header, path, self._max_bytes)
-                session = await mobility.restore(key, client_of(request), path, _ENDPOINT)
+                with self._upload(client):
+                    await self._receive(request, path)
+                async with self._exchanges:
+                    session = await mobility.restore(key, client, path, _ENDPOINT)
             finally:
                 path.unlink(missing_ok=True)
         return JSONResponse(_reply(session).model_dump(), 201)
 
     async def _receive(self, request: Request, path: Path) -> None:
-        """Stream the body to a file, within the bound. Raises `DoorError`."""
-        limit, timeout_s = self._max_bytes, self.mobility.manager.limits.idle_timeout_s
+        """Stream the body to a file, within the bound; its pace is `BodyPace`'s. Raises `DoorError`."""
+        limit = self._max_bytes
         total, held = 0, bytearray()
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
             stream = aiter(request.stream())
             while True:
-                try:
-                    async with asyncio.timeout(timeout_s):
-                        piece = await anext(stream, None)
-                except TimeoutError:
-                    raise ApiError(408, f"no bytes for {timeout_s:g} s", code="timeout") from None
+                piece = await anext(stream, None)
                 total += len(piece or b"")
                 if limit is not None and total > limit:
                     raise DoorError("snapshot_too_large", f"sessions here may hold {limit} bytes")
@@ -181,14 +191,17 @@ class SessionRoutes:
                     return
 
     @contextlib.contextmanager
-    def _transfer(self) -> Iterator[None]:
-        if self._transfers >= _TRANSFERS:
-            raise DoorError("busy", f"{_TRANSFERS} snapshots are in transit; try again later")
-        self._transfers += 1
+    def _upload(self, client: str) -> Iterator[None]:
+        if self._uploads[client] >= _UPLOADS_PER_CLIENT:
+            raise DoorError("busy", f"{_UPLOADS_PER_CLIENT} snapshots of yours are on their way in; try again later")
+        if self._uploads.total() >= _UPLOADS:
+            raise DoorError("busy", f"{_UPLOADS} snapshots are on their way in; try again later")
+        self._uploads[client] += 1
         try:
             yield
         finally:
-            self._transfers -= 1
+            self._uploads[client] -= 1
+            self._uploads += Counter()  # forget clients without uploads
 
     def _known(self, request: Request, session_id: str) -> Session:
         session = self.mobility.manager.find(_key(request, _checked(session_id)))
@@ -235,7 +248,26 @@ def _reply(session: Session) -> SessionReply:
     )
 
 
-async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
-    with file:
-        while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
-            yield piece
+class Download(Response):
+    """A file that goes with its reader: one that takes less than 64 KiB within the deadline is cut off."""
+
+    def __init__(self, file: BinaryIO, deadline_s: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._file, self._deadline_s = file, deadline_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file as file:
+            try:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
+                    for start in range(0, len(piece), _SENT_BYTES):
+                        body = piece[start : start + _SENT_BYTES]
+                        async with asyncio.timeout(self._deadline_s):
+                            await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+            except TimeoutError:
+                logger.info("a reader of a snapshot took nothing for %g s; cutting it off", self._deadline_s)
+                if (transport := transport_of(Request(scope))) is not None:
+                    transport.abort()
+                    while (await receive())["type"] != "http.disconnect":
+                        pass

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
+from vllm_omni.entrypoints.frame_budget import FrameBudget
+
 MIB = 1 << 20
 _LIBRARIES = ("auto", "websockets", "websockets-sansio")
 """uvicorn's names for the package `websockets`, which this package requires and uvicorn then takes by itself."""
@@ -80,8 +82,10 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
         uvicorn_config.ws_per_message_deflate = False
 
 
-def apply_at_startup(app: FastAPI) -> None:
+def apply_at_startup(app: FastAPI, frames: FrameBudget | None = None) -> None:
     """Wrap the application's lifespan so that vLLM's server takes the limits before it listens.
+
+    frames: what every connection may send of small frames; None = the default budget.
 
     vLLM puts the parsed arguments in `app.state.args` and the uvicorn server in `app.state.server`.
     """
@@ -89,7 +93,9 @@ def apply_at_startup(app: FastAPI) -> None:
 
     @asynccontextmanager
     async def lifespan(starting: FastAPI) -> AsyncIterator[Any]:
-        WebSocketOptions.from_args(starting.state.args).apply(starting.state.server.config)
+        config = starting.state.server.config
+        WebSocketOptions.from_args(starting.state.args).apply(config)
+        (frames or FrameBudget()).apply(config)
         async with inner(starting) as state:
             yield state
 

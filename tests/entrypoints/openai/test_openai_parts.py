@@ -17,6 +17,7 @@ from instant_engine import InstantEngine
 from PIL import Image
 from starlette.requests import Request
 
+from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES
 from vllm_omni.entrypoints.media import encode_mp4
 from vllm_omni.entrypoints.openai.body import Body, read_body
 from vllm_omni.entrypoints.openai.chat import ChatRoutes
@@ -315,3 +316,13 @@ def test_a_client_that_leaves_a_whole_answer_ends_it() -> None:
     served = ServedModel(("m",), Capabilities(tasks=("text_to_image",), reads=("image",)), 96, 64, 96 * 64, 4)
     asyncio.run(ask())
     assert (len(engine.requests), engine.cancelled) == (1, 1)
+
+
+def test_a_body_of_very_many_values_is_refused_before_it_is_decoded() -> None:
+    """Decoding would hold every other client; text of any length is one value."""
+    text = json.dumps({"prompt": "x" * 1_000_000}).encode()
+    assert len(body_of(text, max_bytes=2_000_000).fields["prompt"]) == 1_000_000
+    many = b'{"prompt":[' + b"[]," * MAX_JSON_VALUES + b"0]}"
+    with pytest.raises(ApiError, match="more than 262144 values") as refused:
+        body_of(many, max_bytes=2_000_000)
+    assert (refused.value.status, refused.value.code) == (400, "invalid_json")

@@ -65,9 +65,9 @@ def classic(**changes: Any) -> dict[str, Any]:
         (b"\x81\x90\x01", "map keys must be strings"),
         (b"\x81\xc4\x01\xff\x01", "a map key is not UTF-8"),
         (b"\xa2\xff\xfe", "not valid msgpack (UnicodeDecodeError)"),
-        (b"\xdd\xff\xff\xff\xff", "a list or map of 4294967295 entries; at most 65536 are allowed"),
-        (b"\xdf\x00\x01\x00\x01", "a list or map of 65537 entries; at most 65536 are allowed"),
-        (list_of(MAX_ENTRIES + 1), "a list or map of 65537 entries; at most 65536 are allowed"),
+        (b"\xdd\xff\xff\xff\xff", "a list or map of 4294967295 entries; at most 8192 are allowed"),
+        (b"\xdf\x00\x01\x00\x01", "a list or map of 65537 entries; at most 8192 are allowed"),
+        (list_of(MAX_ENTRIES + 1), "a list or map of 8193 entries; at most 8192 are allowed"),
         (b"\x91" * (MAX_DEPTH + 1) + NIL, "nested deeper than 32 levels"),
         (b"\x81\xa1a" * (MAX_DEPTH + 1) + NIL, "nested deeper than 32 levels"),
         (b"\xdb" + struct.pack(">I", MAX_STR_BYTES + 1), "a string of 1048577 bytes; at most 1048576 are allowed"),
@@ -104,7 +104,7 @@ def test_every_form_of_every_value_is_read() -> None:
     """As another msgpack library reads it; only keys that are bytes become text."""
     *plain, last, empty = msgspec.msgpack.decode(ALL_FORMS)
     assert len(plain) == 23 and (last, empty) == ({b"i": [{"j": 1, "k": []}]}, {})
-    assert decode(ALL_FORMS) == Decoded([*plain, {"i": [{"j": 1, "k": []}]}, {}], None)
+    assert decode(ALL_FORMS) == Decoded([*plain, {"i": [{"j": 1, "k": []}]}, {}], None, 36)
 
 
 def test_a_message_that_ends_early_or_late_is_refused() -> None:
@@ -124,9 +124,9 @@ def test_each_limit_is_the_last_that_is_allowed() -> None:
     assert len(decode(msgspec.msgpack.encode("x" * MAX_STR_BYTES)).value) == MAX_STR_BYTES
     assert len(decode(msgspec.msgpack.encode(bytes(MAX_STR_BYTES + 1))).value) == MAX_STR_BYTES + 1
     full = list_of(MAX_ENTRIES) * 3
-    decode(b"\x94" + full + list_of(MAX_NODES - 5 - 3 * MAX_ENTRIES))
+    assert decode(b"\x94" + full + list_of(MAX_NODES - 5 - 3 * MAX_ENTRIES)).num_values == MAX_NODES
     over = b"\x94" + full + list_of(MAX_NODES - 4 - 3 * MAX_ENTRIES)
-    assert refusal(over) == "more than 262144 values in one message; send numbers as arrays"
+    assert refusal(over) == "more than 32768 values in one message; send numbers as arrays"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,8 @@ def test_a_refused_array_is_told_why(marked: dict[str, Any], text: str) -> None:
 )
 def test_only_marked_maps_become_numbers(marked: dict[str, Any], value: Any, dialect: Dialect | None) -> None:
     """A map that has only one of a dialect's keys is a map, and no dialect is reported for it."""
-    assert decode(msgspec.msgpack.encode([marked])) == Decoded([value], dialect)
+    decoded = decode(msgspec.msgpack.encode([marked]))
+    assert decoded == Decoded([value], dialect, 2 + 2 * len(marked))
 
 
 @pytest.mark.parametrize("order", ["<", ">", "=", "", "|"])

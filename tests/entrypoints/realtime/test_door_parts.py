@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES
+from vllm_omni.entrypoints.realtime import video_protocol
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.images import load_image
@@ -204,3 +206,12 @@ def test_undelivered_replies_are_never_dropped() -> None:
             await run.follow(lambda payload: asyncio.sleep(0), object(), ReaderPace(0, 16.0))
 
     asyncio.run(scenario())
+
+
+def test_a_json_message_of_very_many_values_is_refused_before_it_is_decoded() -> None:
+    """A start may be large because of its picture, which is one value."""
+    picture = '{"image_reference":"' + "A" * 1_000_000 + '"}'
+    assert len(video_protocol.decode(picture, 2_000_000, "session.start")["image_reference"]) == 1_000_000
+    with pytest.raises(DoorError, match="more than 262144 values") as refused:
+        video_protocol.decode('{"a":[' + "[]," * MAX_JSON_VALUES + "0]}", 2_000_000, "session.start")
+    assert refused.value.code == "invalid_json"

@@ -17,6 +17,7 @@ from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.types import Message
 
+from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES, has_too_many_values
 from vllm_omni.entrypoints.openai.errors import ApiError, invalid
 
 _MAX_FILES: Final = 20
@@ -66,6 +67,8 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 def _read_json(data: bytes) -> dict[str, Any]:
+    if has_too_many_values(data):
+        raise invalid(f"the body has more than {MAX_JSON_VALUES} values", code="invalid_json")
     try:
         fields = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

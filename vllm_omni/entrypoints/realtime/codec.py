@@ -22,10 +22,10 @@ import msgspec
 import numpy as np
 
 MAX_DEPTH: Final = 32
-MAX_ENTRIES: Final = 65_536
+MAX_ENTRIES: Final = 8_192
 """Entries of one list or map."""
-MAX_NODES: Final = 262_144
-"""Values in one message; a node costs some 60 bytes once decoded."""
+MAX_NODES: Final = 32_768
+"""Values in one message; a node costs some 60 bytes once decoded. 1,200 camera poses as nested lists are as many."""
 MAX_STR_BYTES: Final = 1 << 20
 MAX_NDIM: Final = 8
 
@@ -34,6 +34,10 @@ _SPLICE_BYTES: Final = 4096  # binary values from here on are joined into the me
 
 class CodecError(Exception):
     """The bytes are not a message of this protocol; the text says what is wrong and what is allowed."""
+
+
+class TooManyValues(CodecError):
+    """More than `MAX_NODES` values: it has cost as much as any message may."""
 
 
 class Dialect(Enum):
@@ -45,6 +49,8 @@ class Decoded(NamedTuple):
     value: Any
     dialect: Dialect | None
     """The array dialect the message used; None if it held no marked array."""
+    num_values: int
+    """Values of the message as it arrived: what decoding it cost."""
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -55,13 +61,13 @@ def decode(data: bytes) -> Decoded:
 
     Raises `CodecError` on anything malformed or over the limits above.
     """
-    _check_structure(data)
+    num_values = _check_structure(data)
     try:
         value = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CodecError(f"not valid msgpack ({type(error).__name__})") from None
     reviver = _Reviver()
-    return Decoded(reviver.revive(value), reviver.dialect)
+    return Decoded(reviver.revive(value), reviver.dialect, num_values)
 
 
 _DECODER: Final = msgspec.msgpack.Decoder()
@@ -103,8 +109,11 @@ def _lead_bytes() -> list[tuple[str, int, int]]:
 _LEADS: Final = _lead_bytes()
 
 
-def _check_structure(data: bytes) -> None:
-    """Walk the message without building it. Time is linear in its values, memory constant."""
+def _check_structure(data: bytes) -> int:
+    """Walk the message without building it; returns how many values it has.
+
+    Time is linear in the values up to `MAX_NODES`, memory constant.
+    """
     size, position, nodes = len(data), 0, 0
     left = [1]  # values still to come in each open container
     keyed = [False]  # whether that container is a map, whose values alternate between key and value
@@ -117,7 +126,7 @@ def _check_structure(data: bytes) -> None:
         left[-1] -= 1
         nodes += 1
         if nodes > MAX_NODES:
-            raise CodecError(f"more than {MAX_NODES} values in one message; send numbers as arrays")
+            raise TooManyValues(f"more than {MAX_NODES} values in one message; send numbers as arrays")
         if position >= size:
             raise CodecError("message is truncated")
         kind, width, length = _LEADS[data[position]]
@@ -146,6 +155,7 @@ def _check_structure(data: bytes) -> None:
             raise CodecError("message is truncated")
     if position != size:
         raise CodecError(f"{size - position} bytes follow the message")
+    return nodes
 
 
 class _Reviver:

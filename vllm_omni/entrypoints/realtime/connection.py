@@ -20,8 +20,10 @@ from urllib.parse import urlsplit
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
+from vllm_omni.entrypoints.realtime.codec import MAX_NODES, CodecError, TooManyValues
 from vllm_omni.entrypoints.realtime.errors import ClientGone, Close, DoorError
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.token_bucket import TokenBucket
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -30,6 +32,7 @@ ANONYMOUS: Final = "anonymous"
 _STRIKES: Final = 3
 _UNSENT_BYTES: Final = 64 * 1024  # the kernel takes this much beyond what the network has; more only hides a slow peer
 _STRIKE_WINDOW_S: Final = 10.0
+_VALUES_BURST_S: Final = 2.0
 _LAST_WORDS_S: Final = 1.5
 _FAILING_POLL_S: Final = 0.02
 _REASON_BYTES: Final = 123  # RFC 6455: a control frame holds 125 bytes, two are the code
@@ -51,6 +54,7 @@ class Connection:
         self._waiting: asyncio.Timeout | None = None
         self._strikes: deque[float] = deque(maxlen=max_strikes)
         self._arrivals: deque[float] = deque(maxlen=limits.max_messages_per_s)
+        self._values = TokenBucket(limits.max_values_per_s, max(_VALUES_BURST_S * limits.max_values_per_s, MAX_NODES))
         self._last_heard_s = time.monotonic()
         self.principal = principal_of(websocket)
         """Who this is, for telling one client's sessions from another's: never the key itself."""
@@ -114,6 +118,20 @@ class Connection:
                 "rate_limited", f"more than {self._limits.max_messages_per_s} messages in a second", close=Close.POLICY
             )
         self._arrivals.append(now)
+
+    def count_values(self, num_values: int) -> None:
+        """Count what decoding a message cost. Raises `DoorError` with a close code when that was too much."""
+        if not self._values.take(num_values):
+            raise DoorError(
+                "rate_limited",
+                f"more than {self._limits.max_values_per_s} values in messages a second; send numbers as arrays",
+                close=Close.POLICY,
+            )
+
+    def undecodable(self, error: CodecError) -> DoorError:
+        """Return what the client is told; too many such messages, or one of too many values, end the connection."""
+        close = Close.POLICY if isinstance(error, TooManyValues) else None
+        return self.strike(DoorError("invalid_msgpack", str(error), close=close))
 
     def strike(self, error: DoorError) -> DoorError:
         """Count a message that made no sense; too many within 10 s end the connection."""
@@ -187,16 +205,20 @@ class Connection:
             transport.abort()
 
     def _transport(self) -> asyncio.Transport | None:
-        """The connection's transport in uvicorn; None under another server or over a Unix socket."""
-        server = getattr(self._websocket.app.state, "server", None)
-        if server is None or self._websocket.client is None:
-            return None
-        peer = tuple(self._websocket.client)
-        for protocol in server.server_state.connections:
-            if protocol.client == peer:
-                transport: asyncio.Transport = protocol.transport
-                return transport
+        return transport_of(self._websocket)
+
+
+def transport_of(connection: HTTPConnection) -> asyncio.Transport | None:
+    """The connection's transport in uvicorn; None under another server or over a Unix socket."""
+    server = getattr(connection.app.state, "server", None)
+    if server is None or connection.client is None:
         return None
+    peer = tuple(connection.client)
+    for protocol in server.server_state.connections:
+        if protocol.client == peer:
+            transport: asyncio.Transport = protocol.transport
+            return transport
+    return None
 
 
 def principal_of(connection: HTTPConnection) -> str:

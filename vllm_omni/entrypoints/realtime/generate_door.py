@@ -126,7 +126,8 @@ class _Client(LiveClient):
         try:
             decoded = await self.manager.off_loop(decode, data) if len(data) >= _OFF_LOOP_BYTES else decode(data)
         except CodecError as error:
-            raise self.connection.strike(DoorError("invalid_msgpack", str(error))) from None
+            raise self.connection.undecodable(error) from None
+        self.connection.count_values(decoded.num_values)
         return decoded.value
 
     async def _begin(self, value: Any) -> None:

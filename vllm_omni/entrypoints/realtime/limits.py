@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 
 from vllm_omni.entrypoints.environment import read_struct
+from vllm_omni.entrypoints.frame_budget import FrameBudget
 
 MIB = 1 << 20
 
@@ -32,6 +33,11 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: open sockets of all doors together; one more is refused with HTTP 503.
     max_requests_per_connection: requests of one connection that run or wait; one more is `busy`.
     max_messages_per_s: a client that sends more is closed with 1008.
+    max_small_frames_per_s: WebSocket frames of less than 1 KiB (fragments, pings, pongs, short messages) that a client
+    may send on average, five seconds' worth at once; more closes the connection with 1008. At least twice
+    `max_messages_per_s`.
+    max_values_per_s: values (numbers, texts, list entries, keys) in the msgpack messages of one connection, on average;
+    two seconds' worth may come at once, more closes it with 1008. A NumPy array is some ten values, whatever its size.
     max_frames_per_request: pixel frames one `infer` may ask for.
     max_image_bytes, max_image_pixels: start image, as a file and after decoding; both checked before decoding.
     max_prompt_chars: characters of a prompt.
@@ -55,6 +61,8 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: Count = 256
     max_requests_per_connection: Count = 8
     max_messages_per_s: Count = 200
+    max_small_frames_per_s: Count = 400
+    max_values_per_s: Count = 32_768
     max_frames_per_request: Count = 9 + 12 * 40
     max_image_bytes: Bytes = 8 * MIB
     max_image_pixels: Bytes = 16 * MIB
@@ -67,6 +75,10 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     handshake_timeout_s: SecondsOrNever = 10.0
     start_timeout_s: Seconds = 10.0
     slot_wait_s: Seconds = 1.0
+
+    @property
+    def frame_budget(self) -> FrameBudget:
+        return FrameBudget(max(self.max_small_frames_per_s, 2 * self.max_messages_per_s))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "DoorLimits":

@@ -24,9 +24,9 @@ from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.session import Session, SessionKey
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
-from vllm_omni.inputs import SessionId
+from vllm_omni.inputs import Seed, SessionId
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import SnapshotHeader, read_header
+from vllm_omni.snapshot import SnapshotHeader, check_table, read_header
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -80,6 +80,7 @@ class SessionMobility:
         """Make a session of a file. Raises `DoorError`, `session_exists` among others; then nothing is changed."""
         if self.manager.find(key) is not None:
             raise DoorError("session_exists", "a session with this id is live; choose another", param="session_id")
+        await self._check(path)
         session = self.manager.open(key, client, endpoint)
         with session.hold():
             await self.manager.worlds_closed()
@@ -100,6 +101,27 @@ class SessionMobility:
             session.prompt, session.seed = said.prompt, said.seed
             session.last_used_s = time.monotonic()
         return session
+
+    async def _check(self, path: Path) -> None:
+        """Refuse what no door would take, before the workers read the file. Raises `DoorError`."""
+        try:
+            header = await asyncio.to_thread(read_header, path)
+            await asyncio.to_thread(check_table, path)
+        except (RequestFailed, OSError) as error:
+            raise _as_door_error(error) from error
+        most = self.manager.limits.max_prompt_chars
+        for fields in (header.opening, *(part.scalars for part in header.ranks)):
+            prompt, seed = fields.get("prompt"), fields.get("seed")
+            if isinstance(prompt, str) and len(prompt) > most:
+                raise DoorError(
+                    "prompt_too_long",
+                    f"the snapshot's prompt has {len(prompt)} characters; at most {most} are allowed",
+                    param="prompt",
+                )
+            try:
+                msgspec.convert(seed, Seed | None)
+            except msgspec.ValidationError as error:
+                raise DoorError("invalid_request", f"the snapshot's seed: {error}", param="seed") from error
 
     async def take_over(self) -> int:
         """Restore what a drained server left in `kept`; returns how many. What does not fit stays, and is logged."""

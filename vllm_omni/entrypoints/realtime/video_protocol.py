@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import numpy as np
 
+from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES, has_too_many_values
 from vllm_omni.entrypoints.realtime.controls import MAX_SCRIPT_ENTRIES, Held
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.limits import MIB, DoorLimits
@@ -103,6 +104,8 @@ def decode(text: str, max_bytes: int, name: str) -> dict[str, Any]:
     """Return the JSON object of one message. Raises `DoorError`; `name` is what the message should be."""
     if len(text) > max_bytes:
         raise DoorError("invalid_request", f"{name} too large: {len(text)} characters, at most {max_bytes}")
+    if has_too_many_values(text):
+        raise DoorError("invalid_json", f"more than {MAX_JSON_VALUES} values in {name}")
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):

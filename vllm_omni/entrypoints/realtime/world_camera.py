@@ -125,6 +125,7 @@ class _Client:
                 close = Close.UNSUPPORTED_DATA if self._num_text_frames >= _MAX_TEXT_FRAMES else None
                 raise DoorError("invalid_frame", "send binary frames with msgpack maps, not text", close=close)
             decoded, digest = await self._decode(data)
+            self._connection.count_values(decoded.num_values)
             if isinstance(decoded.value, dict) and isinstance(decoded.value.get("request_id"), str):
                 request_id = decoded.value["request_id"][:128]
             self._start(protocol.parse(decoded.value, self._limits), decoded.dialect, digest)
@@ -140,7 +141,7 @@ class _Client:
         try:
             return await self._manager.off_loop(work) if len(data) >= _OFF_LOOP_BYTES else work()
         except CodecError as error:
-            raise self._connection.strike(DoorError("invalid_msgpack", str(error))) from None
+            raise self._connection.undecodable(error) from None
 
     def _start(self, message: protocol.Message, dialect: Dialect | None, digest: bytes) -> None:
         """Do the work of one message in its own task; tasks begin in the order of their messages."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, Seed, Text
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.layers.narrow_view import NarrowView
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
@@ -93,8 +93,8 @@ class StreamScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     chunk_index: ChunkIndex
     committed_frames: int
     written_from: int
-    prompt: str
-    seed: int
+    prompt: Text
+    seed: Seed
     height: int
     width: int
     output: str

@@ -10,12 +10,12 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
 
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, Seed, Text
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail
@@ -56,15 +56,15 @@ class LingBotScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     chunk_index: ChunkIndex
     committed_frames: int
     written_from: int
-    prompt: str
-    seed: int
+    prompt: Text
+    seed: Seed
     height: int
     width: int
     output: str
     pitch_degrees: float
     largest_step: float = 0.0
     condition_settled: bool | None
-    condition_encoded: int = 1
+    condition_encoded: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class LingBotSession(SessionState):
@@ -150,8 +150,10 @@ class LingBotSession(SessionState):
         self.chunk_index, self.prompt, self.seed = kept.chunk_index, kept.prompt, kept.seed
         frames = self.next_frames()
         camera = math.isfinite(kept.pitch_degrees) and 0 <= kept.largest_step < math.inf
-        if kept.committed_frames != frames.start or not camera:
-            raise RequestFailed("invalid_snapshot", "the snapshot's chunk, frames and camera do not belong together")
+        if kept.committed_frames != frames.start or kept.condition_encoded > frames.start or not camera:
+            raise RequestFailed(
+                "invalid_snapshot", "the snapshot's chunk, frames, condition and camera do not fit together"
+            )
         self.window.restore(saved, kept.committed_frames, kept.written_from, len(frames))
         size = (self.shape.height, self.shape.width)
         decoder, condition = self.layouts.decoder, self.layouts.condition

@@ -23,7 +23,7 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from vllm_omni.config import OmniConfig, parse_options
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, Seed, Text
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.vllm_model import StepPipeline
@@ -53,8 +53,8 @@ class NullOptions(NullFaults, frozen=True, forbid_unknown_fields=True):
 
 class NullScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_index: ChunkIndex
-    prompt: str
-    seed: int
+    prompt: Text
+    seed: Seed
 
 
 class NullSession(SessionState):

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floods of WebSocket frames and slow senders, and what a neighbour feels of them."""
+
+import contextlib
+import http.client
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fake_engine import Client
+from served import Served
+from websockets.exceptions import ConnectionClosed
+
+PING = b"\x89\x80\0\0\0\0"
+BINARY_BEGIN = b"\x02\x81\0\0\0\0x"
+FRAGMENT = b"\x00\x81\0\0\0\0x"
+EMPTY_FRAGMENT = b"\x00\x80\0\0\0\0"
+
+
+@dataclass
+class Felt:
+    """The longest a neighbour waited: for `/health` over a kept connection, and for the pong of a quiet socket."""
+
+    health_ms: list[float] = field(default_factory=list)
+    ping_ms: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"health max {max(self.health_ms):.0f} ms, ping max {max(self.ping_ms):.0f} ms ({len(self.ping_ms)})"
+
+
+def _timed(work: Callable[[], Any], into: list[float], stop: threading.Event) -> None:
+    while not stop.is_set():
+        started_s = time.perf_counter()
+        work()
+        into.append((time.perf_counter() - started_s) * 1e3)
+        stop.wait(0.01)
+
+
+@contextlib.contextmanager
+def neighbour(served: Served) -> Iterator[Felt]:
+    """Ask for `/health` and ping over a quiet world-camera socket, again and again, while the block runs."""
+    felt, stop = Felt(), threading.Event()
+    health = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+
+    def ask() -> None:
+        health.request("GET", "/health")
+        assert health.getresponse().read() is not None
+
+    with served.client() as quiet:
+        threads = [
+            threading.Thread(target=_timed, args=(work, into, stop), daemon=True)
+            for work, into in ((ask, felt.health_ms), (lambda: quiet.connection.ping().wait(60), felt.ping_ms))
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        try:
+            yield felt
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(60)
+            health.close()
+
+
+def flood(client: Client, data: bytes, timeout_s: float = 8.0) -> tuple[int, str] | None:
+    """Send raw bytes; returns the code and the reason of the close that answers them, None if there is none."""
+    with contextlib.suppress(OSError):
+        client.connection.socket.sendall(data)
+    try:
+        while True:
+            client.connection.recv(timeout=timeout_s)
+    except TimeoutError:
+        return None
+    except ConnectionClosed as closed:
+        return None if closed.rcvd is None else (closed.rcvd.code, closed.rcvd.reason)

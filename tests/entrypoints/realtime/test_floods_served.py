@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One socket that floods a real server: it is closed with its reason, and its neighbours hardly notice."""
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from fake_engine import FIRST, LATER, Client
+from floods import BINARY_BEGIN, EMPTY_FRAGMENT, FRAGMENT, PING, flood, neighbour
+from served import AUTHORIZED, Served
+from session_calls import call, code_of, request
+from websockets.exceptions import ConnectionClosed
+
+from vllm_omni.entrypoints.realtime import codec
+
+HELD_MS = 300.0
+"""What a neighbour may wait at most, client and server on two cores that others use; 3.9 to 9.7 s before the budget."""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(BINARY_BEGIN + FRAGMENT * 1_000_000, id="one-byte fragments"),
+        pytest.param(BINARY_BEGIN + EMPTY_FRAGMENT * 1_000_000, id="empty fragments"),
+        pytest.param(PING * 400_000, id="pings"),
+    ],
+)
+def test_a_flood_of_small_frames_ends_its_own_socket_only(served: Served, data: bytes) -> None:
+    """Closed with 1008 and the limit; `/health` and a neighbour's ping are answered meanwhile."""
+    with served.client() as flooding, neighbour(served) as felt:
+        closed = flood(flooding, data)
+    print(felt)
+    assert closed is not None
+    assert closed[0] == 1008
+    assert "400 frames under 1024 bytes" in closed[1]
+    assert max(*felt.health_ms, *felt.ping_ms) < HELD_MS
+
+
+def values(count: int) -> bytes:
+    """A camera request of so many values that no door can use."""
+    rows = [[0.0] * 15] * (count // 16)
+    return codec.encode(
+        {"endpoint": "infer", "camera": [rows[start : start + 1000] for start in range(0, len(rows), 1000)]}
+    )
+
+
+@pytest.mark.parametrize(("count", "code"), [(260_000, "invalid_msgpack"), (30_000, "rate_limited")])
+def test_messages_of_many_values_end_their_own_socket_only(served: Served, count: int, code: str) -> None:
+    """Eight sockets send them as fast as they may, again a moment after they are closed; a neighbour's chunks go on."""
+    message = values(count)
+    stop, ends = threading.Event(), []
+
+    def attack() -> None:
+        while not stop.is_set():
+            with served.client() as client, contextlib.suppress(ConnectionClosed):
+                for _ in range(40):
+                    client.connection.send(message)
+                    answer = client.receive()
+            ends.append((answer["code"], client.connection.protocol.close_rcvd.code))
+            stop.wait(0.25)
+
+    with served.client() as client:
+        client.send(request(FIRST, session_id="neighbour"))
+        client.frames()
+        quiet_ms = sorted(chunk_ms(client) for _ in range(20))[10]
+        threads = [threading.Thread(target=attack, daemon=True) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        felt_ms = sorted(chunk_ms(client) for _ in range(20))[10]
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+        client.ask({"endpoint": "close", "session_id": "neighbour"})
+    print(f"{count} values: a chunk takes {quiet_ms:.0f} ms, under attack {felt_ms:.0f} ms, {len(ends)} sockets closed")
+    assert set(ends) == {(code, 1008)}
+
+
+def chunk_ms(client: Client) -> float:
+    """How long the next chunk takes, however long that is."""
+    started_s = time.perf_counter()
+    client.send(request(LATER, session_id="neighbour", image=None))
+    while not client.receive(60)["final"]:
+        pass
+    return (time.perf_counter() - started_s) * 1e3
+
+
+def with_header(snapshot: bytes, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> bytes:
+    """The snapshot after `change(the table, the session's header)`."""
+    head = 8 + int.from_bytes(snapshot[:8], "little")
+    table = json.loads(snapshot[8:head])
+    header = json.loads(table["__metadata__"]["omni_session"])
+    change(table, header)
+    table["__metadata__"]["omni_session"] = json.dumps(header)
+    text = json.dumps(table).encode()
+    return len(text).to_bytes(8, "little") + text + snapshot[head:]
+
+
+@pytest.fixture
+def snapshot(served: Served) -> Iterator[bytes]:
+    with served.client() as client:
+        client.send(request(FIRST, session_id="origin"))
+        client.frames()
+        yield call(served, "GET", "/v1/sessions/origin/snapshot")[1]
+        assert call(served, "DELETE", "/v1/sessions/origin")[0] == 204
+
+
+def test_a_snapshot_of_a_million_tensors_is_refused_unread(served: Served, snapshot: bytes) -> None:
+    """Neither chunks nor sockets wait for it; so is one whose header is short enough and names too many."""
+    empty = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    large, small = (
+        with_header(snapshot, lambda table, header, n=count: table.update({f"rank0.{i:x}": empty for i in range(n)}))
+        for count in (1_120_000, 40_000)
+    )
+    with served.client() as client:
+        client.send(request(FIRST, session_id="neighbour"))
+        client.frames()
+        chunks_ms, stop = [chunk_ms(client)], threading.Event()
+
+        def play() -> None:
+            while not stop.is_set():
+                chunks_ms.append(chunk_ms(client))
+
+        player = threading.Thread(target=play)
+        player.start()
+        with neighbour(served) as felt:
+            answers = [call(served, "POST", "/v1/sessions", body) for body in (large, small)]
+        stop.set()
+        player.join()
+        client.ask({"endpoint": "close", "session_id": "neighbour"})
+    print(f"{felt}, chunk max {max(chunks_ms):.0f} ms")
+    assert [(status, code_of(body)) for status, body, _ in answers] == [(400, "invalid_snapshot")] * 2
+    assert max(*chunks_ms, *felt.ping_ms) < 3 * HELD_MS
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "code"),
+    [
+        ("seed", -1, "invalid_request"),
+        ("seed", 2**70, "invalid_request"),
+        ("prompt", "x" * 1_000_000, "prompt_too_long"),
+        ("prompt", "x" * 8193, "prompt_too_long"),
+    ],
+)
+def test_a_snapshot_may_hold_what_a_request_may(
+    served: Served, snapshot: bytes, field: str, value: Any, code: str
+) -> None:
+    """With the code that the door gives for the same value, wherever in the file it stands."""
+    for place in ("opening", "scalars"):
+
+        def change(table: dict[str, Any], header: dict[str, Any], place: str = place) -> None:
+            (header["opening"] if place == "opening" else header["ranks"][0]["scalars"])[field] = value
+
+        status, body, _ = call(served, "POST", "/v1/sessions", with_header(snapshot, change))
+        assert (status, code_of(body)) == (400, code), place
+    status, body, _ = call(served, "POST", "/v1/sessions", snapshot)
+    assert status == 201
+    assert call(served, "DELETE", f"/v1/sessions/{json.loads(body)['id']}")[0] == 204
+
+
+def test_slow_bodies_end_and_block_nobody(served: Served, snapshot: bytes) -> None:
+    """Two uploads of one client and a request for pictures at a byte a second end with 408; snapshots go on."""
+    ends: list[tuple[str, int, float]] = []
+
+    def drip(method: str, path: str) -> None:
+        started_s = time.monotonic()
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+        connection.putrequest(method, path)
+        for name, value in {**AUTHORIZED, "Content-Type": "application/json", "Content-Length": "1000"}.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        answer = threading.Thread(target=lambda: ends.append((path, connection.getresponse().status, 0.0)))
+        answer.start()
+        while answer.is_alive() and time.monotonic() - started_s < 30:
+            with contextlib.suppress(OSError):
+                connection.sock.sendall(b"{")
+            answer.join(1)
+        ends[-1] = (*ends[-1][:2], time.monotonic() - started_s)
+        connection.close()
+
+    paths = ["/v1/sessions", "/v1/sessions", "/v1/videos"]
+    dripping = [threading.Thread(target=drip, args=("POST", path)) for path in paths]
+    for thread in dripping:
+        thread.start()
+    time.sleep(1)
+    assert call(served, "GET", "/v1/sessions/origin/snapshot")[0] == 200
+    status, body, _ = call(served, "POST", "/v1/sessions", snapshot)
+    assert (status, code_of(body)) == (503, "busy")  # a third upload of the same client
+    for thread in dripping:
+        thread.join()
+    print(ends)
+    assert sorted(path for path, status, _ in ends if status == 408) == paths
+    status, body, _ = call(served, "POST", "/v1/sessions", snapshot)
+    assert status == 201
+    assert call(served, "DELETE", f"/v1/sessions/{json.loads(body)['id']}")[0] == 204

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request bodies that come too slowly end with 408, whatever the route does with them; all others are left alone."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from vllm_omni.entrypoints.body_pace import BodyLimits, BodyPace
+from vllm_omni.entrypoints.session_routes import Download
+
+GRACE_S, BYTES_PER_S, DEADLINE_S = 0.5, 1000, 0.5
+LARGE = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
+    """`/length` says how long its body was; `/large` sends a file to readers who read."""
+    app = FastAPI()
+    large: Path = tmp_path_factory.mktemp("download") / "large"
+    with large.open("wb") as file:
+        file.truncate(LARGE)
+    app.state.files = []
+
+    @app.post("/length")
+    async def length(request: Request) -> str:
+        return str(len(await request.body()))
+
+    async def download(request: Request) -> Response:
+        app.state.files.append(large.open("rb"))
+        return Download(app.state.files[-1], DEADLINE_S, headers={"Content-Length": str(LARGE)})
+
+    app.add_api_route("/large", download)
+    app.add_middleware(BodyPace, limits=BodyLimits(body_grace_s=GRACE_S, min_body_bytes_per_s=BYTES_PER_S))
+    return app
+
+
+@pytest.fixture(scope="module", params=["h11", "httptools"])
+def port(request: pytest.FixtureRequest, app: FastAPI) -> Iterator[int]:
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", http=request.param))
+    app.state.server = server
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join(10)
+
+
+def post(port: int, pieces: list[bytes], pause_s: float) -> tuple[bytes, float]:
+    """Send a body piece by piece; returns all that came until the server closed, and when."""
+    length = sum(map(len, pieces))
+    started_s = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.settimeout(10)
+        sock.sendall(b"POST /length HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % length)
+        stop = threading.Event()
+
+        def send() -> None:
+            for piece in pieces:
+                if stop.wait(pause_s):
+                    return
+                try:
+                    sock.sendall(piece)
+                except OSError:
+                    return
+
+        sender = threading.Thread(target=send, daemon=True)
+        sender.start()
+        answer = b""
+        try:
+            while part := sock.recv(65536):
+                answer += part
+        except ConnectionResetError:
+            pass
+        stop.set()
+        sender.join()
+    return answer, time.monotonic() - started_s
+
+
+@pytest.mark.parametrize("sent", [0, 3], ids=["nothing", "a byte now and then"])
+def test_a_slow_body_ends_with_408(port: int, sent: int) -> None:
+    """After the grace, with the reason, and the connection is closed."""
+    answer, took_s = post(port, [b"x"] * sent + [b"x"] * 1000, 0.1 if sent else 60.0)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    error = json.loads(body)["error"]
+    assert (error["code"], error["type"]) == ("timeout", "invalid_request_error")
+    assert "0.5 s, and a second more for every 1000 bytes" in error["message"]
+    assert GRACE_S <= took_s < GRACE_S + 5
+
+
+def test_a_body_that_keeps_its_pace_may_take_longer_than_the_grace(port: int) -> None:
+    """Each byte buys its time."""
+    answer, took_s = post(port, [b"x" * 400] * 12, 0.1)
+    assert answer.endswith(b'"4800"')
+    assert took_s > 2 * GRACE_S
+
+
+def test_a_download_goes_with_its_reader(port: int, app: FastAPI) -> None:
+    """One that does not read is cut off within the deadline and its file closed; one that reads gets all."""
+    request = b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    address = ("127.0.0.1", port)
+    with socket.create_connection(address) as reader, socket.create_connection(address) as deaf:
+        deaf.sendall(request)
+        reader.sendall(request)
+        reader.settimeout(10)
+        received = 0
+        while part := reader.recv(1 << 20):
+            received += len(part)
+        assert LARGE < received < LARGE + 1000
+        give_up_s = time.monotonic() + DEADLINE_S + 5
+        while not all(file.closed for file in app.state.files):
+            assert time.monotonic() < give_up_s, "the file of the reader that does not read is still open"
+            time.sleep(0.05)

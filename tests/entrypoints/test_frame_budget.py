@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a WebSocket connection may send of small frames, and how it ends when it sends more."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, WebSocket
+from websockets.exceptions import ConnectionClosed
+from websockets.frames import Frame, Opcode
+from websockets.sync.client import ClientConnection, connect
+
+from vllm_omni.entrypoints.frame_budget import SMALL_BYTES, FrameBudget
+
+BUDGET = FrameBudget(small_frames_per_s=20.0)
+BURST = int(BUDGET.burst)
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """A server with the budget; `/count` answers each message with its length, `/late` accepts after a while."""
+    app = FastAPI()
+
+    @app.websocket("/count")
+    async def count(websocket: WebSocket) -> None:
+        await websocket.accept()
+        async for message in websocket.iter_bytes():
+            await websocket.send_text(str(len(message)))
+
+    @app.websocket("/late")
+    async def late(websocket: WebSocket) -> None:
+        await asyncio.sleep(0.3)
+        await websocket.accept()
+
+    config = uvicorn.Config(app, log_level="warning", ws_max_size=64 << 20, ws_per_message_deflate=False)
+    BUDGET.apply(config)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        thread.join(10)
+
+
+def fragments(total: int, size: int) -> bytes:
+    """One binary message of `total` bytes in fragments of `size`, as a client sends it."""
+    parts = []
+    for start in range(0, total, size):
+        opcode = Opcode.CONT if start else Opcode.BINARY
+        parts.append(Frame(opcode, b"x" * size, fin=start + size >= total).serialize(mask=True))
+    return b"".join(parts)
+
+
+def read_on(client: ClientConnection) -> None:
+    while True:
+        client.recv(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("total", "size"), [(32 << 20, 64 << 10), (1 << 20, SMALL_BYTES), (64 * (BURST - 20), 64)], ids=str
+)
+def test_fragments_within_the_budget_are_one_message(port: int, total: int, size: int) -> None:
+    """Fragments of 1 KiB and more in any number, smaller ones up to the burst."""
+    with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
+        client.socket.sendall(fragments(total, size))
+        assert client.recv(timeout=30) == str(total)
+
+
+def test_the_budget_comes_back_with_time(port: int) -> None:
+    """Two bursts with a pause between them are no flood."""
+    pings = Frame(Opcode.PING, b"").serialize(mask=True) * (BURST // 2)
+    with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
+        for _ in range(3):
+            client.socket.sendall(pings)
+            time.sleep(BURST / 2 / BUDGET.small_frames_per_s)
+        client.send(b"still here")
+        assert client.recv(timeout=10) == "10"
+
+
+@pytest.mark.parametrize("opcode", [Opcode.PING, Opcode.PONG, Opcode.BINARY], ids=lambda opcode: opcode.name)
+def test_a_flood_is_closed_with_1008_and_a_reason(port: int, opcode: Opcode) -> None:
+    """Also when the client goes on sending, and of whole messages as of control frames."""
+    flood = Frame(opcode, b"x").serialize(mask=True) * 100_000
+    with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
+        client.socket.sendall(flood)
+        with pytest.raises(ConnectionClosed) as closed:
+            read_on(client)
+    assert closed.value.rcvd is not None
+    assert closed.value.rcvd.code == 1008
+    assert closed.value.rcvd.reason == "more than 20 frames under 1024 bytes a second"
+
+
+def test_a_flood_before_the_handshake_is_over_is_cut_off(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    """There is no WebSocket yet that could be closed; the application's late accept is no error."""
+    caplog.set_level(logging.ERROR)
+    head = (
+        b"GET /late HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", port)) as raw:
+        raw.sendall(head)
+        time.sleep(0.1)
+        raw.sendall(Frame(Opcode.PING, b"").serialize(mask=True) * (2 * BURST))
+        raw.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert raw.recv(1) == b""
+    time.sleep(0.5)
+    assert not caplog.records

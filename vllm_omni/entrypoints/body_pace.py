@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`BodyPace`: ASGI middleware that ends requests whose body arrives too slowly, whatever their route.
+
+A body has `body_grace_s` and one second more for every `min_body_bytes_per_s` bytes that have arrived; only time spent
+waiting for the client counts. Later than that the answer is 408 `timeout`, the connection is closed, and the route sees
+a client that has left. Knows no route. Held by tests/entrypoints/test_body_pace.py.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Annotated
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_omni.entrypoints.openai.errors import ApiError
+
+logger = logging.getLogger("vllm." + __name__)
+
+
+class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """From the environment, as `DoorLimits`.
+
+    body_grace_s: what any HTTP body may take. min_body_bytes_per_s: the rate at which more of it buys more time.
+    """
+
+    body_grace_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 10.0
+    min_body_bytes_per_s: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 16 << 10
+
+
+class BodyPace:
+    def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
+        self._app, self._limits = app, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            request = _PacedRequest(scope, receive, send, self._limits)
+            await self._app(scope, request.receive, request.send)
+        else:
+            await self._app(scope, receive, send)
+
+
+class _PacedRequest:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits) -> None:
+        self._scope, self._receive, self._send, self._limits = scope, receive, send, limits
+        self._left_s = limits.body_grace_s
+        self._has_more = True
+        self._has_answer = False
+        self._is_over = False
+
+    async def receive(self) -> Message:
+        if self._is_over:
+            return {"type": "http.disconnect"}
+        if not self._has_more:
+            return await self._receive()  # the server waits for the client to leave
+        started_s = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left_s):
+                message = await self._receive()
+        except TimeoutError:
+            await self._refuse()
+            return {"type": "http.disconnect"}
+        self._left_s -= time.monotonic() - started_s
+        self._left_s += len(message.get("body", b"")) / self._limits.min_body_bytes_per_s
+        self._has_more = bool(message.get("more_body", False))
+        return message
+
+    async def send(self, message: Message) -> None:
+        if not self._is_over:
+            self._has_answer = True
+            await self._send(message)
+
+    async def _refuse(self) -> None:
+        self._is_over = True
+        logger.info("http_body_too_slow path=%s", self._scope["path"])
+        if self._has_answer:
+            return
+        limits = self._limits
+        text = (
+            f"the request's body came too slowly: it has {limits.body_grace_s:g} s, "
+            f"and a second more for every {limits.min_body_bytes_per_s} bytes"
+        )
+        response = ApiError(408, text, code="timeout").response()
+        response.headers["Connection"] = "close"
+        await response(self._scope, self._receive, self._send)

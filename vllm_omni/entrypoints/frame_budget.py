@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FrameBudget`: how many small WebSocket frames one connection may send, counted while they are parsed.
+
+A frame costs the event loop some microseconds however small it is, and neither `--ws-max-size` nor the doors' message
+rate sees fragments, pings and pongs: a megabyte of them held every other connection for seconds. Frames of
+`SMALL_BYTES` and more are not counted, since their bytes are bounded. Over the budget the connection is closed with
+1008 and a reason. Knows no route. Held by tests/entrypoints/test_frame_budget.py and
+tests/entrypoints/realtime/test_floods_served.py.
+"""
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any, Final
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import CloseCode, Frame
+
+from vllm_omni.entrypoints.token_bucket import TokenBucket
+
+logger = logging.getLogger("vllm." + __name__)
+
+SMALL_BYTES: Final = 1024
+"""Payload from which a frame is not counted; libraries that fragment messages by themselves use 1 KiB to 128 KiB."""
+BURST_S: Final = 5.0
+_SLICE_BYTES: Final = 4096
+"""Bytes parsed between two looks at the budget: at most 682 frames, about 4 ms."""
+_LINGER_S: Final = 1.0
+"""How long a closed peer may go on sending: closing at once would reset the connection and lose the close frame."""
+
+
+@dataclass(frozen=True)
+class FrameBudget:
+    """small_frames_per_s: what one connection may send on average; `BURST_S` seconds' worth of them at once."""
+
+    small_frames_per_s: float = 400.0
+
+    @property
+    def burst(self) -> float:
+        return BURST_S * self.small_frames_per_s
+
+    def apply(self, uvicorn_config: Any) -> None:
+        """Have a `uvicorn.Config`, loaded or not, make WebSocket connections with this budget."""
+        protocol = functools.partial(BudgetedProtocol, budget=self)
+        uvicorn_config.ws = uvicorn_config.ws_protocol_class = protocol
+
+
+class BudgetedProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's own protocol, fed in slices, that stops taking frames once its budget is used up."""
+
+    def __init__(self, *args: Any, budget: FrameBudget, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._budget = budget
+        self._bucket = TokenBucket(budget.small_frames_per_s, budget.burst)
+        self._is_over = False
+
+    def data_received(self, data: bytes) -> None:
+        if len(data) <= _SLICE_BYTES:
+            self._take(data)
+            return
+        view = memoryview(data)
+        for start in range(0, len(data), _SLICE_BYTES):
+            self._take(view[start : start + _SLICE_BYTES])
+
+    def _take(self, data: Any) -> None:
+        if not self._is_over and not self.transport.is_closing():
+            super().data_received(data)
+
+    def handle_events(self) -> None:
+        small = sum(isinstance(event, Frame) and len(event.data) < SMALL_BYTES for event in self.conn.events)
+        if self._bucket.take(small):
+            super().handle_events()
+        else:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Close with 1008, and discard what still arrives until the peer has read it."""
+        self._is_over = True
+        self.stop_keepalive()
+        self.frames.clear()
+        logger.info("websocket_frames_over_budget client=%s", self.client)
+        reason = f"more than {self._budget.small_frames_per_s:g} frames under {SMALL_BYTES} bytes a second"
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.POLICY_VIOLATION, "reason": reason})
+        if not self.handshake_complete:
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self.conn.fail(CloseCode.POLICY_VIOLATION, reason)
+            self.transport.write(b"".join(self.conn.data_to_send()))
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self.close_timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+            if self.read_paused:
+                self.read_paused = False
+                self.transport.resume_reading()
+        self.close_sent = True
