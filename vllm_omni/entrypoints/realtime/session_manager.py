@@ -11,7 +11,7 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
@@ -59,6 +59,8 @@ class SessionManager:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
+        self.on_world_end: list[Callable[[str], None]] = []
+        """Called with the engine's id of a world that is let go of."""
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.held_bytes = 0
         """Replies of all sessions that are kept for a reader or in a journal."""
@@ -166,6 +168,10 @@ class SessionManager:
             session.meter.close("closed")
         elif session.started:
             self._evicted.pop(session.key, None)
+
+    def world_ended(self, engine_id: str) -> None:
+        for tell in self.on_world_end:
+            tell(engine_id)
 
     def close_world(self, engine_id: str) -> None:
         """Have the engine free a world, in the background."""
