@@ -158,6 +158,7 @@ def test_twenty_kills_of_each_kind_of_process_and_every_restart_resumes(start: S
     kinds = ("EngineCore", "Worker", "server")
     rounds = int(os.environ.get("VLLM_OMNI_KILLS", KILLS))
     seen: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+    late: list[tuple[int, str, float]] = []
     server = start(*MP)
     for number in range(rounds * len(kinds)):
         kind, name = kinds[number % len(kinds)], f"walk{number}"
@@ -188,13 +189,15 @@ def test_twenty_kills_of_each_kind_of_process_and_every_restart_resumes(start: S
             again.ask({"endpoint": "close", "session_id": name})
         told = max(told_s, silent_told_s) - killed_s
         # A killed server says nothing: the system closes its sockets when it has taken its memory apart.
-        assert told <= (5.0 if kind == "server" else 1.0), (kind, told)
+        if told > (5.0 if kind == "server" else 1.0):
+            late.append((number, kind, told))
         lost = len(frames) - saved
         assert lost <= 2, (kind, lost)  # a chunk lasts longer than CHECKPOINT_S
         seen[kind].append(
             {"told_s": told, "gone_s": gone_s, "chunks_lost": lost, "checkpoint_age_s": age_s, "restart_s": restart_s}
         )
         note(seen)
+    assert late == []  # at the end: a machine that is busy with other work is slow to tell, and no less right
 
 
 def owner_of(path: Path) -> str:
