@@ -93,9 +93,9 @@ async def run(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, 
 
             mobility.checkpoints._save = counted  # type: ignore[method-assign]
             measured = await block(seconds)
-            assert mobility.checkpoints._task is not None
-            mobility.checkpoints._task.cancel()
-            await asyncio.wait([mobility.checkpoints._task])
+            assert mobility.checkpoints.task is not None
+            mobility.checkpoints.task.cancel()
+            await asyncio.wait([mobility.checkpoints.task])
             (file,) = mobility.kept.folder.glob("*.session.safetensors")
             measured |= {"checkpoints": len(written), "cost_ms": statistics.mean(written) * 1e3}
             measured["file_bytes"] = file.stat().st_size

@@ -429,7 +429,7 @@ def test_errors_in_a_module_reach_the_test(module_page: Page) -> None:
 # ---- the world ----------------------------------------------------------------------------------------------------
 
 WORLD = """
-const {World} = await import('/omni/static/js/world.js');
+const {World} = await import('/omni/js/world.js');
 const link = new EventTarget();
 [link.hello, link.isUp, link.sent] = [{session_id: 's'}, true, []];
 link.send = (message) => link.sent.push(message);
@@ -447,7 +447,7 @@ def test_a_world_that_went_back_is_gone_on_with_from_there(module_page: Page) ->
     script = (
         WORLD
         + """
-    const {Link} = await import('/omni/static/js/link.js');
+    const {Link} = await import('/omni/js/link.js');
     const asked = [];
     const pack = Link.pack;
     Link.pack = (message) => { asked.push(message.request_id); return pack(message); };

@@ -46,11 +46,11 @@ class Checkpoints:
         self._saved: dict[str, _Saved] = {}
         self._trouble: str | None = None
         self._is_stretched = False
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._manager.on_world_end.append(self.forget)
-        self._task = asyncio.get_running_loop().create_task(self._run())  # not the manager's: a drain awaits those
+        self.task = self._manager.spawn_background(self._run())
 
     def adopt(self, session: "Session", path: Path) -> None:
         """Take over the file that a session was restored from."""

@@ -57,6 +57,7 @@ class SessionManager:
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         self._evicted: OrderedDict[SessionKey, None] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self.on_world_end: list[Callable[[str], None]] = []
@@ -84,7 +85,7 @@ class SessionManager:
         Raises `DoorError` `capacity`, `session_limit` or `draining`.
         """
         if self._sweeper is None:
-            self._sweeper = self.spawn(self._sweep())
+            self._sweeper = self.spawn_background(self._sweep())
         session = self._sessions.get(key)
         if session is None:
             self.drain.check()
@@ -213,10 +214,16 @@ class SessionManager:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def spawn_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """The same for what runs as long as the manager does: nobody waits for it."""
+        task = self.spawn(work)
+        self._background.add(task)
+        return task
+
     @property
     def is_working(self) -> bool:
-        """Whether a task runs, apart from the one that closes idle sessions."""
-        return any(task is not self._sweeper for task in self._tasks)
+        """Whether a task runs that will end by itself."""
+        return bool(self._tasks - self._background)
 
     async def off_loop(self, function: Any, *args: Any) -> Any:
         """Run CPU work on the executor's threads."""
