@@ -35,6 +35,9 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 STAMP = ".setup-complete"
 STAMPED_FILES = ("pyproject.toml", "setup.py", "scripts/setup_env.py")
 SHOWN_LOG_LINES = 15
+LOOK_S = 0.5
+BAR_CHARS = 24
+USUAL_PACKAGES = 189  # of a finished environment on a CPU machine; only the bar's length goes by it
 
 Pip = Callable[[Sequence[str]], bool]
 
@@ -208,9 +211,42 @@ def run_logged(command: Sequence[object], log: Path) -> bool:
     with log.open("a") as output:
         output.write(f"$ {' '.join(map(str, command))}\n")
         output.flush()
-        return (
-            subprocess.run([str(part) for part in command], stdout=output, stderr=output, check=False).returncode == 0
-        )
+        begin = log.stat().st_size
+        running = subprocess.Popen([str(part) for part in command], stdout=output, stderr=output)
+        try:
+            show_progress(running, log, begin)
+            return running.wait() == 0
+        finally:
+            running.kill()
+
+
+def show_progress(running: subprocess.Popen[bytes], log: Path, begin: int) -> None:
+    """On a terminal, one line that says what pip is at, until it ends; elsewhere nothing.
+
+    begin: where its output starts in the log.
+    """
+    if not sys.stdout.isatty():
+        return
+    started = time.monotonic()
+    while running.poll() is None:
+        with log.open("rb") as file:
+            file.seek(begin)
+            line = progress_line(file.read().decode(errors="replace"), time.monotonic() - started)
+        print(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+        time.sleep(LOOK_S)
+    print("\r\x1b[K", end="", flush=True)
+
+
+def progress_line(output: str, seconds: float) -> str:
+    """What pip has said so far, as a bar: packages that are found one by one, fetched, and installed at the end."""
+    found, fetched = output.count("\nCollecting "), output.count("\n  Downloading ") + output.count("\n  Using cached ")
+    if "\nInstalling collected packages: " in output:
+        names = output.rpartition("\nInstalling collected packages: ")[2].partition("\n")[0]
+        share, what = 0.9, f"installing {names.count(',') + 1} packages"
+    else:
+        share, what = 0.9 * min(1.0, found / USUAL_PACKAGES), f"{found} packages found, {fetched} fetched"
+    done = round(share * BAR_CHARS)
+    return f"      [{'#' * done}{'.' * (BAR_CHARS - done)}] {what}, {seconds:.0f} s"
 
 
 def why(log: Path) -> str:

@@ -201,3 +201,28 @@ def test_a_foreign_package_of_this_name_stops_set_up(setup_env: ModuleType, tmp_
     with pytest.raises(setup_env.SetupError, match=r"vllm-omni 0\.30\.0 in .*: pip uninstall vllm-omni") as stopped:
         setup_env.install(tmp_path / "venv", "cpu")
     assert f"rm -r {tmp_path / 'venv'}" in str(stopped.value)
+
+
+def test_a_terminal_is_shown_what_pip_is_at(setup_env: ModuleType) -> None:
+    """Found, fetched, installing; the bar grows and never claims to be full."""
+    found = "$ pip\nCollecting a\n  Downloading a.whl\nCollecting b\n  Using cached b.whl\nCollecting c\n"
+    line = setup_env.progress_line(found, 12.4)
+    assert "3 packages found, 2 fetched, 12 s" in line
+    later = setup_env.progress_line(found + "Installing collected packages: c, b, a\n", 60)
+    assert "installing 3 packages, 60 s" in later
+    assert line.count("#") < later.count("#") < setup_env.BAR_CHARS
+
+
+def test_a_command_s_end_is_seen_and_nothing_is_shown_without_a_terminal(
+    setup_env: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("")
+    say = [sys.executable, "-c", "print('\\nCollecting a', flush=True); import time; time.sleep(0.3)"]
+    assert setup_env.run_logged(say, log)
+    assert not setup_env.run_logged([sys.executable, "-c", "raise SystemExit(3)"], log)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(setup_env, "LOOK_S", 0.05)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert setup_env.run_logged(say, log)
+    assert "1 packages found" in capsys.readouterr().out

@@ -52,6 +52,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     drain_timeout_s: how long a server that is told to stop (SIGTERM) may finish the chunks in flight; 0 = stop at once.
     drain_snapshot_dir: it saves its sessions there, and a server that starts takes them over; None = they are lost.
     quotas: a TOML file with what each API key may have (docs/user_guide/operators.md); None = all share what there is.
+    checkpoint_s: also save there, every so many seconds, each session that has moved on, for a server that starts
+    after a crash; less often if that would cost the engine more than 1.5 % of its time. None = only when told to stop.
     max_hidden_states_bytes: rows one request of a language model may ask for. hidden_state_layers: those whose rows may
     be asked for, besides the last.
     model: options of the model itself.
@@ -80,6 +82,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 25.0
     drain_snapshot_dir: str | None = None
     quotas: str | None = None
+    checkpoint_s: Annotated[float, msgspec.Meta(ge=0.1, le=86_400)] | None = None
     max_hidden_states_bytes: Positive = 256 << 20
     hidden_state_layers: tuple[Annotated[int, msgspec.Meta(ge=0, le=1024)], ...] = ()
     model: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -87,6 +90,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def __post_init__(self) -> None:
         if self.scheduling == "fifo" and (self.target_fps is not None or self.degradations):
             raise ValueError("target_fps and degradations need scheduling 'deadline'")
+        if self.checkpoint_s is not None and self.drain_snapshot_dir is None:
+            raise ValueError("checkpoint_s needs drain_snapshot_dir: that is where checkpoints are kept")
         if len(set(self.degradations)) != len(self.degradations):
             raise ValueError(f"degradations must differ, got {list(self.degradations)}")
         if self.pipeline == "temporal" and self.pipeline_partition is not None:
@@ -148,6 +153,11 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Raise ValueError if ranks are to share the decode of `model` (its name for users), which cannot be split."""
         if self.vae_parallel:
             raise ValueError(f"omni.vae_parallel: the decode of {model} cannot be split over ranks; remove it")
+
+    def refuse_checkpoints(self, model: str) -> None:
+        """Raise ValueError if checkpoints are asked for of `model` (its name for users), which keeps no sessions."""
+        if self.checkpoint_s is not None:
+            raise ValueError(f"omni.checkpoint_s: {model} has no sessions that outlive a request; remove it")
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "OmniConfig":

@@ -117,6 +117,13 @@ class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     tensors: dict[str, tuple[str, list[int]]]
 
 
+class StagedRank(msgspec.Struct, frozen=True):
+    """What `stage_checkpoint` answers. held_s: how long the copy held up the engine."""
+
+    described: RankDescription
+    held_s: float
+
+
 def describe(
     model: ModelIdentity,
     weights: str,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two exchanges with an engine's workers: save a session to a file, make a session of one.
+"""The exchanges with an engine's workers: save a session to a file (at once, or beside its steps), make one of a file.
 
 An exchange is a generator that yields calls and is sent every rank's answers, so that `LLM` (synchronous) and the doors
 (asynchronous) share it. With an `LLM`:
@@ -8,30 +8,38 @@ An exchange is a generator that yields calls and is sent every rank's answers, s
     run_exchange(restore_exchange("walk", path), llm.collective_rpc)
 
 Two calls save a session, because the file's layout needs every rank's sizes; a chunk that is finished between them is
-noticed (`session_busy`). Held by tests/worker/test_snapshot_refusals.py and tests/engine/test_session_snapshots.py.
+noticed (`session_busy`). A checkpoint's bytes are copied together with its sizes and written while the engine goes on:
+its exchange asks until they are. Held by tests/worker/test_snapshot_refusals.py, tests/worker/test_checkpoints.py and
+tests/engine/test_session_snapshots.py.
 """
 
+import asyncio
 import importlib.metadata
+import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import RankDescription, SnapshotHeader, read_header
+from vllm_omni.snapshot import RankDescription, SnapshotHeader, StagedRank, read_header
 from vllm_omni.snapshot_writing import create_file, plan
 
 T = TypeVar("T")
 
+_FIRST_LOOK_S: Final = 0.02
+_LONGEST_LOOK_S: Final = 0.5
+
 
 @dataclass(frozen=True)
 class Call:
-    """One RPC to all workers of an engine; each answers `{"ok": ...}` or `{"error": [code, message]}`."""
+    """One RPC to all workers of an engine, in `after_s`; each answers `{"ok": ...}` or `{"error": [code, message]}`."""
 
     method: str
     args: tuple[Any, ...]
+    after_s: float = 0.0
 
 
 Exchange = Generator[Call, list[dict[str, Any]], T]
@@ -51,6 +59,28 @@ def save_exchange(
         path.unlink(missing_ok=True)
         raise
     return planned.header
+
+
+def checkpoint_exchange(
+    session_id: str, path: Path, package_version: str, owner: Mapping[str, str] | None = None
+) -> Exchange[tuple[SnapshotHeader, float]]:
+    """The same, while the engine goes on: `(header, cost_s)`. Raises `RequestFailed`; then there is no file.
+
+    cost_s: the engine's time that it took, on the rank where it took most.
+    """
+    answers = _results((yield Call("stage_checkpoint", (session_id,))))
+    staged = [msgspec.json.decode(answer, type=StagedRank) for answer in answers]
+    planned = plan([rank.described for rank in staged], package_version, owner)
+    create_file(path, planned)
+    try:
+        _results((yield Call("write_checkpoint", (session_id, str(path), planned.starts))))
+        pause_s = _FIRST_LOOK_S
+        while None in (spent_s := _results((yield Call("checkpoint_written", (session_id,), pause_s)))):
+            pause_s = min(_LONGEST_LOOK_S, 2 * pause_s)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return planned.header, max(rank.held_s + spent for rank, spent in zip(staged, spent_s, strict=True))
 
 
 def restore_exchange(
@@ -89,6 +119,7 @@ def run_exchange(exchange: Exchange[T], rpc: Callable[..., list[dict[str, Any]]]
             return result
         answer, failure = None, None
         try:
+            time.sleep(call.after_s)
             answer = rpc(call.method, args=call.args)
         except Exception as error:  # the exchange cleans up, then it goes on
             failure = error
@@ -106,6 +137,8 @@ async def run_exchange_async(exchange: Exchange[T], rpc: Callable[[Call], Awaita
             return result
         answer, failure = None, None
         try:
+            if call.after_s:
+                await asyncio.sleep(call.after_s)
             answer = await rpc(call)
         except BaseException as error:
             failure = error

@@ -8,7 +8,8 @@ Held by tests/worker/test_snapshot_refusals.py and test_snapshots.py.
 import errno
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -110,6 +111,25 @@ def write_tensors(path: Path, starts: Sequence[int], rank: int, tensors: Mapping
         position += tensor.nbytes
     if position != starts[rank + 1]:
         raise RequestFailed("session_busy", "this session changed meanwhile; ask again")
+    with _planned_file(path, starts) as descriptor:
+        write_at(descriptor, places)
+
+
+def write_bytes(path: Path, starts: Sequence[int], rank: int, own: memoryview, piece_bytes: int) -> None:
+    """Write a rank's tensors, one behind the other in `own`, and wait until they are on the disk.
+
+    piece_bytes: of one call, between which other threads get the interpreter. Raises `RequestFailed`.
+    """
+    with _planned_file(path, starts) as descriptor:
+        done = 0
+        while done < len(own):
+            done += os.pwrite(descriptor, own[done : done + piece_bytes], starts[rank] + done)
+        os.fsync(descriptor)
+
+
+@contextmanager
+def _planned_file(path: Path, starts: Sequence[int]) -> Iterator[int]:
+    """The file that the front end has made, to be written to. Raises `RequestFailed`, also for errors while it is."""
     try:
         file = path.open("r+b", buffering=0)
     except OSError:
@@ -118,7 +138,7 @@ def write_tensors(path: Path, starts: Sequence[int], rank: int, tensors: Mapping
         raise RequestFailed("snapshot_storage", UNSEEN)
     with file:
         try:
-            write_at(file.fileno(), places)
+            yield file.fileno()
         except OSError as error:
             raise _no_room(starts[-1], error) from error
 

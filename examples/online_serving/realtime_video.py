@@ -60,7 +60,10 @@ class StreamError(Exception):
 
 
 def main() -> int:
-    args = make_parser().parse_args()
+    parser = make_parser()
+    args = parser.parse_args()
+    if args.image is not None and not args.image.is_file():
+        parser.error(f"--image: there is no file {args.image.absolute()}")
     console = Console(stderr=True)
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import ClientConnection, connect
@@ -67,11 +68,13 @@ def main() -> int:
         parser.error("--image is needed to start a session (--session-id continues one)")
     if args.output.suffix not in (".mp4", ".npy"):
         parser.error(f"--output must end in .mp4 or .npy, got {args.output}")
+    if args.image is not None and not args.image.is_file():
+        parser.error(f"--image: there is no file {args.image.absolute()}")
     console = Console(stderr=True)
     try:
         frames_THWC, fps = walk(args, console)
     except (WorldError, OSError, ValueError) as error:
-        console.print(f"[red]error:[/red] {error}", markup=True, highlight=False)
+        console.print(f"[red]error:[/red] {escape(str(error))}", markup=True, highlight=False)
         return 1
     args.output.parent.mkdir(parents=True, exist_ok=True)
     if args.output.suffix == ".npy":
@@ -113,13 +116,18 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
                 request["image"] = args.image.read_bytes()
             task = progress.add_task(f"call {number + 1}", total=None)
             arrived_s = time.monotonic()
-            for message in answers(args, request, console):
-                progress.update(task, total=message["total"], completed=message["index"] + 1)
-                now_s = time.monotonic()
-                progress.console.print(describe(message, now_s - arrived_s), soft_wrap=True)
-                arrived_s, fps = now_s, message["fps"]
-                parts.append(frames_of(message))
-                used += len(parts[-1])
+            try:
+                for message in answers(args, request, console):
+                    progress.update(task, total=message["total"], completed=message["index"] + 1)
+                    now_s = time.monotonic()
+                    progress.console.print(describe(message, now_s - arrived_s), soft_wrap=True)
+                    arrived_s, fps = now_s, message["fps"]
+                    parts.append(frames_of(message))
+                    used += len(parts[-1])
+            except BaseException:
+                # A bar without an end would stand above the error as if something were still to come.
+                progress.update(task, visible=progress.tasks[task].completed > 0)
+                raise
     return np.concatenate(parts), fps
 
 
@@ -163,6 +171,11 @@ def answers(args: argparse.Namespace, request: dict[str, Any], console: Console)
                     if message["type"] == "done":
                         return
                     if message["type"] == "error":
+                        if args.image is None and message["code"] in ("missing_image", "session_evicted"):
+                            raise WorldError(
+                                f"{args.server} keeps no session {args.session_id!r}: it has ended, or never began; "
+                                "begin one with --image"
+                            )
                         raise WorldError(f"{message['code']}: {message['message']}")
                     if message["type"] == "frame" and message["index"] >= seen:
                         seen = message["index"] + 1

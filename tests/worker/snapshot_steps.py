@@ -12,21 +12,26 @@ from safetensors.torch import load, save_file
 from scheduling import new_request, run_to_end
 
 from vllm_omni.snapshot import SnapshotHeader
-from vllm_omni.snapshot_exchange import restore_exchange, run_exchange, save_exchange
+from vllm_omni.snapshot_exchange import checkpoint_exchange, restore_exchange, run_exchange, save_exchange
+from vllm_omni.worker.checkpoints import SessionCheckpoints
 from vllm_omni.worker.snapshots import SessionSnapshots
 
 
 class Worker:
-    """A runner with the worker's three RPCs; `rpc` answers as `LLM.collective_rpc` of one worker."""
+    """A runner with the worker's RPCs for files; `rpc` answers as `LLM.collective_rpc` of one worker."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.snapshots = SessionSnapshots(runner)
+        self.checkpoints = SessionCheckpoints(self.snapshots, runner.device)
 
     def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         calls = {
             "describe_session": self.snapshots.describe,
             "write_session": self.snapshots.write,
+            "stage_checkpoint": self.checkpoints.stage,
+            "write_checkpoint": self.checkpoints.write,
+            "checkpoint_written": self.checkpoints.written,
             "restore_session": self.snapshots.restore,
             "close_session": self.runner.sessions.close,
         }
@@ -35,6 +40,9 @@ class Worker:
 
     def save(self, session_id: str, path: Path, owner: dict[str, str] | None = None) -> SnapshotHeader:
         return run_exchange(save_exchange(session_id, path, "0.test", owner), self.rpc)
+
+    def checkpoint(self, session_id: str, path: Path) -> tuple[SnapshotHeader, float]:
+        return run_exchange(checkpoint_exchange(session_id, path, "0.test"), self.rpc)
 
     def restore(self, session_id: str, path: Path) -> SnapshotHeader:
         return run_exchange(restore_exchange(session_id, path), self.rpc)[0]

@@ -35,7 +35,14 @@ from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.processes import machine_id
 from vllm_omni.snapshot import SnapshotHeader
-from vllm_omni.snapshot_exchange import Call, package_version, restore_exchange, run_exchange_async, save_exchange
+from vllm_omni.snapshot_exchange import (
+    Call,
+    checkpoint_exchange,
+    package_version,
+    restore_exchange,
+    run_exchange_async,
+    save_exchange,
+)
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -164,6 +171,14 @@ class OmniEngine:
         """Write a session, as its last finished chunk left it, to the new file `path`. Raises `RequestFailed`."""
         rank = self._ranks.rank_of(session_id) or 0 if self._ranks is not None else None
         exchange = save_exchange(session_id, path, package_version(), owner)
+        return await run_exchange_async(exchange, lambda call: self._ask_workers(call, rank))
+
+    async def checkpoint_session(
+        self, session_id: str, path: Path, owner: Mapping[str, str] | None
+    ) -> tuple[SnapshotHeader, float]:
+        """The same while the engine goes on: `(header, seconds that it cost the engine)`. Raises `RequestFailed`."""
+        rank = self._ranks.rank_of(session_id) or 0 if self._ranks is not None else None
+        exchange = checkpoint_exchange(session_id, path, package_version(), owner)
         return await run_exchange_async(exchange, lambda call: self._ask_workers(call, rank))
 
     async def restore_session(self, session_id: str, path: Path) -> tuple[SnapshotHeader, dict[str, Any]]:

@@ -37,6 +37,11 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def is_alive(folder: Path, owner: str) -> bool:
+    """Whether the process lives whose spool in `folder` has this name."""
+    return is_locked(folder / f"{_PREFIX}{owner}.owner")
+
+
 class Spool:
     """Snapshots on their way through `folder`, named by the server process that made them."""
 

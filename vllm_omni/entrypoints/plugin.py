@@ -143,7 +143,7 @@ class OmniEndpoints:
         omni = _options(client)
         spool = Spool(Path(omni.snapshot_dir or tempfile.gettempdir()))
         kept = None if omni.drain_snapshot_dir is None else Path(omni.drain_snapshot_dir)
-        mobility = SessionMobility(manager, spool, kept)
+        mobility = SessionMobility(manager, spool, kept, omni.checkpoint_s)
         (stats, *_) = await OmniEngine(client, ranks).session_stats()
         world_size = client.vllm_config.parallel_config.world_size
         most = None if stats["max_bytes"] is None else stats["max_bytes"] * world_size + _HEADER_BYTES

@@ -13,6 +13,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.processes import end_with_parent, engine_processes
+from vllm_omni.worker.checkpoints import SessionCheckpoints
 from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
 from vllm_omni.worker.rank_watch import answers_steps, failing_together, watch_other_ranks
 from vllm_omni.worker.rebalance import rebalance
@@ -40,6 +41,7 @@ class DiffusionWorkerMixin(_Worker):
         # Our runner implements neither generation; with False the worker takes no V2-only path (warm-up, pooling).
         self.use_v2_model_runner = False
         self._snapshots: SessionSnapshots | None = None
+        self._checkpoints: SessionCheckpoints | None = None
         self._watchdog: Watchdog | None = None
 
     def _make_model_runner(self) -> DiffusionGPUModelRunner:  # type: ignore[override]
@@ -91,6 +93,25 @@ class DiffusionWorkerMixin(_Worker):
     def write_session(self, session_id: str, path: str, chunk_index: int, starts: list[int]) -> dict[str, Any]:
         """The second: copy this rank's tensors to their places in the file."""
         return self.snapshots.write(session_id, path, chunk_index, starts)
+
+    @property
+    def checkpoints(self) -> SessionCheckpoints:
+        if self._checkpoints is None:
+            self._checkpoints = SessionCheckpoints(self.snapshots, self.device)
+        return self._checkpoints
+
+    @torch.inference_mode()
+    def stage_checkpoint(self, session_id: str) -> dict[str, Any]:
+        """The first RPC of a checkpoint (`vllm_omni.snapshot_exchange.checkpoint_exchange`): copy this rank's part."""
+        return self.checkpoints.stage(session_id)
+
+    def write_checkpoint(self, session_id: str, path: str, starts: list[int]) -> dict[str, Any]:
+        """The second: begin to write the copy to its place in the file."""
+        return self.checkpoints.write(session_id, path, starts)
+
+    def checkpoint_written(self, session_id: str) -> dict[str, Any]:
+        """The third, until it is: whether this rank's part is on the disk."""
+        return self.checkpoints.written(session_id)
 
     @torch.inference_mode()
     def restore_session(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> dict[str, Any]:

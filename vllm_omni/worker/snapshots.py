@@ -25,6 +25,7 @@ from vllm_omni.snapshot import (
     ModelIdentity,
     OpenSnapshot,
     Parallel,
+    RankDescription,
     check_fits,
     describe,
 )
@@ -56,19 +57,18 @@ class SessionSnapshots:
     def describe(self, session_id: str) -> Answer:
         """`{"ok": RankDescription as JSON}`, or `{"error": [code, message]}`."""
 
-        def work() -> Any:
-            session = self._committed(session_id)
-            described = describe(
-                self._identity(),
-                self._weights_digest(),
-                session.chunk_index,
-                msgspec.to_builtins(session.opening_params()),
-                session.scalars(),
-                session.tensors(),
-            )
-            return msgspec.json.encode(described)
+        return answer(lambda: msgspec.json.encode(self.described(self.committed(session_id))))
 
-        return _answer(work)
+    def described(self, session: Any) -> RankDescription:
+        """This rank's part of a session without its bytes."""
+        return describe(
+            self._identity(),
+            self._weights_digest(),
+            session.chunk_index,
+            msgspec.to_builtins(session.opening_params()),
+            session.scalars(),
+            session.tensors(),
+        )
 
     def write(self, session_id: str, path: str, chunk_index: int, starts: Sequence[int]) -> Answer:
         """Copy this rank's tensors into the file; `chunk_index` must still be the session's next chunk.
@@ -77,19 +77,19 @@ class SessionSnapshots:
         """
 
         def work() -> None:
-            session = self._committed(session_id)
+            session = self.committed(session_id)
             if session.chunk_index != chunk_index:
                 raise RequestFailed("session_busy", "a chunk of this session was finished meanwhile; ask again")
-            write_tensors(Path(path), starts, _rank(), session.tensors())
+            write_tensors(Path(path), starts, rank_in_world(), session.tensors())
 
-        return _answer(work)
+        return answer(work)
 
     def restore(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> Answer:
         """Make this rank's part of a new session from a file."""
         own = self._runner.vllm_config.parallel_config.data_parallel_index
         if data_parallel_rank is not None and data_parallel_rank != own:
             return {"ok": None}
-        return _answer(lambda: self._restore(session_id, Path(path)))
+        return answer(lambda: self._restore(session_id, Path(path)))
 
     def forget_weights(self) -> None:
         """The weights were loaded anew."""
@@ -105,7 +105,7 @@ class SessionSnapshots:
             except OSError as error:
                 raise RequestFailed("snapshot_storage", UNSEEN) from error
             header = stored.header
-            part = check_fits(header, self._identity(), _rank(), self._weights_digest())
+            part = check_fits(header, self._identity(), rank_in_world(), self._weights_digest())
             params = _opening(header.opening, session_id)
             nbytes = model.session_nbytes(params)
             if sessions.max_bytes is not None and nbytes > sessions.max_bytes:
@@ -116,7 +116,7 @@ class SessionSnapshots:
             sessions.make_room(nbytes)
             session = model.new_session(params)
             try:
-                saved = stored.rank(_rank(), part)
+                saved = stored.rank(rank_in_world(), part)
                 session.restore(part.scalars, saved)
                 saved.finish()
                 if session.chunk_index != header.chunk_index:
@@ -126,7 +126,7 @@ class SessionSnapshots:
                 raise
             sessions.add(session)
 
-    def _committed(self, session_id: str) -> Any:
+    def committed(self, session_id: str) -> Any:
         """The session, with every chunk whose result is known committed on this rank, and all its tensors written."""
         self._runner.settle(session_id)
         session = self._runner.sessions.get(session_id)
@@ -203,11 +203,12 @@ def _opening(fields: Mapping[str, Any], session_id: str) -> DiffusionParams:
         raise RequestFailed("invalid_snapshot", f"the snapshot's opening: {error}") from error
 
 
-def _rank() -> int:
+def rank_in_world() -> int:
+    """This process among all ranks of the engine: the place of its part in a file."""
     return int(get_world_group().rank_in_group)
 
 
-def _answer(work: Callable[[], Any]) -> Answer:
+def answer(work: Callable[[], Any]) -> Answer:
     """An RPC answers for every rank; an exception would hide the others' answers."""
     try:
         return {"ok": work()}

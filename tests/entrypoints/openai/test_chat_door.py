@@ -5,10 +5,11 @@ import base64
 import io
 from collections.abc import Iterator
 
+import openai
 import pytest
 from openai_server import Served
 from PIL import Image
-from test_openai_chat import IMAGE, ask, serve_lance
+from test_openai_chat import HELLO, IMAGE, TALK, TOOL, ask, serve_lance
 
 
 @pytest.fixture(scope="module")
@@ -17,11 +18,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_a_picture_is_read_and_one_is_drawn(server: Served) -> None:
-    """The greedy answer streams as what it is whole; the picture has the asked size."""
+    """The greedy answer streams as what it is whole, text alone is answered; the picture has the asked size."""
     whole = ask(server, IMAGE, temperature=0).choices[0]
     assert whole.message.content and whole.finish_reason in ("stop", "length")
     chunks = list(ask(server, IMAGE, temperature=0, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+    for messages in (HELLO, TALK):
+        assert ask(server, None, messages=messages, presence_penalty=0, tools=[]).choices[0].message.content
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(server, None, messages=HELLO, tools=[TOOL])
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tools")
     drawn = server.client.images.generate(
         model="null", prompt="a cat", size="96x64", extra_body={"num_inference_steps": 2}
     )

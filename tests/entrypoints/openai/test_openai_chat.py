@@ -172,6 +172,76 @@ def test_a_system_message_and_a_stop_text_matter(server: Served) -> None:
     assert (stopped.message.content, stopped.finish_reason) == (plain[: plain.index(plain[2:4])], "stop")
 
 
+HELLO = [{"role": "user", "content": "hello"}]
+TALK = [*question(IMAGE), {"role": "assistant", "content": "A cat."}, {"role": "user", "content": "What colour?"}]
+
+
+def test_a_conversation_needs_no_picture_and_remembers_its_turns(server: Served) -> None:
+    """Text alone is answered; each earlier turn is part of what the model reads, the picture where it was shown."""
+    hello = ask(server, None, messages=HELLO)
+    assert hello.choices[0].message.content
+    later = ask(server, None, messages=TALK)
+    alone = ask(server, None, messages=TALK[-1:])
+    other = ask(server, None, messages=[TALK[0], {"role": "assistant", "content": "A tall dog."}, TALK[2]])
+    tokens = [answer.usage.prompt_tokens for answer in (hello, alone, later, other)]
+    assert tokens[0] < tokens[1] + 20 < tokens[2] and tokens[2] != tokens[3]
+    assert later.choices[0].message.content != other.choices[0].message.content
+    pieces = ask(server, None, messages=TALK, stream=True)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == later.choices[0].message.content
+
+
+def test_a_chat_program_is_answered_as_it_asks(server: Served) -> None:
+    """The fields of LibreChat's and similar programs' requests, with the values that they send unasked."""
+    fields: dict[str, Any] = {
+        "temperature": 1,
+        "top_p": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "n": 1,
+        "stop": [],
+        "user": "65f0c0ffee",
+        "logit_bias": {},
+        "logprobs": False,
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "stream_options": {"include_usage": True},
+        "metadata": {"chat": "1"},
+        "store": False,
+    }
+    chunks = list(
+        ask(server, None, messages=[{"role": "system", "content": "Be brief."}, *TALK], stream=True, **fields)
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] in ("stop", "length")
+    assert chunks[-1].usage.total_tokens > chunks[-1].usage.completion_tokens
+    del fields["stream_options"]
+    assert ask(server, None, messages=HELLO, **fields).choices[0].message.role == "assistant"
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [TOOL]}, "tools"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 3}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"n": 2}, "n"),
+    ],
+)
+def test_what_only_openais_models_do_is_an_error_of_openais_shape(
+    server: Served, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot") as refused:
+        ask(server, None, messages=HELLO, **fields)
+    error = refused.value
+    assert (error.code, error.param, error.type) == ("unsupported_parameter", param, "invalid_request_error")
+
+
 def test_a_client_that_leaves_a_whole_answer_frees_the_engine(server: Served) -> None:
     """The answer is not streamed, so the server has nothing to write and must notice by itself."""
     assert ask(server, IMAGE, **{**LONG, "max_tokens": 4000}).choices[0].finish_reason == "length", "it never ends"
@@ -197,9 +267,8 @@ def test_a_client_that_leaves_frees_its_session(server: Served) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"messages": question(None)}, "one image_url or video_url"),
-        ({"messages": [{"role": "user", "content": "hello"}]}, "one image_url or video_url"),
-        ({"messages": question(IMAGE) + question(IMAGE)}, "one user message"),
+        ({"messages": question(IMAGE) + question(IMAGE)}, "2 pictures and clips"),
+        ({"messages": [*question(IMAGE), {"role": "assistant", "content": "A cat."}]}, "last message must be a user"),
         ({"messages": question({"type": "image_url", "image_url": {"url": "http://example.org/a.png"}})}, "data: URLs"),
         ({"messages": question({"type": "image_url", "image_url": {"url": data_url(b"x", "image/png")}})}, "image"),
         (

@@ -123,6 +123,15 @@ def test_the_length_of_a_video(fields: dict[str, Any], num_frames: int, fps: flo
     assert (plan.num_frames, plan.fps) == (num_frames, fps)
 
 
+@pytest.mark.parametrize(("seconds", "message"), [("8", "5.0625 seconds.*values 4$"), (12, "values 4$")])
+def test_a_length_that_cannot_be_made_says_which_can(seconds: Any, message: str) -> None:
+    """Of the values that OpenAI's client knows, too; a frame rate that none of them fits says none."""
+    with pytest.raises(ApiError, match=message):
+        video(seconds=seconds)
+    with pytest.raises(ApiError, match=r"values none$"):
+        video(seconds=seconds, fps=60)
+
+
 @pytest.mark.parametrize(
     ("changes", "fields", "param"),
     [

@@ -87,6 +87,21 @@ def test_a_refusal_is_one_line_and_status_1(door: DoorServer, engine: FakeEngine
     assert not (tmp_path / "x.mp4").exists()
 
 
+def test_what_went_wrong_is_said_and_no_empty_bar_is_left(
+    door: DoorServer, engine: FakeEngine, image: Path, tmp_path: Path
+) -> None:
+    """An unknown session by its name, a start image that is not there by its path."""
+    unknown = run(door, "--session-id", "gone", "--output", tmp_path / "x.mp4")
+    assert unknown.returncode == 1
+    assert "keeps no session 'gone'" in " ".join(unknown.stderr.split())
+    missing = run(door, "--image", tmp_path / "start.png.missing", "--output", tmp_path / "x.mp4")
+    assert missing.returncode == 2
+    assert f"there is no file {tmp_path / 'start.png.missing'}" in missing.stderr
+    for finished in (unknown, missing):
+        assert "messages" not in finished.stderr
+        assert "Traceback" not in finished.stderr
+
+
 def test_a_cut_connection_is_taken_up_again(
     make_door: Callable[..., DoorServer], engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:

@@ -424,3 +424,57 @@ def test_errors_in_a_module_reach_the_test(module_page: Page) -> None:
     """The driver itself: a throw is not taken for a value."""
     with pytest.raises(PageError, match="nonsense"):
         module_page.call("/omni/js/camera.js", "throw new Error('nonsense')")
+
+
+# ---- the world ----------------------------------------------------------------------------------------------------
+
+WORLD = """
+const {World} = await import('/omni/js/world.js');
+const link = new EventTarget();
+[link.hello, link.isUp, link.sent] = [{session_id: 's'}, true, []];
+link.send = (message) => link.sent.push(message);
+const world = new World(link);
+const told = [];
+for (const name of ['chunk', 'resumed', 'rewound', 'trouble']) {
+  world.addEventListener(name, ({detail}) => told.push([name, detail.message?.chunk_index ?? null]));
+}
+const hear = (message) => link.dispatchEvent(new CustomEvent('message', {detail: {message}}));
+"""
+
+
+def test_a_world_that_went_back_is_gone_on_with_from_there(module_page: Page) -> None:
+    """A server that was started anew names an earlier chunk: later ones are new again, what was pending is dropped."""
+    script = (
+        WORLD
+        + """
+    const {Link} = await import('/omni/js/link.js');
+    const asked = [];
+    const pack = Link.pack;
+    Link.pack = (message) => { asked.push(message.request_id); return pack(message); };
+    try {
+      world.begin();
+      const answer = (index) => hear(
+        {type: 'frame', request_id: asked.shift(), session_id: 's', chunk_index: index, final: true});
+      for (let index = 0; index < 4; index++) { world.ask({poses: [0], intrinsics: []}); answer(index); }
+      world.ask({poses: [0], intrinsics: []});
+      asked.shift();
+      link.dispatchEvent(new CustomEvent('down', {detail: {}}));
+      link.dispatchEvent(new CustomEvent('up', {detail: {hello: {}}}));
+      const resume = link.sent.at(-1);
+      const before = link.sent.length;
+      hear({type: 'resumed', session_id: 's', next_chunk_index: 2, replayed: 0});
+      const again = link.sent.length - before;
+      world.ask({poses: [0], intrinsics: []});
+      answer(2);
+      return {told, last: resume.last_chunk_id, again, lastChunk: world.lastChunk, pending: world.numPending};
+    } finally { Link.pack = pack; }
+    """
+    )
+    seen = module_page.run(f"(async () => {{{script}}})()")
+    assert seen["told"] == [
+        *(["chunk", index] for index in range(4)),
+        ["rewound", None],
+        ["resumed", None],
+        ["chunk", 2],
+    ]
+    assert (seen["last"], seen["again"], seen["lastChunk"], seen["pending"]) == (3, 0, 2, 0)

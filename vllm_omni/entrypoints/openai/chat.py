@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/chat/completions` for models that read pictures and clips on the diffusion worker: one question, one answer.
+"""`/v1/chat/completions` for models that read text, pictures and clips on the diffusion worker.
 
-A call is a user message with text and one `image_url` or `video_url` (`data:` URLs), an optional system message before
-it. An answer is one engine request; a streamed one is a session, one request for each few tokens, so that a slow reader
-holds up nobody and a client that leaves costs the piece in flight. Which model reads what is `Capabilities.reads`.
+A call is a conversation that ends with a user message: system messages first, then turns of user and assistant, in all
+of which at most one `image_url` or `video_url` (`data:` URLs) stands. Fields that general clients send with values that
+ask for nothing are taken; those that ask for what these models cannot do are errors (`chat_request.py`). An answer is
+one engine request; a streamed one is a session, one request for each few tokens, so that a slow reader holds up nobody
+and a client that leaves costs the piece in flight. Which model reads what is `Capabilities.reads`.
 Models that generate text through stock vLLM are served by vLLM's own route of this name.
 Held by tests/entrypoints/openai/test_openai_chat.py.
 """
@@ -15,91 +17,39 @@ import uuid
 from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from starlette.responses import Response
 
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.openai.body import read_body
+from vllm_omni.entrypoints.openai.chat_request import (
+    ChatRequest,
+    ImagePart,
+    VideoPart,
+    read_chat,
+    read_conversation,
+)
 from vllm_omni.entrypoints.openai.clips import read_clip
 from vllm_omni.entrypoints.openai.errors import answer_errors, from_failure, invalid, not_found
 from vllm_omni.entrypoints.openai.leaving import until_disconnected
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.pictures import read_upload
-from vllm_omni.entrypoints.openai.protocol import MAX_PROMPT_CHARS, MAX_SEED, read_request
 from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 
 _PIECE_TOKENS: Final = 8
-_MAX_MESSAGES: Final = 2
-
-Text = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-class DataUrl(_Strict):
-    url: str = Field(description="A `data:` URL; this server fetches nothing.")
-    detail: Literal["auto", "low", "high"] | None = Field(None, description="Accepted, not used.")
-
-
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: Text
-
-
-class ImagePart(_Strict):
-    type: Literal["image_url"]
-    image_url: DataUrl
-
-
-class VideoPart(_Strict):
-    type: Literal["video_url"]
-    video_url: DataUrl
-
-
-class Message(_Strict):
-    role: Literal["system", "developer", "user"]
-    content: Annotated[
-        Annotated[Text, Tag("text")]
-        | Annotated[list[Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]], Tag("parts")],
-        Discriminator(lambda content: "parts" if isinstance(content, list) else "text"),
-    ]
-
-
-class StreamOptions(_Strict):
-    include_usage: bool = False
-
-
-class ChatRequest(_Strict):
-    messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES)
-    model: str | None = Field(None, max_length=1024)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2, description="0 (greedy) if absent.")
-    top_p: float | None = Field(None, gt=0, le=1)
-    stop: str | list[str] | None = None
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    n: Literal[1] | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: str | None = Field(None, max_length=1024, description="Accepted, not used.")
-    safety_identifier: str | None = Field(None, max_length=1024, description="Accepted, not used.")
-    extra_params: dict[str, Any] | None = Field(None, description="Extension. Options of the served model itself.")
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call: what is asked, and the picture or clip it is about."""
+    """One call: what is asked, and the picture or clip it is about, if any."""
 
     request: ChatRequest
     model: str
@@ -126,9 +76,9 @@ class ChatRoutes:
         if not reads:
             raise invalid(f"{self._served.names[0]} does not answer in text", code="unsupported_by_model")
         body = await read_body(request, self._limits.max_body_bytes)
-        call = await self._read(read_request(ChatRequest, body.fields))
-        kind = next(iter(call.arrays))
-        if kind not in reads:
+        call = await self._read(read_chat(body.fields, self._served.names[0]))
+        kind = next(iter(call.arrays), None)
+        if kind is not None and kind not in reads:
             raise invalid(f"{call.model} reads {' and '.join(reads)}, not {kind}", "messages", "unsupported_by_model")
         if call.request.stream:
             return StreamingResponse(self._events(call), media_type="text/event-stream")
@@ -144,33 +94,17 @@ class ChatRoutes:
                 "model",
                 "model_not_found",
             )
-        *before, question = asked.messages
-        if question.role != "user" or any(message.role == "user" for message in before):
-            raise invalid("messages must be one user message, with at most one system message before it", "messages")
-        parts = (
-            [TextPart(type="text", text=question.content)] if isinstance(question.content, str) else question.content
-        )
-        texts = [part.text for part in parts if isinstance(part, TextPart)]
-        seen = [part for part in parts if not isinstance(part, TextPart)]
-        if len(seen) != 1:
-            raise invalid(f"the user message must hold one image_url or video_url, got {len(seen)}", "messages.content")
-        if not texts:
-            raise invalid("the user message must hold a text part: ask something", "messages.content")
-        loop = asyncio.get_running_loop()
-        (part,) = seen
-        if isinstance(part, ImagePart):
-            url = _inline(part.image_url.url)
-            arrays = {
-                "image": await loop.run_in_executor(self._executor, read_upload, url, "messages", self._door_limits)
-            }
-        else:
-            url, rate = _inline(part.video_url.url), self._served.capabilities.fps
-            most = self._served.capabilities.read_frames
-            clip = await loop.run_in_executor(self._executor, read_clip, url, rate, most, "messages.content")
-            arrays = {"video": clip}
+        talk = read_conversation(asked.messages)
+        arrays = {} if talk.seen is None else await self._look(talk.seen)
         options: dict[str, Any] = {**(asked.extra_params or {}), "modalities": ["text"]}
-        if before:
-            options["system_prompt"] = _system_text(before[0])
+        if talk.seen is None:
+            options["task"] = "t2t"
+        if talk.system is not None:
+            options["system_prompt"] = talk.system
+        if talk.turns:
+            options["turns"] = talk.turns
+        if talk.seen_in is not None:
+            options["picture_turn"] = talk.seen_in
         limit = asked.max_completion_tokens or asked.max_tokens
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
         chosen = {"max_tokens": limit, "temperature": asked.temperature, "top_p": asked.top_p, "stop": stop}
@@ -178,13 +112,24 @@ class ChatRoutes:
         return _Call(
             request=asked,
             model=asked.model or self._served.names[0],
-            prompt="\n".join(texts),
+            prompt=talk.question,
             seed=secrets.randbelow(2**31) if asked.seed is None else asked.seed,
             options=options,
             arrays=arrays,
             id=f"chatcmpl-{uuid.uuid4().hex}",
             created=int(time.time()),
         )
+
+    async def _look(self, part: ImagePart | VideoPart) -> dict[str, np.ndarray]:
+        loop = asyncio.get_running_loop()
+        if isinstance(part, ImagePart):
+            url = _inline(part.image_url.url)
+            read = loop.run_in_executor(self._executor, read_upload, url, "messages", self._door_limits)
+            return {"image": await read}
+        url, rate = _inline(part.video_url.url), self._served.capabilities.fps
+        most = self._served.capabilities.read_frames
+        clip = await loop.run_in_executor(self._executor, read_clip, url, rate, most, "messages.content")
+        return {"video": clip}
 
     # -- the answer ----------------------------------------------------------------------------------------------------
 
@@ -241,14 +186,6 @@ class ChatRoutes:
             await self._engine.close(session_id)
         except RequestFailed:  # the engine is going down: it frees the session itself
             return
-
-
-def _system_text(message: Message) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    if any(not isinstance(part, TextPart) for part in message.content):
-        raise invalid("the system message must be text", "messages")
-    return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
 
 
 def _inline(url: str) -> str:

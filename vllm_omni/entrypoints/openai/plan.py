@@ -18,6 +18,8 @@ from vllm_omni.entrypoints.openai.served import ServedModel, Sizes
 from vllm_omni.inputs import DiffusionParams
 
 _MAX_OPTIONS_BYTES: Final = 64 << 10
+_OPENAI_SECONDS: Final = (4, 8, 12)
+"""What the type of `seconds` in OpenAI's client names."""
 _MIN_SIDE = 8  # what `DiffusionParams` takes
 
 
@@ -229,9 +231,11 @@ def _num_frames(request: VideoRequest, served: ServedModel, fps: float) -> int:
         return capabilities.nearest_num_frames(capabilities.num_frames)
     wanted = request.seconds * fps
     if round(wanted) > most:
+        fit = [f"{seconds}" for seconds in _OPENAI_SECONDS if round(seconds * fps) <= most]
         raise invalid(
             f"seconds {request.seconds:g} at {fps:g} fps are {round(wanted)} frames: at most {most} "
-            f"({most / fps:g} seconds)",
+            f"({most / fps:g} seconds); any length up to that is made, of OpenAI's own values "
+            f"{' and '.join(fit) or 'none'}",
             "seconds",
         )
     return capabilities.nearest_num_frames(max(1, round(wanted)))

@@ -17,7 +17,8 @@ from vllm.engine.protocol import EngineClient
 
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.environment import read_struct
-from vllm_omni.entrypoints.openai.chat import ChatRequest, ChatRoutes
+from vllm_omni.entrypoints.openai.chat import ChatRoutes
+from vllm_omni.entrypoints.openai.chat_request import ChatRequest
 from vllm_omni.entrypoints.openai.images import ImageRoutes
 from vllm_omni.entrypoints.openai.jobs import VideoJobs
 from vllm_omni.entrypoints.openai.limits import MediaLimits

@@ -41,6 +41,10 @@ class WorldEngine:
         self._engine = OmniEngine(client, ranks)
         self._recorder = recorder
 
+    @property
+    def is_dead(self) -> bool:
+        return self._engine.is_dead
+
     async def generate(self, params: DiffusionParams, arrays: dict[str, np.ndarray]) -> ChunkResult:
         """Run one chunk. Raises `DoorError`. When cancelled, the engine drops the chunk at its next step."""
         started_s = time.monotonic()
@@ -71,6 +75,13 @@ class WorldEngine:
         """Write a session to the new file `path`. Raises `DoorError`."""
         with _door_errors():
             return await self._engine.save_session(session_id, path, owner)
+
+    async def checkpoint(
+        self, session_id: str, path: Path, owner: Mapping[str, str] | None
+    ) -> tuple[SnapshotHeader, float]:
+        """The same while the engine goes on: `(header, seconds that it cost the engine)`. Raises `DoorError`."""
+        with _door_errors():
+            return await self._engine.checkpoint_session(session_id, path, owner)
 
     async def restore(self, session_id: str, path: Path) -> tuple[SnapshotHeader, dict[str, Any]]:
         """Make a session of a file: `(header, scalars)`. Raises `DoorError`."""

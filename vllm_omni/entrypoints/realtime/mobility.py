@@ -2,26 +2,24 @@
 """`SessionMobility`: sessions of this API server process that are written to files and made of files.
 
 A session saved while a request runs is saved as its last finished chunk left it. A restored one belongs to whoever
-restored it and goes on at every door that continues sessions, at the same chunk. Files in transit lie in `spool`, files
-of a drained server in `kept`, named by a digest of their owner; neither is readable by others. Knows no HTTP. Held by
+restored it and goes on at every door that continues sessions, at the same chunk. Files in transit lie in `spool`, those
+that outlive their server in `kept`; neither is readable by others. Knows no HTTP. Held by
 tests/entrypoints/realtime/test_session_api.py and test_drain_served.py.
 """
 
 import asyncio
-import contextlib
-import fcntl
-import hashlib
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 
 from vllm_omni.entrypoints.owner_lock import Spool
+from vllm_omni.entrypoints.realtime.checkpoints import Checkpoints
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.kept_sessions import KeptSessions, claimed
 from vllm_omni.entrypoints.realtime.session import Session, SessionKey
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.inputs import Seed, SessionId
@@ -30,10 +28,6 @@ from vllm_omni.snapshot import SnapshotHeader, check_table, read_header
 
 logger = logging.getLogger("vllm." + __name__)
 
-SUFFIX: Final = ".session.safetensors"
-_PARTIAL: Final = ".partial"
-_ABANDONED_S: Final = 600.0
-"""The age of an unfinished file whose server, on another machine, must be dead."""
 _ATTEMPTS: Final = 20
 _PAUSE_S: Final = 0.05
 
@@ -54,13 +48,27 @@ class WorldScalars(msgspec.Struct, frozen=True):
 
 
 class SessionMobility:
-    """spool: in a directory that the workers see as well. kept: where a drained server leaves its sessions, or None."""
+    """spool: in a directory that the workers see as well. kept: where sessions outlive this server, or None.
 
-    def __init__(self, manager: SessionManager, spool: Spool, kept: Path | None) -> None:
-        self.manager, self.spool, self.kept = manager, spool, kept
-        if kept is not None:
-            kept.mkdir(parents=True, exist_ok=True, mode=0o700)
-            manager.drain.save_to = self._keep
+    checkpoint_s: how often they are saved there while they live; None = only when it is told to stop.
+    """
+
+    def __init__(
+        self, manager: SessionManager, spool: Spool, kept: Path | None, checkpoint_s: float | None = None
+    ) -> None:
+        self.manager, self.spool = manager, spool
+        self.kept: KeptSessions | None = None
+        self.checkpoints: Checkpoints | None = None
+        if kept is None:
+            return
+        kept.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # A checkpoint is its process's while that lives: other servers of the same directory must see that it does.
+        self._kept_spool = spool if checkpoint_s is None else Spool(kept)
+        self.kept = KeptSessions(kept, self._kept_spool.owner)
+        manager.drain.save_to = self._keep
+        if checkpoint_s is not None:
+            self.checkpoints = Checkpoints(self, self.kept, checkpoint_s)
+            self.checkpoints.start()
 
     async def save(self, session: Session, path: Path, owner: dict[str, str] | None = None) -> SnapshotHeader:
         """Write a session to the new file `path`. Raises `DoorError` `unknown_session`, `session_busy`, ..."""
@@ -124,64 +132,60 @@ class SessionMobility:
                 raise DoorError("invalid_request", f"the snapshot's seed: {error}", param="seed") from error
 
     async def take_over(self) -> int:
-        """Restore what a drained server left in `kept`; returns how many. What does not fit stays, and is logged."""
+        """Restore what ended servers left in `kept`; returns how many. What does not fit stays, and is logged."""
         if self.kept is None:
             return 0
-        count = 0
-        for path in sorted(self.kept.glob(f"*{SUFFIX}")):
-            with _claimed(path) as is_mine:
+        count, room = 0, self.manager.facts.max_sessions - len(self.manager)
+        left = await asyncio.to_thread(self.kept.left_by_others)
+        if len(left) > room:
+            logger.warning("%d sessions of ended servers are not taken over: there is no room", len(left) - room)
+        for path in left[-room:] if room > 0 else []:
+            with claimed(path) as is_mine:
                 if not is_mine:
                     continue
                 try:
                     header = await asyncio.to_thread(read_header, path)
                     owner = msgspec.convert(header.owner or {}, Owner)
                     key = (owner.principal, owner.session_id)
-                    await self.restore(key, owner.client, path, "drain")
+                    session = await self.restore(key, owner.client, path, "drain")
                 except (DoorError, RequestFailed, msgspec.ValidationError) as error:
                     logger.warning("%s is not taken over: %s", path, error)
                     continue
-                path.unlink()
+                if self.checkpoints is None:
+                    path.unlink()
+                else:
+                    self.checkpoints.adopt(session, path)
                 count += 1
         return count
 
     def sweep(self) -> None:
         """Remove what servers have left that were killed while a snapshot was on its way, or was being kept."""
         dead = self.spool.sweep()
-        for partial in [] if self.kept is None else self.kept.glob(f"*{_PARTIAL}"):
-            with contextlib.suppress(OSError):  # another server that starts now may be faster
-                age_s = time.time() - partial.stat().st_mtime
-                if partial.name.split(".")[-2] in dead or age_s > _ABANDONED_S:
-                    partial.unlink(missing_ok=True)
+        if self.kept is not None:
+            self.kept.sweep(dead | self._kept_spool.sweep())
+
+    async def checkpoint(self, session: Session, path: Path) -> tuple[SnapshotHeader, float]:
+        """Write a session to the new file `path` while it goes on, unheld: `(header, what it cost the engine)`.
+
+        Raises `DoorError` and OSError.
+        """
+        return await self.manager.engine.checkpoint(session.engine_id, path, _owner(session))
 
     async def _keep(self, session: Session) -> None:
         """Save one session of a server that is stopping."""
         assert self.kept is not None
-        principal, session_id = session.key
-        digest = hashlib.blake2b(f"{principal}/{session_id}".encode(), digest_size=16).hexdigest()
-        partial = self.kept / f"{digest}.{self.spool.owner}{_PARTIAL}"
-        owner = Owner(principal, session_id, session.client)
-        header = await self.save(session, partial, msgspec.to_builtins(owner))
-        partial.replace(self.kept / f"{digest}{SUFFIX}")
-        logger.info(
-            "session_saved chunks=%d bytes=%d", header.chunk_index, (self.kept / f"{digest}{SUFFIX}").stat().st_size
-        )
+        final = self.kept.drained(session.key)
+        partial = self.kept.partial(final)
+        header = await self.save(session, partial, _owner(session))
+        partial.replace(final)
+        self.kept.checkpoint(session.key).unlink(missing_ok=True)
+        logger.info("session_saved chunks=%d bytes=%d", header.chunk_index, final.stat().st_size)
 
 
-@contextlib.contextmanager
-def _claimed(path: Path) -> Iterator[bool]:
-    """Hold a kept file against other API server processes; whoever dies meanwhile leaves it to the next server."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        yield False
-        return
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield path.exists()  # another process may have taken it over and removed it
+def _owner(session: Session) -> dict[str, str]:
+    principal, session_id = session.key
+    owner: dict[str, str] = msgspec.to_builtins(Owner(principal, session_id, session.client))
+    return owner
 
 
 def frames_before(facts: WorldFacts, chunk_index: int) -> int:

@@ -477,6 +477,7 @@ class Session:
 
     def forget_world(self, in_engine: bool = True) -> None:
         """Let go of the world; the next request needs an image. `in_engine`: the engine may still hold it."""
+        self._manager.world_ended(self.engine_id)
         if in_engine:
             with self.trace.current():
                 self._manager.close_world(self.engine_id)

@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
@@ -63,8 +63,11 @@ class SessionManager:
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         self._evicted: OrderedDict[SessionKey, None] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
+        self.on_world_end: list[Callable[[str], None]] = []
+        """Called with the engine's id of a world that is let go of."""
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.held_bytes = 0
         """Replies of all sessions that are kept for a reader or in a journal."""
@@ -88,7 +91,7 @@ class SessionManager:
         Raises `DoorError` `capacity`, `session_limit`, `quota_exceeded` or `draining`.
         """
         if self._sweeper is None:
-            self._sweeper = self.spawn(self._sweep(), contextvars.Context())  # it outlives this client's request
+            self._sweeper = self.spawn_background(self._sweep())
         session = self._sessions.get(key)
         if session is None:
             self.drain.check()
@@ -177,6 +180,10 @@ class SessionManager:
         elif session.started:
             self._evicted.pop(session.key, None)
 
+    def world_ended(self, engine_id: str) -> None:
+        for tell in self.on_world_end:
+            tell(engine_id)
+
     def close_world(self, engine_id: str) -> None:
         """Have the engine free a world, in the background."""
         task = self.spawn(self._close_world(engine_id))
@@ -217,10 +224,16 @@ class SessionManager:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def spawn_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """The same for what runs as long as the manager does: nobody waits for it, and it is of no one's request."""
+        task = self.spawn(work, contextvars.Context())
+        self._background.add(task)
+        return task
+
     @property
     def is_working(self) -> bool:
-        """Whether a task runs, apart from the one that closes idle sessions."""
-        return any(task is not self._sweeper for task in self._tasks)
+        """Whether a task runs that will end by itself."""
+        return bool(self._tasks - self._background)
 
     async def off_loop(self, function: Any, *args: Any) -> Any:
         """Run CPU work on the executor's threads."""

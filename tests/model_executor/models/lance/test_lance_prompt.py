@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from vllm_omni.model_executor.models.lance.config import TASKS
-from vllm_omni.model_executor.models.lance.prompt import SYSTEM_PROMPTS, LanceTokenizer, build_prompt
+from vllm_omni.model_executor.models.lance.prompt import SYSTEM_PROMPTS, LanceTokenizer, Turn, build_prompt
 from vllm_omni.model_executor.models.lance.tiny import write_tokenizer
 
 
@@ -23,7 +23,7 @@ def rendered(tokenizer: LanceTokenizer, segments: tuple) -> str:  # type: ignore
 
 
 def test_the_template_is_qwens() -> None:
-    assert set(SYSTEM_PROMPTS) == set(TASKS)
+    assert set(SYSTEM_PROMPTS) == {*TASKS, "t2t"}
     for task in ("image_edit", "video_edit"):
         assert SYSTEM_PROMPTS[task].count("\u2019") == 2 and "'" not in SYSTEM_PROMPTS[task]
 
@@ -52,6 +52,22 @@ def test_a_question_ends_with_the_newline_behind_assistant(tokenizer: LanceToken
     prompt = build_prompt("x2t_image", tokenizer.tokens, "What?", vit=(1, 1, 1))
     assert rendered(tokenizer, prompt.cond[-1:]) == "What?<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.uncond == ()
+
+
+def test_a_conversation_is_the_template_turn_by_turn(tokenizer: LanceTokenizer) -> None:
+    """The picture stands before the text of the turn that shows it; what nobody may write is text in every turn."""
+    turns = (Turn("user", "What?"), Turn("assistant", "A cat.<|im_end|>"))
+    prompt = build_prompt("x2t_image", tokenizer.tokens, "Why?", vit=(1, 1, 1), turns=turns, picture_turn=0)
+    assert [segment.kind for segment in prompt.cond] == ["text", "vit", "text"]
+    assert rendered(tokenizer, prompt.cond[:1]).endswith("question.<|im_end|>\n<|im_start|>user\n")
+    after = "What?<|im_end|>\n<|im_start|>assistant\nA cat.<|im_end|><|im_end|>\n<|im_start|>user\nWhy?"
+    assert rendered(tokenizer, prompt.cond[2:]) == f"{after}<|im_end|>\n<|im_start|>assistant\n"
+    special = tokenizer.ids["<|im_end|>"]
+    assert [number for segment in prompt.cond for number in segment.ids].count(special) == 4
+    last = build_prompt("x2t_image", tokenizer.tokens, "Why?", vit=(1, 1, 1), turns=turns)
+    assert rendered(tokenizer, last.cond[2:]) == "Why?<|im_end|>\n<|im_start|>assistant\n"
+    text = build_prompt("t2t", tokenizer.tokens, "Why?")
+    assert [segment.kind for segment in text.cond] == ["text", "text"]
 
 
 def test_a_user_cannot_write_special_tokens(tokenizer: LanceTokenizer) -> None:

@@ -8,7 +8,7 @@ import torch
 from lance_driver import clip, picture
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.models.lance.config import LanceConfig, LanceOptions
+from vllm_omni.model_executor.models.lance.config import LanceConfig, LanceOptions, Task
 from vllm_omni.model_executor.models.lance.request import (
     DrawInputs,
     find_task,
@@ -49,6 +49,7 @@ def draw(fields: dict[str, Any], tensors: dict[str, torch.Tensor], config: Lance
         ({"options": {"modalities": ["video"]}}, {}, "t2v"),
         ({"options": {"modalities": ["text"]}}, IMAGE, "x2t_image"),
         ({"options": {"modalities": ["text"]}}, VIDEO, "x2t_video"),
+        ({"options": {"modalities": ["text"]}, "prompt": "hello"}, {}, "t2t"),
         ({"options": {"task": "video_edit"}}, VIDEO, "video_edit"),
         ({"options": {"task": "x2t_image"}}, IMAGE, "x2t_image"),
     ],
@@ -65,7 +66,7 @@ def test_the_task_follows_from_what_is_sent(
         ({}, {**IMAGE, **VIDEO}, "either `image` or `video`"),
         ({}, {"mask": picture()}, "unknown tensors"),
         ({}, VIDEO, "options.modalities"),
-        ({"options": {"modalities": ["text"]}}, {}, "needs an `image` or a `video`"),
+        ({"options": {"modalities": ["text"]}, "prompt": None}, {}, "needs an `image` or a `video`"),
         ({"options": {"modalities": ["text", "image"]}}, IMAGE, "must name one of"),
         ({"options": {"task": "image_edit"}}, {}, "no image or video was sent"),
         ({"options": {"task": "x2t_video"}}, IMAGE, "an image was sent"),
@@ -173,6 +174,23 @@ def test_a_question_may_be_left_out_but_not_empty() -> None:
     empty = DiffusionParams(session_id="s", prompt=" ", options={"task": "x2t_image"})
     with pytest.raises(RequestFailed, match="prompt must not be empty"):
         read_question(empty, options, "x2t_image", IMAGE, LanceOptions())
+
+
+@pytest.mark.parametrize(
+    ("task", "tensors", "shown", "message"),
+    [("x2t_image", IMAGE, 1, "there are 1 turns$"), ("t2t", {}, 0, "no picture")],
+)
+def test_a_picture_is_shown_in_a_turn_that_is_there(
+    task: Task, tensors: dict[str, torch.Tensor], shown: int, message: str
+) -> None:
+    """The conversation's turns arrive as they were sent."""
+    turns = [{"role": "user", "text": "What?"}]
+    request = params(options={"task": task, "turns": turns})
+    question = read_question(request, parse_request_options(request), task, tensors, LanceOptions())
+    assert [(turn.role, turn.text) for turn in question.turns] == [("user", "What?")]
+    wrong = params(options={"task": task, "turns": turns, "picture_turn": shown})
+    with pytest.raises(RequestFailed, match=message):
+        read_question(wrong, parse_request_options(wrong), task, tensors, LanceOptions())
 
 
 def test_an_answer_may_not_be_longer_than_served() -> None:

@@ -52,6 +52,7 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     if options.pipeline_class is not None:
         check_class(options.pipeline_class)
     omni.refuse_degradations("diffusers' own pipeline")
+    omni.refuse_checkpoints("diffusers' own pipeline")
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:

@@ -19,9 +19,10 @@ FRAMES_PER_LATENT = 4
 LATENT_CHANNELS = 48
 TIMESTEP_FREQUENCIES = 256
 
-Task = Literal["t2i", "image_edit", "t2v", "i2v", "video_edit", "x2t_image", "x2t_video"]
+Task = Literal["t2i", "image_edit", "t2v", "i2v", "video_edit", "x2t_image", "x2t_video", "t2t"]
 TASKS: tuple[Task, ...] = ("t2i", "image_edit", "t2v", "i2v", "video_edit", "x2t_image", "x2t_video")
-READING_TASKS: tuple[Task, ...] = ("x2t_image", "x2t_video")
+"""Those of the original; `t2t`, a conversation without a picture, is only ours."""
+READING_TASKS: tuple[Task, ...] = ("x2t_image", "x2t_video", "t2t")
 VIDEO_TASKS: tuple[Task, ...] = ("t2v", "i2v", "video_edit")
 """Tasks that write video latents, which only the video checkpoint was trained for."""
 EDIT_TASKS: tuple[Task, ...] = ("image_edit", "video_edit")

@@ -34,6 +34,7 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     LanceOptions.parse(omni.model)
     lance_config(config["lance"])
     omni.refuse_degradations("Lance")
+    omni.refuse_checkpoints("Lance")
 
 
 def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:

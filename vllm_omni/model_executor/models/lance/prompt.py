@@ -12,6 +12,7 @@ Held by tests/model_executor/models/lance/test_lance_prompt.py, test_lance_choic
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tokenizers import Tokenizer
 
@@ -45,6 +46,7 @@ SYSTEM_PROMPTS: Mapping[Task, str] = {
     "video_edit": _EDIT.format("video"),
     "x2t_image": "Look at the image carefully and answer the question.",
     "x2t_video": "Watch the video carefully and answer the question.",
+    "t2t": "Answer the question.",
 }
 CAPTION_PROMPT = (
     "Generate a detailed and accurate description of the {}, including all the key moments and visual details."
@@ -62,6 +64,14 @@ class PromptTokens:
 
     encode_template: Encode
     encode_user: Encode
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a conversation before the question."""
+
+    role: Literal["user", "assistant"]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -89,19 +99,25 @@ def build_prompt(
     reference: Grid | None = None,
     noise: Grid | None = None,
     served: LanceOptions = _ORIGINAL,
+    turns: Sequence[Turn] = (),
+    picture_turn: int | None = None,
 ) -> Prompt:
-    """Put a request's segments in order. Grids are in decoder tokens (T, h, w)."""
+    """Put a request's segments in order. Grids are in decoder tokens (T, h, w).
+
+    turns: of a conversation before `user_text`. picture_turn: which of them the picture stands in; None = `user_text`.
+    """
     system = system_prompt_of(task, served) if system_prompt is None else system_prompt
     encode = tokens.encode_template
     from_text = task in _TEXT_TO_PICTURES
     wrapped = from_text and served.drawing_prompt == "wrapped"
-    prefix = _text(
-        (
-            *encode(f"{IM_START * wrapped}{IM_START}system\n"),
-            *(encode if system_prompt is None else tokens.encode_user)(system),
-            *encode(f"{IM_END}\n{IM_START}user\n"),
-        )
+    opening = (
+        *encode(f"{IM_START * wrapped}{IM_START}system\n"),
+        *(encode if system_prompt is None else tokens.encode_user)(system),
     )
+    if turns:
+        said = [*turns, Turn("user", user_text)]
+        return _conversation(opening, said, tokens, vit, len(turns) if picture_turn is None else picture_turn)
+    prefix = _text((*opening, *encode(f"{IM_END}\n{IM_START}user\n")))
     context = [prefix]
     if vit is not None:
         context.append(Segment("vit", grid=vit))
@@ -119,6 +135,21 @@ def build_prompt(
         bare = task == "t2i" and not negative
         uncond = [] if bare else [_text(encode(IM_START)), *negative, _text(encode(IM_END))]
     return Prompt((*context, user, separator, *block), (*uncond, *block))
+
+
+def _conversation(
+    opening: Sequence[int], turns: Sequence[Turn], tokens: PromptTokens, vit: Grid | None, picture_turn: int
+) -> Prompt:
+    """Several turns, each as the template writes a single one; the picture before the text of its turn."""
+    segments, ids = [], list(opening)
+    for number, turn in enumerate(turns):
+        ids += tokens.encode_template(f"{IM_END}\n{IM_START}{turn.role}\n")
+        if vit is not None and number == picture_turn:
+            segments += [_text(ids), Segment("vit", grid=vit)]
+            ids = []
+        ids += tokens.encode_user(turn.text)
+    ids += tokens.encode_template(f"{IM_END}\n{IM_START}assistant\n")
+    return Prompt((*segments, _text(ids)), ())
 
 
 def _text(ids: Sequence[int], user: bool = False) -> Segment:

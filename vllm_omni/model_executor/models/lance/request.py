@@ -39,7 +39,7 @@ from vllm_omni.model_executor.models.lance.media import (
     smart_limits,
     smart_size,
 )
-from vllm_omni.model_executor.models.lance.prompt import CAPTION_PROMPT, system_prompt_of
+from vllm_omni.model_executor.models.lance.prompt import CAPTION_PROMPT, Turn, system_prompt_of
 from vllm_omni.model_executor.models.lance.sampling import RENORM_TYPES, Guidance, TokenChoice
 from vllm_omni.model_executor.models.lance.sizes import drawing_grid, reference_grid
 from vllm_omni.outputs import RequestFailed
@@ -47,10 +47,18 @@ from vllm_omni.outputs import RequestFailed
 _MIN_SIDE, _MAX_SIDE = 28, 8192
 _MAX_CLIP_FRAMES = 7200
 _MAX_STOPS = 16
+_MAX_TURNS = 256
 _TEMPLATE_TOKENS = 64
 """More than the chat template's own tokens."""
+_TURN_TOKENS = 8
+"""More than those of one more turn."""
 
 Unit = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+
+
+class TurnOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: Literal["user", "assistant"]
+    text: Annotated[str, msgspec.Meta(max_length=16384)]
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -59,6 +67,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     task: what to do; None = what prompt, tensors, `num_frames` and `modalities` say. modalities: what comes back,
     `["text"]`, `["image"]` or `["video"]`. resolution: the preset that references are resized to. origin_fps: of the
     clip that is sent; None = it has 12 frames a second already. system_prompt: instead of the task's own.
+    turns: of a conversation, before the prompt. picture_turn: which of them shows the picture; None = the prompt.
     Drawing: cfg_text_scale (the same as `guidance_scale`), cfg_interval, cfg_renorm_type, cfg_renorm_min,
     timestep_shift. Reading: max_tokens, temperature, top_p, stop; chunk_tokens = answer in pieces, one request each.
     """
@@ -80,6 +89,8 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         msgspec.field(default_factory=list)
     )
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    turns: Annotated[list[TurnOptions], msgspec.Meta(max_length=_MAX_TURNS)] = msgspec.field(default_factory=list)
+    picture_turn: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,18 +127,21 @@ class DrawInputs:
 class ReadInputs:
     """A checked question. source: uint8 [T, H, W, 3]; an image has one frame.
 
-    preset: for the vision tower; None = the frames are scaled as Qwen2-VL's processor does.
+    source None: there is nothing to look at. preset: for the vision tower; None = the frames are scaled as Qwen2-VL's
+    processor does. turns, picture_turn: as `build_prompt` takes them.
     """
 
     task: Task
     prompt: str
     system_prompt: str | None
-    source: torch.Tensor
+    source: torch.Tensor | None
     preset: Preset | None
     choice: TokenChoice
     seed: int
     max_tokens: int
     stop: tuple[str, ...]
+    turns: tuple[Turn, ...] = ()
+    picture_turn: int | None = None
 
 
 def parse_request_options(params: DiffusionParams) -> RequestOptions:
@@ -167,9 +181,9 @@ def find_task(params: DiffusionParams, options: RequestOptions, tensors: Mapping
         raise _invalid("send either `image` or `video`, not both")
     found: Task
     if wanted == "text":
-        if not has_image and not has_video:
-            raise _invalid("understanding needs an `image` or a `video`")
-        found = "x2t_video" if has_video else "x2t_image"
+        found = "x2t_video" if has_video else "x2t_image" if has_image else "t2t"
+        if found == "t2t" and params.prompt is None:
+            raise _invalid("understanding without a prompt needs an `image` or a `video`")
     elif wanted == "video":
         found = "video_edit" if has_video else "i2v" if has_image else "t2v"
     elif has_video:
@@ -262,13 +276,19 @@ def read_question(
         raise _invalid("prompt must not be empty: ask something, or leave it out for a description")
     if params.negative_prompt is not None or params.num_images != 1 or params.output != "rgb":
         raise _invalid("understanding takes no negative_prompt, num_images or output")
+    if options.picture_turn is not None and (task == "t2t" or options.picture_turn >= len(options.turns)):
+        raise _invalid(
+            f"options.picture_turn {options.picture_turn}: there are {len(options.turns)} turns"
+            + (" and no picture" if task == "t2t" else "")
+        )
     source = _clip(tensors)
-    assert source is not None
     preset: Preset | None = PRESETS[options.resolution or ("video_480p" if task == "x2t_video" else "image_768res")]
     if _keeps_frames(task, served):
+        assert source is not None
         _check_kept_clip(source, options, served)
         preset = None
     elif task == "x2t_video":
+        assert source is not None
         source = source[sampled_frames(source.shape[0], options.origin_fps)]
     return ReadInputs(
         task=task,
@@ -280,6 +300,8 @@ def read_question(
         seed=DEFAULTS.seed if params.seed is None else params.seed,
         max_tokens=answer_tokens(options, served),
         stop=tuple(options.stop),
+        turns=tuple(Turn(turn.role, turn.text) for turn in options.turns),
+        picture_turn=options.picture_turn,
     )
 
 
@@ -354,6 +376,7 @@ def largest_needs(
     count_tokens: of a text. Raises `RequestFailed` for sizes out of range.
     """
     user = count_tokens(params.prompt or CAPTION_PROMPT) + count_tokens(params.negative_prompt or "")
+    user += sum(count_tokens(turn.text) + _TURN_TOKENS for turn in options.turns)
     slots = latents = 0
     for task in possible_tasks(params, options):
         text = user + _TEMPLATE_TOKENS + count_tokens(options.system_prompt or system_prompt_of(task, served))
@@ -361,7 +384,7 @@ def largest_needs(
         preset = PRESETS[options.resolution or ("video_480p" if video else "image_768res")]
         frames = len(sampled_frames(_MAX_CLIP_FRAMES, DEFAULTS.fps)) if video else 1
         vision = 0
-        if task in (*EDIT_TASKS, *READING_TASKS):
+        if task in (*EDIT_TASKS, "x2t_image", "x2t_video"):
             largest_frame = max(h * w for h, w in buckets(preset.vit, LATENT_MULTIPLE))
             if _keeps_frames(task, served):
                 largest_frame, frames = smart_limits()[1], served.max_video_frames

@@ -98,7 +98,9 @@ class Starter:
 
     def reading(self, inputs: ReadInputs, chunk_tokens: int | None, timer: StageTimer) -> Reading:
         """chunk_tokens: None = the whole answer in one chunk."""
-        rows, grid = self._see(inputs.source.to(self.device), inputs.preset, timer)
+        rows = grid = None
+        if inputs.source is not None:
+            rows, grid = self._see(inputs.source.to(self.device), inputs.preset, timer)
         prompt = build_prompt(
             inputs.task,
             self.tokenizer.tokens,
@@ -106,6 +108,8 @@ class Starter:
             system_prompt=inputs.system_prompt,
             vit=grid,
             served=self.options,
+            turns=inputs.turns,
+            picture_turn=inputs.picture_turn,
         )
         anchored = self.options.understanding_vit_time == "origin"
         context = place(prompt.cond, positions(prompt.cond, anchor_vit=anchored))

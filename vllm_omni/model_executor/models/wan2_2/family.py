@@ -36,6 +36,7 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
     Wan22Options.parse(omni.model)
     Wan22Checkpoint(**config["wan2_2"]["facts"]).latent_size(omni.height, omni.width)
     omni.refuse_degradations("Wan 2.2")
+    omni.refuse_checkpoints("Wan 2.2")
 
 
 def _check_parallel(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:

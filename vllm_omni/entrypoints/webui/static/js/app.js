@@ -14,6 +14,7 @@ import { World } from "./world.js";
 const MAP_EVERY_MS = 100;
 const MAKING_TEXT = "Making the first pictures …";
 const ENGINE_FAILED = 1011; // the close code of a server whose engine has died
+const TRAIL_CHUNKS = 256;
 const ENGINE_TEXT = "The engine has stopped. This world is lost unless the server kept a copy; trying to resume it …";
 
 export class App {
@@ -27,6 +28,7 @@ export class App {
   prompt = "";
   #choice = null; // what the world was begun with
   #place = START; // where the next chunk sets out
+  #trail = []; // {chunk, place}: where the last chunks ended, in case the server has only earlier ones
   #nextPrompt = null;
   #isAwaited = false; // the world's first picture has not come
   #steadySince = 0; // times that began before are of an outage or a pause, not of the server
@@ -61,6 +63,7 @@ export class App {
     this.world.addEventListener("applied", ({ detail }) => this.#promptApplied(detail));
     this.world.addEventListener("trouble", ({ detail }) => this.#trouble(detail));
     this.world.addEventListener("resumed", () => this.#resumed());
+    this.world.addEventListener("rewound", () => this.#rewound());
     this.player.onframe = (frame) => this.#shown(frame);
   }
 
@@ -272,6 +275,7 @@ export class App {
     this.recorder.add(message.mp4, message.num_frames);
     this.#closeRecording();
     const { places, inputAt } = request.note;
+    this.#trail = [...this.#trail.slice(-TRAIL_CHUNKS), { chunk: message.chunk_index, place: places.at(-1) }];
     this.player.push(message.video, { places, inputAt, sentAt: request.sentAt, cameAt });
     this.#askInTime();
     for (const warning of message.warnings ?? []) this.notices.show(warning);
@@ -347,6 +351,14 @@ export class App {
     this.steady();
     if (!this.hasEngineFailed) this.#sayResumed();
     this.onstate();
+  }
+
+  /** The server went on from a copy that is some chunks old: set out from where that one ended. */
+  #rewound() {
+    const known = this.#trail.filter(({ chunk }) => chunk <= this.world.lastChunk);
+    this.#place = known.at(-1)?.place ?? this.#place;
+    this.#trail = known;
+    this.#closeRecording();
   }
 
   #sayResumed() {

@@ -5,7 +5,8 @@
 // Invariants: a chunk is told once, in order; a request is kept until it is answered, so that it can be sent again as it
 // was (the server does not make it twice); frames of requests that were dropped are dropped.
 //
-// Events: `chunk` {message, request}, `applied` {prompt, frame}, `trouble` {text, code, lost}, `resumed` {}.
+// Events: `chunk` {message, request}, `applied` {prompt, frame}, `trouble` {text, code, lost}, `resumed` {}, `rewound` {}
+// (before `resumed`: the world is some chunks younger than what was seen of it).
 
 import { Link } from "./link.js";
 
@@ -126,6 +127,7 @@ export class World extends EventTarget {
       case "resumed":
         this.#replaying = message.replayed;
         this.#lookups = 0;
+        if (message.next_chunk_index <= this.lastChunk) this.#wentBack(message.next_chunk_index);
         return this.#replaying === 0 ? this.#goOn() : undefined;
       default:
         return undefined; // done, reset, closed, and what later servers may say
@@ -198,6 +200,13 @@ export class World extends EventTarget {
       this.#lookups = 0;
       this.#trouble(message, true);
     }
+  }
+
+  /** The server was started anew and has the world as it was some chunks ago; it never heard of what is pending. */
+  #wentBack(nextChunk) {
+    this.lastChunk = nextChunk - 1;
+    this.#pending.clear();
+    this.#tell("rewound", {});
   }
 
   #goOn() {

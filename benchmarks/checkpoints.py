@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `omni.checkpoint_s` costs the chunks of a session: the same engine with and without it, in turn.
+
+    python benchmarks/checkpoints.py                              # the tiny LingBot World on this machine
+    python benchmarks/checkpoints.py --height 480 --width 832     # the same with more bytes
+
+One session walks on without a pause, through the real engine; the doors' own loop (`Checkpoints`) saves it beside that.
+Blocks of equal length are run in pairs, without and with checkpoints, the order turning from pair to pair. Reported is
+processor time of all processes for each chunk, which other work on the machine hardly touches, and time on the clock,
+which it does; growth is the median over pairs.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+sys.path.insert(0, str(Path(__file__).parent))
+import psutil
+from common import add_output_arguments, run_request, running_engine, save
+
+TARGET_GROWTH_PERCENT = 2.0
+
+
+def processor_s() -> float:
+    """Of this process and all that it started."""
+    own = psutil.Process()
+    spent = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(times.user + times.system for times in spent)
+
+
+async def run(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from vllm_omni.entrypoints.owner_lock import Spool
+    from vllm_omni.entrypoints.realtime.engine import WorldEngine
+    from vllm_omni.entrypoints.realtime.facts import WorldFacts
+    from vllm_omni.entrypoints.realtime.limits import DoorLimits
+    from vllm_omni.entrypoints.realtime.mobility import SessionMobility
+    from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+    from vllm_omni.inputs import DiffusionParams
+
+    omni: dict[str, Any] = {"height": args.height, "width": args.width, "max_sessions": 4}
+    image = torch.full((args.height, args.width, 3), 128, dtype=torch.uint8)
+    async with running_engine(model, omni, enforce_eager=True) as engine:
+        facts = WorldFacts.from_vllm_config(engine.vllm_config, model="tiny")
+        manager = SessionManager(WorldEngine(engine), facts, DoorLimits(), ThreadPoolExecutor(1))
+        session = manager.open(("anonymous", "walk"))
+
+        async def chunk() -> None:
+            index, first = session.next_chunk, not session.started
+            params = DiffusionParams(
+                session_id=session.engine_id,
+                chunk_index=index,
+                prompt="a coast road" if first else None,
+                seed=1 if first else None,
+                height=args.height,
+                width=args.width,
+                actions=[["w"], ["w", "j"], []],
+            )
+            await run_request(engine, params, {"image": image} if first else None, f"walk-{index}")
+            session.started, session.next_chunk = True, index + 1
+
+        async def block(seconds: float) -> dict[str, float]:
+            processor, start, first = processor_s(), time.perf_counter(), session.next_chunk
+            while time.perf_counter() - start < seconds:
+                await chunk()
+            chunks, wall_s = session.next_chunk - first, time.perf_counter() - start
+            return {
+                "processor_ms": (processor_s() - processor) / chunks * 1e3,
+                "wall_ms": wall_s / chunks * 1e3,
+                "chunks": chunks,
+            }
+
+        async def with_checkpoints(seconds: float) -> dict[str, float]:
+            mobility = SessionMobility(manager, Spool(folder), folder / "kept", args.checkpoint_s)
+            assert mobility.checkpoints is not None and mobility.kept is not None
+            written, save_one = [], mobility.checkpoints._save
+
+            async def counted(of: Any) -> float:
+                written.append(await save_one(of))
+                return written[-1]
+
+            mobility.checkpoints._save = counted  # type: ignore[method-assign]
+            measured = await block(seconds)
+            assert mobility.checkpoints.task is not None
+            mobility.checkpoints.task.cancel()
+            await asyncio.wait([mobility.checkpoints.task])
+            (file,) = mobility.kept.folder.glob("*.session.safetensors")
+            measured |= {"checkpoints": len(written), "cost_ms": statistics.mean(written) * 1e3}
+            measured["file_bytes"] = file.stat().st_size
+            file.unlink()
+            return measured
+
+        for _ in range(args.warm_up):
+            await chunk()
+        await with_checkpoints(1.0)  # the worker's memory for the copy is made once
+        pairs = []
+        for number in range(args.pairs):
+            if number % 2:
+                after = await with_checkpoints(args.block_s)
+                before = await block(args.block_s)
+            else:
+                before = await block(args.block_s)
+                after = await with_checkpoints(args.block_s)
+            pairs.append({"without": before, "with": after})
+            print(pairs[-1], file=sys.stderr, flush=True)
+    return {
+        "size": [args.height, args.width],
+        "checkpoint_s": args.checkpoint_s,
+        "growth_percent": {
+            name: {
+                "median": round(statistics.median(values), 2),
+                "least": round(min(values), 2),
+                "most": round(max(values), 2),
+            }
+            for name in ("processor_ms", "wall_ms")
+            for values in [[(pair["with"][name] / pair["without"][name] - 1) * 100 for pair in pairs]]
+        },
+        "target_growth_percent": TARGET_GROWTH_PERCENT,
+        "file_bytes": pairs[-1]["with"]["file_bytes"],
+        "checkpoint_cost_ms": round(statistics.median(pair["with"]["cost_ms"] for pair in pairs), 2),
+        "checkpoint_every_s": round(
+            statistics.median(
+                pair["with"]["wall_ms"] * pair["with"]["chunks"] / 1e3 / pair["with"]["checkpoints"] for pair in pairs
+            ),
+            2,
+        ),
+        "pairs": pairs,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--height", type=int, default=64)
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--checkpoint-s", type=float, default=5.0)
+    parser.add_argument("--block-s", type=float, default=20.0, help="length of a block")
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--warm-up", type=int, default=8, help="chunks before the first block; 7 fill the window")
+    parser.add_argument("--name", default="checkpoints", help="name of the result file")
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    from vllm_omni.model_executor.models.registry import get_family
+
+    with tempfile.TemporaryDirectory() as folder:
+        get_family("lingbot_world").make_tiny(Path(folder) / "model", 0, "original")
+        result = asyncio.run(run(Path(folder) / "model", Path(folder), args))
+    save(args.name, {"result": result}, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints without a server: which session is saved when, what goes with its world, and whose files are whose."""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_engine import FIRST, LATER, FakeEngine
+from test_session import ended, job, scenario, until
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.owner_lock import Spool
+from vllm_omni.entrypoints.realtime.checkpoints import Checkpoints
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.kept_sessions import KeptSessions
+from vllm_omni.entrypoints.realtime.mobility import SessionMobility
+from vllm_omni.entrypoints.realtime.session import Session
+from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+
+PERIOD_S = 0.05
+
+
+class Writer:
+    """Stands for the engine's side: writes the chunk's number, after `delay_s`, or fails."""
+
+    def __init__(self, manager: SessionManager) -> None:
+        self.manager, self.delay_s, self.cost_s = manager, 0.0, 0.0
+        self.saved: list[tuple[str, int]] = []
+        self.fails: DoorError | None = None
+        self.is_dead = False
+        self.engine = manager.engine
+        manager.engine = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    async def checkpoint(self, session_id: str, path: Path, owner: dict[str, str]) -> tuple[Any, float]:
+        session = next(each for each in self.manager.sessions() if each.engine_id == session_id)
+        chunk = session.next_chunk
+        await asyncio.sleep(self.delay_s)
+        if self.fails is not None:
+            raise self.fails
+        path.write_text(str(chunk))
+        self.saved.append((owner["session_id"], chunk))
+        return SimpleNamespace(chunk_index=chunk), self.cost_s
+
+
+Test = Callable[[SessionManager, Session, FakeEngine, Writer, KeptSessions], Awaitable[None]]
+
+
+def checkpointed(folder: Path, test: Test) -> None:
+    """Run `test` with a manager whose sessions are checkpointed to `folder`."""
+
+    async def inner(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        writer = Writer(manager)
+        mobility = SessionMobility(manager, Spool(folder / "spool"), folder / "kept", PERIOD_S)
+        assert mobility.kept is not None and isinstance(mobility.checkpoints, Checkpoints)
+        await test(manager, session, engine, writer, mobility.kept)
+
+    scenario(inner)
+
+
+async def walk(session: Session, number: int) -> None:
+    frames = FIRST if number == 0 else LATER
+    assert await ended(session.submit(job(frames, f"r{number}", image=number == 0))) is None
+
+
+def test_a_session_is_saved_when_it_has_moved_and_its_file_goes_with_its_world(tmp_path: Path) -> None:
+    """One file, replaced; nothing is written for a session that stands still."""
+
+    async def test(
+        manager: SessionManager, session: Session, engine: FakeEngine, writer: Writer, kept: KeptSessions
+    ) -> None:
+        await walk(session, 0)
+        file = kept.checkpoint(session.key)
+        await until(file.exists)
+        await asyncio.sleep(4 * PERIOD_S)
+        assert writer.saved == [("s", 1)]
+        await walk(session, 1)
+        await until(lambda: file.read_text() == "2")
+        assert [path.name for path in kept.folder.glob("*.safetensors")] == [file.name]
+        await session.reset()
+        assert not file.exists()
+
+    checkpointed(tmp_path, test)
+
+
+def test_a_world_that_ends_while_it_is_written_leaves_no_file(tmp_path: Path) -> None:
+    async def test(
+        manager: SessionManager, session: Session, engine: FakeEngine, writer: Writer, kept: KeptSessions
+    ) -> None:
+        writer.delay_s = 0.1
+        await walk(session, 0)
+        await asyncio.sleep(2 * PERIOD_S)
+        await session.reset()
+        await until(lambda: writer.saved)
+        await asyncio.sleep(PERIOD_S)
+        assert not [path for path in kept.folder.iterdir() if path.suffix in (".partial", ".safetensors")]
+
+    checkpointed(tmp_path, test)
+
+
+def test_what_a_dead_engine_held_stays_for_the_next_server(tmp_path: Path) -> None:
+    """Doors free the worlds of clients that they close; after a crash that must not cost the checkpoint."""
+
+    async def test(
+        manager: SessionManager, session: Session, engine: FakeEngine, writer: Writer, kept: KeptSessions
+    ) -> None:
+        await walk(session, 0)
+        await until(kept.checkpoint(session.key).exists)
+        writer.is_dead = True
+        session.forget_world(in_engine=False)
+        assert kept.checkpoint(session.key).exists()
+
+    checkpointed(tmp_path, test)
+
+
+def test_a_full_disk_costs_the_checkpoint_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged once, the one before stays, and the next period tries again."""
+
+    async def test(
+        manager: SessionManager, session: Session, engine: FakeEngine, writer: Writer, kept: KeptSessions
+    ) -> None:
+        await walk(session, 0)
+        file = kept.checkpoint(session.key)
+        await until(file.exists)
+        writer.fails = DoorError("storage_full", "there is no room")
+        await walk(session, 1)
+        await asyncio.sleep(6 * PERIOD_S)
+        assert file.read_text() == "1"
+        writer.fails = None
+        await until(lambda: file.read_text() == "2")
+
+    with caplog.at_level("WARNING", "vllm.vllm_omni"):
+        checkpointed(tmp_path, test)
+    assert sum("could not be written" in record.message for record in caplog.records) <= 1
+
+
+def test_checkpoints_take_no_more_than_their_share(tmp_path: Path) -> None:
+    """One that cost the engine 10 ms is followed by two thirds of a second without any."""
+
+    async def test(
+        manager: SessionManager, session: Session, engine: FakeEngine, writer: Writer, kept: KeptSessions
+    ) -> None:
+        writer.cost_s = 0.01
+        began_s = time.monotonic()
+        for number in range(8):
+            await walk(session, number)
+            await asyncio.sleep(PERIOD_S)
+        lasted_s = time.monotonic() - began_s
+        assert 1 <= len(writer.saved) <= 1 + lasted_s / (0.01 / 0.02)
+
+    checkpointed(tmp_path, test)
+
+
+def test_a_drain_does_not_wait_for_checkpoints_and_ends_them(tmp_path: Path) -> None:
+    """The session is saved for good, under the name that any server takes over; its checkpoint goes."""
+
+    async def test(
+        manager: SessionManager, session: Session, engine: FakeEngine, writer: Writer, kept: KeptSessions
+    ) -> None:
+        async def save(session_id: str, path: Path, owner: dict[str, str]) -> Any:
+            path.write_text("for good")
+            return SimpleNamespace(chunk_index=1)
+
+        writer.save = save  # type: ignore[attr-defined]
+        await walk(session, 0)
+        await until(kept.checkpoint(session.key).exists)
+        async with asyncio.timeout(5):
+            await manager.drain.run(manager)
+        assert kept.drained(session.key).read_text() == "for good"
+        assert not kept.checkpoint(session.key).exists()
+
+    checkpointed(tmp_path, test)
+
+
+def test_only_files_of_the_dead_are_taken_over(tmp_path: Path) -> None:
+    """Of several of one session the newest; a living server's checkpoint is its own; a day old ones go."""
+    living, dead = Spool(tmp_path), Spool(tmp_path)
+    key, other = ("anonymous", "walk"), ("anonymous", "other")
+    mine, theirs = KeptSessions(tmp_path, living.owner), KeptSessions(tmp_path, dead.owner)
+    for age_s, path in enumerate(
+        (theirs.checkpoint(key), theirs.drained(key), mine.checkpoint(other), theirs.checkpoint(other))
+    ):
+        path.write_text("x")
+        os.utime(path, (time.time() - age_s - 10,) * 2)
+    theirs.partial(theirs.checkpoint(key)).write_text("torn")
+    assert mine.left_by_others() == [mine.drained(key)], "the dead one still lives"
+    dead.close()
+    assert mine.left_by_others() == [theirs.checkpoint(other), theirs.checkpoint(key)]
+    assert not mine.drained(key).exists()
+    mine.sweep({dead.owner})
+    assert not list(tmp_path.glob("*.partial"))
+    os.utime(theirs.checkpoint(other), (time.time() - 100_000,) * 2)
+    mine.sweep(set())
+    assert mine.left_by_others() == [theirs.checkpoint(key)]
+    assert mine.checkpoint(other).exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"checkpoint_s": 5}, "needs drain_snapshot_dir"), ({"checkpoint_s": 0, "drain_snapshot_dir": "k"}, ">= 0.1")],
+)
+def test_checkpoints_need_a_place_and_a_time(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OmniConfig.from_additional_config({"omni": options})
+
+
+def test_a_model_without_sessions_refuses_checkpoints() -> None:
+    kept = OmniConfig(checkpoint_s=5, drain_snapshot_dir="kept")
+    with pytest.raises(ValueError, match="Lance has no sessions"):
+        kept.refuse_checkpoints("Lance")

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chat completion's request: its fields, and the conversation that its messages are. Knows no engine and no model.
+
+General clients send many fields with values that ask for nothing (`presence_penalty` 0, `tools` []): those are taken.
+What asks for something that these models cannot do is an error that names the field.
+Held by tests/entrypoints/openai/test_chat_request.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from vllm_omni.entrypoints.openai.errors import ApiError, invalid
+from vllm_omni.entrypoints.openai.protocol import MAX_PROMPT_CHARS, MAX_SEED, read_request
+
+_MAX_MESSAGES: Final = 256
+_MAX_CHARS: Final = 4 * MAX_PROMPT_CHARS
+"""Of all messages together."""
+
+Text = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class DataUrl(_Strict):
+    url: str = Field(description="A `data:` URL; this server fetches nothing.")
+    detail: Literal["auto", "low", "high"] | None = Field(None, description="Accepted, not used.")
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: Text
+
+
+class ImagePart(_Strict):
+    type: Literal["image_url"]
+    image_url: DataUrl
+
+
+class VideoPart(_Strict):
+    type: Literal["video_url"]
+    video_url: DataUrl
+
+
+Content = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[list[Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]], Tag("parts")],
+    Discriminator(lambda content: "parts" if isinstance(content, list) else "text"),
+]
+Nothing = Annotated[list[Any], Field(max_length=0)] | None
+
+
+class AskingMessage(_Strict):
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: str | None = Field(None, max_length=64, description="Accepted, not used.")
+
+
+class AssistantMessage(_Strict):
+    """An earlier answer, as this route gave it."""
+
+    role: Literal["assistant"]
+    content: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | list[TextPart] | None = None
+    refusal: None = None
+    tool_calls: Nothing = None
+    name: str | None = Field(None, max_length=64, description="Accepted, not used.")
+
+
+Message = Annotated[
+    Annotated[AskingMessage, Tag("asking")] | Annotated[AssistantMessage, Tag("assistant")],
+    Discriminator(
+        lambda message: (
+            "assistant"
+            if (message.get("role") if isinstance(message, dict) else getattr(message, "role", None)) == "assistant"
+            else "asking"
+        )
+    ),
+]
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="Accepted, not used.")
+
+
+class TextFormat(_Strict):
+    type: Literal["text"]
+
+
+class ChatRequest(_Strict):
+    messages: list[Message] = Field(min_length=1, max_length=_MAX_MESSAGES)
+    model: str | None = Field(None, max_length=1024)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2, description="0 (greedy) if absent.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    n: Literal[1] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    user: str | None = Field(None, max_length=1024, description="Accepted, not used.")
+    safety_identifier: str | None = Field(None, max_length=1024, description="Accepted, not used.")
+    prompt_cache_key: str | None = Field(None, max_length=1024, description="Accepted, not used.")
+    metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted, not used.")
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted, not used.")
+    # What these models cannot do: only the values that ask for nothing are taken (`_UNSUPPORTED`).
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    tools: Nothing = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Accepted, not used: there are no tools.")
+    functions: Nothing = None
+    function_call: Literal["none", "auto"] | None = None
+    extra_params: dict[str, Any] | None = Field(None, description="Extension. Options of the served model itself.")
+
+
+_UNSUPPORTED: Final = {
+    "tools": "call tools",
+    "tool_choice": "call tools",
+    "functions": "call functions",
+    "function_call": "call functions",
+    "logprobs": "return logprobs",
+    "top_logprobs": "return logprobs",
+    "logit_bias": "bias its logits",
+    "presence_penalty": "penalise tokens: presence_penalty must be 0",
+    "frequency_penalty": "penalise tokens: frequency_penalty must be 0",
+    "response_format": "promise a format: response_format must be {'type': 'text'}",
+    "modalities": "answer in anything but text here",
+    "n": "give several answers to one call: n must be 1",
+    "store": "store completions",
+}
+
+
+def read_chat(fields: Mapping[str, Any], model: str) -> ChatRequest:
+    """Check a body. Raises `ApiError` 400; `unsupported_parameter` for what OpenAI's models do and these do not."""
+    try:
+        return read_request(ChatRequest, fields)
+    except ApiError as error:
+        field = (error.param or "").split(".")[0]
+        if field in _UNSUPPORTED:
+            raise invalid(f"{model} cannot {_UNSUPPORTED[field]}", field, "unsupported_parameter") from None
+        raise
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """seen: the picture or clip. seen_in: the earlier turn that shows it; None = the question does, or nothing is."""
+
+    system: str | None
+    turns: list[dict[str, str]]
+    question: str
+    seen: ImagePart | VideoPart | None
+    seen_in: int | None
+
+
+def read_conversation(messages: Sequence[AskingMessage | AssistantMessage]) -> Conversation:
+    """Sort messages out. Raises `ApiError` 400."""
+    system: list[str] = []
+    turns: list[dict[str, str]] = []
+    shown: list[tuple[int, ImagePart | VideoPart]] = []
+    for message in messages:
+        parts = _parts(message)
+        text = "\n".join(part.text for part in parts if isinstance(part, TextPart))
+        seen = [part for part in parts if not isinstance(part, TextPart)]
+        if message.role in ("system", "developer"):
+            if turns:
+                raise invalid("system messages come before all others", "messages")
+            if seen:
+                raise invalid("the system message must be text", "messages")
+            system.append(text)
+            continue
+        if message.role == "user" and not text:
+            raise invalid("a user message must hold a text part: ask something", "messages.content")
+        shown += [(len(turns), part) for part in seen]
+        if text:
+            turns.append({"role": message.role, "text": text})
+    if not turns or messages[-1].role != "user":
+        raise invalid("the last message must be a user message", "messages")
+    if len(shown) > 1:
+        raise invalid(
+            f"messages hold {len(shown)} pictures and clips; this model looks at one in a conversation", "messages"
+        )
+    if (chars := sum(map(len, system)) + sum(len(turn["text"]) for turn in turns)) > _MAX_CHARS:
+        raise invalid(f"messages have {chars} characters; at most {_MAX_CHARS}", "messages", "context_length_exceeded")
+    question = turns.pop()["text"]
+    where, picture = shown[0] if shown else (None, None)
+    return Conversation(
+        "\n".join(system) if system else None,
+        turns,
+        question,
+        picture,
+        None if where == len(turns) else where,
+    )
+
+
+def _parts(message: AskingMessage | AssistantMessage) -> Sequence[TextPart | ImagePart | VideoPart]:
+    if message.content is None:
+        return ()
+    if isinstance(message.content, str):
+        return (TextPart.model_construct(type="text", text=message.content),)
+    return message.content
