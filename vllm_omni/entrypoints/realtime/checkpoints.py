@@ -11,16 +11,16 @@ Held by tests/entrypoints/realtime/test_checkpoints.py and test_checkpoints_serv
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.kept_sessions import KeptSessions
-
-if TYPE_CHECKING:
-    from vllm_omni.entrypoints.realtime.mobility import SessionMobility
-    from vllm_omni.entrypoints.realtime.session import Session
+from vllm_omni.entrypoints.realtime.session import Session
+from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+from vllm_omni.snapshot import SnapshotHeader
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -39,10 +39,19 @@ class _Saved:
 
 
 class Checkpoints:
-    """period_s: between two checkpoints of a session. `start` from the event loop; ends when draining begins."""
+    """period_s: between two checkpoints of a session. `start` from the event loop; ends when draining begins.
 
-    def __init__(self, mobility: "SessionMobility", kept: KeptSessions, period_s: float) -> None:
-        self._manager, self._mobility, self._kept, self._period_s = mobility.manager, mobility, kept, period_s
+    write: saves a session to a new file; returns its header and the seconds that cost the engine.
+    """
+
+    def __init__(
+        self,
+        manager: SessionManager,
+        kept: KeptSessions,
+        write: Callable[[Session, Path], Awaitable[tuple[SnapshotHeader, float]]],
+        period_s: float,
+    ) -> None:
+        self._manager, self._kept, self._write, self._period_s = manager, kept, write, period_s
         self._saved: dict[str, _Saved] = {}
         self._trouble: str | None = None
         self._is_stretched = False
@@ -52,7 +61,7 @@ class Checkpoints:
         self._manager.on_world_end.append(self.forget)
         self.task = self._manager.spawn_background(self._run())
 
-    def adopt(self, session: "Session", path: Path) -> None:
+    def adopt(self, session: Session, path: Path) -> None:
         """Take over the file that a session was restored from."""
         own = self._kept.checkpoint(session.key)
         path.rename(own)
@@ -77,7 +86,7 @@ class Checkpoints:
                 logger.exception("a checkpoint failed")
             await asyncio.sleep(cost_s / _SHARE)
 
-    def _due(self) -> "Session | None":
+    def _due(self) -> Session | None:
         """The session whose checkpoint is oldest, of those that have one due."""
         now_s, due = time.monotonic(), []
         for session in self._manager.sessions():
@@ -88,7 +97,7 @@ class Checkpoints:
                 due.append((saved.tried_s, session))
         return min(due, key=lambda item: item[0], default=(0.0, None))[1]
 
-    async def _save(self, session: "Session") -> float:
+    async def _save(self, session: Session) -> float:
         """Write one checkpoint; returns what it cost the engine, in seconds."""
         engine_id, now_s = session.engine_id, time.monotonic()
         saved = self._saved.setdefault(engine_id, _Saved(0, now_s))
@@ -97,7 +106,7 @@ class Checkpoints:
         final = self._kept.checkpoint(session.key)
         partial = self._kept.partial(final)
         try:
-            header, cost_s = await self._mobility.checkpoint(session, partial)
+            header, cost_s = await self._write(session, partial)
         except (DoorError, OSError) as error:
             self._note_trouble(session, error)
             return 0.0
@@ -112,7 +121,7 @@ class Checkpoints:
         logger.debug("checkpoint chunks=%d cost_ms=%.1f", header.chunk_index, cost_s * 1e3)
         return cost_s
 
-    def _note_trouble(self, session: "Session", error: DoorError | OSError) -> None:
+    def _note_trouble(self, session: Session, error: DoorError | OSError) -> None:
         """Log what keeps a checkpoint from being written, once until it changes."""
         if not session.started or self._manager.engine.is_dead:
             return  # it ended meanwhile

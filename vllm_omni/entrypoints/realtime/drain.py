@@ -9,26 +9,56 @@ engine. Held by tests/entrypoints/realtime/test_drain.py.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Protocol, TypeVar
 
 from vllm_omni import log_context
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
-
-if TYPE_CHECKING:
-    from vllm_omni.entrypoints.realtime.session import Session
-    from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+from vllm_omni.entrypoints.realtime.gate import Gate
+from vllm_omni.entrypoints.realtime.journal import Journal
 
 logger = logging.getLogger("vllm." + __name__)
 
 _POLL_S = 0.02
 
 
-class SessionDrain:
+class Drainable(Protocol):
+    """A session, as far as draining goes."""
+
+    engine_id: str
+    started: bool
+    journal: Journal
+
+    @property
+    def session_id(self) -> str: ...
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def hold(self) -> AbstractContextManager[None]: ...
+
+
+S = TypeVar("S", bound=Drainable)
+S_co = TypeVar("S_co", bound=Drainable, covariant=True)
+
+
+class SessionTable(Protocol[S_co]):
+    """Who has the sessions."""
+
+    gate: Gate
+
+    def sessions(self) -> Iterable[S_co]: ...
+
+    @property
+    def is_working(self) -> bool: ...
+
+
+class SessionDrain(Generic[S]):
     """save_to: writes a session to where it is kept; None = sessions are not kept."""
 
     def __init__(self) -> None:
-        self.save_to: Callable[[Session], Awaitable[None]] | None = None
+        self.save_to: Callable[[S], Awaitable[None]] | None = None
         self._begun = asyncio.Event()
         self._saved: set[str] = set()
         self._saving: set[asyncio.Task[None]] = set()
@@ -53,7 +83,7 @@ class SessionDrain:
             for task in tasks:
                 task.cancel()
 
-    async def save(self, session: "Session") -> None:
+    async def save(self, session: S) -> None:
         """Save a session if that is wanted and has not been done; a failure is logged, it ends nothing else."""
         if self.save_to is None or session.engine_id in self._saved or not session.started:
             return
@@ -64,14 +94,14 @@ class SessionDrain:
         saving.add_done_callback(self._saving.discard)
         await asyncio.shield(saving)
 
-    async def _save(self, save_to: "Callable[[Session], Awaitable[None]]", session: "Session") -> None:
+    async def _save(self, save_to: Callable[[S], Awaitable[None]], session: S) -> None:
         with log_context.bound(session_id=session.session_id):
             try:
                 await save_to(session)
             except (DoorError, OSError) as error:
                 logger.warning("a session could not be saved: %s", error)
 
-    async def run(self, manager: "SessionManager") -> None:
+    async def run(self, manager: SessionTable[S]) -> None:
         """Stop taking work, and return when all that was begun is done, delivered and saved, and connections closed.
 
         Whoever is told `draining` is closed with 1013 by the task that tells him, not by the server's end (1012).
@@ -89,6 +119,6 @@ class SessionDrain:
             await asyncio.sleep(_POLL_S)
 
 
-def _works(session: "Session") -> bool:
+def _works(session: Drainable) -> bool:
     """Whether a request runs, or a reader still takes its replies."""
     return session.is_busy or any(run.has_follower for run in session.journal.runs.values())

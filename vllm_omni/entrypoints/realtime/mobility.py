@@ -67,7 +67,7 @@ class SessionMobility:
         self.kept = KeptSessions(kept, self._kept_spool.owner)
         manager.drain.save_to = self._keep
         if checkpoint_s is not None:
-            self.checkpoints = Checkpoints(self, self.kept, checkpoint_s)
+            self.checkpoints = Checkpoints(manager, self.kept, self.checkpoint, checkpoint_s)
             self.checkpoints.start()
 
     async def save(self, session: Session, path: Path, owner: dict[str, str] | None = None) -> SnapshotHeader:

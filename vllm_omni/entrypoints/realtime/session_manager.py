@@ -57,7 +57,7 @@ class SessionManager:
     ) -> None:
         self.engine, self.facts, self.limits = engine, facts, limits
         self.gate = Gate(limits, origins)
-        self.drain = SessionDrain()
+        self.drain = SessionDrain[Session]()
         self.quotas = quotas or Quotas()
         self._executor = executor
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
