@@ -4,11 +4,16 @@
 A server process with this package's door `/v1/realtime_video/generate` and a model that only keeps time; a load
 generator in a process of its own on another core; for the scenarios, badly behaved clients in a third one. A frame's
 added latency runs from the moment the model has it to the moment the client has read it; cadence is frames read over
-frames due. `cost` asks what a frame costs the server's processor beside a bare uvicorn with `websockets` that sends the
-same messages to the same clients, one after the other and several times: a ratio that another machine should give too.
+frames due.
+
+Attacks (`fragments`, `pings`, `values`) are sockets that flood the server and come again when they are closed; how long
+an HTTP route takes to answer meanwhile is noted too. `cost` asks what a frame costs the server's processor beside a
+bare uvicorn with `websockets` that sends the same messages to the same clients, one after the other and several times:
+a ratio that another machine should give too.
 
     python benchmarks/realtime_load.py
     python benchmarks/realtime_load.py --scenario cost
+    python benchmarks/realtime_load.py --scenario fragments pings values --sessions 8 --bad-clients 8
     python benchmarks/realtime_load.py --scenario frozen --sessions 50
 """
 
@@ -36,7 +41,8 @@ from common import add_output_arguments, quantiles, save
 from realtime_clients import GENERATE_PATH, init_message
 
 _HERE = Path(__file__).parent
-_SCENARIOS = ("steady", "slow", "trickle", "never-reads", "frozen", "disconnect", "cost")
+_ATTACKS = ("fragments", "pings", "values")
+_SCENARIOS = ("steady", "slow", "trickle", "never-reads", "frozen", *_ATTACKS, "disconnect", "cost")
 _GONE_TIMEOUT_S = 60.0
 
 
@@ -182,7 +188,14 @@ def measure(
         time.sleep(args.warm_up_s)
         cpu_s, started_s = server.cpu_s(), time.monotonic()
         gone_s: float | None = None
-        if scenario != "steady":
+        asked_ms: list[float] = []
+        if scenario in _ATTACKS:
+            attack = {"kind": scenario, "port": server.port, "sockets": args.bad_clients}
+            attackers = stack.enter_context(process("realtime_attackers.py", attack, client_core))
+            assert attackers.stdout is not None
+            assert attackers.stdout.readline() == "open\n"
+            asked_ms = ask_for(server, args.seconds - (time.monotonic() - started_s) - 0.5)
+        elif scenario != "steady":
             bad = process("realtime_clients.py", bad_clients(args, scenario, server.port), client_core)
             gone_s = provoke(args, scenario, server, stack.enter_context(bad))
         wall_s = max(0.1, args.seconds - (time.monotonic() - started_s) - 0.5)
@@ -205,9 +218,22 @@ def measure(
             "server_rss_mib": round(server.process.memory_info().rss / 2**20, 1),
             "errors": answer["errors"],
         }
-        if scenario != "steady":
+        if scenario in _ATTACKS:
+            row |= {"attacking_sockets": args.bad_clients, "http_answer_ms": quantiles(asked_ms)}
+        elif scenario != "steady":
             row |= {"bad_clients": args.bad_clients, "bad_gone_s": None if gone_s is None else round(gone_s, 2)}
         return row
+
+
+def ask_for(server: Server, seconds: float) -> list[float]:
+    """Ask the server for its state, again and again: how long each answer took, in milliseconds."""
+    took_ms, end_s = [], time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        asked_s = time.monotonic()
+        server.state()
+        took_ms.append((time.monotonic() - asked_s) * 1e3)
+        time.sleep(0.05)
+    return took_ms
 
 
 def provoke(args: argparse.Namespace, scenario: str, server: Server, bad: subprocess.Popen[str]) -> float | None:

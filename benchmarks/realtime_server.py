@@ -118,6 +118,7 @@ def main() -> None:
 
     config = uvicorn.Config(app, log_level="warning", access_log=False, loop=options["loop"])
     WebSocketOptions().apply(config)
+    limits.frame_budget.apply(config)
     server = uvicorn.Server(config)
     app.state.server = server
     gc.collect()
