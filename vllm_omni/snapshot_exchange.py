@@ -9,8 +9,8 @@ An exchange is a generator that yields calls and is sent every rank's answers, s
 
 Two calls save a session, because the file's layout needs every rank's sizes; a chunk that is finished between them is
 noticed (`session_busy`). A checkpoint's bytes are copied together with its sizes and written while the engine goes on:
-its exchange asks until they are. Held by tests/worker/test_snapshot_refusals.py, tests/worker/test_checkpoints.py and
-tests/engine/test_session_snapshots.py.
+its exchange asks until they are. Held by tests/worker/test_snapshot_refusals.py,
+tests/worker/test_session_checkpoints.py and tests/engine/test_session_snapshots.py.
 """
 
 import asyncio

@@ -69,7 +69,8 @@ def test_a_worker_says_what_was_in_use_when_it_began(monkeypatch: pytest.MonkeyP
     worker.init_snapshot = SimpleNamespace(total_memory=TOTAL, free_memory=TOTAL - 93 * GIB)
     asked: list[int] = []
     omni = SimpleNamespace(rank_timeout_s=None)
-    worker.model_runner = SimpleNamespace(warm_up=lambda used: asked.append(used) or 0.0, omni=omni)
+    worker.model_runner = SimpleNamespace(omni=omni)
+    monkeypatch.setattr(diffusion_worker, "warm_up", lambda runner, used: asked.append(used) or 0.0)
     monkeypatch.setattr(diffusion_worker, "get_world_group", lambda: SimpleNamespace(rank=0, world_size=1))
     worker.compile_or_warm_up_model()
     assert asked == [93 * GIB]

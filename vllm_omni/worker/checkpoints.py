@@ -4,7 +4,7 @@
 A session is copied to memory of the host between two engine steps and written to its file by a thread while the next
 steps run. The engine is held up for the copy alone. One checkpoint is at work at a time; its memory, as large as the
 largest session so far, is kept, because fresh pages (and page-locked ones) cost more than the copy.
-Knows no model and no sockets. Held by tests/worker/test_checkpoints.py.
+Knows no model and no sockets. Held by tests/worker/test_session_checkpoints.py.
 """
 
 import time

@@ -322,7 +322,7 @@ def test_the_start_is_quiet(operated: Served) -> None:
     log = operated.log
     assert "Traceback" not in log.partition("Application startup complete")[0]
     assert "Chat template warmup failed" not in log
-    assert "Unknown vLLM environment variable" not in log
+    assert "Unknown vLLM environment variable detected: VLLM_OMNI" not in log
     assert "Route: " not in log
     assert "ASGI callable returned" not in log
     assert "Starting vLLM server on" in log and "origin_refused" in log

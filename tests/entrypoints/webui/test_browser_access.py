@@ -59,7 +59,7 @@ def test_every_route_needs_the_key(guarded: PageServer, header: dict[str, str]) 
     paths = {route.path for route in app.routes if hasattr(route, "methods")} | {"/docs", "/nothing"}
     open_to_all = {path for path in paths if ask(guarded, path, **header)[0] not in (401, 405)}
     page_files = {path for path in paths if path.startswith("/omni")} - {"/omni/ready"}
-    assert open_to_all == {"/health"} | page_files
+    assert open_to_all == {"/", "/health"} | page_files
     assert ask(guarded, "/work", "POST", **header)[0] == 401
     assert ask(guarded, TICKET_PATH, "POST", **header)[0] == 401
 

@@ -5,7 +5,7 @@ One session at a time, the one that has waited longest, and only if it has finis
 engine is left alone for so long that checkpoints take no more than `_SHARE` of its time, whatever they cost on this
 machine. A checkpoint that cannot be written costs nothing but itself: the one before it stays. A world's checkpoint
 goes when the world does; what a dead engine held stays for the next server.
-Held by tests/entrypoints/realtime/test_checkpoints.py and test_checkpoints_served.py.
+Held by tests/entrypoints/realtime/test_world_checkpoints.py and test_checkpoints_served.py.
 """
 
 import asyncio

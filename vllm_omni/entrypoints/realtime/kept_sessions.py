@@ -4,7 +4,7 @@
 Two kinds of file lie there: `<digest>.session.safetensors`, left by a server that was told to stop, and
 `<digest>.<owner>.session.safetensors`, a checkpoint that belongs to the process `owner` while that lives. The digest is
 of the session's key. A file appears whole, under its name, or not at all. Knows no sessions and no engine.
-Held by tests/entrypoints/realtime/test_checkpoints.py and test_drain_served.py.
+Held by tests/entrypoints/realtime/test_world_checkpoints.py and test_drain_served.py.
 """
 
 import contextlib
