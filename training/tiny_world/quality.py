@@ -28,27 +28,29 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "window 9": ("--window", "9"),
     "no sink": ("--sink", "0"),
     "bfloat16": ("--dtype", "bfloat16"),
+    "float16": ("--dtype", "float16"),
     "exact decoder in bands": ("--decoder", "wan", "--tensor-parallel-size", "2", "--omni", '{"vae_parallel": true}'),
-    "snapshot every 2 chunks": ("--snapshot-every", "2"),
+    "snapshot every 10 chunks": ("--snapshot-every", "30"),  # the model's own chunks are one latent frame
     "condition of the second chunk": ("--model-options", '{"later_condition": "second_chunk"}'),
     "2 steps, window 9": ("--steps", "2", "--window", "9"),
 }
-"""Name -> arguments of `score.py`; the world is shipped with the tiny decoder, 4 steps, window 18, sink 3. What a late
-chunk may go without (`degradations`), here every chunk goes without."""
+"""Name -> arguments of `score.py`; the world is shipped with the tiny decoder, 4 steps, window 18, sink 3, and runs in
+fp32 unless a row says otherwise. What a late chunk may go without (`degradations`), here every chunk goes without."""
 SHOWN = (1, 5, 20, 100)
 _COLOURS = ("#1b6ca8", "#c0392b", "#27824f", "#8e44ad", "#b9770e", "#117a8b", "#7f8c8d", "#d35400")
 
 
 def arguments(args: argparse.Namespace, name: str) -> list[str]:
     """The whole command line of a variant's run."""
-    common = ["--model", str(args.model), "--seed", args.seed, "--walks", args.walks, "--chunks", args.chunks, "--json"]
+    common = ["--model", args.model, "--seed", args.seed, "--walks", args.walks, "--chunks", args.chunks, "--json"]
+    common += ["--dtype", "float32", "--batch", args.walks]
     return [str(value) for value in (*common, *VARIANTS[name])]
 
 
 def digest_of(model: Path) -> str:
-    """Names the weights that a result is of."""
+    """Names the weights that a result is of; card and pictures beside them may change."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in model.rglob("*") if path.is_file()):
+    for path in sorted(path for path in model.rglob("*") if path.suffix in (".safetensors", ".pth")):
         digest.update(path.relative_to(model).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -119,7 +121,7 @@ def page(quality: Mapping[str, Any], plot: str) -> str:
             f"{quality['walks']} walks of {quality['chunks']} chunks that the village was never shown (seed "
             f"{quality['seed']}), {some['size'][0]}x{some['size'][1]}, on {some['device']}, weights "
             f"`{quality['weights']}`. Every row is the same walks with one option changed; as shipped means the tiny "
-            "decoder, 4 steps, a window of 18 latent frames and a sink of 3.",
+            "decoder, 4 steps, a window of 18 latent frames and a sink of 3, in fp32.",
             "",
             *lines,
             "",

@@ -436,7 +436,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, choices=(1, 2, 4), help="denoise steps")
     parser.add_argument("--window", type=int, help="latent frames a chunk sees")
     parser.add_argument("--sink", type=int, help="first latent frames kept for ever")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the checkpoint's")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the checkpoint's")
     parser.add_argument("--model-options", type=json.loads, default={}, help="JSON for omni.model")
     parser.add_argument("--omni", type=json.loads, default={}, help="JSON for the rest of additional_config.omni")
     parser.add_argument("--snapshot-every", type=int, help="save, close and restore sessions after so many chunks")
@@ -461,7 +461,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         engine["dtype"] = args.dtype
     if device == "cuda":
         engine["gpu_memory_utilization"] = args.gpu_memory_utilization
-    omni = {**args.omni, "model": model_options(args)}
+    together = {"max_requests_per_step": args.batch, "batch_invariant": False}  # one forward for all
+    omni = {**together, **args.omni, "model": model_options(args)}
     world = EngineWorld(args.model, tuple(args.size), omni=omni, batch=args.batch, **engine)
     renderer = Renderer(device, *args.size, compiled=not args.eager, frames_per_call=32 if device == "cuda" else 8)
     result = score(

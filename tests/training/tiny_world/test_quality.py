@@ -76,9 +76,13 @@ def test_what_was_run_is_not_run_again(runs: list[list[str]], tmp_path: Path, mo
 
 
 def test_the_digest_is_of_the_weights(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("1")
+    """Whatever is said of them in the files beside."""
+    weights = tmp_path / "a.safetensors"
+    weights.write_text("1")
     before = quality.digest_of(tmp_path)
-    (tmp_path / "a").write_text("2")
+    (tmp_path / "world.json").write_text("{}")
+    assert quality.digest_of(tmp_path) == before
+    weights.write_text("2")
     assert quality.digest_of(tmp_path) != before
 
 
