@@ -11,7 +11,8 @@ from PIL import Image
 from village_walk import GOLDEN, HEIGHT, WALK, WIDTH, kept, made_frames, start_picture, village
 
 from training.tiny_world.render import Renderer
-from training.tiny_world.score import against_truth, latent_frames, rendered
+from training.tiny_world.score import against_truth, latent_frames
+from training.tiny_world.truth import rendered
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def kept(video_THW3: torch.Tensor) -> torch.Tensor:
 
 def start_picture() -> torch.Tensor:
     from training.tiny_world.render import Renderer
-    from training.tiny_world.score import start_pictures
+    from training.tiny_world.truth import start_pictures
 
     return start_pictures(Renderer("cpu", HEIGHT, WIDTH, compiled=False, frames_per_call=1), [WALK])[0]
 

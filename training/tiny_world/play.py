@@ -6,6 +6,7 @@ and its tests measure one that shows the rendered truth.
 """
 
 import os
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -137,6 +138,10 @@ class EngineWorld:
             began = time.perf_counter()
             answers = self._send(requests)
             self.times.wall_s += time.perf_counter() - began
+            if 10 * end // length > 10 * begin // length:
+                print(
+                    f"{len(walks)} walks: {end} of {length} latent frames, {self.times.wall_s:.0f} s", file=sys.stderr
+                )
             for made, (meta, tensors) in zip(parts, answers, strict=True):
                 made.append(tensors["frames"].clone())
                 self.times.chunks += (end - begin) / LATENTS_A_CHUNK

@@ -3,21 +3,22 @@
 
     python -m training.tiny_world.quality --model DIR --out DIR --walks 24 --chunks 100 --page quality.md
 
-Every variant is one run of `score.py` in a process of its own and one file in --out; a run that is there already, made
-with the same arguments and model, is not made again, so the command may be stopped and started, and several may run at
-once with --only. At the end `quality.json` holds all; --page writes the page and its plot (SVG), unless a variant is
-missing.
+Every variant is one engine, measured as `score.py` does against a truth that is rendered once, and one file in --out; a
+result that is there already, made with the same arguments and model, is not made again, so the command may be stopped
+and started, and several may run at once with --only. At the end `quality.json` holds all; --page writes the page and
+its plot (SVG), unless a variant is missing.
 Held by tests/training/tiny_world/test_quality.py.
 """
 
 import argparse
 import hashlib
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from training.tiny_world import score
+from training.tiny_world.truth import Truth
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "as shipped": (),
@@ -64,10 +65,11 @@ def kept(path: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
     return saved["result"] if saved["key"] == dict(key) else None
 
 
-def run_all(args: argparse.Namespace) -> dict[str, Any]:
-    """Make what is missing; returns the results by variant."""
+def run_all(args: argparse.Namespace, out: TextIO) -> dict[str, Any]:
+    """Make what is missing, a line each to `out`; returns the results by variant."""
     args.out.mkdir(parents=True, exist_ok=True)
     weights, results = digest_of(args.model), {}
+    truth: Truth | None = None
     for name in args.only or VARIANTS:
         path = args.out / f"{name.replace(' ', '_')}.json"
         own = arguments(args, name)
@@ -75,12 +77,12 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
         result = kept(path, key)
         if result is None:
             share = ("--gpu-memory-utilization", str(args.gpu_memory_utilization))
-            command = [sys.executable, "-m", "training.tiny_world.score", *own, *share]
-            made = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            result = json.loads(made.stdout)
+            options = score.make_parser().parse_args([*own, *share])
+            truth = truth or score.make_truth(options)
+            result = score.run(options, truth)
             path.write_text(json.dumps({"key": key, "result": result}))
         results[name] = result
-        print(f"{name}: {row(result)}", flush=True)
+        print(f"{name}: {row(result)}", file=out, flush=True)
     return {"weights": weights, "walks": args.walks, "chunks": args.chunks, "seed": args.seed, "variants": results}
 
 
@@ -185,7 +187,7 @@ def main() -> None:
     )
     parser.add_argument("--page", type=Path, help="Markdown file to write; its plot and quality.json lie beside it")
     args = parser.parse_args()
-    quality = run_all(args)
+    quality = run_all(args, score.own_stdout())
     (args.out / "quality.json").write_text(json.dumps(quality))
     if args.page is not None:
         plot = args.page.with_suffix(".svg")

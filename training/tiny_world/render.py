@@ -43,6 +43,7 @@ class Renderer:
         self.village = Village.build(self.device)
         self.frames_per_call = frames_per_call
         compiled = self.device.type == "cuda" if compiled is None else compiled
+        self.compiled = compiled
         self._cast = torch.compile(cast, dynamic=False) if compiled else cast
         self._shade = torch.compile(shade, dynamic=False) if compiled else shade
 

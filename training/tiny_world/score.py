@@ -27,9 +27,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from PIL import Image
@@ -39,18 +38,14 @@ from training.tiny_world.controls import distances_walked, pixels_at_centre, tur
 from training.tiny_world.play import LATENTS_A_CHUNK, EngineWorld, Played, World
 from training.tiny_world.prompts import PROMPTS
 from training.tiny_world.render import Renderer
+from training.tiny_world.truth import HELD_OUT, Truth, unit
 from training.tiny_world.village import STYLES
 from training.tiny_world.walks import STEP_M, free_places, key_bits, random_walks, scripted_walks
 from vllm_omni.model_executor.models.lingbot_world.camera import YAW_DEGREES
 
-HELD_OUT = 770_001
-"""Added to the seed: no training data is drawn from such seeds."""
 TURN_LATENTS, STEP_LATENTS, AWAY_LATENTS = 20, 8, 6
 SWITCH_AT, SWITCH_LATENTS = 6, 12
 DRILLS = ("turn", "step", "switch", "loop")
-_REFERENCE_PLACES = 96
-_COARSE = 24, 40
-"""Pixels that are enough for mean colours, as wide as the whole picture."""
 _STEP_RANGE, _STEP_GRID = 1.5, 0.125
 """Places that are compared with a frame: up to so many times the commanded way, so many metres apart."""
 
@@ -152,80 +147,7 @@ def _turn(keys: str) -> float:
     return math.radians(YAW_DEGREES) * (("l" in keys) - ("j" in keys))
 
 
-# -- truth -------------------------------------------------------------------------------------------------------------
-
-
-def rendered(renderer: Renderer, walks: Sequence[Played], latents: slice | None = None) -> torch.Tensor:
-    """The truth at latent frames, uint8 [N, L, H, W, 3] on the CPU."""
-    chosen = slice(None) if latents is None else latents
-    truths = [walk.walk() for walk in walks]
-    positions, yaw, pitch = (
-        torch.cat([getattr(truth, name)[:, chosen] for truth in truths]) for name in ("positions", "yaw", "pitch")
-    )
-    style = torch.tensor([walk.style for walk in walks])[:, None].expand(yaw.shape).flatten()
-    pictures = renderer.render(positions.flatten(0, 1), yaw.flatten(), pitch.flatten(), style)
-    return pictures.view(*yaw.shape, *pictures.shape[1:]).cpu()
-
-
-def start_pictures(renderer: Renderer, walks: Sequence[Played]) -> torch.Tensor:
-    """What each walk starts from, uint8 [N, H, W, 3] on the CPU."""
-    return rendered(renderer, walks, slice(0, 1))[:, 0]
-
-
-@dataclass(frozen=True)
-class RenderedWorld:
-    """A world whose model is the truth: what the measures say of a perfect one."""
-
-    renderer: Renderer
-
-    def play(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
-        """Latent frames are rendered; the video frames before each repeat it. Prompts choose the style shown."""
-        videos = []
-        for walk in walks:
-            parts = []
-            for begin, end in zip(walk.prompts, [*list(walk.prompts)[1:], len(walk.keys)], strict=True):
-                style = next(index for index, name in enumerate(STYLES) if walk.prompts[begin] in PROMPTS[name])
-                shown = Played(walk.start, walk.yaw, walk.keys, style, walk.prompts, walk.seed)
-                parts.append(rendered(self.renderer, [shown], slice(begin, end))[0])
-            latents = torch.cat(parts)
-            videos.append(torch.cat((latents[:1], latents[1:].repeat_interleave(4, dim=0))))
-        return videos
-
-
-@dataclass(frozen=True)
-class Palette:
-    """Mean colours of the truth in every style, from coarse pictures."""
-
-    renderer: Renderer
-
-    @classmethod
-    def beside(cls, renderer: Renderer) -> "Palette":
-        return cls(Renderer(renderer.device, *_COARSE, compiled=False))
-
-    def of_styles(self) -> torch.Tensor:
-        """Each style's over fixed places and headings, in [0, 1], [S, 3]."""
-        starts, yaw = free_places(_REFERENCE_PLACES, torch.Generator().manual_seed(HELD_OUT))
-        means = []
-        for style in range(len(STYLES)):
-            pictures = self.renderer.render(starts, yaw, torch.zeros_like(yaw), torch.full((len(yaw),), style))
-            means.append(unit(pictures).mean(dim=(0, 2, 3)).cpu())
-        return torch.stack(means)
-
-    def of_walks(self, walks: Sequence[Played]) -> torch.Tensor:
-        """Each latent frame's as it would be in every style, [N, L, S, 3]."""
-        shown = [
-            unit(rendered(self.renderer, [replace(walk, style=style) for walk in walks])).mean(dim=(3, 4))
-            for style in range(len(STYLES))
-        ]
-        return torch.stack(shown, dim=2)
-
-
 # -- measures ----------------------------------------------------------------------------------------------------------
-
-
-def unit(frames_HW3: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., H, W, 3] -> fp32 [..., 3, H, W] in [0, 1]."""
-    return frames_HW3.movedim(-1, -3).float() / 255
 
 
 def latent_frames(videos: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -349,7 +271,7 @@ def _median(values: torch.Tensor) -> float:
 
 def score(
     world: World,
-    renderer: Renderer,
+    truth: Truth,
     *,
     seed: int,
     walks: int,
@@ -359,30 +281,29 @@ def score(
 ) -> dict[str, Any]:
     """Measure a world. drills: of `DRILLS`, which to make beside the random walks. strip: a picture to write."""
     wander = wandering(walks, chunks, seed)
-    videos = world.play(wander, start_pictures(renderer, wander))
-    made, truth = latent_frames(videos), rendered(renderer, wander)
-    palette = Palette.beside(renderer)
+    made = latent_frames(world.play(wander, truth.starts(wander)))
+    should, device = truth.frames(wander), truth.renderer.device
     style = torch.tensor([walk.style for walk in wander])
     out: dict[str, Any] = {
         "seed": seed,
         "walks": walks,
         "chunks": chunks,
-        **against_truth(made, truth),
-        "style": style_shares(made, style, palette.of_walks(wander)),
-        "level": level_score(made, truth, style, palette.of_styles()),
+        **against_truth(made.to(device), should.to(device)),
+        "style": style_shares(made, style, truth.colours(wander)),
+        "level": level_score(made, should, style, truth.style_means()),
     }
     if strip is not None:
-        write_strip(strip, made, truth)
+        write_strip(strip, made, should)
     makers = {"turn": turning, "step": stepping, "switch": switching, "loop": looping}
     for name in drills:
         drilled = makers[name](walks, seed)
-        videos = world.play(drilled, start_pictures(renderer, drilled))
+        videos = world.play(drilled, truth.starts(drilled))
         if name == "turn":
             out[name] = turn_score(videos, drilled)
         elif name == "step":
-            out[name] = step_score(videos, drilled, renderer)
+            out[name] = step_score(videos, drilled, truth.renderer)
         elif name == "switch":
-            out[name] = switch_score(videos, palette.of_walks(drilled))
+            out[name] = switch_score(videos, truth.colours(drilled))
         else:
             out[name] = loop_score(videos)
     return out
@@ -449,9 +370,16 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Score what the arguments name."""
+def make_truth(args: argparse.Namespace) -> Truth:
+    """What worlds of the arguments' size are measured against."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    at_once = 32 if device == "cuda" else 8
+    return Truth(Renderer(device, *args.size, compiled=not args.eager, frames_per_call=at_once))
+
+
+def run(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
+    """Score what the arguments name."""
+    device = truth.renderer.device.type
     engine: dict[str, Any] = {
         "tensor_parallel_size": args.tensor_parallel_size,
         "enforce_eager": args.eager,
@@ -464,16 +392,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     together = {"max_requests_per_step": args.batch, "batch_invariant": False}  # one forward for all
     omni = {**together, **args.omni, "model": model_options(args)}
     world = EngineWorld(args.model, tuple(args.size), omni=omni, batch=args.batch, **engine)
-    renderer = Renderer(device, *args.size, compiled=not args.eager, frames_per_call=32 if device == "cuda" else 8)
-    result = score(
-        world,
-        renderer,
-        seed=args.seed,
-        walks=args.walks,
-        chunks=args.chunks,
-        drills=args.drills,
-        strip=args.strip,
-    )
+    options = {name: getattr(args, name) for name in ("seed", "walks", "chunks", "drills", "strip")}
+    try:
+        result = score(world, truth, **options)
+    finally:
+        world.close()
     shape = {"size": list(args.size), "device": device, "dtype": args.dtype, "omni": omni}
     return {"model": args.model.name, **shape, **result, "seconds_per_chunk": world.times.summary()}
 
@@ -488,12 +411,17 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    args = make_parser().parse_args()
-    # vLLM logs to stdout, in its processes too: theirs is stderr, ours is the result's alone
+def own_stdout() -> TextIO:
+    """The standard output for the result alone: vLLM logs to it, in its processes too, and from here on to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    result = run(args)
+    return out
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    out = own_stdout()
+    result = run(args, make_truth(args))
     print(json.dumps(result) if args.json else table(result), file=out, flush=True)
     sys.stdout.flush()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quality page: what was run is not run again, and nothing is published of half a comparison."""
 
+import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,15 +29,18 @@ RESULT = {
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that were run, each answered with `RESULT`."""
-    commands: list[list[str]] = []
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[argparse.Namespace]:
+    """What was scored, each answered with `RESULT`."""
+    commands: list[argparse.Namespace] = []
 
-    def run(command: list[str], **_: object) -> SimpleNamespace:
-        commands.append(command)
-        return SimpleNamespace(stdout=json.dumps(RESULT))
+    def run(options: argparse.Namespace, truth: object) -> dict[str, object]:
+        options.truth = truth
+        commands.append(options)
+        return RESULT
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(score, "make_truth", lambda _: object())
+    monkeypatch.setattr(score, "own_stdout", lambda: sys.stdout)
+    monkeypatch.setattr(score, "run", run)
     return commands
 
 
@@ -50,11 +53,12 @@ def _main(monkeypatch: pytest.MonkeyPatch, folder: Path, *more: str) -> None:
 
 
 def test_a_page_is_written_of_all_variants(
-    runs: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: list[argparse.Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One run a variant, a row each, and a plot that is well-formed and has two lines a variant."""
     _main(monkeypatch, tmp_path, "--page", str(tmp_path / "quality.md"))
     assert len(runs) == len(quality.VARIANTS)
+    assert len({id(run.truth) for run in runs}) == 1, "what walks should look like is rendered once"
     text = (tmp_path / "quality.md").read_text()
     line = "20.0 / 1.00 | 15.0 / 0.61 | 1.010 (2) | 0.980 | 100%, 75% | 25.0 | 0.08 | 0.50 |"
     assert text.count(line) == len(quality.VARIANTS)
@@ -63,7 +67,9 @@ def test_a_page_is_written_of_all_variants(
     assert set(json.loads((tmp_path / "quality.json").read_text())["variants"]) == set(quality.VARIANTS)
 
 
-def test_what_was_run_is_not_run_again(runs: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_run_is_not_run_again(
+    runs: list[argparse.Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unless the arguments or the weights are others."""
     _main(monkeypatch, tmp_path, "--only", "as shipped")
     _main(monkeypatch, tmp_path, "--only", "as shipped", "1 step")
@@ -87,7 +93,7 @@ def test_the_digest_is_of_the_weights(tmp_path: Path) -> None:
 
 
 def test_half_a_comparison_is_not_published(
-    runs: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: list[argparse.Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="no result yet of: exact decoder"):
         _main(monkeypatch, tmp_path, "--only", "as shipped", "--page", str(tmp_path / "quality.md"))

@@ -14,6 +14,7 @@ from PIL import Image
 from training.tiny_world import score
 from training.tiny_world.play import Played
 from training.tiny_world.render import Renderer
+from training.tiny_world.truth import Palette, RenderedWorld, Truth, rendered, unit
 from training.tiny_world.village import STYLES
 from training.tiny_world.walks import random_walks
 
@@ -22,7 +23,7 @@ SEED = 11
 
 @pytest.fixture(autouse=True)
 def _few_reference_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score, "_REFERENCE_PLACES", 16)
+    monkeypatch.setattr("training.tiny_world.truth._REFERENCE_PLACES", 16)
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Deaf:
 
 def test_the_truth_is_perfect(small_renderer: Renderer, tmp_path: Path) -> None:
     """Every row of the table at once; JSON holds it; the strip has two rows a walk and a column a chunk named."""
-    world = score.RenderedWorld(small_renderer)
-    found = score.score(world, small_renderer, seed=SEED, walks=3, chunks=2, strip=tmp_path / "strip.png")
+    world = RenderedWorld(small_renderer)
+    found = score.score(world, Truth(small_renderer), seed=SEED, walks=3, chunks=2, strip=tmp_path / "strip.png")
     found = json.loads(json.dumps(found))
     assert found["psnr"] == [100.0, 100.0]
     assert found["ssim"] == pytest.approx([1.0, 1.0])
@@ -54,8 +55,20 @@ def test_the_truth_is_perfect(small_renderer: Renderer, tmp_path: Path) -> None:
         assert strip.size == (2 * 40, 6 * 24)
 
 
+def test_a_truth_is_rendered_once(small_renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many worlds are measured against it; other keys are another walk."""
+    truth = Truth(small_renderer)
+    walks = score.wandering(2, 1, SEED)
+    first = truth.frames(walks)
+    assert torch.equal(first, rendered(small_renderer, walks))
+    other = [replace(walk, keys=("",) * len(walk.keys)) for walk in walks]
+    assert not torch.equal(truth.frames(other), first)
+    monkeypatch.setattr(Renderer, "render", None)
+    assert truth.frames(walks) is first
+
+
 def test_a_world_that_obeys_nothing_scores_badly(small_renderer: Renderer) -> None:
-    found = score.score(Deaf(), small_renderer, seed=SEED, walks=3, chunks=4)
+    found = score.score(Deaf(), Truth(small_renderer), seed=SEED, walks=3, chunks=4)
     assert found["psnr"][-1] < 20 < found["psnr"][0] + 10
     assert abs(found["turn"]["ratio"]) < 0.05
     assert found["step"]["ratio"] < 0.2
@@ -66,7 +79,7 @@ def test_a_world_that_obeys_nothing_scores_badly(small_renderer: Renderer) -> No
 def test_the_truth_turns_within_a_hundredth(renderer: Renderer) -> None:
     [walk] = score.turning(1, SEED)
     walk = replace(walk, keys=walk.keys[:8])
-    found = score.turn_score(score.RenderedWorld(renderer).play([walk], torch.empty(0)), [walk])
+    found = score.turn_score(RenderedWorld(renderer).play([walk], torch.empty(0)), [walk])
     assert found["ratio"] == pytest.approx(1.0, abs=0.01)
     assert found["pixels"] == pytest.approx(found["commanded_pixels"], rel=0.01)
 
@@ -74,7 +87,7 @@ def test_the_truth_turns_within_a_hundredth(renderer: Renderer) -> None:
 def test_a_mirrored_turn_has_the_wrong_sign(renderer: Renderer) -> None:
     [walk] = score.turning(1, SEED)
     walk = replace(walk, keys=walk.keys[:5])
-    [video] = score.RenderedWorld(renderer).play([walk], torch.empty(0))
+    [video] = RenderedWorld(renderer).play([walk], torch.empty(0))
     found = score.turn_score([video.flip(2)], [walk])
     assert found["wrong_sign"] == 4 and found["ratio"] == pytest.approx(-1.0, abs=0.02)
 
@@ -82,7 +95,7 @@ def test_a_mirrored_turn_has_the_wrong_sign(renderer: Renderer) -> None:
 def test_a_late_video_is_not_the_truth(small_renderer: Renderer) -> None:
     """A latent frame late: the first chunk is near, PSNR says so for the others."""
     walks = score.wandering(2, 3, SEED)
-    truth = score.rendered(small_renderer, walks)
+    truth = rendered(small_renderer, walks)
     late = torch.cat((truth[:, :1], truth[:, :-1]), dim=1)
     found = score.against_truth(late, truth)
     assert all(db < 30 for db in found["psnr"])
@@ -102,19 +115,19 @@ def test_the_first_frame_counts_as_one_frame() -> None:
 def test_a_style_is_lost_when_the_picture_is_another_ones(small_renderer: Renderer) -> None:
     """Every view of the truth is named right; the same views in another style are not."""
     walks = score.wandering(9, 2, SEED)
-    truth = score.rendered(small_renderer, walks)
-    palette = score.Palette(small_renderer).of_walks(walks)
+    truth = rendered(small_renderer, walks)
+    palette = Palette(small_renderer).of_walks(walks)
     style = torch.tensor([walk.style for walk in walks])
     assert score.style_shares(truth, style, palette) == [1.0, 1.0]
-    other = score.rendered(small_renderer, [replace(walk, style=(walk.style + 1) % 3) for walk in walks])
+    other = rendered(small_renderer, [replace(walk, style=(walk.style + 1) % 3) for walk in walks])
     assert score.style_shares(other, style, palette) == [0.0, 0.0]
 
 
 def test_the_palette_does_not_need_whole_pictures(renderer: Renderer) -> None:
     """Coarse pictures have the mean colours of large ones, within a fiftieth."""
     walks = score.wandering(3, 1, SEED)
-    large = score.unit(score.rendered(renderer, walks)).mean(dim=(3, 4))
-    palette = score.Palette.beside(renderer).of_walks(walks)
+    large = unit(rendered(renderer, walks)).mean(dim=(3, 4))
+    palette = Palette.beside(renderer).of_walks(walks)
     coarse = torch.stack([palette[index, :, walk.style] for index, walk in enumerate(walks)])
     assert float((coarse - large).abs().max()) < 0.02
 
@@ -133,7 +146,7 @@ def test_the_level_is_the_last_tenths_and_says_how_far_off(small_renderer: Rende
 def test_the_loop_is_read_where_the_camera_stands_again(small_renderer: Renderer) -> None:
     """A world that comes back somewhere else is seen."""
     walks = score.looping(1, SEED)
-    [video] = score.RenderedWorld(small_renderer).play(walks, torch.empty(0))
+    [video] = RenderedWorld(small_renderer).play(walks, torch.empty(0))
     assert score.loop_score([video])["psnr"] == 100.0
     elsewhere = video.clone()
     elsewhere[-12:] = elsewhere[-12:].flip(2)
