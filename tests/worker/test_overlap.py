@@ -8,7 +8,7 @@ import pytest
 import torch
 from scheduling import execute, new_request, run_to_end, step
 
-from vllm_omni.worker.overlap import ResultStream, StepPacer
+from vllm_omni.worker.diffusion.overlap import ResultStream, StepPacer
 
 STEPS = 5
 

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
 
-from vllm_omni.worker import diffusion_gpu_worker, diffusion_worker, warm_up
-from vllm_omni.worker.diffusion_worker import DiffusionWorkerMixin
-from vllm_omni.worker.pipeline_parallel import ReturnChannel, connect_forward
+from vllm_omni.worker.diffusion import gpu_worker as diffusion_gpu_worker
+from vllm_omni.worker.diffusion import warm_up
+from vllm_omni.worker.diffusion import worker as diffusion_worker
+from vllm_omni.worker.diffusion.pipeline_parallel import ReturnChannel, connect_forward
+from vllm_omni.worker.diffusion.worker import DiffusionWorkerMixin
 
 STAGES, STEPS = 3, 2
 

@@ -10,11 +10,11 @@ import torch
 from scheduling import new_request
 
 from vllm_omni.outputs import RequestFailed, unpack
-from vllm_omni.worker import vae_stage
-from vllm_omni.worker.agreement import RankAgreement
-from vllm_omni.worker.overlap import PendingResult, ResultStream
-from vllm_omni.worker.stage_messages import StageNote
-from vllm_omni.worker.vae_stage import VAEStage, hand_over
+from vllm_omni.worker.diffusion import vae_stage
+from vllm_omni.worker.diffusion.agreement import RankAgreement
+from vllm_omni.worker.diffusion.overlap import PendingResult, ResultStream
+from vllm_omni.worker.diffusion.stage_messages import StageNote
+from vllm_omni.worker.diffusion.vae_stage import VAEStage, hand_over
 
 STEPS = 5
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model implements so that the diffusion runner can serve it, and the objects passed between the two.
 
-The runner sequences (`worker/diffusion_model_runner.py`): it calls a model with these objects and knows nothing of
+The runner sequences (`worker/diffusion/runner.py`): it calls a model with these objects and knows nothing of
 latents, cameras or caches. A model knows nothing of the scheduler, other requests' sessions, or sockets.
 
 Life of one chunk (one request), each line one engine step under `StreamBatchScheduler`:

@@ -13,7 +13,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState, check_chunks_in_flight
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
-from vllm_omni.worker.temporal import TemporalStage
+from vllm_omni.worker.diffusion.temporal import TemporalStage
 
 STEPS = 3
 MATCHED = {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DiffusionGPUModelRunner`: runs denoise steps for the requests the scheduler picked; owns device memory.
 
-It has no vLLM base class (what a worker asks of any runner and this one has no use for is in `runner_surface.py`) and
+It has no vLLM base class (what a worker asks of any runner and this one has no use for is in `surface.py`) and
 only sequences its parts: `RequestStates`, `Admission`, `SessionStore`, `group_requests`, `RankAgreement`,
 `ReturnChannel`, `ChunkEnd` and the model. It knows no model by name and no sockets.
 
@@ -32,20 +32,20 @@ from vllm_omni.model_executor.interfaces import (
     check_parallel_decode,
 )
 from vllm_omni.registration import steps_one_at_a_time
-from vllm_omni.worker.admission import Admission
-from vllm_omni.worker.agreement import RankAgreement
-from vllm_omni.worker.chunk_end import ChunkEnd, deliverable
-from vllm_omni.worker.in_flight import ChunksInFlight
-from vllm_omni.worker.overlap import FiniteCheck, ResultStream, StepPacer
-from vllm_omni.worker.pipeline_parallel import ReturnChannel, connect_forward
-from vllm_omni.worker.requests import RequestState, RequestStates, as_failure
-from vllm_omni.worker.runner_surface import RunnerSurface
-from vllm_omni.worker.sessions import SessionStore
-from vllm_omni.worker.stage_messages import StageNote, together, unpack
-from vllm_omni.worker.step_batch import group_requests
-from vllm_omni.worker.temporal import TemporalStage
-from vllm_omni.worker.vae_stage import VAEStage, hand_over
-from vllm_omni.worker.whole_request import WholeRequestModel
+from vllm_omni.worker.diffusion.admission import Admission
+from vllm_omni.worker.diffusion.agreement import RankAgreement
+from vllm_omni.worker.diffusion.batches import group_requests
+from vllm_omni.worker.diffusion.chunk_end import ChunkEnd, deliverable
+from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
+from vllm_omni.worker.diffusion.overlap import FiniteCheck, ResultStream, StepPacer
+from vllm_omni.worker.diffusion.pipeline_parallel import ReturnChannel, connect_forward
+from vllm_omni.worker.diffusion.requests import RequestState, RequestStates, as_failure
+from vllm_omni.worker.diffusion.sessions import SessionStore
+from vllm_omni.worker.diffusion.stage_messages import StageNote, together, unpack
+from vllm_omni.worker.diffusion.surface import RunnerSurface
+from vllm_omni.worker.diffusion.temporal import TemporalStage
+from vllm_omni.worker.diffusion.vae_stage import VAEStage, hand_over
+from vllm_omni.worker.diffusion.whole_request import WholeRequestModel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

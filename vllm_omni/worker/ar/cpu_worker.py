@@ -7,8 +7,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_omni.compat import share_memory_nodes
-from vllm_omni.worker.ar_gpu_model_runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
-from vllm_omni.worker.ar_worker import ARWorkerMixin
+from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
+from vllm_omni.worker.ar.worker import ARWorkerMixin
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,9 +12,9 @@ import torch
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
 from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed, pack
-from vllm_omni.worker.in_flight import ChunksInFlight
-from vllm_omni.worker.requests import RequestState, as_failure
-from vllm_omni.worker.sessions import SessionStore
+from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
+from vllm_omni.worker.diffusion.requests import RequestState, as_failure
+from vllm_omni.worker.diffusion.sessions import SessionStore
 
 
 class Admission:

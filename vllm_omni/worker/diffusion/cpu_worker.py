@@ -14,7 +14,7 @@ from vllm.utils.torch_utils import available_cpu_count
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_omni.compat import share_memory_nodes
-from vllm_omni.worker.diffusion_worker import DiffusionWorkerMixin
+from vllm_omni.worker.diffusion.worker import DiffusionWorkerMixin
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_omni.worker.diffusion_gpu_worker import DiffusionGPUWorker
+from vllm_omni.worker.diffusion.gpu_worker import DiffusionGPUWorker
 
 
 class SharedGPUWorker(DiffusionGPUWorker):

@@ -16,8 +16,8 @@ from vllm.logger import init_logger
 from vllm.sequence import IntermediateTensors
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
-from vllm_omni.worker.hidden_state_layers import LayerTaps, is_middle_stage, prepare_stages
-from vllm_omni.worker.hidden_state_rows import HiddenStateRows, HiddenStatesOutput, StepRows, TakenRows
+from vllm_omni.worker.ar.layers import LayerTaps, is_middle_stage, prepare_stages
+from vllm_omni.worker.ar.rows import HiddenStateRows, HiddenStatesOutput, StepRows, TakenRows
 
 if TYPE_CHECKING:
     # Typed loosely: the runners wrap these methods in torch.inference_mode, which hides their signatures.

@@ -5,8 +5,8 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_omni.worker.ar_gpu_model_runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
-from vllm_omni.worker.ar_worker import ARWorkerMixin
+from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
+from vllm_omni.worker.ar.worker import ARWorkerMixin
 
 
 class ARGPUWorker(ARWorkerMixin, Worker):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.requests import RequestState
+from vllm_omni.worker.diffusion.requests import RequestState
 
 
 class ChunksInFlight:

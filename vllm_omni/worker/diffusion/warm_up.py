@@ -11,10 +11,10 @@ import time
 
 from vllm.sequence import IntermediateTensors
 
-from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
-from vllm_omni.worker.memory import MemoryBudget
-from vllm_omni.worker.rebalance import StageTimes, measured_partition, rebalance
-from vllm_omni.worker.requests import RequestState
+from vllm_omni.worker.diffusion.memory import MemoryBudget
+from vllm_omni.worker.diffusion.rebalance import StageTimes, measured_partition, rebalance
+from vllm_omni.worker.diffusion.requests import RequestState
+from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 
 logger = logging.getLogger("vllm." + __name__)
 

@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_
 from vllm.utils.network_utils import get_ip
 
 from vllm_omni.processes import machine_id
-from vllm_omni.worker.watchdog import Peer, Watchdog, end_rank
+from vllm_omni.worker.diffusion.watchdog import Peer, Watchdog, end_rank
 
 
 @contextlib.contextmanager

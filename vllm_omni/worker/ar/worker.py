@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 
-    from vllm_omni.worker.ar_gpu_model_runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
+    from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
 else:
     _Worker = object
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_omni.worker.diffusion_worker import DiffusionWorkerMixin
+from vllm_omni.worker.diffusion.worker import DiffusionWorkerMixin
 
 
 class DiffusionGPUWorker(DiffusionWorkerMixin, Worker):

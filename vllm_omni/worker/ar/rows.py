@@ -2,7 +2,7 @@
 """`HiddenStateRows`: takes the asked rows of one step off the model's output and puts them into the runner's.
 
 Owns what each request asked for, from its first step to its end, and the copy to the host. Knows nothing of runner
-generations: a mixin (ar_gpu_model_runner.py) hands it one `StepRows` per step. Requests that did not ask cost one test
+generations: a mixin (`ar/runner.py`) hands it one `StepRows` per step. Requests that did not ask cost one test
 of an empty map per step; nothing is allocated for them. Held by tests/worker/test_hidden_state_rows.py.
 """
 

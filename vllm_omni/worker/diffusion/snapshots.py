@@ -34,7 +34,7 @@ from vllm_omni.snapshot_writing import write_tensors
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
+    from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 
 logger = logging.getLogger("vllm." + __name__)
 

@@ -23,12 +23,12 @@ from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution, SupportsVAEStage
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.agreement import RankAgreement
-from vllm_omni.worker.in_flight import ChunksInFlight
-from vllm_omni.worker.overlap import PendingResult, ResultStream
-from vllm_omni.worker.requests import RequestState, as_failure
-from vllm_omni.worker.sessions import SessionStore
-from vllm_omni.worker.stage_messages import ChunkNote, StageNote
+from vllm_omni.worker.diffusion.agreement import RankAgreement
+from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
+from vllm_omni.worker.diffusion.overlap import PendingResult, ResultStream
+from vllm_omni.worker.diffusion.requests import RequestState, as_failure
+from vllm_omni.worker.diffusion.sessions import SessionStore
+from vllm_omni.worker.diffusion.stage_messages import ChunkNote, StageNote
 
 if TYPE_CHECKING:
     from typing import Protocol

@@ -12,10 +12,10 @@ import torch
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
 from vllm_omni.outputs import pack, pack_error
-from vllm_omni.worker.agreement import RankAgreement
-from vllm_omni.worker.in_flight import ChunksInFlight
-from vllm_omni.worker.overlap import ResultStream
-from vllm_omni.worker.requests import RequestState, as_failure
+from vllm_omni.worker.diffusion.agreement import RankAgreement
+from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
+from vllm_omni.worker.diffusion.overlap import ResultStream
+from vllm_omni.worker.diffusion.requests import RequestState, as_failure
 
 _MAX_STEP_BYTES = 20 << 20
 """vLLM's worker-to-engine ring takes 24 MiB per message; beyond it a message takes a path about ten times slower."""
