@@ -8,7 +8,8 @@ import pytest
 import torch
 from scheduling import execute, new_request, run_to_end, step
 
-from vllm_omni.worker.diffusion.overlap import ResultStream, StepPacer
+from vllm_omni.worker.diffusion.decode import ResultStream
+from vllm_omni.worker.diffusion.pacing import StepPacer
 
 STEPS = 5
 

@@ -15,7 +15,7 @@ from rank_processes import run_ranks
 from vllm_omni.worker.diffusion import gpu_worker as diffusion_gpu_worker
 from vllm_omni.worker.diffusion import warm_up
 from vllm_omni.worker.diffusion import worker as diffusion_worker
-from vllm_omni.worker.diffusion.pipeline_parallel import ReturnChannel, connect_forward
+from vllm_omni.worker.diffusion.link import ReturnChannel, connect_forward
 from vllm_omni.worker.diffusion.worker import DiffusionWorkerMixin
 
 STAGES, STEPS = 3, 2

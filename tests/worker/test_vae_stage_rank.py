@@ -12,8 +12,9 @@ from scheduling import new_request
 from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.worker.diffusion import vae_stage
 from vllm_omni.worker.diffusion.agreement import RankAgreement
-from vllm_omni.worker.diffusion.overlap import PendingResult, ResultStream
-from vllm_omni.worker.diffusion.stage_messages import StageNote
+from vllm_omni.worker.diffusion.decode import ResultStream
+from vllm_omni.worker.diffusion.link import StageNote
+from vllm_omni.worker.diffusion.results import PendingResult
 from vllm_omni.worker.diffusion.vae_stage import VAEStage, hand_over
 
 STEPS = 5

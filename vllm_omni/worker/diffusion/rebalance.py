@@ -19,7 +19,7 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm_omni.model_executor.interfaces import SupportsLayerMoves
 from vllm_omni.model_executor.layers.layer_moves import LayerMove, balanced_partition, stage_costs
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.diffusion.rank_watch import failing_together
+from vllm_omni.worker.diffusion.liveness import failing_together
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 
 logger = logging.getLogger("vllm." + __name__)

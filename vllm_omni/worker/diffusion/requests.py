@@ -18,7 +18,7 @@ from vllm_omni.inputs import DiffusionParams, request_tensors
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.multimodal import feature_tensors
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.diffusion.overlap import FiniteCheck, PendingResult
+from vllm_omni.worker.diffusion.results import FiniteCheck, PendingResult
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData

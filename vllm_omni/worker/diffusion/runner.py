@@ -35,13 +35,13 @@ from vllm_omni.registration import steps_one_at_a_time
 from vllm_omni.worker.diffusion.admission import Admission
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.batches import group_requests
-from vllm_omni.worker.diffusion.chunk_end import ChunkEnd, deliverable
+from vllm_omni.worker.diffusion.decode import ChunkEnd, ResultStream, deliverable
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
-from vllm_omni.worker.diffusion.overlap import FiniteCheck, ResultStream, StepPacer
-from vllm_omni.worker.diffusion.pipeline_parallel import ReturnChannel, connect_forward
+from vllm_omni.worker.diffusion.link import ReturnChannel, StageNote, connect_forward, together, unpack
+from vllm_omni.worker.diffusion.pacing import StepPacer
 from vllm_omni.worker.diffusion.requests import RequestState, RequestStates, as_failure
+from vllm_omni.worker.diffusion.results import FiniteCheck
 from vllm_omni.worker.diffusion.sessions import SessionStore
-from vllm_omni.worker.diffusion.stage_messages import StageNote, together, unpack
 from vllm_omni.worker.diffusion.surface import RunnerSurface
 from vllm_omni.worker.diffusion.temporal import TemporalStage
 from vllm_omni.worker.diffusion.vae_stage import VAEStage, hand_over

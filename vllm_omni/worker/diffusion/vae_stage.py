@@ -24,11 +24,12 @@ from vllm.sequence import IntermediateTensors
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution, SupportsVAEStage
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.agreement import RankAgreement
+from vllm_omni.worker.diffusion.decode import ResultStream
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
-from vllm_omni.worker.diffusion.overlap import PendingResult, ResultStream
+from vllm_omni.worker.diffusion.link import ChunkNote, StageNote
 from vllm_omni.worker.diffusion.requests import RequestState, as_failure
+from vllm_omni.worker.diffusion.results import PendingResult
 from vllm_omni.worker.diffusion.sessions import SessionStore
-from vllm_omni.worker.diffusion.stage_messages import ChunkNote, StageNote
 
 if TYPE_CHECKING:
     from typing import Protocol

@@ -14,12 +14,11 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.processes import end_with_parent, engine_processes
 from vllm_omni.worker.diffusion.checkpoints import SessionCheckpoints
-from vllm_omni.worker.diffusion.rank_watch import answers_steps, failing_together, watch_other_ranks
+from vllm_omni.worker.diffusion.liveness import Watchdog, answers_steps, failing_together, watch_other_ranks
 from vllm_omni.worker.diffusion.rebalance import rebalance
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 from vllm_omni.worker.diffusion.snapshots import SessionSnapshots
 from vllm_omni.worker.diffusion.warm_up import warm_up
-from vllm_omni.worker.diffusion.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

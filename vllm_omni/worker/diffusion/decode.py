@@ -1,24 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunkEnd`: how chunks end on one rank: checked, decoded, committed to their session, their results delivered.
+"""From latents to results: how a chunk ends on one rank, and on which stream its frames are decoded.
 
-The rank with the last layers checks and decodes; every other rank commits or fails a chunk as it is told. Knows no
-model by name and nothing of how chunks are stepped. Held by tests/worker/test_diffusion_model_runner.py,
+`ChunkEnd` checks a chunk, decodes it, commits it to its session and delivers its result, on the rank with the last
+layers; every other rank commits or fails a chunk as it is told. `ResultStream` decodes on a CUDA stream of its own.
+Knows no model by name and nothing of how chunks are stepped. Held by tests/worker/test_diffusion_model_runner.py,
 test_decode_before_clean_pass.py and test_overlap.py there.
 """
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
-from vllm_omni.outputs import pack, pack_error
+from vllm_omni.outputs import empty_result, pack, pack_error
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
-from vllm_omni.worker.diffusion.overlap import ResultStream
 from vllm_omni.worker.diffusion.requests import RequestState, as_failure
+from vllm_omni.worker.diffusion.results import PendingResult
 
 _MAX_STEP_BYTES = 20 << 20
 """vLLM's worker-to-engine ring takes 24 MiB per message; beyond it a message takes a path about ten times slower."""
+
+
+class ResultStream:
+    """Where results are decoded and copied to the host.
+
+    overlap: on CUDA, use a stream of its own. beside_steps: with priority over the denoise steps there: somebody waits
+    for the frames. (Where there are none, the next latents come in beside it.)
+    """
+
+    def __init__(self, device: torch.device, overlap: bool, *, beside_steps: bool = True) -> None:
+        self._cuda = device.type == "cuda"
+        priority = -1 if beside_steps else 0
+        self._stream = torch.cuda.Stream(device, priority=priority) if self._cuda and overlap else None
+
+    def decode(self, model: SupportsStepExecution, request: DiffusionRequest, started_s: float) -> PendingResult:
+        """Launch `post_decode` and the copy of what it returns; call it before the session moves on."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            with request.timer.stage("decode"):
+                meta, tensors = model.post_decode(request)
+            host = {name: _to_host(tensor) for name, tensor in tensors.items()}
+            done = torch.cuda.Event() if self._cuda else None
+            if done is not None:
+                done.record()
+        return PendingResult(request, meta, host, done, started_s)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Start copying a CUDA tensor into page-locked memory; a host tensor is returned as it is."""
+    if not tensor.is_cuda:
+        return tensor
+    return empty_result(tensor.shape, tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class ChunkEnd:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Watchdog`: ranks that compute together notice within seconds that one of them is gone or stands still.
+"""Which ranks are alive: those of one engine end together, when one is gone, stands still, or has failed.
 
 A rank that waits in a collective for a dead one waits for minutes, and so does everybody who waits for a result; vLLM
 notices a worker's end, but gives the others 9 s to answer, and a stopped worker not at all. Here a thread of each rank
-sends a datagram to every other each second. When one has ended, or has been silent for `timeout_s`, the rank logs why,
-kills the silent one if it is on this machine, and ends itself at once: vLLM's executor then reports a dead engine.
+(`Watchdog`) sends a datagram to every other each second. When one has ended, or has been silent for `timeout_s`, the
+rank logs why, kills the silent one if it is on this machine, and ends itself at once: vLLM's executor then reports a
+dead engine.
 
-What the thread proves is that its process runs, not that the main thread makes progress: a step that hangs in the
-device is left to vLLM (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was itself stopped (a debugger, Ctrl-Z, a
-paused machine) starts counting afresh. `end_rank` is the one way in which a rank ends itself, also when its own work
-has failed (`rank_watch.failing_together`). Knows no model, no scheduler and no torch. Held by
-tests/worker/test_watchdog.py and tests/engine/test_dead_stage.py.
+The thread proves that its process runs, not that the main thread makes progress: a step that hangs in the device is
+left to vLLM (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was itself stopped (a debugger, Ctrl-Z, a paused
+machine) starts counting afresh. `end_rank` is the one way in which a rank ends itself, also when its own work has
+failed (`failing_together`). Knows no model and no scheduler; torch and vLLM, whose process groups say which ranks there
+are, are imported only where they are asked. Held by tests/worker/test_watchdog.py, test_rank_watch.py there and
+tests/engine/test_dead_stage.py.
 """
 
 import contextlib
@@ -21,11 +23,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm_omni.exit_codes import ENGINE_DIED
+from vllm_omni.processes import machine_id
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -134,3 +140,62 @@ def end_rank(rank: int, reason: str, error: BaseException | None = None) -> NoRe
     """Log why, with the traceback of `error`, and end this process at once: nothing is cleaned up or waited for."""
     logger.critical("rank %d ends itself, so that the engine is reported dead: %s", rank, reason, exc_info=error)
     os._exit(ENGINE_DIED)
+
+
+@contextlib.contextmanager
+def failing_together(*, heard: bool) -> Iterator[None]:
+    """Around work that other ranks take part in: an exception ends this process, so that nobody waits for it.
+
+    vLLM's workers log an exception and wait for the next call. One rank's is the engine's answer; of another's the
+    engine never learns, and the others wait in their collectives. heard: this is the rank whose exception is the
+    answer: it is raised as usual, and so it is on an engine's only rank.
+    """
+    from vllm.distributed.parallel_state import get_world_group
+
+    try:
+        yield
+    except Exception as error:
+        world = get_world_group()
+        if world.world_size > 1 and not heard:
+            end_rank(world.rank, f"{type(error).__name__} in work that other ranks wait for", error)
+        raise
+
+
+def answers_steps() -> bool:
+    """Whether vLLM's executors take a step's result, or its exception, from this rank."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return get_pp_group().is_last_rank and get_tp_group().is_first_rank
+
+
+def watch_other_ranks(timeout_s: float) -> Watchdog:
+    """Collective over tensor- and pipeline-parallel ranks; returns this rank's end, started."""
+    from vllm.distributed.parallel_state import get_world_group
+    from vllm.utils.network_utils import get_ip
+
+    rank, machine = get_world_group().rank, machine_id()
+    one_machine = len({place for places in _gathered(machine) for place in places}) == 1
+    host = "127.0.0.1" if one_machine else get_ip()
+    listen = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM)
+    listen.bind((host, 0))
+    mine = (rank, os.getpid(), machine, host, listen.getsockname()[1], os.urandom(16))
+    everybody = sorted(entry for column in _gathered(mine) for entry in column)
+    peers = [Peer(each, pid, place, (ip, port)) for each, pid, place, ip, port, _ in everybody if each != rank]
+    watchdog = Watchdog(rank, listen, peers, machine, everybody[0][-1], timeout_s)
+    watchdog.start()
+    return watchdog
+
+
+def _gathered(mine: Any) -> list[list[Any]]:
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return _from_all(get_pp_group(), _from_all(get_tp_group(), mine))
+
+
+def _from_all(group: "GroupCoordinator", mine: Any) -> list[Any]:
+    import torch.distributed as dist
+
+    found: list[Any] = [mine] * group.world_size
+    if group.world_size > 1:
+        dist.all_gather_object(found, mine, group=group.cpu_group)
+    return found
