@@ -80,9 +80,11 @@ class Events(list[str]):
         return SimpleNamespace(
             pp=SimpleNamespace(is_first_rank=True, send_tensor_dict=lambda *_, **__: self.append("sent")),
             tp=None,
-            take_answers=lambda ids: None,
-            micro_step=lambda *_: self.append("forward") or hidden,
-            listen_for_answers=lambda: self.append("listens"),
+            role=SimpleNamespace(
+                take_answers=lambda ids: None,
+                micro_step=lambda *_: self.append("forward") or hidden,
+                listen=lambda: self.append("listens"),
+            ),
         )
 
 

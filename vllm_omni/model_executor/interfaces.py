@@ -187,6 +187,17 @@ class SupportsVAEStage(Protocol):
 
 
 @runtime_checkable
+class VAEStageModel(SupportsStepExecution, SupportsVAEStage, Protocol):
+    """A model on the two sides of a VAE stage."""
+
+
+def check_vae_stage(model: object, omni: OmniConfig) -> None:
+    """Raise ValueError unless the model's decoder can be a stage of its own, if it is asked to."""
+    if omni.vae_stage and not isinstance(model, SupportsVAEStage):
+        raise ValueError(f"omni.vae_stage: the decoder of {type(model).__name__} cannot be a stage of its own")
+
+
+@runtime_checkable
 class SupportsParallelDecode(Protocol):
     """A model whose decode the ranks that share layers can do together, each a part of it (`omni.vae_parallel`)."""
 
@@ -211,6 +222,11 @@ class SupportsLayerMoves(Protocol):
 
     def move_layers(self, move: LayerMove, sessions: Sequence[SessionState]) -> None:
         """Move weights, and what `sessions` keep for each layer, by `move`'s collective calls; never on a VAE stage."""
+
+
+@runtime_checkable
+class LayeredModel(SupportsStepExecution, SupportsLayerMoves, Protocol):
+    """A model served in steps whose layers can move."""
 
 
 @runtime_checkable

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ChunksInFlight`: which chunks of each session are at work on this rank and not yet committed, oldest first.
 
-A chunk may begin, and take each further step, while the one before it in its session is at least `steps_behind` steps
-ahead. A session's first chunk is alone: until it has succeeded there is no session to continue. A chunk that fails or
-is aborted takes those behind it with it: they were computed from it, and the session stays as it was committed.
-The first pipeline stage decides who may begin (`waiting`) and as which chunk of the session; later ones are told. A
-failure is known first where it happens, the last stage: until the scheduler lets go of the chunk, what an earlier stage
-still sends of those behind it finds it here (`failed`). Knows no model and no scheduler.
+Which of them may move is `ChunkOrder`'s rule. A chunk that fails or is aborted takes those behind it with it: they were
+computed from it, and the session stays as it was committed. The first pipeline stage decides which chunks may begin
+(`waiting`) and as which chunk of the session; later ones are told. A failure is known first where it happens, on the
+last stage: until the scheduler lets go of the chunk, those behind it that an earlier stage still sends find it here
+(`failed`). Knows no model and no scheduler.
 Held by tests/worker/test_in_flight.py and tests/engine/test_chunks_in_flight.py.
 """
 
 from collections.abc import Sequence
 
+from vllm_omni.core.chunk_order import DONE, ChunkOrder, turn
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.requests import RequestState
@@ -21,8 +21,7 @@ class ChunksInFlight:
     """limit: chunks of one session at work at once; with 1 nothing here ever waits or has a predecessor."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.steps_behind = 1
+        self.order = ChunkOrder(limit)
         self._chunks: dict[str, list[RequestState]] = {}
         self._failed: dict[str, list[RequestState]] = {}
 
@@ -41,16 +40,15 @@ class ChunksInFlight:
 
     def waiting(self, states: Sequence[RequestState]) -> list[RequestState]:
         """Those of a batch that may not begin or go on yet; asked before any of the batch moves."""
-        if self._limit == 1:
+        if self.order.limit == 1:
             return []
-        first: dict[str, tuple[float, RequestState]] = {}  # of those of a session that have not begun, one may
+        first: dict[str, RequestState] = {}  # by session: of those that have not begun, the one that may
         for state in states:
             if state.chunk is None and state.failure is None and state.params is not None:
-                index = state.params.chunk_index
-                turn = float("inf") if index is None else index
-                if state.params.session_id not in first or turn < first[state.params.session_id][0]:
-                    first[state.params.session_id] = turn, state
-        may_begin = [state for _, state in first.values()]
+                other = first.get(state.params.session_id)
+                if other is None or turn(state.params.chunk_index) < turn(_chunk_index(other)):
+                    first[state.params.session_id] = state
+        may_begin = list(first.values())
         return [state for state in states if self._waits(state, state in may_begin)]
 
     def _waits(self, state: RequestState, may_begin: bool) -> bool:
@@ -58,19 +56,14 @@ class ChunksInFlight:
             return False
         if state.chunk is None and not may_begin:
             return True
-        chunks = self._chunks.get(state.params.session_id, [])
-        position, step = len(chunks), 0
+        ahead = self._chunks.get(state.params.session_id, [])
         if state.chunk is not None:
-            position, step = chunks.index(state), state.chunk.step
-        elif len(chunks) >= self._limit:
-            return True
-        if position == 0:
-            return False
-        before = chunks[position - 1].chunk
-        assert before is not None
-        if before.session.chunk_index == 0:
-            return True
-        return before.step < before.num_steps and step + self.steps_behind > before.step
+            ahead = ahead[: ahead.index(state)]
+        before = [other.chunk for other in ahead if other.chunk is not None]
+        steps = [DONE if chunk.step >= chunk.num_steps else chunk.step for chunk in before]
+        established = all(chunk.session.chunk_index > 0 for chunk in before)
+        step = None if state.chunk is None else state.chunk.step
+        return not self.order.may_move(step, steps, established=established)
 
     def failed(self, session_id: str, index: int) -> DiffusionRequest | None:
         """The newest chunk of that index that has failed here and is not released yet."""
@@ -135,3 +128,7 @@ def _predecessor_failed() -> RequestFailed:
         "a chunk before this one failed or was aborted while both were in flight; the session is as it was before that "
         "chunk: send both again",
     )
+
+
+def _chunk_index(state: RequestState) -> int | None:
+    return None if state.params is None else state.params.chunk_index

@@ -33,6 +33,8 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
 from vllm_omni.outputs import RequestFailed
 
+HIDDEN = "hidden"
+"""Hidden states of one batch after the other, packed by `together`."""
 _NOTE = "note"
 _LATENTS = "latents"
 _STATUS_OK = 1.0

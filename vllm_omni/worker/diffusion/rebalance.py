@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.parallel_state import get_world_group
 
-from vllm_omni.model_executor.interfaces import SupportsLayerMoves
+from vllm_omni.model_executor.interfaces import LayeredModel, SupportsLayerMoves
 from vllm_omni.model_executor.layers.layer_moves import LayerMove, balanced_partition, stage_costs
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.liveness import failing_together
@@ -37,27 +37,26 @@ def rebalance(runner: DiffusionGPUModelRunner, partition: Sequence[int]) -> list
             raise RequestFailed(*refusal)
     model, pp = runner.model, runner.pp
     stages = len(partition)
+    assert isinstance(model, LayeredModel)
     if pp.rank_in_group < stages and list(partition) != list(model.partition):
         with failing_together(heard=False):  # half-moved layers are nothing to go on with
-            _move(runner, LayerMove(pp.ranks[:stages], pp.rank_in_group, model.partition, partition, pp.device_group))
-    # What this engine's snapshots are taken with, and need.
-    options = runner.vllm_config.additional_config
-    assert isinstance(options, dict)
-    options.setdefault("omni", {})["pipeline_partition"] = list(partition)
+            move = LayerMove(pp.ranks[:stages], pp.rank_in_group, model.partition, partition, pp.device_group)
+            _move(runner, model, move)
+    runner.partition = tuple(partition)
     return list(partition)
 
 
-def _move(runner: DiffusionGPUModelRunner, move: LayerMove) -> None:
-    params, _ = runner.model.warmup_inputs()[0]
-    before = runner.model.session_nbytes(params)
+def _move(runner: DiffusionGPUModelRunner, model: LayeredModel, move: LayerMove) -> None:
+    params, _ = model.warmup_inputs()[0]
+    before = model.session_nbytes(params)
     for session_id in sorted(runner.sessions.stats()["chunks"]):
         runner.settle(session_id)
-    runner.model.move_layers(move, runner.sessions.in_order_of_id())
+    model.move_layers(move, runner.sessions.in_order_of_id())
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
         torch.cuda.empty_cache()
     if runner.sessions.max_bytes is not None and before:
-        after = runner.model.session_nbytes(params)
+        after = model.session_nbytes(params)
         runner.sessions.max_bytes = int(runner.sessions.max_bytes / before * after)
 
 

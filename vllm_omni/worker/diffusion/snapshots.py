@@ -140,17 +140,22 @@ class SessionSnapshots:
 
     def _identity(self) -> ModelIdentity:
         if self._model is None:
-            self._model = model_identity(self._runner.vllm_config, self._runner.shares_decode)
+            self._model = model_identity(
+                self._runner.vllm_config, self._runner.parts.shares_decode, self._runner.partition
+            )
         return self._model
 
     def _weights_digest(self) -> str:
         if self._weights is None:
-            self._weights = weights_digest(dict(self._runner.model.named_parameters()))
+            self._weights = weights_digest(dict(self._runner.network.named_parameters()))
         return self._weights
 
 
-def model_identity(vllm_config: "VllmConfig", shares_decode: bool) -> ModelIdentity:
-    """What must be equal for a session to go on bit for bit, but for the weights."""
+def model_identity(vllm_config: "VllmConfig", shares_decode: bool, partition: Sequence[int]) -> ModelIdentity:
+    """What must be equal for a session to go on bit for bit, but for the weights.
+
+    partition: layers of each stage now; () = as even as possible.
+    """
     hf_config = vllm_config.model_config.hf_config
     omni = vllm_config.additional_config.get("omni", {}) if isinstance(vllm_config.additional_config, dict) else {}
     options = omni.get("model", {})
@@ -163,7 +168,9 @@ def model_identity(vllm_config: "VllmConfig", shares_decode: bool) -> ModelIdent
         "options": options,
         "dtype": str(vllm_config.model_config.dtype),
     }
-    stages = {name: omni[name] for name in ("vae_stage", "pipeline_partition", "pipeline") if omni.get(name)}
+    stages = {name: omni[name] for name in ("vae_stage", "pipeline") if omni.get(name)}
+    if partition:
+        stages["pipeline_partition"] = list(partition)
     if stages:  # what each rank holds of a session
         described["stages"] = stages
     text = json.dumps(described, sort_keys=True, default=str)

@@ -28,7 +28,7 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
     largest shape fits.
     """
     start = time.perf_counter()
-    runner.connect_stages()
+    runner.role.connect()
     if runner.omni.pipeline_partition == "measured":
         _, times = _run_session(runner)
         rebalance(runner, measured_partition(runner, times))
@@ -64,7 +64,7 @@ def _run_session(runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] 
         session_bytes = state.chunk.session.nbytes
         while not state.done:
             _step(runner, state)
-        runner.take_answers([state.request_id])
+        runner.role.take_answers([state.request_id])
         times = state.chunk.timer.milliseconds()
         runner.admission.release(state)
     runner.sessions.close_all()
@@ -78,10 +78,10 @@ def _step(runner: DiffusionGPUModelRunner, state: RequestState) -> None:
         tensors = runner.pp.recv_tensor_dict(all_gather_group=runner.tp)
         assert tensors is not None
         received = IntermediateTensors(tensors)
-    runner.take_answers([state.request_id])
-    hidden = runner.micro_step([state], received, {})
+    runner.role.take_answers([state.request_id])
+    hidden = runner.role.micro_step([state], received, {})
     if state.failure is not None:
         raise RuntimeError(f"warm-up failed: {state.failure}")
     if hidden is not None:
         runner.pp.send_tensor_dict(hidden.tensors, all_gather_group=runner.tp)
-        runner.listen_for_answers()
+        runner.role.listen()

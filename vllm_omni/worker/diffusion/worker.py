@@ -63,7 +63,7 @@ class DiffusionWorkerMixin(_Worker):
     def execute_model(self, scheduler_output: "SchedulerOutput") -> "ModelRunnerOutput | AsyncModelRunnerOutput | None":
         with failing_together(heard=answers_steps()):
             output = super().execute_model(scheduler_output)
-            self.model_runner.listen_for_answers()
+            self.model_runner.role.listen()
             return output
 
     def shutdown(self) -> None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The VAE as a pipeline stage of its own (`omni.vae_stage`): both sides of the hand-over.
+"""The VAE as a pipeline stage of its own (`omni.vae_stage`): it follows the ranks with layers, and decodes.
 
-The last stage with layers runs the schedule, checks and commits; after every step it sends a small host message
-(`hand_over`), with a chunk's latents as soon as they are final, which may be a clean-context pass before the chunk is
-done. The VAE stage (`VAEStage`) takes the message, starts the decode on a stream of its own and answers the engine at
-once, so that the next step is scheduled while both devices work. A result goes out with the first step that finds it
-ready; when a step brings nothing but results, the stage waits for them, but never long: other batches queue behind.
+Its counterpart (`BeforeVAE`) sends a small host message after every step, with a chunk's latents as soon as they are
+final. The VAE stage takes the message, starts the decode on a stream of its own and answers the engine at once, so that
+the next step is scheduled while both devices work. A result goes out with the first step that finds it ready; when a
+step brings nothing but results, the stage waits for them, but never long: other batches queue behind.
 
 A chunk is committed here when the ranks with layers have committed it. A decode that fails before (there is a clean
 pass) leaves the session as it was. One that fails in that very step leaves the others ahead: the session lives on, on
@@ -15,27 +14,18 @@ Knows no model by name. Held by tests/worker/test_vae_stage_rank.py and tests/en
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 from vllm.sequence import IntermediateTensors
 
-from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution, SupportsVAEStage
+from vllm_omni.model_executor.interfaces import VAEStageModel
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.diffusion.agreement import RankAgreement
-from vllm_omni.worker.diffusion.decode import ResultStream
-from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
+from vllm_omni.worker.diffusion.decode import deliverable
 from vllm_omni.worker.diffusion.link import ChunkNote, StageNote
 from vllm_omni.worker.diffusion.requests import RequestState, as_failure
 from vllm_omni.worker.diffusion.results import PendingResult
-from vllm_omni.worker.diffusion.sessions import SessionStore
-
-if TYPE_CHECKING:
-    from typing import Protocol
-
-    class StageModel(SupportsStepExecution, SupportsVAEStage, Protocol): ...
-
+from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, due, envelopes
 
 _WAIT_S = 0.02
 """Longest wait for a result when a step brings nothing else; another batch may be behind it."""
@@ -44,72 +34,40 @@ _MAX_DECODES = 3
 """Decodes in flight, over all sessions. From there on the stage holds up the steps: it is the slowest one."""
 
 
-def hand_over(
-    model: "StageModel", in_flight: ChunksInFlight, states: Sequence[RequestState], ranks: int
-) -> IntermediateTensors:
-    """The last stage with layers, after a step in which `states` took part or failed.
-
-    ranks: that share a stage's layers. Each of several hands over to its counterpart, and all must say the same: what
-    one of them happens to know earlier (`FiniteCheck.known`) waits for the chunk's end, where they agree.
-    """
-    chunks: list[ChunkNote] = []
-    failures: dict[str, tuple[str, str]] = {}
-    latents: list[torch.Tensor] = []
-    for state in sorted(states, key=lambda state: not state.done):  # a chunk that is done before the one behind it
-        request = state.chunk
-        if ranks == 1 and state.failure is None and state.finite is not None and state.finite.known:
-            try:
-                state.finite.require("the chunk's latents")
-            except RequestFailed as failure:
-                state.failure = failure  # before the VAE stage has to do with it
-        if state.failure is not None:
-            failures[state.request_id] = (state.failure.code, str(state.failure.message))
-            if request is not None:
-                in_flight.fail(request)
-        elif request is not None:
-            clean = request.step == request.num_steps - request.clean_passes
-            if clean:
-                assert state.done or in_flight.is_next(request), "chunks of a session are decoded in order"
-                latents.append(model.latents(request))
-            chunks.append(
-                ChunkNote(
-                    state.request_id,
-                    request.session.chunk_index - state.done,
-                    request.step,
-                    request.num_steps,
-                    clean,
-                    state.done,
-                    model.hand_over(request) if clean else {},
-                    request.timer.milliseconds_so_far() if state.done else {},
-                )
-            )
-    return IntermediateTensors(StageNote(chunks, failures).message(latents, ranks))
-
-
-class VAEStage:
-    """The VAE stage's rank.
-
-    commit: makes a chunk part of its session here. results: where it decodes, None on a rank that only follows
-    (`ParallelContext.decodes`). agreement: with the ranks beside it, where they decode together
-    (`SupportsParallelDecode`); None = this rank decodes, or follows, by itself.
+class VAEStage(Role):
+    """Decodes where `parts.decodes`; a rank beside the one that does only follows. With `parts.shares_decode` they
+    decode together (`SupportsParallelDecode`), and agree before.
     """
 
-    def __init__(
-        self,
-        model: "StageModel",
-        sessions: SessionStore,
-        in_flight: ChunksInFlight,
-        commit: Callable[[DiffusionRequest], None],
-        results: ResultStream | None,
-        agreement: RankAgreement | None = None,
-    ) -> None:
-        self._model = model
-        self._sessions = sessions
-        self._in_flight = in_flight
-        self._commit = commit
-        self._results = results
-        self._agreement = agreement
+    def __init__(self, parts: RankParts) -> None:
+        super().__init__(parts)
+        assert isinstance(parts.model, VAEStageModel)
+        self._vae = parts.model
+        self._sessions = parts.sessions
         self._decoding: deque[PendingResult] = deque()
+
+    def step(
+        self, states: Sequence[RequestState], received: IntermediateTensors | None
+    ) -> IntermediateTensors | Envelopes:
+        pending, outputs = due(states), Envelopes()
+        self.micro_step(states, received, outputs)
+        outputs.update(envelopes(self.ready(pending, alone=len(pending) == len(states))))
+        return deliverable(states, outputs)
+
+    def micro_step(
+        self, states: Sequence[RequestState], received: IntermediateTensors | None, outputs: Envelopes
+    ) -> None:
+        assert received is not None
+        note = StageNote.read(received.tensors)
+        self.fail(states, note)
+        for state in states:
+            # A chunk that the ranks with layers still hold back, or have refused, does not begin here either.
+            begins = state.is_session_operation or state.request_id in note.taking_part
+            if state.failure is None and state.chunk is None and begins:
+                self.admission.admit(state, outputs)
+        for state in self.advance(states, note, note.latents(received.tensors)):
+            self.chunk_end.hand_out(state, outputs)
+        self.chunk_end.pack_failures(states, outputs)
 
     def fail(self, states: Sequence[RequestState], note: StageNote) -> None:
         """Before anything of a step begins: what has failed where the layers are fails here too."""
@@ -121,7 +79,7 @@ class VAEStage:
     def advance(
         self, states: Sequence[RequestState], note: StageNote, latents: Mapping[str, torch.Tensor]
     ) -> list[RequestState]:
-        """Take in what `hand_over` sent about `states`; returns those whose chunk is now committed.
+        """Take in the message about `states`; returns those whose chunk is now committed.
 
         Their results are `pending` (nowhere on a rank that only follows). A refused or failed one has its `failure`.
         """
@@ -132,13 +90,13 @@ class VAEStage:
             try:
                 self._follow(state, entry)
                 if entry.clean and state.failure is None and state.chunk is not None:
-                    self._model.take_over(state.chunk, latents[entry.request_id], entry.facts)
+                    self._vae.take_over(state.chunk, latents[entry.request_id], entry.facts)
             except Exception as error:
                 state.failure = as_failure(error, state.request_id)
             if entry.clean:
                 self._decode(state)
             if entry.done and state.failure is None and state.chunk is not None:
-                self._commit(state.chunk)
+                self.chunk_end.commit(state.chunk)
                 state.chunk.timer.add(entry.timings_ms)
                 done.append(state)
             elif entry.done:
@@ -164,18 +122,18 @@ class VAEStage:
 
     def _decode(self, state: RequestState) -> None:
         """Launch the decode, unless the chunk has failed."""
-        if self._agreement is not None:
-            self._agreement.agree(state)
-        if self._results is None or state.failure is not None or state.chunk is None:
+        if self.parts.shares_decode:
+            self.agreement.agree(state)
+        if not self.parts.decodes or state.failure is not None or state.chunk is None:
             return
         while self._decoding and self._decoding[0].ready():
             self._decoding.popleft()
         if len(self._decoding) >= _MAX_DECODES:
             self._decoding.popleft().wait()
         try:
-            state.pending = self._results.decode(self._model, state.chunk, state.started_s)
+            state.pending = self.parts.results.decode(self.model, state.chunk, state.started_s)
         except Exception as error:
-            if self._agreement is not None:
+            if self.parts.shares_decode:
                 raise  # other ranks are inside this decode's collectives: only a clean death is left
             state.failure = as_failure(error, state.request_id)
             return
@@ -189,7 +147,7 @@ class VAEStage:
         if state.failure is not None:
             state.failure = RequestFailed(state.failure.code, str(_lost().message))
         if state.chunk is not None:
-            self._in_flight.fail(state.chunk, because=_lost())
+            self.in_flight.fail(state.chunk, because=_lost())
 
     def _loss(self, state: RequestState) -> RequestFailed | None:
         """Why the session of a chunk that begins cannot go on; None if it can, or is not known here."""
