@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, Result
 from vllm_omni.model_executor.one_shot import OneShotSession
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed
@@ -35,7 +35,7 @@ METHODS = ("sample", "forward", "diffuse")
 _NOMINAL_BYTES = 1
 """What such a model holds while it runs is not known before; admission then goes by `omni.max_sessions` alone."""
 
-Result = tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
+Request = DiffusionRequest[OneShotSession, Result]
 
 
 def find_method(model: nn.Module) -> str:
@@ -76,33 +76,33 @@ class WholeRequestModel:
             raise RequestFailed("invalid_request", "this model keeps nothing between requests: send one_shot")
         return OneShotSession(params.session_id, _NOMINAL_BYTES)
 
-    def prepare_encode(self, request: DiffusionRequest) -> None:
+    def prepare_encode(self, request: Request) -> None:
         request.num_steps = 1
 
-    def batch_key(self, request: DiffusionRequest) -> Hashable:
+    def batch_key(self, request: Request) -> Hashable:
         return request.request_id  # a batch of one: the model takes one request
 
-    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
         for request in batch:
             request.state = self._run(request.params, request.tensors)
         return self.latents(batch[0])
 
-    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None: ...
+    def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None: ...
 
-    def latents(self, request: DiffusionRequest) -> torch.Tensor:
+    def latents(self, request: Request) -> torch.Tensor:
         """What the runner checks for NaN and Inf: a sum over the result's floating tensors."""
         result = request.state[1] if request.state is not None else {}
         sums = [tensor.float().sum().cpu() for tensor in result.values() if tensor.is_floating_point()]
         return torch.stack(sums) if sums else torch.zeros(1)
 
-    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
+    def set_latents(self, request: Request, latents: torch.Tensor) -> None:
         raise NotImplementedError("a model without steps runs on one pipeline stage")
 
-    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        meta, tensors = request.state
+    def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        meta, tensors = request.work
         return dict(meta), dict(tensors)
 
-    def commit(self, request: DiffusionRequest) -> None:
+    def commit(self, request: Request) -> None:
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
