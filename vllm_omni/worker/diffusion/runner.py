@@ -31,6 +31,7 @@ from vllm_omni.model_executor.interfaces import (
     check_vae_stage,
 )
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.whole_request import WholeRequestModel
 from vllm_omni.registration import steps_one_at_a_time
 from vllm_omni.worker.diffusion.admission import Admission
 from vllm_omni.worker.diffusion.agreement import RankAgreement
@@ -42,7 +43,6 @@ from vllm_omni.worker.diffusion.roles import role_for
 from vllm_omni.worker.diffusion.roles.role import RankParts
 from vllm_omni.worker.diffusion.sessions import SessionStore
 from vllm_omni.worker.diffusion.surface import RunnerSurface
-from vllm_omni.worker.diffusion.whole_request import WholeRequestModel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -15,7 +15,7 @@ that can be cut into steps implements `SupportsStepExecution` instead. Held by t
 
 import inspect
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -61,12 +61,6 @@ class WholeRequestModel:
         self.method = find_method(model)
         self._run: Callable[[DiffusionParams, Mapping[str, torch.Tensor]], Result] = getattr(model, self.method)
         logger.info("%s runs whole requests through its method %r", type(model).__name__, self.method)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        return self.model.load_weights(weights)  # type: ignore[operator]
-
-    def parameters(self) -> Iterable[nn.Parameter]:
-        return self.model.parameters()
 
     def session_nbytes(self, params: DiffusionParams) -> int:
         return _NOMINAL_BYTES
