@@ -27,7 +27,7 @@ class BeforeVAE(EndsSteps):
     def __init__(self, parts: RankParts, steps: StepTaker) -> None:
         super().__init__(parts, steps)
         assert isinstance(parts.model, VAEStageModel)
-        self._decoded_elsewhere = parts.model
+        self._stage_model = parts.model
 
     def _before_launch(self, moves: bool) -> None:
         if moves:
@@ -42,7 +42,7 @@ class BeforeVAE(EndsSteps):
 
     def _hand_on(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors | None:
         failed = [state for state in done.states if state.failure is not None and state not in done.alive]
-        return hand_over(self._decoded_elsewhere, self.in_flight, [*done.alive, *failed], self.parts.place.size)
+        return hand_over(self._stage_model, self.in_flight, [*done.alive, *failed], self.parts.place.size)
 
 
 def hand_over(

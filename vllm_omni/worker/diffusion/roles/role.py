@@ -111,7 +111,7 @@ class Role(ABC):
         """To be called whenever hidden states have been sent (`ReturnChannel.listen`)."""
 
 
-def due(states: Sequence[RequestState]) -> list[RequestState]:
+def delivering(states: Sequence[RequestState]) -> list[RequestState]:
     """Chunks of earlier steps whose results are on their way to the host."""
     return [state for state in states if state.done and state.pending is not None]
 

@@ -25,7 +25,7 @@ from vllm_omni.worker.diffusion.decode import deliverable
 from vllm_omni.worker.diffusion.link import ChunkNote, StageNote
 from vllm_omni.worker.diffusion.requests import RequestState, as_failure
 from vllm_omni.worker.diffusion.results import PendingResult
-from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, due, envelopes
+from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, delivering, envelopes
 
 _WAIT_S = 0.02
 """Longest wait for a result when a step brings nothing else; another batch may be behind it."""
@@ -42,14 +42,14 @@ class VAEStage(Role):
     def __init__(self, parts: RankParts) -> None:
         super().__init__(parts)
         assert isinstance(parts.model, VAEStageModel)
-        self._vae = parts.model
+        self._stage_model = parts.model
         self._sessions = parts.sessions
         self._decoding: deque[PendingResult] = deque()
 
     def step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None
     ) -> IntermediateTensors | Envelopes:
-        pending, outputs = due(states), Envelopes()
+        pending, outputs = delivering(states), Envelopes()
         self.micro_step(states, received, outputs)
         outputs.update(envelopes(self.ready(pending, alone=len(pending) == len(states))))
         return deliverable(states, outputs)
@@ -90,7 +90,7 @@ class VAEStage(Role):
             try:
                 self._follow(state, entry)
                 if entry.clean and state.failure is None and state.chunk is not None:
-                    self._vae.take_over(state.chunk, latents[entry.request_id], entry.facts)
+                    self._stage_model.take_over(state.chunk, latents[entry.request_id], entry.facts)
             except Exception as error:
                 state.failure = as_failure(error, state.request_id)
             if entry.clean:

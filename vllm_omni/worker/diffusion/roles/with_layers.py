@@ -22,7 +22,7 @@ from vllm_omni.worker.diffusion.decode import deliverable
 from vllm_omni.worker.diffusion.link import HIDDEN, unpack
 from vllm_omni.worker.diffusion.requests import RequestState, as_failure
 from vllm_omni.worker.diffusion.results import FiniteCheck
-from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, due, envelopes
+from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, delivering, envelopes
 
 
 class StepTaker(Protocol):
@@ -83,7 +83,7 @@ class WithLayers(Role):
     def step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None
     ) -> IntermediateTensors | Envelopes:
-        ready, outputs = due(states), Envelopes()
+        ready, outputs = delivering(states), Envelopes()
         moves = not all(state.done for state in states)
         self._before_launch(moves)
         handed_on = self.micro_step(states, received, outputs)
