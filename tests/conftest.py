@@ -124,8 +124,8 @@ def make_runner(single_rank: None) -> RunnerFactory:
     from vllm.engine.arg_utils import EngineArgs
 
     import vllm_omni.worker
-    from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
-    from vllm_omni.worker.warm_up import warm_up
+    from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
+    from vllm_omni.worker.diffusion.warm_up import warm_up
 
     assert vllm_omni.worker.DiffusionGPUWorker  # as in a worker process: vLLM's CPU module prepares torch for CPU
 

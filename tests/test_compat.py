@@ -15,7 +15,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput, M
 
 import vllm_omni
 from vllm_omni import compat
-from vllm_omni.worker.hidden_state_rows import HiddenStatesOutput
+from vllm_omni.worker.ar.rows import HiddenStatesOutput
 
 REPO = Path(vllm_omni.__file__).parents[1]
 NO_DIFFERENCE_OF_VERSIONS = {

@@ -37,3 +37,13 @@ def test_the_config_is_frozen() -> None:
     """Parsed once, never changed."""
     with pytest.raises(AttributeError):
         OmniConfig().height = 3  # type: ignore[misc]
+
+
+def test_a_process_parses_the_same_options_once() -> None:
+    """Runner, model and scheduler each ask; a change to what was given afterwards is another configuration."""
+    given = {"omni": {"height": 64, "model": {"cache": {"frames": 3}}}}
+    first = OmniConfig.from_additional_config(given)
+    assert OmniConfig.from_additional_config({"omni": {"model": {"cache": {"frames": 3}}, "height": 64}}) is first
+    given["omni"]["model"]["cache"]["frames"] = 4  # type: ignore[index]
+    assert first.model == {"cache": {"frames": 3}}
+    assert OmniConfig.from_additional_config(given).model == {"cache": {"frames": 4}}

@@ -48,7 +48,7 @@ registered, new = objects(), contents()
 names = [m.name for m in pkgutil.walk_packages(vllm_omni.__path__, "vllm_omni.")]
 imported = 0
 for name in names:
-    if name.endswith("_cpu_worker"):
+    if name.endswith(".cpu_worker"):
         continue
     importlib.import_module(name)
     imported += 1

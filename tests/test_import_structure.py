@@ -69,3 +69,10 @@ def test_a_circle_is_seen(line: str) -> None:
     known = {"p", "p.a", "p.b"}
     graph = {"p.a": imports(line, known), "p.b": imports("from p.a import y", known)}
     assert set(circle(graph)) == {"p.a", "p.b"}
+
+
+def test_only_roles_move_a_chunk_on() -> None:
+    """`DiffusionRequest.step` is written by what a rank does in an engine step, not by models."""
+    writes = re.compile(r"\b(?:request|chunk)\.step(?:, [\w.]+)* [+-]?= ")
+    places = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if writes.search(path.read_text())}
+    assert places == {f"worker/diffusion/roles/{name}.py" for name in ("with_layers", "temporal", "vae")}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniConfig`: everything a user may set under `--additional-config '{"omni": {...}}'`.
 
-Parsed once at the edge (the worker's start, the command line), frozen afterwards, passed explicitly. Unknown keys and
-values out of range are errors that say what is allowed. Options of one model live under `omni.model` and are
-parsed by that model's own frozen dataclass. Held by tests/test_config.py.
+Parsed once in each process, frozen, and never written back. Unknown keys and values out of range are errors that say
+what is allowed. Options of one model live under `omni.model` and are parsed by that model's own frozen dataclass.
+Held by tests/test_config.py.
 """
 
 import re
@@ -163,10 +163,22 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def from_additional_config(cls, additional_config: Any) -> "OmniConfig":
         """Parse `additional_config["omni"]` (missing = all defaults). Raises ValueError naming key and range.
 
-        additional_config: vLLM's option as it is: a map, or None.
+        additional_config: vLLM's option as it is: a map, or None. vLLM hands it to the runner, to the model and to the
+        scheduler, each by itself: those of one process get the same object for the same options.
         """
         omni = additional_config.get("omni", {}) if isinstance(additional_config, Mapping) else {}
-        return parse_options(cls, omni, "additional_config['omni']")
+        try:
+            key = msgspec.msgpack.encode(omni, order="deterministic")
+        except (TypeError, ValueError):  # holds a value that no option can have: parsing says which
+            return parse_options(cls, omni, "additional_config['omni']")
+        if key not in _PARSED:
+            copy = msgspec.msgpack.decode(key)  # whoever gave the options may still change them
+            _PARSED[key] = parse_options(cls, copy, "additional_config['omni']")
+        return _PARSED[key]
+
+
+_PARSED: dict[bytes, OmniConfig] = {}
+"""Options of this process's engines, as MessagePack -> what they say."""
 
 
 def parse_options(cls: type[T], options: Mapping[str, Any], where: str) -> T:

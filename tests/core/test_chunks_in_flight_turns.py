@@ -52,7 +52,7 @@ def test_a_chunk_stays_behind_the_one_before_it(
     limit: int, behind: int, steps: list[int | None], expected: list[int]
 ) -> None:
     found = streams(limit)
-    found.steps_behind = behind
+    found.order.steps_behind = behind
     for chunk, step in enumerate(steps, 1):
         found.add(str(chunk), RequestFields("s", chunk), 0.0)
         if step is not None:
@@ -121,7 +121,7 @@ def test_a_session_operation_is_alone(position: str) -> None:
 def test_no_chunk_overtakes_and_all_come_to_their_end(limit: int, behind: int, data: st.DataObject) -> None:
     """Any choice among those whose turn it is, some aborted: order, distance and number hold, and nothing is stuck."""
     found = streams(limit)
-    found.steps_behind = behind
+    found.order.steps_behind = behind
     chunks = [str(chunk) for chunk in range(1, 7)]
     for chunk in chunks:
         found.add(chunk, RequestFields("s", int(chunk)), 0.0)

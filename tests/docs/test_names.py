@@ -108,7 +108,7 @@ def test_a_name_that_is_gone_is_found(name: str) -> None:
         "DiffusionGPUModelRunner.execute_model",
         "vllm_omni.snapshot_exchange.save_exchange",
         "vllm_omni.executor.DiffusersPipelineExecutor",
-        "worker/in_flight.py",
+        "worker/diffusion/in_flight.py",
         "VLLM_OMNI_IDLE_TIMEOUT_S",
         "omni.max_session_bytes",
         "Scheduler._free_request",

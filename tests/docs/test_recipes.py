@@ -9,7 +9,7 @@ import snippets as docs
 from vllm_omni.model_executor.models.registry import ARCHITECTURES, family_names
 
 CONTRIBUTING = docs.REPO / "CONTRIBUTING.md"
-LAST_ADDED = {"Add a model": "wan2_2", "Add a door": "video", "Support a version of vLLM": "0.33"}
+LAST_ADDED = {"Add a model": "wan2_2", "Add a door": "video", "Add a role": "vae", "Support a version of vLLM": "0.33"}
 """Recipe -> the `<name>` that stands for what it has brought last."""
 
 

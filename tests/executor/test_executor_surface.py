@@ -16,7 +16,7 @@ from vllm.v1.executor import abstract
 from vllm_omni.executor import DiffusersPipelineExecutor
 from vllm_omni.executor.diffusers_pipeline_executor import PipelineWorker
 from vllm_omni.outputs import RequestFailed, unpack
-from vllm_omni.worker.sessions import SessionStore
+from vllm_omni.worker.diffusion.sessions import SessionStore
 
 # Worker methods that a pipeline engine can never be asked for, each with the reason.
 UNREACHABLE = {

@@ -12,8 +12,8 @@ from vllm.v1.worker import cpu_worker, gpu_worker
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_omni.executor.diffusers_pipeline_executor import PipelineWorker
-from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
-from vllm_omni.worker.diffusion_worker import DiffusionWorkerMixin
+from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
+from vllm_omni.worker.diffusion.worker import DiffusionWorkerMixin
 
 NOT_OF_THE_RUNNER = {
     "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a KV group",

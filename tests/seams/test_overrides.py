@@ -38,7 +38,7 @@ def runners() -> Iterator[type]:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from vllm_omni.worker.ar_gpu_model_runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
+    from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
 
     yield type("ARGPUModelRunner", (ARModelRunnerV1Mixin, GPUModelRunner), {})
     yield type("ARGPUModelRunnerV2", (ARModelRunnerV2Mixin, GPUModelRunnerV2), {})

@@ -13,8 +13,8 @@ from scheduling import new_request, run_to_end
 
 from vllm_omni.snapshot import SnapshotHeader
 from vllm_omni.snapshot_exchange import checkpoint_exchange, restore_exchange, run_exchange, save_exchange
-from vllm_omni.worker.checkpoints import SessionCheckpoints
-from vllm_omni.worker.snapshots import SessionSnapshots
+from vllm_omni.worker.diffusion.checkpoints import SessionCheckpoints
+from vllm_omni.worker.diffusion.snapshots import SessionSnapshots
 
 
 class Worker:

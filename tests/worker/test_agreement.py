@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.agreement import RankAgreement
-from vllm_omni.worker.requests import RequestState
+from vllm_omni.worker.diffusion.agreement import RankAgreement
+from vllm_omni.worker.diffusion.requests import RequestState
 
 ELSEWHERE = ("engine_error", "another rank could not take this request")
 OWN = RequestFailed("capacity", "full")

@@ -31,10 +31,14 @@ from vllm.v1.worker.gpu import model_runner as v2_model_runner
 import vllm_omni
 import vllm_omni.hidden_states
 from vllm_omni.hidden_states import HiddenStatesRequest
-from vllm_omni.worker import ar_gpu_model_runner, ar_gpu_worker, ar_worker, hidden_state_layers, hidden_state_rows
-from vllm_omni.worker.ar_gpu_model_runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
-from vllm_omni.worker.hidden_state_layers import LayerTaps
-from vllm_omni.worker.hidden_state_rows import HiddenStateRows
+from vllm_omni.worker.ar import gpu_worker as ar_gpu_worker
+from vllm_omni.worker.ar import layers as hidden_state_layers
+from vllm_omni.worker.ar import rows as hidden_state_rows
+from vllm_omni.worker.ar import runner as ar_gpu_model_runner
+from vllm_omni.worker.ar import worker as ar_worker
+from vllm_omni.worker.ar.layers import LayerTaps
+from vllm_omni.worker.ar.rows import HiddenStateRows
+from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
 
 LAYERS, WIDTH = 4, 8
 OUR_MODULES = (ar_gpu_model_runner, ar_gpu_worker, ar_worker, hidden_state_layers, hidden_state_rows)
@@ -341,7 +345,7 @@ def test_fault_3_nothing_else_of_the_output_changes(generation: Any, asynchronou
 def test_fault_4_no_body_of_vllm_is_copied() -> None:
     """The workers define no `init_device` of their own but one that begins with vLLM's, and share no six lines."""
     assert "init_device" not in vars(ar_gpu_worker.ARGPUWorker)
-    from vllm_omni.worker import ar_cpu_worker
+    from vllm_omni.worker.ar import cpu_worker as ar_cpu_worker
 
     body = inspect.getsource(ar_cpu_worker.ARCPUWorker.init_device)
     assert "super().init_device()" in body and body.count("\n") <= 4

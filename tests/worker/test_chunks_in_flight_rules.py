@@ -8,8 +8,8 @@ import pytest
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.in_flight import ChunksInFlight
-from vllm_omni.worker.requests import RequestState
+from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
+from vllm_omni.worker.diffusion.requests import RequestState
 
 PREDECESSOR = (
     "predecessor_failed",
@@ -71,7 +71,7 @@ def test_with_one_chunk_at_a_time_nothing_ever_waits() -> None:
 def test_a_chunk_goes_on_behind_the_one_before_it(first: int, second: int, behind: int, held: str) -> None:
     """By `steps_behind` steps, or at will once that one has taken all its steps."""
     runs = Sessions(3)
-    runs.flights.steps_behind = behind
+    runs.flights.order.steps_behind = behind
     one, two = runs.begin("s1", first), runs.begin("s2", second)
     assert runs.held(one, two) == held
 

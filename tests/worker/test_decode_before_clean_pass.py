@@ -10,8 +10,8 @@ import torch
 from scheduling import execute, new_request, run_to_end, step
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.in_flight import ChunksInFlight
-from vllm_omni.worker.overlap import ResultStream
+from vllm_omni.worker.diffusion.decode import ResultStream
+from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 
 STEPS = 5
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["one_stream", "overlap_decode"])

@@ -183,7 +183,7 @@ def test_results_that_overflow_one_message_are_delivered_one_step_later(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two results too large for the worker's message ring together both arrive, unchanged, in following steps."""
-    monkeypatch.setattr("vllm_omni.worker.chunk_end._MAX_STEP_BYTES", 1024)
+    monkeypatch.setattr("vllm_omni.worker.diffusion.decode._MAX_STEP_BYTES", 1024)
     new = [new_request(name, session_id=name, prompt="x", chunk_index=0) for name in "ab"]
     execute(runner, step(new=new))
     for _ in range(STEPS - 2):

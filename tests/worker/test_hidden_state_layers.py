@@ -12,7 +12,7 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_omni.worker.hidden_state_layers import LayerTaps, prepare_stages
+from vllm_omni.worker.ar.layers import LayerTaps, prepare_stages
 
 BLOCKS = 4
 

@@ -9,7 +9,7 @@ from ar_steps import new_request, scheduler_output
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_omni.outputs import RequestFailed, unpack
-from vllm_omni.worker.hidden_state_rows import HiddenStateRows, StepRows
+from vllm_omni.worker.ar.rows import HiddenStateRows, StepRows
 
 LAYERS, WIDTH = 4, 8
 

@@ -116,7 +116,7 @@ def test_what_an_earlier_stage_began_behind_a_failure_takes_part_for_nothing(
 ) -> None:
     """It could not know yet: its hidden states arrive, as the chunk that it has said. What nobody began is refused."""
     begun(runner)
-    runner._in_flight.fail(runner.requests["s2"].chunk)
+    runner.parts.in_flight.fail(runner.requests["s2"].chunk)
     states = [runner.requests.add(chunk(index, name)) for index, name in ((4, "late"), (5, "later"), (6, "wrong"))]
     for state, index in zip(states, (4, 5, 7), strict=True):
         runner.admission.admit(state, {}, index)
@@ -124,7 +124,7 @@ def test_what_an_earlier_stage_began_behind_a_failure_takes_part_for_nothing(
     assert [state.chunk and state.chunk.state.index for state in states] == [4, 5, None]
     for name in ("s1", "s2", "s3", "late", "later"):
         runner.admission.release(runner.requests.remove(name))
-    assert not runner._in_flight._failed and not runner.sessions.is_pinned("s")
+    assert not runner.parts.in_flight._failed and not runner.sessions.is_pinned("s")
     assert [torch.equal(a, b) for a, b in zip(rest(runner, 1), expected[1:], strict=True)] == [True] * 3
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_omni.worker import diffusion_worker
-from vllm_omni.worker.diffusion_gpu_worker import DiffusionGPUWorker
-from vllm_omni.worker.memory import MemoryBudget
+from vllm_omni.worker.diffusion import worker as diffusion_worker
+from vllm_omni.worker.diffusion.gpu_worker import DiffusionGPUWorker
+from vllm_omni.worker.diffusion.memory import MemoryBudget
 
 GIB, MIB = 1 << 30, 1 << 20
 TOTAL = 140 * GIB

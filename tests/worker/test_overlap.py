@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results that come with a later step than the chunk's last one (`omni.overlap_decode`)."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,12 @@ import pytest
 import torch
 from scheduling import execute, new_request, run_to_end, step
 
-from vllm_omni.worker.overlap import ResultStream, StepPacer
+from vllm_omni.worker.diffusion.decode import ResultStream
+from vllm_omni.worker.diffusion.pacing import StepPacer
+from vllm_omni.worker.diffusion.roles.before_vae import BeforeVAE
+from vllm_omni.worker.diffusion.roles.last import LastStage
+from vllm_omni.worker.diffusion.roles.single import Single
+from vllm_omni.worker.diffusion.roles.with_layers import EveryStep
 
 STEPS = 5
 
@@ -205,13 +211,19 @@ def test_what_a_vae_stage_is_told_does_not_wait_for_the_step(runner: Any, monkey
         def launched(self) -> None:
             calls.append("launched")
 
-    monkeypatch.setattr(runner, "_pacer", Pacer())
-    monkeypatch.setattr(runner, "_hands_over", True)
+    class Alone(BeforeVAE):
+        """Its results are its own, so that they can be seen."""
+
+        decodes_chunks = True
+        _hand_on = LastStage._hand_on
+
+    parts, steps = replace(runner.parts, pacer=Pacer()), EveryStep(runner.model, ends_steps=True)
+    monkeypatch.setattr(runner, "role", Alone(parts, steps))
     denoise(runner, chunk("r", 0))
     assert calls == ["wait", "launched"] * STEPS
     assert execute(runner, step(running=["r"]))["r"] is not None
     assert calls == ["wait", "launched"] * STEPS
     calls.clear()
-    monkeypatch.setattr(runner, "_hands_over", False)
+    monkeypatch.setattr(runner, "role", Single(parts, steps))
     run_to_end(runner, chunk("s", 1))
     assert calls[:2] == ["launched", "wait"]

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
 
-from vllm_omni.worker import diffusion_gpu_worker, diffusion_worker, warm_up
-from vllm_omni.worker.diffusion_worker import DiffusionWorkerMixin
-from vllm_omni.worker.pipeline_parallel import ReturnChannel, connect_forward
+from vllm_omni.worker.diffusion import gpu_worker as diffusion_gpu_worker
+from vllm_omni.worker.diffusion import warm_up
+from vllm_omni.worker.diffusion import worker as diffusion_worker
+from vllm_omni.worker.diffusion.link import ReturnChannel, connect_forward
+from vllm_omni.worker.diffusion.worker import DiffusionWorkerMixin
 
 STAGES, STEPS = 3, 2
 
@@ -78,9 +80,11 @@ class Events(list[str]):
         return SimpleNamespace(
             pp=SimpleNamespace(is_first_rank=True, send_tensor_dict=lambda *_, **__: self.append("sent")),
             tp=None,
-            take_answers=lambda ids: None,
-            micro_step=lambda *_: self.append("forward") or hidden,
-            listen_for_answers=lambda: self.append("listens"),
+            role=SimpleNamespace(
+                take_answers=lambda ids: None,
+                micro_step=lambda *_: self.append("forward") or hidden,
+                listen=lambda: self.append("listens"),
+            ),
         )
 
 

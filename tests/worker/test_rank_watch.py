@@ -22,7 +22,7 @@ def work(rank: int, size: int, heard: bool, address: str, output: Path, stop: Ev
     import torch.distributed as dist
     from vllm.distributed import parallel_state
 
-    from vllm_omni.worker.rank_watch import failing_together
+    from vllm_omni.worker.diffusion.liveness import failing_together
 
     with output.open("wb") as file:
         for descriptor in (1, 2):

@@ -10,7 +10,7 @@ import torch
 from vllm_omni.core.scheduler_note import SchedulerNote
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.requests import RequestState, RequestStates, as_failure
+from vllm_omni.worker.diffusion.requests import RequestState, RequestStates, as_failure
 
 
 def scheduled(name: str, params: Any) -> Any:
@@ -54,7 +54,7 @@ def test_a_request_without_fields_costs_only_itself(params: Any) -> None:
 def test_what_cannot_be_read_at_all_is_logged_and_said(caplog: pytest.LogCaptureFixture) -> None:
     """The client is told no more; the log names the request and the exception."""
     states = RequestStates()
-    with caplog.at_level("ERROR", logger="vllm.vllm_omni.worker.requests"):
+    with caplog.at_level("ERROR", logger="vllm.vllm_omni.worker.diffusion.requests"):
         state = states.add(scheduled("r7", SimpleNamespace(extra_kwargs=7)))
     assert state.request_id == "r7" and state.params is None and state.tensors == {} and states["r7"] is state
     assert state.failure is not None
@@ -101,7 +101,7 @@ def test_what_a_client_may_read_of_an_exception(caplog: pytest.LogCaptureFixture
         "the device ran out of memory on this chunk; the session is unchanged",
     )
     assert caplog.records == []
-    with caplog.at_level("ERROR", logger="vllm.vllm_omni.worker.requests"):
+    with caplog.at_level("ERROR", logger="vllm.vllm_omni.worker.diffusion.requests"):
         try:
             raise KeyError("secret")
         except KeyError as error:

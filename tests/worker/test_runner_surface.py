@@ -10,7 +10,7 @@ import re
 import pytest
 from vllm.v1.worker import gpu_worker
 
-from vllm_omni.worker.diffusion_model_runner import DiffusionGPUModelRunner
+from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 
 # Paths that a diffusion worker can never take, each with the reason.
 UNREACHABLE = {

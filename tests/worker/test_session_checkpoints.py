@@ -11,7 +11,7 @@ from snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
 
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot_exchange import Call, checkpoint_exchange
-from vllm_omni.worker import checkpoints as module
+from vllm_omni.worker.diffusion import checkpoints as module
 
 SMALL = {"window_frames": 7, "sink_frames": 2}
 

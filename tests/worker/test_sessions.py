@@ -9,7 +9,7 @@ import torch
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.sessions import SessionStore
+from vllm_omni.worker.diffusion.sessions import SessionStore
 
 
 class Session(SessionState):

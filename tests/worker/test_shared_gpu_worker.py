@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_omni.worker import shared_gpu_worker
-from vllm_omni.worker.shared_gpu_worker import SharedGPUWorker
+from vllm_omni.worker.diffusion import shared_gpu_worker
+from vllm_omni.worker.diffusion.shared_gpu_worker import SharedGPUWorker
 
 
 def test_ranks_are_spread_over_the_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save_file
 from snapshot_steps import Worker, rewrite
 
-import vllm_omni.worker.snapshots as worker_snapshots
+import vllm_omni.worker.diffusion.snapshots as worker_snapshots
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import Parallel, read_header
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.stage_messages import ChunkNote, StageNote, padding, together, unpack
+from vllm_omni.worker.diffusion.link import ChunkNote, StageNote, padding, together, unpack
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_omni.worker.step_batch import group_requests
+from vllm_omni.worker.diffusion.batches import group_requests
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 """Both sides of a VAE stage in one process: steps on one runner, messages, decodes on another."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,16 @@ import pytest
 import torch
 from scheduling import new_request
 
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.interfaces import check_vae_stage
 from vllm_omni.outputs import RequestFailed, unpack
-from vllm_omni.worker import vae_stage
-from vllm_omni.worker.agreement import RankAgreement
-from vllm_omni.worker.overlap import PendingResult, ResultStream
-from vllm_omni.worker.stage_messages import StageNote
-from vllm_omni.worker.vae_stage import VAEStage, hand_over
+from vllm_omni.worker.diffusion.agreement import RankAgreement
+from vllm_omni.worker.diffusion.decode import ResultStream
+from vllm_omni.worker.diffusion.link import StageNote
+from vllm_omni.worker.diffusion.results import PendingResult
+from vllm_omni.worker.diffusion.roles import vae
+from vllm_omni.worker.diffusion.roles.before_vae import hand_over
+from vllm_omni.worker.diffusion.roles.vae import VAEStage
 
 STEPS = 5
 
@@ -25,9 +30,12 @@ class Pair:
     def __init__(self, make_runner: Any, checkpoint: Path) -> None:
         self.layers, self.vae = make_runner(checkpoint), make_runner(checkpoint)
         self.results = ResultStream(torch.device("cpu"), True)
-        self.stage = VAEStage(
-            self.vae.model, self.vae.sessions, self.vae._in_flight, self.vae.chunk_end.commit, self.results
-        )
+        self.become(results=self.results)
+
+    def become(self, **parts: Any) -> None:
+        """Another VAE stage's rank: `parts` of the runner's are different."""
+        self.vae.parts = replace(self.vae.parts, **parts)
+        self.vae.role = self.stage = VAEStage(self.vae.parts)
 
     def admit(self, name: str, index: int, **fields: Any) -> tuple[Any, Any]:
         prompt = {"prompt": "a field", "seed": 3} if index == 0 else {}
@@ -39,14 +47,14 @@ class Pair:
 
     def step(self, ours: Any, theirs: Any) -> list[Any]:
         with torch.inference_mode():
-            self.layers._forward([ours], None)
+            self.layers.role.forward([ours], None)
             if ours.done:
                 ours.finite.require("latents")
                 self.layers.chunk_end.commit(ours.chunk)
             return self.hand_over([ours], [theirs])
 
     def hand_over(self, ours: list[Any], theirs: list[Any]) -> list[Any]:
-        message = hand_over(self.layers.model, self.layers._in_flight, ours, 1).tensors
+        message = hand_over(self.layers.model, self.layers.parts.in_flight, ours, 1).tensors
         note = StageNote.read(message)
         self.stage.fail(theirs, note)
         return self.stage.advance(theirs, note, note.latents(message))
@@ -129,8 +137,8 @@ def test_a_chunk_that_is_done_comes_before_the_one_behind_it(pair: Pair) -> None
     (ours, theirs), (our_next, their_next) = pair.admit("r1", 1), pair.admit("r2", 2)
     with torch.inference_mode():
         for _ in range(STEPS):
-            pair.layers._forward([ours], None)
-        pair.layers._forward([our_next], None)
+            pair.layers.role.forward([ours], None)
+        pair.layers.role.forward([our_next], None)
         pair.layers.chunk_end.commit(ours.chunk)
         assert pair.hand_over([our_next, ours], [their_next, theirs]) == [theirs]
     assert their_next.failure is None and their_next.chunk.step == 1
@@ -143,7 +151,7 @@ def test_a_chunk_that_fails_takes_the_one_behind_it_along(pair: Pair) -> None:
     (ours, theirs), (our_next, their_next) = pair.admit("r1", 1, options={"nan_at": 1}), pair.admit("r2", 2)
     with torch.inference_mode():
         for _ in range(STEPS):
-            pair.layers._forward([ours], None)
+            pair.layers.role.forward([ours], None)
         assert pair.hand_over([our_next, ours], [their_next, theirs]) == []
     assert ours.failure.code == theirs.failure.code == "non_finite"
     assert our_next.failure.code == their_next.failure.code == "predecessor_failed"
@@ -164,9 +172,9 @@ def test_a_chunk_that_is_held_back_there_does_not_begin_here(pair: Pair) -> None
     ours, theirs = pair.admit("r1", 1)
     waits = pair.vae.requests.add(new_request("r2", session_id="s", chunk_index=2))
     with torch.inference_mode():
-        pair.layers._forward([ours], None)
-        message = hand_over(pair.layers.model, pair.layers._in_flight, [ours], 1)
-        pair.vae._follow(pair.stage, [theirs, waits], message, {})
+        pair.layers.role.forward([ours], None)
+        message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
+        pair.stage.micro_step([theirs, waits], message, {})
     assert theirs.chunk.step == 1
     assert waits.chunk is None and waits.failure is None
 
@@ -177,9 +185,9 @@ def test_what_the_other_rank_refuses_is_not_done_here(pair: Pair) -> None:
     fork = new_request("fork", session_id="s", op="fork", fork_to="copy")
     ours, theirs = (runner.requests.add(fork) for runner in (pair.layers, pair.vae))
     ours.failure = RequestFailed("capacity", "no room")
-    message = hand_over(pair.layers.model, pair.layers._in_flight, [ours], 1)
+    message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
     outputs: dict[str, torch.Tensor] = {}
-    pair.vae._follow(pair.stage, [theirs], message, outputs)
+    pair.stage.micro_step([theirs], message, outputs)
     with pytest.raises(RequestFailed, match="no room"):
         unpack(outputs["fork"])
     assert "copy" not in pair.vae.sessions
@@ -189,9 +197,7 @@ def share_decode(pair: Pair, others_fine: bool) -> None:
     """The VAE stage's rank decodes together with another one, which is fine or not."""
     agreement = RankAgreement(None, None)
     agreement.all_fine = lambda fine: fine and others_fine  # type: ignore[method-assign]
-    pair.stage = VAEStage(
-        pair.vae.model, pair.vae.sessions, pair.vae._in_flight, pair.vae.chunk_end.commit, pair.results, agreement
-    )
+    pair.become(shares_decode=True, agreement=agreement)
 
 
 @pytest.mark.parametrize("others_fine", [True, False])
@@ -222,8 +228,8 @@ def test_several_ranks_hand_over_the_same(pair: Pair, ranks: int) -> None:
     ours, _ = pair.admit("r", 0, options={"nan_at": 3, "clean_pass": True})
     with torch.inference_mode():
         for _ in range(STEPS - 1):
-            pair.layers._forward([ours], None)
-        note = StageNote.read(hand_over(pair.layers.model, pair.layers._in_flight, [ours], ranks).tensors)
+            pair.layers.role.forward([ours], None)
+        note = StageNote.read(hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], ranks).tensors)
     assert [chunk.clean for chunk in note.chunks] == ([True] if ranks > 1 else [])
     assert (note.failure("r") is None) == (ranks > 1)
 
@@ -242,7 +248,7 @@ class Slow(PendingResult):
 
 
 def test_only_results_that_are_ready_hold_up_a_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vae_stage, "_WAIT_S", 0.2)
+    monkeypatch.setattr(vae, "_WAIT_S", 0.2)
     _, theirs = pair.chunk(0)
     for seconds, alone, found, at_least in ((9, False, 0, 0.0), (9, True, 0, 0.2), (0.05, True, 1, 0.04)):
         theirs.pending = Slow(seconds)
@@ -267,12 +273,11 @@ def test_decodes_in_flight_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPat
 
 def test_a_rank_beside_the_one_that_decodes_only_follows(make_runner: Any, null_world: Path) -> None:
     pair = Pair(make_runner, null_world)
-    pair.stage = VAEStage(pair.vae.model, pair.vae.sessions, pair.vae._in_flight, pair.vae.chunk_end.commit, None)
+    pair.become(decodes=False)
     _, theirs = pair.chunk(0)
     assert theirs.pending is None and theirs.chunk.session.chunk_index == 1
 
 
-def test_a_model_whose_decoder_cannot_move_is_refused(make_runner: Any, null_world: Path) -> None:
-    runner = make_runner(null_world)
+def test_a_model_whose_decoder_cannot_move_is_refused() -> None:
     with pytest.raises(ValueError, match="the decoder of object cannot be a stage"):
-        runner._make_vae_stage(object())
+        check_vae_stage(object(), OmniConfig(vae_stage=True))

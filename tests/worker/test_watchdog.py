@@ -16,7 +16,7 @@ RANKS, TIMEOUT_S = 3, 2.0
 _RANK = """
 import socket, sys, time
 from vllm_omni.processes import machine_id
-from vllm_omni.worker.watchdog import Peer, Watchdog
+from vllm_omni.worker.diffusion.liveness import Peer, Watchdog
 
 rank, timeout_s = int(sys.argv[1]), float(sys.argv[2])
 listen = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

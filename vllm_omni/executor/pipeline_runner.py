@@ -28,8 +28,8 @@ from vllm_omni.executor.call_results import latents_tensor, result_tensors
 from vllm_omni.executor.lane import Gate, Lane
 from vllm_omni.executor.pipeline_host import PipelineHost
 from vllm_omni.outputs import RequestFailed, pack, pack_error
-from vllm_omni.worker.overlap import FiniteCheck
-from vllm_omni.worker.requests import RequestState, RequestStates
+from vllm_omni.worker.diffusion.requests import RequestState, RequestStates
+from vllm_omni.worker.diffusion.results import FiniteCheck
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model implements so that the diffusion runner can serve it, and the objects passed between the two.
 
-The runner sequences (`worker/diffusion_model_runner.py`): it calls a model with these objects and knows nothing of
-latents, cameras or caches. A model knows nothing of the scheduler, other requests' sessions, or sockets.
+The runner sequences (`worker/diffusion/`): its role calls a model with these objects and knows nothing of latents,
+cameras or caches. A model knows nothing of the scheduler, other requests' sessions, or sockets. The protocols are
+generic in the model's own types of a session and of a chunk's working set, so that mypy holds both sides to them.
 
 Life of one chunk (one request), each line one engine step under `StreamBatchScheduler`:
 
@@ -19,7 +20,7 @@ half-way.
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -85,14 +86,23 @@ class SessionState(ABC):
         """Free everything; idempotent. The store never uses the session again."""
 
 
+Session = TypeVar("Session", bound=SessionState)
+Work = TypeVar("Work")
+Result = tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
+"""`(meta, tensors)`."""
+
+
 @dataclass(eq=False)
-class DiffusionRequest:
-    """One chunk in flight on one rank. The runner owns `step`; the model owns `state`."""
+class DiffusionRequest(Generic[Session, Work]):
+    """One chunk in flight on one rank. The runner's role writes `step`, nobody else; the model owns `state`.
+
+    Session, Work: the model's own types of the session and of a chunk's working set.
+    """
 
     request_id: str
     params: DiffusionParams
     tensors: Mapping[str, torch.Tensor]
-    session: SessionState
+    session: Session
     num_steps: int = 0
     """Forward passes this chunk needs; set by `prepare_encode` (0 = not prepared)."""
     clean_passes: int = 0
@@ -100,9 +110,9 @@ class DiffusionRequest:
     decode_early: bool = True
     """Whether `post_decode` may come before the clean passes, for which nobody waits then; set by `prepare_encode`."""
     step: int = 0
-    state: Any = None
+    state: Work | None = None
     """The model's working set for this chunk: latents, noise, conditions. Dropped with the request."""
-    predecessor: "DiffusionRequest | None" = None
+    predecessor: "DiffusionRequest[Session, Work] | None" = None
     """The chunk of this session that is in flight just before this one (`SupportsChunksInFlight`), prepared and begun;
     None = this one follows the committed session. For `prepare_encode` only; None afterwards."""
     degradations: tuple[str, ...] = ()
@@ -113,9 +123,19 @@ class DiffusionRequest:
     timer: StageTimer = field(default_factory=lambda: StageTimer(torch.device("cpu")))
     """Runner and model time their stages with it (`encode`, `step`, `decode`, ...); the result's meta carries them."""
 
+    @property
+    def work(self) -> Work:
+        """`state`, once `prepare_encode` has set it."""
+        assert self.state is not None, "prepare_encode has not run"
+        return self.state
+
+    def end_with_this_step(self) -> None:
+        """For a model that finds in `step_scheduler` that the chunk needs no further step."""
+        self.num_steps = self.step + 1
+
 
 @runtime_checkable
-class SupportsStepExecution(Protocol):
+class SupportsStepExecution(Protocol[Session, Work]):
     """A model served one denoise step at a time. All tensors live on the model's device unless said otherwise."""
 
     supports_step_execution: ClassVar[bool]
@@ -123,38 +143,40 @@ class SupportsStepExecution(Protocol):
     def session_nbytes(self, params: DiffusionParams) -> int:
         """Bytes `new_session(params)` will hold on this rank; asked before admission, allocates nothing."""
 
-    def new_session(self, params: DiffusionParams) -> SessionState:
+    def new_session(self, params: DiffusionParams) -> Session:
         """Make the state of a new session from its first chunk's params.
 
         Raises `RequestFailed` when size, prompt or options are not acceptable.
         """
 
-    def prepare_encode(self, request: DiffusionRequest) -> None:
+    def prepare_encode(self, request: DiffusionRequest[Session, Work]) -> None:
         """Validate the request's inputs, encode text, image and camera, draw the first noise; set `num_steps`.
 
         Runs on every rank, deterministic, without collectives. Raises `RequestFailed` on bad input.
         """
 
-    def batch_key(self, request: DiffusionRequest) -> Hashable:
+    def batch_key(self, request: DiffusionRequest[Session, Work]) -> Hashable:
         """Requests with equal keys may share one `denoise_step`, whatever step each is at."""
 
-    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def denoise_step(
+        self, batch: Sequence[DiffusionRequest[Session, Work]], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """One forward for requests at their own steps.
 
         On a first pipeline stage `hidden` is None, on later ones it is the previous stage's return value. Returns
         hidden states on all but the last stage, where it returns the prediction (one row per request).
         """
 
-    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
+    def step_scheduler(self, batch: Sequence[DiffusionRequest[Session, Work]], prediction: torch.Tensor) -> None:
         """Last stage only: latents_t -> latents_{t-1} in each request's state. `step` is advanced by the runner."""
 
-    def latents(self, request: DiffusionRequest) -> torch.Tensor:
+    def latents(self, request: DiffusionRequest[Session, Work]) -> torch.Tensor:
         """The request's current latents; clean after the last step. Same shape through the whole chunk."""
 
-    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
+    def set_latents(self, request: DiffusionRequest[Session, Work], latents: torch.Tensor) -> None:
         """Other stages take over what the last stage computed (they need latents to start the next step)."""
 
-    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def post_decode(self, request: DiffusionRequest[Session, Work]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Last stage: `(meta, tensors)` of the result, e.g. `{"frames": uint8 [T,H,W,3]}`.
 
         On the first of the ranks that share layers only, unless they decode together (`SupportsParallelDecode`).
@@ -164,7 +186,7 @@ class SupportsStepExecution(Protocol):
         `request.state` must keep everything it reads or replaces until the request is dropped.
         """
 
-    def commit(self, request: DiffusionRequest) -> None:
+    def commit(self, request: DiffusionRequest[Session, Work]) -> None:
         """Make the chunk part of its session on this rank: lengths, caches, camera tail, chunk index."""
 
     def warmup_inputs(self) -> list[Inputs]:
@@ -172,18 +194,31 @@ class SupportsStepExecution(Protocol):
 
 
 @runtime_checkable
-class SupportsVAEStage(Protocol):
+class SupportsVAEStage(Protocol[Session, Work]):
     """A model whose decoder can live on a pipeline stage of its own (`omni.vae_stage`).
 
     On that stage it is built without layers; `prepare_encode` only checks the request there, and of the rest
     only `post_decode` and `commit` are called. `latents` is of the chunk's size, on any device, before `take_over`.
     """
 
-    def hand_over(self, request: DiffusionRequest) -> dict[str, Any]:
+    def hand_over(self, request: DiffusionRequest[Session, Work]) -> dict[str, Any]:
         """Last stage with layers: what the result needs beside the clean latents, JSON types, without waiting."""
 
-    def take_over(self, request: DiffusionRequest, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
+    def take_over(
+        self, request: DiffusionRequest[Session, Work], latents: torch.Tensor, facts: Mapping[str, Any]
+    ) -> None:
         """VAE stage: the chunk's clean latents and what `hand_over` said; `post_decode` follows."""
+
+
+@runtime_checkable
+class VAEStageModel(SupportsStepExecution[Session, Work], SupportsVAEStage[Session, Work], Protocol[Session, Work]):
+    """A model on the two sides of a VAE stage."""
+
+
+def check_vae_stage(model: object, omni: OmniConfig) -> None:
+    """Raise ValueError unless the model's decoder can be a stage of its own, if it is asked to."""
+    if omni.vae_stage and not isinstance(model, SupportsVAEStage):
+        raise ValueError(f"omni.vae_stage: the decoder of {type(model).__name__} cannot be a stage of its own")
 
 
 @runtime_checkable
@@ -211,6 +246,11 @@ class SupportsLayerMoves(Protocol):
 
     def move_layers(self, move: LayerMove, sessions: Sequence[SessionState]) -> None:
         """Move weights, and what `sessions` keep for each layer, by `move`'s collective calls; never on a VAE stage."""
+
+
+@runtime_checkable
+class LayeredModel(SupportsStepExecution[Session, Work], SupportsLayerMoves, Protocol[Session, Work]):
+    """A model served in steps whose layers can move."""
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ CUDA graphs take the launching away where a window is full. Held by tests/planni
 from dataclasses import dataclass, replace
 
 from vllm_omni.planning.cards import Card
-from vllm_omni.worker.overlap import SLOW_STAGE_MS, SLOW_STEP_MS
+from vllm_omni.worker.diffusion.pacing import SLOW_STAGE_MS, SLOW_STEP_MS
 
 TEXT_ROWS = 512
 _LATENT_CELL = 8
@@ -237,8 +237,8 @@ def pass_latency_ms(model: StreamModel, card: Card, split: Split, window: int) -
 def step_ms(card: Card, split: Split, passes: tuple[float, float]) -> float:
     """One pass of one chunk from engine step to engine step, `passes` being `pass_latency_ms`.
 
-    Where passes are long the next is launched when the device has ended the last (`worker/overlap.py`), so the step's
-    way through the processes comes on top.
+    Where passes are long the next is launched when the device has ended the last (`worker/diffusion/pacing.py`), so
+    the step's way through the processes comes on top.
     """
     device, host = passes
     slow_ms = SLOW_STAGE_MS if split.stages > 1 else SLOW_STEP_MS

@@ -17,20 +17,20 @@ def __getattr__(name: str) -> Any:
 
     if name == "ARGPUWorker":
         if current_platform.is_cpu():
-            from vllm_omni.worker.ar_cpu_worker import ARCPUWorker
+            from vllm_omni.worker.ar.cpu_worker import ARCPUWorker
 
             return ARCPUWorker
-        from vllm_omni.worker.ar_gpu_worker import ARGPUWorker
+        from vllm_omni.worker.ar.gpu_worker import ARGPUWorker
 
         return ARGPUWorker
     if current_platform.is_cpu():
-        from vllm_omni.worker.diffusion_cpu_worker import DiffusionCPUWorker
+        from vllm_omni.worker.diffusion.cpu_worker import DiffusionCPUWorker
 
         return DiffusionCPUWorker
     if name == "SharedGPUWorker":
-        from vllm_omni.worker.shared_gpu_worker import SharedGPUWorker
+        from vllm_omni.worker.diffusion.shared_gpu_worker import SharedGPUWorker
 
         return SharedGPUWorker
-    from vllm_omni.worker.diffusion_gpu_worker import DiffusionGPUWorker
+    from vllm_omni.worker.diffusion.gpu_worker import DiffusionGPUWorker
 
     return DiffusionGPUWorker

@@ -142,7 +142,7 @@ class StreamBatchScheduler(Scheduler):
         now_s = time.monotonic()
         step = model_runner_output if isinstance(model_runner_output, StepOutput) else None
         if step is not None:
-            self._streams.steps_behind = step.steps_behind
+            self._streams.order.steps_behind = step.steps_behind
             for request_id in step.committed:
                 self._streams.committed(request_id)
         outputs = super().update_from_output(scheduler_output, model_runner_output)

@@ -4,10 +4,9 @@
 Whose turn it is in each session, when its chunk is due, how many steps it has left, what chunks of that session have
 taken so far, which streams are live and what they demand. Turns these into `policy.py`'s inputs; decides nothing else.
 
-Turns: requests of a session run in the order of their chunk index. With `chunks_in_flight` 1, one after the other. With
-more, a chunk may begin, and take each further step, while the one before it is at least `steps_behind` steps ahead, as
-long as the session has a committed chunk; `reset`, `close` and `fork` wait until no chunk is at work. Steps in flight
-count: batches reach every pipeline stage in the order in which they were formed.
+Turns: requests of a session run in the order of their chunk index, several at once only as `ChunkOrder` allows;
+`reset`, `close` and `fork` wait until no chunk is at work. Steps in flight count: batches reach every pipeline stage in
+the order in which they were formed.
 Knows requests and sessions by name only, and no vLLM. Held by tests/core/test_streams.py and
 tests/core/test_chunks_in_flight_turns.py.
 """
@@ -18,6 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_omni.core.chunk_order import ChunkOrder, turn
 from vllm_omni.core.sched.policy import Demand, LiveRequest, StepCosts, choose_level, predicted_end_s, refuses
 from vllm_omni.core.step_output import ChunkProgress
 
@@ -48,7 +48,7 @@ class RequestFields:
         session_id, chunk_index = fields.get("session_id"), fields.get("chunk_index")
         return cls(
             session_id if isinstance(session_id, str) else request_id,
-            chunk_index if isinstance(chunk_index, int) else math.inf,
+            turn(chunk_index if isinstance(chunk_index, int) else None),
             fields.get("op", "generate") == "generate",
             _seconds(fields.get("deadline_s")),
             _seconds(fields.get("chunk_period_s")),
@@ -89,8 +89,7 @@ class Streams:
     """All requests with steps to take. num_levels: how many qualities there are. The rest: see `OmniConfig`."""
 
     def __init__(self, patience_s: float, num_levels: int = 1, chunks_in_flight: int = 1) -> None:
-        self._chunks_in_flight = chunks_in_flight
-        self.steps_behind = 1
+        self.order = ChunkOrder(chunks_in_flight)
         self._patience_s = patience_s
         self._patient: set[str] = set()
         """Chunks without a deadline."""
@@ -107,9 +106,9 @@ class Streams:
 
     def __len__(self) -> int:
         """How many requests can take a step at the same time."""
-        if self._chunks_in_flight == 1:
+        if self.order.limit == 1:
             return len(self._active)
-        return sum(min(self._chunks_in_flight, len(stream.waiting)) for stream in self._active.values())
+        return sum(min(self.order.limit, len(stream.waiting)) for stream in self._active.values())
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -204,24 +203,17 @@ class Streams:
         entry = self._entries.get(request_id)
         if entry is None:
             return True
-        stream = entry.stream
-        if not entry.live.started:
-            return stream.next == request_id and self._may_begin(entry, stream)
-        position = stream.begun.index(request_id)
-        return position == 0 or self._is_ahead(self._entries[stream.begun[position - 1]].live, entry.live)
+        begun = [self._entries[other] for other in entry.stream.begun]
+        if entry.live.started:
+            ahead = begun[: entry.stream.begun.index(request_id)]
+            return self._may_move(entry, entry.live.step, ahead)
+        return entry.stream.next == request_id and self._may_move(entry, None, begun)
 
-    def _may_begin(self, entry: _Entry, stream: Stream) -> bool:
-        if not stream.begun:
-            return True
-        if len(stream.begun) >= self._chunks_in_flight or not stream.established:
-            return False
-        begun = [self._entries[request_id] for request_id in stream.begun]
-        # Whoever is first has not been committed yet; a session operation is alone.
-        alone = any(not other.fields.is_chunk or other.fields.chunk_index == 0 for other in (*begun, entry))
-        return not alone and self._is_ahead(begun[-1].live, entry.live)
-
-    def _is_ahead(self, before: LiveRequest, request: LiveRequest) -> bool:
-        return request.step + self.steps_behind <= before.step
+    def _may_move(self, entry: _Entry, step: int | None, ahead: Sequence[_Entry]) -> bool:
+        # The oldest one at work has not been committed yet; a session operation is alone.
+        alone = any(not other.fields.is_chunk or other.fields.chunk_index == 0 for other in (*ahead, entry))
+        steps = [other.live.step for other in ahead]
+        return self.order.may_move(step, steps, established=entry.stream.established and not alone)
 
     def runnable(self, busy: Collection[str]) -> list[LiveRequest]:
         """The requests whose turn it is, without those in `busy`.
@@ -233,8 +225,8 @@ class Streams:
             first = stream.begun[0] if stream.begun else stream.next  # may always step
             if first is not None and first not in busy:
                 live.append(self._entries[first].live)
-            if stream.begun and self._chunks_in_flight > 1:
-                for request_id in [*stream.begun[1:], stream.next][: self._chunks_in_flight - 1]:
+            if stream.begun and self.order.limit > 1:
+                for request_id in [*stream.begun[1:], stream.next][: self.order.limit - 1]:
                     if request_id is not None and request_id not in busy and self.may_step(request_id):
                         live.append(self._entries[request_id].live)
         if self._patient:

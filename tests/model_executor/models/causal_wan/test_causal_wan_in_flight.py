@@ -10,10 +10,11 @@ import torch
 from causal_wan_driver import finish, input_video, load_model, make_request, open_session, run_chunk, step
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.core.chunk_order import ChunkOrder
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState, check_chunks_in_flight
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
-from vllm_omni.worker.temporal import TemporalStage
+from vllm_omni.worker.diffusion.roles.temporal import OwnStep
 
 STEPS = 3
 MATCHED = {
@@ -53,23 +54,18 @@ class Flight:
     """A stream whose chunks are begun and stepped in any order that the rule allows."""
 
     def __init__(self, model: CausalWan, session: SessionState, limit: int, seed: int = 0) -> None:
-        self.model, self.session, self.limit = model, session, limit
+        self.model, self.session = model, session
+        self.order = ChunkOrder(limit)
+        self.order.steps_behind = model.steps_behind
         self.rng = random.Random(seed)
         self.at_work: list[DiffusionRequest] = []
         self.found: dict[int, torch.Tensor] = {}
         self.most = 0
 
-    def may_step(self, position: int) -> bool:
-        if position == 0:
-            return True
-        before, request = self.at_work[position - 1], self.at_work[position]
-        return request.step + self.model.steps_behind <= before.step
-
-    def may_begin(self) -> bool:
-        if not self.at_work:
-            return True
-        ready = self.session.chunk_index > 0 and self.at_work[-1].step >= self.model.steps_behind
-        return ready and len(self.at_work) < self.limit
+    def may_move(self, position: int) -> bool:
+        steps = [request.step for request in self.at_work]
+        step = steps[position] if position < len(steps) else None
+        return self.order.may_move(step, steps[:position], established=self.session.chunk_index > 0)
 
     def begin(self) -> None:
         index = self.session.chunk_index + len(self.at_work)
@@ -82,8 +78,8 @@ class Flight:
 
     def advance(self, chunks: int) -> None:
         """Begin or step something, at random; commit what is done."""
-        moves: list[int] = [index for index in range(len(self.at_work)) if self.may_step(index)]
-        if self.may_begin() and self.session.chunk_index + len(self.at_work) < chunks:
+        moves: list[int] = [index for index in range(len(self.at_work)) if self.may_move(index)]
+        if self.may_move(len(self.at_work)) and self.session.chunk_index + len(self.at_work) < chunks:
             moves.append(len(self.at_work))
         move = self.rng.choice(moves)
         if move == len(self.at_work):
@@ -225,7 +221,7 @@ class Pipeline:
 
     def __init__(self, models: list[CausalWan]) -> None:
         self.models = models
-        self.stages = [TemporalStage(number, len(models)) for number in range(len(models))]
+        self.stages = [OwnStep(model, number, len(models)) for number, model in enumerate(models)]
         self.sessions = [open_session(model, output="latents") for model in models]
         self.trips: list[list[DiffusionRequest]] = []
         """Chunks on their way, oldest first: their requests on the stages they have reached."""
@@ -247,8 +243,7 @@ class Pipeline:
         before = [other[stage] for other in self.trips if len(other) > stage and other is not trip]
         request.predecessor = before[-1] if before else None
         self.models[stage].prepare_encode(request)
-        self.rows[index] = self.stages[stage].step(self.models[stage], [request], received)
-        request.step += 1
+        self.rows[index] = self.stages[stage].take([request], received)
         assert request.step == request.num_steps
         trip.append(request)
 

@@ -23,7 +23,7 @@ from torch import nn
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.checkpoint import (
     ComponentSource,
@@ -124,6 +124,9 @@ class Work:
     reading: Reading | None = None
 
 
+Request = DiffusionRequest[LanceSession, Work]
+
+
 class Lance(nn.Module):
     """Implements `SupportsStepExecution`."""
 
@@ -185,8 +188,8 @@ class Lance(nn.Module):
     # -- one request ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def prepare_encode(self, request: DiffusionRequest) -> None:
-        session, params = _session_of(request), request.params
+    def prepare_encode(self, request: Request) -> None:
+        session, params = request.session, request.params
         if session.answer is not None:
             reading = continue_reading(session.answer, request)
             request.state = Work(session.answer.task, reading=reading)
@@ -205,14 +208,14 @@ class Lance(nn.Module):
             request.state = Work(task, drawing=drawing, inputs=inputs)
             request.num_steps = 1 + inputs.num_steps
 
-    def batch_key(self, request: DiffusionRequest) -> Hashable:
+    def batch_key(self, request: Request) -> Hashable:
         """All requests may share a forward: drawings of every size, answers, contexts."""
         return "lance"
 
     @torch.no_grad()
-    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Run the batch; what each request needs from it is kept in its own state. Returns an empty tensor."""
-        works = [_work_of(request) for request in batch]
+        works = [request.work for request in batch]
         self.stepper.step(
             [work.drawing for work in works if work.drawing is not None],
             [work.reading for work in works if work.reading is not None],
@@ -221,31 +224,31 @@ class Lance(nn.Module):
         return torch.empty(len(batch), 0, device=self.device)
 
     @torch.no_grad()
-    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
+    def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
         for request in batch:
-            work = _work_of(request)
+            work = request.work
             if work.drawing is not None:
                 work.drawing.advance()
         for request in batch:  # last: these wait for the device
-            reading = _work_of(request).reading
+            reading = request.work.reading
             if reading is not None:
                 reading.settle(self.tokenizer.decode)
                 if reading.done:
-                    request.num_steps = request.step + 1
+                    request.end_with_this_step()
 
-    def latents(self, request: DiffusionRequest) -> torch.Tensor:
-        work = _work_of(request)
+    def latents(self, request: Request) -> torch.Tensor:
+        work = request.work
         if work.drawing is not None:
             return work.drawing.latents
         assert work.reading is not None
         return torch.zeros(1) if work.reading.logits is None else work.reading.logits
 
-    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
+    def set_latents(self, request: Request, latents: torch.Tensor) -> None:
         raise NotImplementedError("Lance does not run on several pipeline stages")
 
     @torch.no_grad()
-    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        work = _work_of(request)
+    def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        work = request.work
         if work.reading is not None:
             return self._answer(work.reading, request)
         inputs, drawing = work.inputs, work.drawing
@@ -267,13 +270,13 @@ class Lance(nn.Module):
         pictures = [to_uint8(self.vae.decode_video(latent.unsqueeze(0))[0], rounding) for latent in latents]
         return meta, {"frames": pictures[0]} if video else {"images": torch.cat(pictures)}
 
-    def commit(self, request: DiffusionRequest) -> None:
-        session, reading = _session_of(request), _work_of(request).reading
+    def commit(self, request: Request) -> None:
+        session, reading = request.session, request.work.reading
         if reading is not None:
             progress = reading.progress
             sent = progress.sent + len(progress.new_text(self.tokenizer.decode, reading.rules))
             session.answer = Answer(
-                _work_of(request).task,
+                request.work.task,
                 reading.cache,
                 reading.rules,
                 reading.chunk_tokens,
@@ -309,26 +312,16 @@ class Lance(nn.Module):
         """The most engine steps that the chunk may take."""
         return -(-reading.wanted // self.options.tokens_per_step)
 
-    def _answer(self, reading: Reading, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def _answer(self, reading: Reading, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         progress = reading.progress
         meta = {
-            "task": _work_of(request).task,
+            "task": request.work.task,
             "text": progress.new_text(self.tokenizer.decode, reading.rules),
             "finish_reason": progress.finish_reason,
             "prompt_tokens": reading.prompt_tokens,
             "completion_tokens": len(progress.tokens),
         }
         return meta, {"token_ids": torch.tensor(progress.tokens[reading.first_token :], dtype=torch.int64)}
-
-
-def _session_of(request: DiffusionRequest) -> LanceSession:
-    assert isinstance(request.session, LanceSession)
-    return request.session
-
-
-def _work_of(request: DiffusionRequest) -> Work:
-    assert isinstance(request.state, Work), "prepare_encode has not run"
-    return request.state
 
 
 class LancePipeline(Lance, StepPipeline):
@@ -355,3 +348,9 @@ class LancePipeline(Lance, StepPipeline):
 
     def _layout(self) -> LanceLayout:
         return find_layout(Path(self.model_config.model))
+
+
+if TYPE_CHECKING:
+
+    def _keeps_the_contract(model: Lance) -> SupportsStepExecution[LanceSession, Work]:
+        return model

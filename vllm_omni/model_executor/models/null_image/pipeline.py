@@ -14,7 +14,7 @@ import hashlib
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from vllm.config import VllmConfig
 
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.models.null_image.family import CAPABILITIES
 from vllm_omni.model_executor.models.null_world.pipeline import NullFaults
 from vllm_omni.model_executor.one_shot import OneShotSession
@@ -39,6 +39,9 @@ class _Picture:
     faults: NullFaults
     mean_C: torch.Tensor
     input_level: int
+
+
+Request = DiffusionRequest[OneShotSession, _Picture]
 
 
 class NullImagePipeline(StepPipeline):
@@ -73,7 +76,7 @@ class NullImagePipeline(StepPipeline):
             raise RequestFailed("invalid_request", "this model makes single images and videos: send one_shot")
         return OneShotSession(params.session_id, self.session_nbytes(params))
 
-    def prepare_encode(self, request: DiffusionRequest) -> None:
+    def prepare_encode(self, request: Request) -> None:
         params = request.params
         try:
             faults = parse_options(NullFaults, params.options, "options")
@@ -92,33 +95,33 @@ class NullImagePipeline(StepPipeline):
         request.state = _Picture(torch.stack(noise).to(self.gain.device), faults, mean_C, level)
         request.num_steps = steps
 
-    def batch_key(self, request: DiffusionRequest) -> Hashable:
-        return request.state.latents_NCHW.shape
+    def batch_key(self, request: Request) -> Hashable:
+        return request.work.latents_NCHW.shape
 
-    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
         for request in batch:
-            faults = request.state.faults
+            faults = request.work.faults
             time.sleep(faults.step_ms / 1e3)
             if faults.fail_in == "denoise" and request.step == faults.fail_at:
                 raise RuntimeError("injected failure")
-        return torch.tanh(torch.stack([request.state.latents_NCHW for request in batch]) * self.gain)
+        return torch.tanh(torch.stack([request.work.latents_NCHW for request in batch]) * self.gain)
 
-    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
+    def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
         for request, x0_NCHW in zip(batch, prediction, strict=True):
-            state = request.state
+            state = request.work
             left = request.num_steps - request.step
             state.latents_NCHW = state.latents_NCHW + (x0_NCHW - state.latents_NCHW) / left
             if state.faults.nan_at == request.step:
                 state.latents_NCHW = state.latents_NCHW * float("nan")
 
-    def latents(self, request: DiffusionRequest) -> torch.Tensor:
-        return request.state.latents_NCHW
+    def latents(self, request: Request) -> torch.Tensor:
+        return request.work.latents_NCHW
 
-    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
-        request.state.latents_NCHW = latents.clone()
+    def set_latents(self, request: Request, latents: torch.Tensor) -> None:
+        request.work.latents_NCHW = latents.clone()
 
-    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        params, state = request.params, request.state
+    def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        params, state = request.params, request.work
         time.sleep(state.faults.decode_ms / 1e3)
         if state.faults.fail_in == "decode":
             raise RuntimeError("injected failure")
@@ -139,7 +142,7 @@ class NullImagePipeline(StepPipeline):
         frames_THWC[:, :SQUARE, :SQUARE] = state.mean_C
         return {**meta, "fps": params.fps or CAPABILITIES.fps}, {"frames": frames_THWC}
 
-    def commit(self, request: DiffusionRequest) -> None:
+    def commit(self, request: Request) -> None:
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
@@ -158,3 +161,9 @@ def _look_at_inputs(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, 
 def _noise(key: str, shape: Sequence[int]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
     return torch.randn(list(shape), generator=generator)
+
+
+if TYPE_CHECKING:
+
+    def _keeps_the_contract(model: NullImagePipeline) -> SupportsStepExecution[OneShotSession, _Picture]:
+        return model

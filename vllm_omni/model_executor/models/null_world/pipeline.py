@@ -15,7 +15,7 @@ import hashlib
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -24,7 +24,7 @@ from vllm.config import VllmConfig
 
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams, Seed, Text
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState, SupportsStepExecution
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed, empty_result
@@ -105,6 +105,9 @@ class _Chunk:
     prompt: str
 
 
+Request = DiffusionRequest[NullSession, _Chunk]
+
+
 class NullWorldPipeline(StepPipeline):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -140,9 +143,8 @@ class NullWorldPipeline(StepPipeline):
             raise RequestFailed("invalid_request", "a session's first chunk needs a prompt")
         return NullSession(params.session_id, params, *self._size(params), self.gain_N.device)
 
-    def prepare_encode(self, request: DiffusionRequest) -> None:
+    def prepare_encode(self, request: Request) -> None:
         session = request.session
-        assert isinstance(session, NullSession)
         try:
             options = parse_options(NullOptions, request.params.options, "options")
         except ValueError as error:
@@ -164,40 +166,39 @@ class NullWorldPipeline(StepPipeline):
     def refuse_degradation(self, name: str) -> str | None:
         return None if name == "fewer_steps" else "it has neither a window nor a decoder"
 
-    def batch_key(self, request: DiffusionRequest) -> Hashable:
-        return request.state.latents_CHW.shape
+    def batch_key(self, request: Request) -> Hashable:
+        return request.work.latents_CHW.shape
 
-    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
         for request in batch:
-            options = request.state.options
+            options = request.work.options
             if self.is_first:
                 time.sleep(options.step_ms / 1e3)
             if options.fail_in == "denoise" and request.step == options.fail_at:
                 raise RuntimeError("injected failure")
-        x_BCHW = torch.stack([request.state.latents_CHW for request in batch]) if hidden is None else hidden
-        memory_BCHW = torch.stack([request.session.memory_CHW for request in batch])  # type: ignore[attr-defined]
+        x_BCHW = torch.stack([request.work.latents_CHW for request in batch]) if hidden is None else hidden
+        memory_BCHW = torch.stack([request.session.memory_CHW for request in batch])
         for layer in self.layers:
             x_BCHW = torch.tanh(x_BCHW * self.gain_N[layer] + 0.1 * memory_BCHW + 0.01 * layer)
         return x_BCHW
 
-    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
+    def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
         for request, x0_CHW in zip(batch, prediction, strict=True):
-            chunk = request.state
+            chunk = request.work
             if request.step >= request.num_steps - request.clean_passes:
                 continue
             chunk.latents_CHW = chunk.latents_CHW + (x0_CHW - chunk.latents_CHW) / (request.num_steps - request.step)
             if chunk.options.nan_at == request.step:
                 chunk.latents_CHW = chunk.latents_CHW * float("nan")
 
-    def latents(self, request: DiffusionRequest) -> torch.Tensor:
-        return request.state.latents_CHW
+    def latents(self, request: Request) -> torch.Tensor:
+        return request.work.latents_CHW
 
-    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
-        request.state.latents_CHW = latents.clone()
+    def set_latents(self, request: Request, latents: torch.Tensor) -> None:
+        request.work.latents_CHW = latents.clone()
 
-    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        chunk, session = request.state, request.session
-        assert isinstance(session, NullSession)
+    def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        chunk, session = request.work, request.session
         time.sleep(chunk.options.decode_ms / 1e3)
         if chunk.options.fail_in == "decode":
             raise RuntimeError("injected failure")
@@ -214,18 +215,23 @@ class NullWorldPipeline(StepPipeline):
         frames_THWC[:, 0, 0] = torch.tensor([index % 256, signature % 256, 0], dtype=torch.uint8)
         return meta, {"frames": frames_THWC}
 
-    def hand_over(self, request: DiffusionRequest) -> dict[str, Any]:
+    def hand_over(self, request: Request) -> dict[str, Any]:
         return {}
 
-    def take_over(self, request: DiffusionRequest, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
-        request.state.latents_CHW = latents
+    def take_over(self, request: Request, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
+        request.work.latents_CHW = latents
 
-    def commit(self, request: DiffusionRequest) -> None:
+    def commit(self, request: Request) -> None:
         session = request.session
-        assert isinstance(session, NullSession)
-        session.memory_CHW = session.memory_CHW + request.state.latents_CHW
-        session.prompt = request.state.prompt
+        session.memory_CHW = session.memory_CHW + request.work.latents_CHW
+        session.prompt = request.work.prompt
         session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
         return [(DiffusionParams(session_id="warm-up", prompt="warm-up"), {})]
+
+
+if TYPE_CHECKING:
+
+    def _keeps_the_contract(model: NullWorldPipeline) -> SupportsStepExecution[NullSession, _Chunk]:
+        return model

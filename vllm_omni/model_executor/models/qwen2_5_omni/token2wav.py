@@ -13,7 +13,7 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Qwen2_5OmniToken2WavConfig, Qwen2_5OmniToken2WavModel
@@ -21,7 +21,7 @@ from vllm.config import VllmConfig
 
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import CheckpointTensors, load_voices
 from vllm_omni.model_executor.models.qwen2_5_omni.flow import FlowSolver
 from vllm_omni.model_executor.models.qwen2_5_omni.options import (
@@ -51,6 +51,9 @@ class _Clip:
     guidance: float
     options: Token2WavRequestOptions
     comes_again: bool
+
+
+Request = DiffusionRequest[OneShotSession, _Clip]
 
 
 class Token2WavPipeline(StepPipeline):
@@ -92,7 +95,7 @@ class Token2WavPipeline(StepPipeline):
             raise RequestFailed("invalid_request", "token2wav keeps nothing between requests: send one_shot")
         return OneShotSession(params.session_id, self.session_nbytes(params))
 
-    def prepare_encode(self, request: DiffusionRequest) -> None:
+    def prepare_encode(self, request: Request) -> None:
         params = request.params
         try:
             options = parse_options(Token2WavRequestOptions, params.options, "options")
@@ -131,7 +134,7 @@ class Token2WavPipeline(StepPipeline):
     def _device(self) -> torch.device:
         return next(self.token2wav.parameters()).device
 
-    def _codes(self, request: DiffusionRequest, options: Token2WavRequestOptions) -> torch.Tensor:
+    def _codes(self, request: Request, options: Token2WavRequestOptions) -> torch.Tensor:
         codes = request.tensors.get("codes")
         if codes is None or codes.dim() != 1 or codes.is_floating_point() or codes.numel() == 0:
             raise RequestFailed("invalid_request", "tensor `codes` must hold codec tokens, integers [N] with N >= 1")
@@ -155,13 +158,13 @@ class Token2WavPipeline(StepPipeline):
         numbers = range(options.first_code, options.first_code + num_codes)
         return torch.cat([standard_normal((repeats, mel), seed, number, 0) for number in numbers]).unsqueeze(0)
 
-    def batch_key(self, request: DiffusionRequest) -> Hashable:
-        clip: _Clip = request.state
+    def batch_key(self, request: Request) -> Hashable:
+        clip: _Clip = request.work
         return clip.mel_1TM.shape, clip.conditions_GTD.shape, clip.comes_again
 
-    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
         """One interval of the solver for each request, at its own time; returns the change of mel, [B, T, M]."""
-        clips: list[_Clip] = [request.state for request in batch]
+        clips: list[_Clip] = [request.work for request in batch]
         mel_BTM = torch.cat([clip.mel_1TM for clip in clips])
         # All conditional halves first, then all others: chunk number h of each request's conditions is its half h.
         halves = zip(*(clip.conditions_GTD.chunk(clip.conditions_GTD.shape[0]) for clip in clips), strict=True)
@@ -173,18 +176,18 @@ class Token2WavPipeline(StepPipeline):
             mel_BTM, start_B11, end_B11, conditions_GTD, guidance_B11, comes_again=clips[0].comes_again
         )
 
-    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
+    def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
         for request, change_TM in zip(batch, prediction, strict=True):
-            request.state.mel_1TM = request.state.mel_1TM + change_TM
+            request.work.mel_1TM = request.work.mel_1TM + change_TM
 
-    def latents(self, request: DiffusionRequest) -> torch.Tensor:
-        return request.state.mel_1TM
+    def latents(self, request: Request) -> torch.Tensor:
+        return request.work.mel_1TM
 
-    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
-        request.state.mel_1TM = latents.clone()
+    def set_latents(self, request: Request, latents: torch.Tensor) -> None:
+        request.work.mel_1TM = latents.clone()
 
-    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        clip: _Clip = request.state
+    def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        clip: _Clip = request.work
         meta = {"sample_rate": SAMPLE_RATE, "num_codes": clip.num_codes}
         if request.params.output == "latents":
             return meta, {"latents": clip.mel_1TM}
@@ -193,7 +196,7 @@ class Token2WavPipeline(StepPipeline):
         last = wave_S.numel() - clip.options.right_codes * self.samples_per_code
         return meta, {"audio": wave_S[first:last].contiguous()}
 
-    def commit(self, request: DiffusionRequest) -> None:
+    def commit(self, request: Request) -> None:
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
@@ -214,3 +217,9 @@ class Token2WavPipeline(StepPipeline):
         ]
         clip = DiffusionParams(session_id="warm-up", one_shot=True, num_inference_steps=2, options=voice)
         return [*pieces, (clip, {"codes": torch.zeros(min(self.max_codes, 256), dtype=torch.int64)})]
+
+
+if TYPE_CHECKING:
+
+    def _keeps_the_contract(model: Token2WavPipeline) -> SupportsStepExecution[OneShotSession, _Clip]:
+        return model

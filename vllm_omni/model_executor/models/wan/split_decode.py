@@ -9,7 +9,7 @@ neighbour, which is what the whole decoder pads with: the sums are the same, onl
 `split_decoder` replaces those layers of a built decoder by ones of the same parameter names; the feature cache of a
 stream then holds the band's rows only. Latents go in whole on every rank; frames are joined where they are needed.
 Everything here is collective over `RowBands.group`: its ranks decode the same chunks of the same streams in the same
-order, or wait for each other for ever. Who sees to that: worker/diffusion_model_runner.py and worker/vae_stage.py.
+order, or wait for each other for ever: `ChunkEnd` and `VAEStage` see to that.
 Knows no session and no request. Held by tests/model_executor/models/wan/test_split_decode.py.
 """
 

@@ -33,7 +33,7 @@ from torch import nn
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
@@ -150,6 +150,9 @@ class Video:
         return cls(request, nothing, None, (), None, (), (nothing, nothing), 0)
 
 
+Request = DiffusionRequest[OneShotSession, Video]
+
+
 class Wan22(nn.Module):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
@@ -230,7 +233,7 @@ class Wan22(nn.Module):
     # -- one video -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def prepare_encode(self, request: DiffusionRequest) -> None:
+    def prepare_encode(self, request: Request) -> None:
         wanted = self._read(request.params)
         image = read_image(request.tensors, wanted, self.checkpoint)
         if self.text_encoder is None:
@@ -260,17 +263,17 @@ class Wan22(nn.Module):
             rope=(cos[own].to(self.device), sin[own].to(self.device)),
             clean_frames=int(self.checkpoint.kind == "ti2v" and condition is not None),
         )
-        request.num_steps = len(request.state.timesteps)
+        request.num_steps = len(request.work.timesteps)
 
-    def batch_key(self, request: DiffusionRequest) -> Hashable:
-        video = _video_of(request)
+    def batch_key(self, request: Request) -> Hashable:
+        video = request.work
         return (video.request.latent_shape, self._expert_at(video, request.step), video.clean_frames)
 
     @torch.no_grad()
-    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
-        rows, name = [], self._expert_at(_video_of(batch[0]), batch[0].step)
+    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        rows, name = [], self._expert_at(batch[0].work, batch[0].step)
         for request in batch:
-            video = _video_of(request)
+            video = request.work
             self._switch_expert(video, name)
             inputs = self._inputs(video)
             rows += [
@@ -280,7 +283,7 @@ class Wan22(nn.Module):
         predictions: torch.Tensor = self._expert(name)(rows, hidden)
         if not self.parallel.last_stage:
             return predictions
-        videos = [_video_of(request) for request in batch]
+        videos = [request.work for request in batch]
         if self.guidance is not None:
             predictions = self.guidance.join(predictions, [len(video.texts) for video in videos])
         flows, row = [], 0
@@ -293,23 +296,23 @@ class Wan22(nn.Module):
         return torch.stack(flows)
 
     @torch.no_grad()
-    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
+    def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
         for request, flow in zip(batch, prediction, strict=True):
-            video = _video_of(request)
+            video = request.work
             timestep = video.scheduler.timesteps[request.step]
             video.latents = video.scheduler.step(flow[None], timestep, video.latents[None], return_dict=False)[0][0]
             if request.step + 1 == request.num_steps and video.clean_frames:
                 video.latents = self._with_picture(video)
 
-    def latents(self, request: DiffusionRequest) -> torch.Tensor:
-        return _video_of(request).latents
+    def latents(self, request: Request) -> torch.Tensor:
+        return request.work.latents
 
-    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
-        _video_of(request).latents = latents.clone()
+    def set_latents(self, request: Request, latents: torch.Tensor) -> None:
+        request.work.latents = latents.clone()
 
     @torch.no_grad()
-    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        video = _video_of(request)
+    def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        video = request.work
         wanted = video.request
         meta = {
             "num_frames": wanted.num_frames,
@@ -324,13 +327,13 @@ class Wan22(nn.Module):
         assert self.vae is not None, "only one rank of the last stage decodes"
         return meta, {"frames": to_uint8(self.vae.decode(video.latents))}
 
-    def hand_over(self, request: DiffusionRequest) -> dict[str, Any]:
+    def hand_over(self, request: Request) -> dict[str, Any]:
         return {}
 
-    def take_over(self, request: DiffusionRequest, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
-        _video_of(request).latents = latents
+    def take_over(self, request: Request, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
+        request.work.latents = latents
 
-    def commit(self, request: DiffusionRequest) -> None:
+    def commit(self, request: Request) -> None:
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
@@ -402,11 +405,6 @@ class Wan22(nn.Module):
         return torch.cat((mask, latents))
 
 
-def _video_of(request: DiffusionRequest) -> Video:
-    assert isinstance(request.state, Video), "prepare_encode has not run"
-    return request.state
-
-
 class Wan22Pipeline(Wan22, StepPipeline):
     """`Wan22` as vLLM's model loader builds and fills it."""
 
@@ -426,3 +424,9 @@ class Wan22Pipeline(Wan22, StepPipeline):
 
     def _layout(self) -> Wan22Layout:
         return find_layout(Path(self.model_config.model))
+
+
+if TYPE_CHECKING:
+
+    def _keeps_the_contract(model: Wan22) -> SupportsStepExecution[OneShotSession, Video]:
+        return model

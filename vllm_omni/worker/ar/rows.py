@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`HiddenStateRows`: takes the asked rows of one step off the model's output and puts them into the runner's.
+
+Owns what each request asked for, from its first step to its end, and the copy to the host. Knows nothing of runner
+generations: a mixin (`ar/runner.py`) hands it one `StepRows` per step. Requests that did not ask cost one test
+of an empty map per step; nothing is allocated for them. Held by tests/worker/test_hidden_state_rows.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from vllm_omni.compat import WrapsAsyncOutput
+from vllm_omni.hidden_states import HiddenStatesRequest
+from vllm_omni.outputs import RequestFailed, pack_error
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Where each request's rows lie in the model's output of one step, known before sampling.
+
+    req_ids: in batch order. offsets: `[num_reqs + 1]`, first row of each. num_computed: tokens of each request in its
+    cache before this step (exact in prefill). num_drafts: speculated tokens at the end of its rows.
+    sources: layer -> `[>= num_rows, hidden_size]`; rows behind the last offset are padding.
+    """
+
+    req_ids: Sequence[str]
+    offsets: Sequence[int]
+    num_computed: Sequence[int]
+    num_drafts: Mapping[str, int]
+    sources: Mapping[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    request: HiddenStatesRequest
+    prompt_len: int
+
+
+class HiddenStateRows:
+    """Requests that want hidden states, and their rows. One per runner, on every rank.
+
+    num_layers: blocks of the model. layers: numbers of the layers that can be had, the final one as `num_layers`.
+    refusal: why no request can have hidden states with this configuration, or None.
+    copies: whether this rank's output reaches a scheduler; others keep only the bookkeeping.
+    listens: False where nothing could carry rows to a client: requests then run as if they had not asked.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        layers: Sequence[int],
+        refusal: str | None = None,
+        *,
+        copies: bool = True,
+        listens: bool = True,
+    ) -> None:
+        self.num_layers = num_layers
+        self.layers = frozenset(layers)
+        self.refusal = refusal
+        self.copies = copies
+        self.listens = listens
+        self.bytes_copied = 0
+        """Bytes that went from the model's output to the host since start."""
+        self._asked: dict[str, _Asked] = {}
+        self._failed: dict[str, torch.Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._asked or self._failed)
+
+    def update(self, scheduler_output: "SchedulerOutput") -> None:
+        """Take note of requests that start or end with this step."""
+        if self._asked or self._failed:
+            for req_id in scheduler_output.finished_req_ids:
+                self._asked.pop(req_id, None)
+                self._failed.pop(req_id, None)
+        if not self.listens:
+            return
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.sampling_params is None or not new.sampling_params.extra_args:
+                continue
+            try:
+                request = HiddenStatesRequest.from_extra_args(new.sampling_params.extra_args)
+                if request is not None:
+                    self._check(request)
+                    self._asked[new.req_id] = _Asked(request, new.prompt_len)
+            except RequestFailed as failed:
+                self._failed[new.req_id] = pack_error(failed.code, failed.message)
+
+    def _check(self, request: HiddenStatesRequest) -> None:
+        if self.refusal is not None:
+            raise RequestFailed("unsupported", self.refusal)
+        for layer in request.layers:
+            if not -self.num_layers - 1 <= layer <= self.num_layers:
+                raise RequestFailed(
+                    "unsupported_layer",
+                    f"layer {layer}: the model has {self.num_layers} blocks, layers are 0 (embeddings) to "
+                    f"{self.num_layers} (after the final norm), or -1 for the last",
+                )
+            if self._source(layer) not in self.layers:
+                raise RequestFailed(
+                    "unsupported_layer",
+                    f"layer {layer} is not kept by this engine; it keeps {sorted(self.layers)}: name more in "
+                    '--additional-config \'{"omni": {"hidden_state_layers": [...]}}\'',
+                )
+
+    def _source(self, layer: int) -> int:
+        return layer if layer >= 0 else self.num_layers + 1 + layer
+
+    def take(self, step: StepRows) -> "TakenRows":
+        """Copy the asked rows of this step, before anything can overwrite them; the copy to the host is only started.
+
+        Requests that want the same layers share one copy.
+        """
+        wanted: dict[tuple[int, ...], list[_Slice]] = {}
+        errors: dict[int, torch.Tensor] = {}
+        for i, req_id in enumerate(step.req_ids):
+            if (failed := self._failed.get(req_id)) is not None:
+                errors[i] = failed
+            elif (asked := self._asked.get(req_id)) is not None:
+                count = step.offsets[i + 1] - step.offsets[i]
+                drafts = step.num_drafts.get(req_id, 0)
+                skip = _rows_to_skip(asked, step.num_computed[i], count, drafts)
+                if skip < count:
+                    piece = _Slice(i, step.offsets[i] + skip, step.offsets[i + 1], drafts, asked.request.hidden_states)
+                    wanted.setdefault(asked.request.layers, []).append(piece)
+        groups = []
+        if self.copies:
+            for layers, slices in wanted.items():
+                copy = _Copy.start([step.sources[self._source(k)] for k in layers], slices, self._copy_stream(step))
+                groups.append((copy, slices))
+                self.bytes_copied += copy.nbytes
+        return TakenRows(len(step.req_ids), groups, errors)
+
+    def _copy_stream(self, step: StepRows) -> "torch.cuda.Stream | None":
+        """A stream of our own for copies to the host, made when the first request asks; None on CPU."""
+        if self._stream is None and next(iter(step.sources.values())).is_cuda:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Rows `[start, end)` of the model's output, for request `index` of the batch."""
+
+    index: int
+    start: int
+    end: int
+    drafts: int
+    mode: str
+
+
+def _rows_to_skip(asked: _Asked, num_computed: int, count: int, drafts: int) -> int:
+    """How many of a request's rows of this step, from the first on, it does not want."""
+    if asked.request.hidden_states == "all":
+        return 0
+    if asked.request.hidden_states == "generated":
+        return max(0, asked.prompt_len - num_computed)
+    if num_computed + count < asked.prompt_len:
+        return count  # a chunk of the prompt; the last row is in a later one
+    return count - 1 - drafts
+
+
+class _Copy:
+    """Rows of one group of requests on their way to the host: `[num_rows, num_layers, hidden_size]`."""
+
+    def __init__(self, device_rows: torch.Tensor, stream: "torch.cuda.Stream | None") -> None:
+        self.nbytes = device_rows.nbytes
+        self._device_rows: torch.Tensor | None = device_rows
+        self._done: torch.cuda.Event | None = None
+        if stream is None:
+            self._rows = device_rows
+            return
+        # Behind the gather, beside the next step; page-locked memory, so the host does not wait here.
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._rows = device_rows.to("cpu", non_blocking=True)
+            self._done = torch.cuda.Event(blocking=True)
+            self._done.record(stream)
+
+    @classmethod
+    def start(
+        cls, sources: Sequence[torch.Tensor], slices: Sequence[_Slice], stream: "torch.cuda.Stream | None"
+    ) -> "_Copy":
+        layers = [torch.cat([source[piece.start : piece.end] for piece in slices]) for source in sources]
+        return cls(layers[0].unsqueeze(1) if len(layers) == 1 else torch.stack(layers, dim=1), stream)
+
+    def wait(self) -> torch.Tensor:
+        if self._done is not None:
+            self._done.synchronize()
+        self._device_rows = None
+        return self._rows
+
+
+class TakenRows:
+    """The asked rows of one step, until the step's sampled tokens are known."""
+
+    def __init__(
+        self, num_reqs: int, groups: list[tuple[_Copy, list[_Slice]]], errors: dict[int, torch.Tensor]
+    ) -> None:
+        self._num_reqs = num_reqs
+        self._groups = groups
+        self._errors = errors
+
+    def attach(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Put the rows of accepted tokens into `output.pooler_output`, None for every other request.
+
+        A request's entry is `[num_rows, num_layers, hidden_size]`, or the 1-D uint8 envelope of its error.
+        """
+        if not self._groups and not self._errors:
+            return output
+        entries: list[torch.Tensor | None] = [None] * self._num_reqs
+        for index, envelope in self._errors.items():
+            entries[index] = envelope
+        for copy, slices in self._groups:
+            rows = copy.wait()
+            start = 0
+            for piece in slices:
+                end = start + piece.end - piece.start
+                sampled = output.sampled_token_ids[piece.index] if output.sampled_token_ids else []
+                # A step with drafts samples one token more than it accepts drafts.
+                rejected = piece.drafts - (len(sampled) - 1) if piece.drafts and sampled else 0
+                accepted = rows[start : end - rejected]
+                entries[piece.index] = accepted[-1:] if piece.mode == "last" else accepted
+                start = end
+        output.pooler_output = entries
+        return output
+
+
+class HiddenStatesOutput(WrapsAsyncOutput, AsyncModelRunnerOutput):
+    """A runner's asynchronous output with the rows attached once it is there."""
+
+    def __init__(self, inner: AsyncModelRunnerOutput, taken: TakenRows) -> None:
+        self._inner = inner
+        self._taken = taken
+
+    def get_output(self) -> ModelRunnerOutput:
+        return self._taken.attach(self._inner.get_output())

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The AR model runner: vLLM's own, whose output also holds the hidden states of requests that asked for them.
+
+One mixin per runner generation, each a hook and `super()`. V1 serves CPU and old configurations, V2 is the default on
+CUDA. Both let vLLM prepare, run, sample, speculate and balance experts exactly as it does; what they add happens
+between `execute_model` and `sample_tokens`, where a step's hidden states exist and its tokens do not yet. They must not
+touch anything else of the output (tests/worker/test_ar_gpu_model_runner.py). What can be had is decided once, when the
+model is loaded (`_make_rows`).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.logger import init_logger
+from vllm.sequence import IntermediateTensors
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from vllm_omni.worker.ar.layers import LayerTaps, is_middle_stage, prepare_stages
+from vllm_omni.worker.ar.rows import HiddenStateRows, HiddenStatesOutput, StepRows, TakenRows
+
+if TYPE_CHECKING:
+    # Typed loosely: the runners wrap these methods in torch.inference_mode, which hides their signatures.
+    from typing import Any as _RunnerV1
+    from typing import Any as _RunnerV2
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+else:
+    _RunnerV1 = _RunnerV2 = object
+
+logger = init_logger(__name__)
+
+
+class ARModelRunnerV1Mixin(_RunnerV1):
+    """Mix in before a first-generation runner class."""
+
+    hidden_state_rows: HiddenStateRows
+    layer_taps: LayerTaps
+    use_aux_hidden_state_outputs: bool
+    intermediate_tensors: IntermediateTensors | None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.layer_taps = LayerTaps.install(self.vllm_config, self.get_model(), self.use_aux_hidden_state_outputs)
+        self.hidden_state_rows = _make_rows(self.vllm_config, self.layer_taps)
+        pp = get_pp_group()
+        if self.layer_taps.installed:
+            # Stages before the last return intermediate tensors, whatever layers they add to them.
+            self.use_aux_hidden_state_outputs = pp.is_last_rank
+            if pp.world_size > 1:
+                prepare_stages(self.get_model())
+            if is_middle_stage():
+                raise ValueError("omni.hidden_state_layers: the V1 runner hands layers on over two stages at most")
+        if not pp.is_first_rank and self.intermediate_tensors is None:
+            # Stock code makes them in its warm-up, which the CPU worker skips when eager with a given cache size.
+            self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+
+    def execute_model(
+        self, scheduler_output: "SchedulerOutput", intermediate_tensors: IntermediateTensors | None = None
+    ) -> Any:
+        self.hidden_state_rows.update(scheduler_output)
+        return super().execute_model(scheduler_output, intermediate_tensors)
+
+    def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:
+        taken = self._take_rows() if self.hidden_state_rows else None
+        output = super().sample_tokens(grammar_output)
+        return output if taken is None else _attached(taken, output)
+
+    def _take_rows(self) -> TakenRows | None:
+        state = self.execute_model_state
+        if state is None:  # not the last pipeline stage, or nothing was scheduled
+            return None
+        scheduled = state.scheduler_output.num_scheduled_tokens
+        req_ids = list(self.input_batch.req_ids)
+        offsets = [0]
+        for req_id in req_ids:
+            offsets.append(offsets[-1] + scheduled[req_id])
+        num_computed = self.input_batch.num_computed_tokens_cpu[: len(req_ids)].tolist()
+        drafts = {req_id: len(ids) for req_id, ids in state.scheduler_output.scheduled_spec_decode_tokens.items()}
+        sources = self._sources(state.hidden_states, state.aux_hidden_states, offsets[-1])
+        return self.hidden_state_rows.take(StepRows(req_ids, offsets, num_computed, drafts, sources))
+
+    def _sources(
+        self, hidden_states: torch.Tensor | IntermediateTensors, kept_layers: list[torch.Tensor] | None, num_rows: int
+    ) -> dict[int, torch.Tensor]:
+        """Layer -> rows. Under torchrun every stage answers its own scheduler, so the last one shows the others."""
+        final, kept = self.hidden_state_rows.num_layers, self.layer_taps.named(kept_layers)
+        if not self.broadcast_pp_output:
+            assert isinstance(hidden_states, torch.Tensor)
+            return {**kept, final: hidden_states}
+        pp = get_pp_group()
+        sources = {}
+        for layer in sorted(self.hidden_state_rows.layers):
+            if pp.is_last_rank:
+                rows = hidden_states if layer == final else kept[layer]
+                assert isinstance(rows, torch.Tensor)
+                rows = rows[:num_rows].contiguous()
+            else:
+                size = self.model_config.get_hidden_size()
+                rows = torch.empty((num_rows, size), dtype=self.model_config.dtype, device=self.device)
+            sources[layer] = pp.broadcast(rows, src=pp.world_size - 1)
+        return sources
+
+
+class ARModelRunnerV2Mixin(_RunnerV2):
+    """Mix in before a second-generation runner class."""
+
+    hidden_state_rows: HiddenStateRows
+    layer_taps: LayerTaps
+    use_aux_hidden_state_outputs: bool
+    intermediate_tensors: IntermediateTensors | None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self.layer_taps = LayerTaps.install(self.vllm_config, self.get_model(), self.use_aux_hidden_state_outputs)
+        self.hidden_state_rows = _make_rows(self.vllm_config, self.layer_taps)
+        if self.layer_taps.installed:
+            self.use_aux_hidden_state_outputs = True
+            if self.use_pp:
+                self._prepare_stages()
+
+    def _prepare_stages(self) -> None:
+        assert self.pp_handler is not None
+        prepare_stages(self.get_model())
+        self.pp_handler.configure_aux_hidden_state_relay(self.get_model())
+        if not self.is_first_pp_rank:
+            self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+
+    def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
+        self.hidden_state_rows.update(scheduler_output)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:
+        taken = self._take_rows() if self.hidden_state_rows else None
+        output = super().sample_tokens(grammar_output)
+        return output if taken is None else _attached(taken, output)
+
+    def _take_rows(self) -> TakenRows | None:
+        state = self.execute_model_state
+        if state is None or state.hidden_states is None:  # not the last pipeline stage, or nothing was scheduled
+            return None
+        kept = self.layer_taps.named(state.aux_hidden_states)
+        batch = state.input_batch
+        per_request = batch.num_draft_tokens_per_req
+        drafts = {} if per_request is None else dict(zip(batch.req_ids, per_request.tolist(), strict=True))
+        return self.hidden_state_rows.take(
+            StepRows(
+                req_ids=list(batch.req_ids),
+                offsets=batch.query_start_loc_np[: batch.num_reqs + 1].tolist(),
+                num_computed=batch.num_computed_tokens_np.tolist(),
+                num_drafts=drafts,
+                sources={**kept, self.hidden_state_rows.num_layers: state.hidden_states},
+            )
+        )
+
+
+def _attached(taken: TakenRows, output: Any) -> Any:
+    """Put the rows into what `sample_tokens` returned, now or when it is fetched."""
+    if isinstance(output, AsyncModelRunnerOutput):
+        return HiddenStatesOutput(output, taken)
+    assert isinstance(output, ModelRunnerOutput)
+    return taken.attach(output)
+
+
+def _make_rows(vllm_config: "VllmConfig", taps: LayerTaps) -> HiddenStateRows:
+    """Decide once what requests of this engine can ask for."""
+    if not _reaches_clients(vllm_config):
+        logger.warning_once(
+            "The AR worker returns no hidden states without --scheduler-cls "
+            "vllm_omni.core.sched.ARHiddenStatesScheduler; requests that ask for them get their text only"
+        )
+        return HiddenStateRows(taps.num_layers, (), None, listens=False)
+    external = vllm_config.parallel_config.distributed_executor_backend == "external_launcher"
+    copies = external or get_tp_group().rank_in_group == 0
+    layers = (*taps.layers, taps.num_layers)
+    return HiddenStateRows(taps.num_layers, layers, _refusal(vllm_config), copies=copies)
+
+
+def _reaches_clients(vllm_config: "VllmConfig") -> bool:
+    from vllm_omni.core.sched import ARHiddenStatesScheduler
+
+    if vllm_config.scheduler_config.scheduler_cls is None:
+        return False
+    return issubclass(vllm_config.scheduler_config.get_scheduler_cls(), ARHiddenStatesScheduler)
+
+
+def _refusal(vllm_config: "VllmConfig") -> str | None:
+    """Why rows would be missing or shifted with this configuration; None if they are all there."""
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    if vllm_config.model_config.is_encoder_decoder or vllm_config.model_config.is_diffusion:
+        return "hidden states of encoder-decoder and diffusion language models are not supported"
+    if vllm_config.cache_config.kv_sharing_fast_prefill:
+        return "--kv-sharing-fast-prefill does not compute the hidden states of all prompt tokens"
+    if parallel.prefill_context_parallel_size > 1:
+        return "prefill context parallelism spreads a prompt's hidden states over ranks"
+    if speculative is not None and speculative.enable_adaptive_verification:
+        return "adaptive verification of drafts moves rows on the device only"
+    return None

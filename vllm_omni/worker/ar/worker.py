@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the AR worker adds to vLLM's worker, shared by its CUDA and CPU classes: a look at the engine's arguments before
+anything is loaded (stock models have no config hook of ours), and numbers for `collective_rpc`."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_omni.engine_arguments.check import check_config
+from vllm_omni.engine_arguments.table import Worker
+from vllm_omni.processes import end_with_parent, engine_processes
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
+
+    from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
+else:
+    _Worker = object
+
+
+class ARWorkerMixin(_Worker):
+    """Mix in before a vLLM worker class."""
+
+    model_runner: "ARModelRunnerV1Mixin | ARModelRunnerV2Mixin"
+
+    def __init__(self, vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> None:
+        check_config(Worker.AR, vllm_config)
+        end_with_parent()
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def engine_processes(self) -> dict[str, Any]:
+        """`collective_rpc("engine_processes")`: this rank's process and its engine core's, JSON types only."""
+        return engine_processes()
+
+    def hidden_states_stats(self) -> dict[str, Any]:
+        """`collective_rpc("hidden_states_stats")`: what this rank can give and has copied, JSON types only."""
+        rows = self.model_runner.hidden_state_rows
+        return {
+            "bytes_copied": rows.bytes_copied,
+            "layers": sorted(rows.layers),
+            "num_layers": rows.num_layers,
+            "delivers": rows.listens and rows.copies,
+            "runner": type(self.model_runner).__name__,
+        }

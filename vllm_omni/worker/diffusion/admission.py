@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Admission`: what a request holds on one rank, taken before its first step and let go when the scheduler is done.
+
+A generating request gets its session, opened if it is the first chunk, and its encoded conditions; the session is
+pinned until `release`. Session operations are done here at once. Whatever goes wrong becomes the request's `failure`
+and leaves no session that it opened. Knows no model by name.
+Held by tests/worker/test_diffusion_model_runner.py and test_in_flight.py there.
+"""
+
+import torch
+
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
+from vllm_omni.model_executor.stage_timer import StageTimer
+from vllm_omni.outputs import RequestFailed, pack
+from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
+from vllm_omni.worker.diffusion.requests import RequestState, as_failure
+from vllm_omni.worker.diffusion.sessions import SessionStore
+
+
+class Admission:
+    """device: where the model's stages are timed."""
+
+    def __init__(
+        self, model: SupportsStepExecution, sessions: SessionStore, in_flight: ChunksInFlight, device: torch.device
+    ) -> None:
+        self._model = model
+        self._sessions = sessions
+        self._in_flight = in_flight
+        self._device = device
+
+    def admit(self, state: RequestState, outputs: dict[str, torch.Tensor], index: int | None = None) -> None:
+        """Give the request its session and its conditions; run a session operation at once, answered in `outputs`.
+
+        index: which chunk of its session an earlier pipeline stage has begun it as; None = this rank is the first.
+        Afterwards the request has its `chunk`, its answer or its `failure`; nothing is raised.
+        """
+        params = state.params
+        assert params is not None
+        try:
+            if state.is_session_operation:
+                outputs[state.request_id] = pack(self._sessions.operate(params))
+                return
+            if params.one_shot and params.session_id in self._sessions:
+                raise RequestFailed(
+                    "invalid_request", f"one_shot needs a new session_id, {params.session_id!r} is live"
+                )
+            if params.session_id not in self._sessions:
+                nbytes = self._model.session_nbytes(params)
+                self._sessions.make_room(nbytes)
+                self._sessions.add(self._model.new_session(params))
+                state.opened_session = True
+            session = self._sessions.get(params.session_id)
+            if session.failure is not None:
+                raise session.failure
+            expected = session.chunk_index + self._in_flight.count(params.session_id)
+            predecessor = self._in_flight.last(params.session_id)
+            if index is not None and index != expected:  # the chunk before has failed, which is not known there yet
+                predecessor = self._in_flight.failed(params.session_id, index - 1)
+                expected = expected if predecessor is None else index
+            wanted = params.chunk_index if index is None else index
+            if wanted is not None and wanted != expected:
+                raise RequestFailed(
+                    "out_of_order",
+                    f"chunk_index {wanted} arrived, session {params.session_id!r} expects {expected}",
+                )
+            request = DiffusionRequest(
+                state.request_id,
+                params,
+                state.tensors,
+                session,
+                degradations=state.degradations,
+                predecessor=predecessor,
+                timer=StageTimer(self._device),
+            )
+            with request.timer.stage("encode"):
+                self._model.prepare_encode(request)
+            assert request.num_steps > 0, "prepare_encode must set num_steps"
+            request.predecessor = None
+            self._sessions.pin(params.session_id)
+            state.chunk, state.index = request, expected
+            self._in_flight.add(state, predecessor)
+        except Exception as error:
+            state.failure = as_failure(error, state.request_id)
+            self._drop_unborn_session(state)
+
+    def release(self, state: RequestState | None) -> None:
+        """The scheduler has finished or aborted this request: let go of everything it held."""
+        if state is None:
+            return
+        if state.pending is not None:
+            state.pending.wait()
+        if state.chunk is not None:
+            self._in_flight.release(state.chunk)
+            self._sessions.unpin(state.chunk.session.session_id)
+            state.chunk.state = None
+        self._drop_unborn_session(state)
+
+    def _drop_unborn_session(self, state: RequestState) -> None:
+        """A session whose first chunk never succeeded does not exist, and a one-shot request's session ends with it."""
+        if state.opened_session and state.params is not None:
+            session_id = state.params.session_id
+            if session_id in self._sessions:
+                session = self._sessions.get(session_id)
+                lost = session.failure is not None  # it lives on other ranks, and says so here
+                if state.params.one_shot or (session.chunk_index == 0 and not lost):
+                    self._sessions.close(session_id)
+            state.opened_session = False

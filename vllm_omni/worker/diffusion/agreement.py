@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RankAgreement`: what the ranks of one engine must decide alike, and the small messages with which they do.
+
+Every rank sees the same batches, but each may refuse a request by itself (its memory, its inputs). Whoever takes part
+in a forward takes part in its collectives, so before a request's first step the ranks agree who does: tensor-parallel
+ranks by a reduction over gloo, pipeline stages by a mask that travels with the hidden states. Knows no model.
+Held by tests/engine/test_parallel.py and tests/worker/test_diffusion_model_runner.py.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.diffusion.requests import RequestState
+
+_MASK = "alive"
+_REFUSED, _WAITING = -1, -2
+
+
+class RankAgreement:
+    """tensor, world: vLLM's group coordinators of the ranks that share layers, and of all."""
+
+    def __init__(self, tensor: Any, world: Any) -> None:
+        self._tensor = tensor
+        self._world = world
+
+    # within a step
+
+    def read_mask(self, received: Mapping[str, torch.Tensor], states: Sequence[RequestState]) -> list[int]:
+        """What the stage before said of each of `states`: a chunk's index in its session if it takes part."""
+        return [int(flag) for flag in received[_MASK].tolist()[: len(states)]]
+
+    def indices(self, states: Sequence[RequestState], mask: Sequence[int] | None) -> dict[str, int]:
+        """Request -> which chunk of its session it is, of those that take part; empty on the first stage."""
+        if mask is None:
+            return {}
+        return {state.request_id: flag for state, flag in zip(states, mask, strict=True) if flag >= 0}
+
+    def waiting(self, states: Sequence[RequestState], mask: Sequence[int]) -> list[RequestState]:
+        """Those that an earlier stage holds back."""
+        return [state for state, flag in zip(states, mask, strict=True) if flag == _WAITING]
+
+    def alive(
+        self, states: Sequence[RequestState], waiting: Sequence[RequestState], mask: Sequence[int] | None
+    ) -> list[RequestState]:
+        """The requests that take part in this step's collectives: those that no rank has refused and none holds back.
+
+        mask: what the stage before said of `states`; None on the first one. The others are marked as failed.
+        """
+        fine = [state.failure is None for state in states]
+        if self._tensor.world_size > 1 and any(state.chunk is None or state.chunk.step == 0 for state in states):
+            fine = self._everywhere(fine)
+        if mask is not None:
+            wanted = [flag >= 0 for flag in mask]
+            # One that has failed since (a chunk before it did) still takes part, for nothing.
+            able = [good or state.chunk is not None for state, good in zip(states, fine, strict=True)]
+            if any(want and not mine for want, mine in zip(wanted, able, strict=True)):
+                # Hidden states of that request have arrived inside its group: this rank cannot leave it out.
+                raise RuntimeError("an earlier pipeline stage accepted a request that this stage had to refuse")
+            fine = wanted
+        alive = []
+        for state, good in zip(states, fine, strict=True):
+            if state in waiting:
+                continue
+            if good:
+                alive.append(state)
+            elif state.failure is None:
+                state.failure = RequestFailed("engine_error", "another rank could not take this request")
+        return alive
+
+    def mask(
+        self, states: Sequence[RequestState], alive: Sequence[RequestState], waiting: Sequence[RequestState]
+    ) -> dict[str, torch.Tensor]:
+        """For the next stage: which of `states` are in the hidden states, as which chunk of their session, and which
+        wait, as a small CPU tensor.
+
+        Its length is one more than a multiple of the tensor-parallel size: vLLM sends tensors of a divisible length
+        in shards, which needs a device tensor.
+        """
+        flags = [state.index if state in alive else _WAITING if state in waiting else _REFUSED for state in states]
+        padding = -len(flags) % self._tensor.world_size + 1
+        return {_MASK: torch.tensor([*flags, *([_REFUSED] * padding)], dtype=torch.int32)}
+
+    def agree(self, state: RequestState) -> None:
+        """Before something that every tensor-parallel rank takes part in or none: one that has failed fails on all."""
+        if not self.all_fine(state.failure is None) and state.failure is None:
+            state.failure = RequestFailed("engine_error", "another tensor-parallel rank failed on this chunk")
+
+    def all_fine(self, fine: bool) -> bool:
+        """Whether every tensor-parallel rank says so."""
+        return fine if self._tensor.world_size == 1 else self._everywhere([fine])[0]
+
+    def _everywhere(self, fine: Sequence[bool]) -> list[bool]:
+        flags = torch.tensor(fine, dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self._tensor.cpu_group)
+        return [bool(flag) for flag in flags.tolist()]
+
+    # for the session store
+
+    def budget(self, budget_bytes: int, session_bytes: int) -> int:
+        """Every rank admits as many sessions of the largest shape as the tightest rank can hold."""
+        if self._world.world_size == 1:
+            return budget_bytes
+        own = budget_bytes / session_bytes if session_bytes else float("inf")  # a rank beside the one that decodes
+        sessions = torch.tensor([own], dtype=torch.float64)
+        dist.all_reduce(sessions, op=dist.ReduceOp.MIN, group=self._world.cpu_group)
+        return int(sessions.item() * session_bytes) if session_bytes else 0
+
+    def clock(self) -> float:
+        """Seconds; on several ranks eviction may not differ, so nothing there is ever idle by the clock alone."""
+        return time.monotonic() if self._world.world_size == 1 else 0.0

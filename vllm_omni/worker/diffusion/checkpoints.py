@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SessionCheckpoints`: one rank's side of saving sessions while they live, at little cost to their chunks.
+
+A session is copied to memory of the host between two engine steps and written to its file by a thread while the next
+steps run. The engine is held up for the copy alone. One checkpoint is at work at a time; its memory, as large as the
+largest session so far, is kept, because fresh pages (and page-locked ones) cost more than the copy.
+Knows no model and no sockets. Held by tests/worker/test_session_checkpoints.py.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot import StagedRank
+from vllm_omni.snapshot_writing import write_bytes
+from vllm_omni.worker.diffusion.snapshots import Answer, SessionSnapshots, answer, rank_in_world
+
+_PIECE_BYTES: Final = 8 << 20
+"""Written in one call, during which the steps' thread may run."""
+
+
+class SessionCheckpoints:
+    """snapshots: the same rank's; device: where its sessions lie."""
+
+    def __init__(self, snapshots: SessionSnapshots, device: torch.device) -> None:
+        self._snapshots, self._device = snapshots, device
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._staged: tuple[str, int] | None = None
+        self._writing: Future[float] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def stage(self, session_id: str) -> Answer:
+        """Copy a session, as its last finished chunk left it, to memory: `{"ok": StagedRank as JSON}`."""
+
+        def work() -> bytes:
+            if self._writing is not None and not self._writing.done():
+                raise RequestFailed("busy", "another checkpoint is being written; try again later")
+            started_s = time.perf_counter()
+            session = self._snapshots.committed(session_id)
+            described, tensors = self._snapshots.described(session), session.tensors()
+            self._staged, self._writing = None, None
+            self._copy(tensors)
+            self._staged = session_id, sum(tensor.nbytes for tensor in tensors.values())
+            return msgspec.json.encode(StagedRank(described, time.perf_counter() - started_s))
+
+        return answer(work)
+
+    def write(self, session_id: str, path: str, starts: Sequence[int]) -> Answer:
+        """Begin to write the staged session to its place in the file. starts: as `SnapshotPlan.starts`."""
+
+        def work() -> None:
+            rank = rank_in_world()
+            if self._staged != (session_id, starts[rank + 1] - starts[rank]):
+                raise RequestFailed("session_busy", "another session was staged meanwhile; ask again")
+            self._writing = self._thread.submit(self._write, Path(path), starts, rank)
+
+        return answer(work)
+
+    def written(self, session_id: str) -> Answer:
+        """`{"ok": None}` while the thread writes, then `{"ok": seconds of a processor that it took from the steps}`."""
+
+        def work() -> float | None:
+            if self._staged is None or self._staged[0] != session_id or self._writing is None:
+                raise RequestFailed("session_busy", "another session was staged meanwhile; ask again")
+            return self._writing.result() if self._writing.done() else None
+
+        return answer(work)
+
+    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        nbytes, is_cuda = sum(tensor.nbytes for tensor in tensors.values()), self._device.type == "cuda"
+        if len(self._memory) < nbytes:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_cuda)
+        position = 0
+        for tensor in tensors.values():
+            place = self._memory[position : position + tensor.nbytes]
+            position += tensor.nbytes
+            if not tensor.nbytes:
+                continue
+            if place.storage_offset() % tensor.element_size():  # memory of that dtype cannot begin here
+                place.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+            else:
+                place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=is_cuda)
+        if is_cuda:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _write(self, path: Path, starts: Sequence[int], rank: int) -> float:
+        """On the thread. Returns what it cost the steps: on a CPU they want the same processors."""
+        started_s = time.thread_time()
+        own = self._memory.numpy().data[: starts[rank + 1] - starts[rank]]
+        write_bytes(path, starts, rank, own, _PIECE_BYTES)
+        spent_s = time.thread_time() - started_s
+        return spent_s if self._device.type == "cpu" else 0.0

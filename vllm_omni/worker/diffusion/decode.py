@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From latents to results: how a chunk ends on one rank, and on which stream its frames are decoded.
+
+`ChunkEnd` checks a chunk, decodes it, commits it to its session and delivers its result, on the rank with the last
+layers; every other rank commits or fails a chunk as it is told. `ResultStream` decodes on a CUDA stream of its own.
+Knows no model by name and nothing of how chunks are stepped. Held by tests/worker/test_diffusion_model_runner.py,
+test_decode_before_clean_pass.py and test_overlap.py there.
+"""
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
+from vllm_omni.outputs import empty_result, pack, pack_error
+from vllm_omni.worker.diffusion.agreement import RankAgreement
+from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
+from vllm_omni.worker.diffusion.requests import RequestState, as_failure
+from vllm_omni.worker.diffusion.results import PendingResult
+
+_MAX_STEP_BYTES = 20 << 20
+"""vLLM's worker-to-engine ring takes 24 MiB per message; beyond it a message takes a path about ten times slower."""
+
+
+class ResultStream:
+    """Where results are decoded and copied to the host.
+
+    overlap: on CUDA, use a stream of its own. beside_steps: with priority over the denoise steps there: somebody waits
+    for the frames. (Where there are none, the next latents come in beside it.)
+    """
+
+    def __init__(self, device: torch.device, overlap: bool, *, beside_steps: bool = True) -> None:
+        self._cuda = device.type == "cuda"
+        priority = -1 if beside_steps else 0
+        self._stream = torch.cuda.Stream(device, priority=priority) if self._cuda and overlap else None
+
+    def decode(self, model: SupportsStepExecution, request: DiffusionRequest, started_s: float) -> PendingResult:
+        """Launch `post_decode` and the copy of what it returns; call it before the session moves on."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            with request.timer.stage("decode"):
+                meta, tensors = model.post_decode(request)
+            host = {name: _to_host(tensor) for name, tensor in tensors.items()}
+            done = torch.cuda.Event() if self._cuda else None
+            if done is not None:
+                done.record()
+        return PendingResult(request, meta, host, done, started_s)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Start copying a CUDA tensor into page-locked memory; a host tensor is returned as it is."""
+    if not tensor.is_cuda:
+        return tensor
+    return empty_result(tensor.shape, tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class ChunkEnd:
+    """results: where frames are decoded. decodes: whether they are on this rank, beside its layers.
+
+    shares_decode: the ranks that share layers decode together, each its part. overlap: a result comes with a later
+    step than the chunk's last one.
+    """
+
+    def __init__(
+        self,
+        model: SupportsStepExecution,
+        agreement: RankAgreement,
+        in_flight: ChunksInFlight,
+        results: ResultStream,
+        *,
+        decodes: bool,
+        shares_decode: bool,
+        overlap: bool,
+    ) -> None:
+        self._model = model
+        self._agreement = agreement
+        self._in_flight = in_flight
+        self._results = results
+        self._decodes = decodes
+        self.shares_decode = shares_decode
+        self._overlap = overlap
+        self.denoised: list[str] = []
+        """Requests of the current engine step that are done but for their result."""
+        self.committed: list[str] = []
+        """Requests of the current engine step whose chunk has become part of its session."""
+
+    def begin_step(self) -> None:
+        self.denoised, self.committed = [], []
+
+    def decode_before_clean_pass(self, states: Sequence[RequestState]) -> None:
+        """Launch the decode of chunks whose latents are final: their results need not wait for a clean pass.
+
+        On the steps' own CUDA stream the device then decodes first, and takes the clean pass while the host delivers.
+        """
+        for state in states:
+            request = state.chunk
+            assert request is not None
+            first_clean = request.clean_passes and request.step == request.num_steps - request.clean_passes
+            if first_clean and request.decode_early and self._decodes and self._in_flight.is_next(request):
+                self._decode(state)
+
+    def finish(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
+        """Check, decode, commit: the only place where a chunk becomes part of its session (on the last stage)."""
+        request = state.chunk
+        assert request is not None
+        try:
+            assert state.finite is not None
+            state.finite.require("the chunk's latents")
+        except Exception as error:
+            state.failure = as_failure(error, state.request_id)
+        if self._decodes and state.pending is None and state.decode_failure is None:
+            self._decode(state)
+        if state.failure is None:  # of bad latents the decode's error says less than the check's
+            state.failure = state.decode_failure
+        try:
+            if state.failure is None and state.pending is not None and not self._overlap:
+                outputs[state.request_id] = state.pending.envelope()
+        except Exception as error:
+            state.failure = as_failure(error, state.request_id)
+        self._agreement.agree(state)
+        if state.failure is not None:
+            outputs.pop(state.request_id, None)
+            return
+        self.commit(request)
+        self.hand_out(state, outputs)
+
+    def commit(self, request: DiffusionRequest) -> None:
+        """The chunk becomes part of its session."""
+        self._model.commit(request)
+        self._in_flight.end(request)
+        self.committed.append(request.request_id)
+
+    def hand_out(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
+        """A chunk is part of its session: deliver its result now, or later if it is still on its way."""
+        if state.pending is None:
+            outputs[state.request_id] = pack({})
+        elif self._overlap:
+            self.denoised.append(state.request_id)
+        elif state.request_id not in outputs:
+            outputs[state.request_id] = state.pending.envelope()
+
+    def pack_failures(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> None:
+        """Those of `states` that have failed end here, and the chunks behind theirs with them."""
+        for state in states:
+            if state.failure is not None and state.chunk is not None:
+                self._in_flight.fail(state.chunk)
+        for state in states:
+            if state.failure is not None and state.request_id not in outputs:
+                outputs[state.request_id] = pack_error(state.failure.code, state.failure.message)
+
+    def _decode(self, state: RequestState) -> None:
+        """Launch the decode, unless the chunk has failed.
+
+        If that fails the chunk ends with it: until then other ranks rely on this one's passes.
+        """
+        assert state.chunk is not None
+        if self.shares_decode:
+            self._agreement.agree(state)
+        if state.failure is not None:
+            return
+        try:
+            state.pending = self._results.decode(self._model, state.chunk, state.started_s)
+        except Exception as error:
+            if self.shares_decode:
+                raise  # other ranks are inside this decode's collectives: only a clean death is left
+            state.decode_failure = as_failure(error, state.request_id)
+
+
+def deliverable(states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Keep one step's results within the worker's message ring; a held-back one goes out with the next step."""
+    deliver: dict[str, torch.Tensor] = {}
+    room = _MAX_STEP_BYTES
+    for state in states:
+        envelope = state.held_back if state.held_back is not None else outputs.get(state.request_id)
+        if envelope is None:
+            continue
+        if state.failure is None:
+            state.pending = None  # else `release` waits for what may still be decoding
+        if deliver and envelope.numel() > room:
+            state.held_back = envelope
+        else:
+            deliver[state.request_id] = envelope
+            room -= envelope.numel()
+    return deliver

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ChunksInFlight`: which chunks of each session are at work on this rank and not yet committed, oldest first.
+
+Which of them may move is `ChunkOrder`'s rule. A chunk that fails or is aborted takes those behind it with it: they were
+computed from it, and the session stays as it was committed. The first pipeline stage decides which chunks may begin
+(`waiting`) and as which chunk of the session; later ones are told. A failure is known first where it happens, on the
+last stage: until the scheduler lets go of the chunk, those behind it that an earlier stage still sends find it here
+(`failed`). Knows no model and no scheduler.
+Held by tests/worker/test_in_flight.py and tests/engine/test_chunks_in_flight.py.
+"""
+
+from collections.abc import Sequence
+
+from vllm_omni.core.chunk_order import DONE, ChunkOrder, turn
+from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.diffusion.requests import RequestState
+
+
+class ChunksInFlight:
+    """limit: chunks of one session at work at once; with 1 nothing here ever waits or has a predecessor."""
+
+    def __init__(self, limit: int) -> None:
+        self.order = ChunkOrder(limit)
+        self._chunks: dict[str, list[RequestState]] = {}
+        self._failed: dict[str, list[RequestState]] = {}
+
+    def last(self, session_id: str) -> DiffusionRequest | None:
+        """The chunk that the session's next one follows; None if that is the committed state."""
+        chunks = self._chunks.get(session_id)
+        return chunks[-1].chunk if chunks else None
+
+    def count(self, session_id: str) -> int:
+        return len(self._chunks.get(session_id, ()))
+
+    def is_next(self, request: DiffusionRequest) -> bool:
+        """Whether the chunk follows the committed session, so that it may be decoded."""
+        chunks = self._chunks.get(request.session.session_id, [])
+        return bool(chunks) and chunks[0].chunk is request
+
+    def waiting(self, states: Sequence[RequestState]) -> list[RequestState]:
+        """Those of a batch that may not begin or go on yet; asked before any of the batch moves."""
+        if self.order.limit == 1:
+            return []
+        first: dict[str, RequestState] = {}  # by session: of those that have not begun, the one that may
+        for state in states:
+            if state.chunk is None and state.failure is None and state.params is not None:
+                other = first.get(state.params.session_id)
+                if other is None or turn(state.params.chunk_index) < turn(_chunk_index(other)):
+                    first[state.params.session_id] = state
+        may_begin = list(first.values())
+        return [state for state in states if self._waits(state, state in may_begin)]
+
+    def _waits(self, state: RequestState, may_begin: bool) -> bool:
+        if state.failure is not None or state.params is None:
+            return False
+        if state.chunk is None and not may_begin:
+            return True
+        ahead = self._chunks.get(state.params.session_id, [])
+        if state.chunk is not None:
+            ahead = ahead[: ahead.index(state)]
+        before = [other.chunk for other in ahead if other.chunk is not None]
+        steps = [DONE if chunk.step >= chunk.num_steps else chunk.step for chunk in before]
+        established = all(chunk.session.chunk_index > 0 for chunk in before)
+        step = None if state.chunk is None else state.chunk.step
+        return not self.order.may_move(step, steps, established=established)
+
+    def failed(self, session_id: str, index: int) -> DiffusionRequest | None:
+        """The newest chunk of that index that has failed here and is not released yet."""
+        return next((state.chunk for state in reversed(self._failed.get(session_id, [])) if state.index == index), None)
+
+    def add(self, state: RequestState, predecessor: DiffusionRequest | None) -> None:
+        """The chunk has been admitted behind `predecessor`; if that has failed, it fails too and takes its steps for
+        nothing.
+        """
+        assert state.chunk is not None
+        session_id = state.chunk.session.session_id
+        failed = self._failed.get(session_id, [])
+        if predecessor is not None and any(other.chunk is predecessor for other in failed):
+            failed.append(state)
+            state.failure = _predecessor_failed()
+        else:
+            self._chunks.setdefault(session_id, []).append(state)
+
+    def end(self, request: DiffusionRequest) -> None:
+        """The chunk is part of its session; those behind it go on from there. Idempotent."""
+        self._cut(request, keep_followers=True)
+
+    def fail(self, request: DiffusionRequest, because: RequestFailed | None = None) -> None:
+        """The chunk will not become part of its session: neither will those behind it. Idempotent, also after `end`.
+
+        because: what clients are told about those behind it; None = the session is as it was.
+        """
+        chunks = self._cut(request, keep_followers=False)
+        for state in chunks[1:]:
+            if state.failure is None:
+                state.failure = because or _predecessor_failed()
+        if chunks:
+            self._failed.setdefault(request.session.session_id, []).extend(chunks)
+
+    def release(self, request: DiffusionRequest) -> None:
+        """The scheduler has finished or aborted the chunk: if it is no part of its session by now, it has failed."""
+        self.fail(request)
+        session_id = request.session.session_id
+        left = [state for state in self._failed.pop(session_id, []) if state.chunk is not request]
+        if left:
+            self._failed[session_id] = left
+
+    def _cut(self, request: DiffusionRequest, *, keep_followers: bool) -> list[RequestState]:
+        """Take the chunk out, and return it and those behind it."""
+        session_id = request.session.session_id
+        chunks = self._chunks.get(session_id, [])
+        position = next((index for index, state in enumerate(chunks) if state.chunk is request), None)
+        if position is None:
+            return []
+        before, followers = chunks[:position], chunks[position + 1 :]
+        left = before + followers if keep_followers else before
+        if left:
+            self._chunks[session_id] = left
+        else:
+            del self._chunks[session_id]
+        return chunks[position:]
+
+
+def _predecessor_failed() -> RequestFailed:
+    return RequestFailed(
+        "predecessor_failed",
+        "a chunk before this one failed or was aborted while both were in flight; the session is as it was before that "
+        "chunk: send both again",
+    )
+
+
+def _chunk_index(state: RequestState) -> int | None:
+    return None if state.params is None else state.params.chunk_index

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RequestStates`: the chunks in flight on one rank, from the scheduler's first mention to its last.
+
+A request that cannot be read becomes a failed state instead of an exception: one request's error is one request's
+error. Held by tests/worker/test_diffusion_model_runner.py.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_omni.core.scheduler_note import SchedulerNote
+from vllm_omni.inputs import DiffusionParams, request_tensors
+from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.multimodal import feature_tensors
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.diffusion.results import FiniteCheck, PendingResult
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData
+
+logger = logging.getLogger("vllm." + __name__)
+
+
+@dataclass(eq=False)
+class RequestState:
+    """One scheduled request. `chunk` exists from admission on; `failure` ends the request at its next output."""
+
+    request_id: str
+    params: DiffusionParams | None
+    tensors: dict[str, torch.Tensor]
+    chunk: DiffusionRequest | None = None
+    index: int = 0
+    """Of the chunk in its session."""
+    opened_session: bool = False
+    failure: RequestFailed | None = None
+    finite: FiniteCheck | None = None
+    """Whether the latents are finite, while the chunk nears its end."""
+    pending: PendingResult | None = None
+    """The chunk's result, on its way to the host; delivered when the chunk is done."""
+    decode_failure: RequestFailed | None = None
+    """Why there is no `pending`: the decode of its final latents has failed, and the chunk will when its steps end."""
+    held_back: torch.Tensor | None = None
+    """A finished envelope that waits for room in the next step's message."""
+    degradations: tuple[str, ...] = ()
+    """What the scheduler wants its chunk to go without."""
+    started_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def is_session_operation(self) -> bool:
+        """`reset`, `close` or `fork`: no chunk is computed."""
+        return self.params is not None and self.params.op != "generate"
+
+    @property
+    def done(self) -> bool:
+        return self.chunk is not None and 0 < self.chunk.num_steps <= self.chunk.step
+
+
+class RequestStates:
+    def __init__(self) -> None:
+        self._states: dict[str, RequestState] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states.values())
+
+    def __getitem__(self, request_id: str) -> RequestState:
+        return self._states[request_id]
+
+    def get(self, request_id: str) -> RequestState | None:
+        return self._states.get(request_id)
+
+    def add(self, data: "NewRequestData") -> RequestState:
+        """Read a newly scheduled request; a malformed one becomes a state with `failure` set."""
+        extra = data.pooling_params.extra_kwargs if data.pooling_params is not None else None
+        try:
+            params = DiffusionParams.from_extra_kwargs(extra)
+            tensors = request_tensors(extra) | feature_tensors(data.mm_features)
+            note = SchedulerNote.read(extra)
+            if note.refused is not None:
+                raise RequestFailed("capacity", note.refused)
+            state = RequestState(data.req_id, params, tensors, degradations=tuple(note.degradations))
+        except RequestFailed as failure:
+            state = RequestState(data.req_id, None, {}, failure=failure)
+        except Exception:  # boundary: whatever a client managed to send may cost only its own request
+            logger.exception("request %s could not be read", data.req_id)
+            unreadable = RequestFailed("invalid_request", "the request could not be read")
+            state = RequestState(data.req_id, None, {}, failure=unreadable)
+        self._states[data.req_id] = state
+        return state
+
+    def progress(self) -> dict[str, list[int]]:
+        """`{session id: [steps done, steps in all]}` of the chunks in flight (vLLM renames request ids)."""
+        found: dict[str, list[int]] = {}
+        for state in self:  # oldest first: of several chunks of a session, the one that is done next
+            if state.chunk is not None:
+                session_id = state.chunk.session.session_id
+                step, num_steps = found.get(session_id, (0, 0))
+                if step >= num_steps:
+                    found[session_id] = [state.chunk.step, state.chunk.num_steps]
+        return found
+
+    def remove(self, request_id: str) -> RequestState | None:
+        """Forget a request (finished or aborted); idempotent."""
+        return self._states.pop(request_id, None)
+
+
+def as_failure(error: Exception, request_id: str) -> RequestFailed:
+    """Map an exception to what the client may read: our own texts as they are, anything else without its text.
+
+    request_id: vLLM's; it contains the ids that the client knows.
+    """
+    if isinstance(error, RequestFailed):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return RequestFailed("oom", "the device ran out of memory on this chunk; the session is unchanged")
+    logger.exception("request %s failed", request_id)
+    return RequestFailed("engine_error", "the model failed on this chunk; the server's log has the details")

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline stage with layers that is not the last: hidden states go on, and answers come back.
+
+Held by tests/worker/test_pipeline_parallel.py, tests/engine/test_parallel.py and tests/engine/test_exchange_order.py.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from vllm.sequence import IntermediateTensors
+
+from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.worker.diffusion.link import HIDDEN, together
+from vllm_omni.worker.diffusion.requests import RequestState
+from vllm_omni.worker.diffusion.roles.role import Envelopes
+from vllm_omni.worker.diffusion.roles.with_layers import MicroStep, WithLayers
+
+
+class LayersStage(WithLayers):
+    """A chunk's next step starts, and the chunk is committed, when the last stage's answer has arrived."""
+
+    def _after_forward(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
+        assert self.channel is not None
+        self.channel.expect([state.chunk for state in states if state.chunk is not None])
+
+    def _hand_on(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors:
+        results = [result for result in done.results if result is not None]
+        assert len(results) == len(done.results), "with several ranks a failed forward ends the engine"
+        hidden = together(HIDDEN, results, self.parts.place.size)
+        return IntermediateTensors(hidden | self.agreement.mask(done.chunks, done.alive, done.waiting))
+
+    def take_answers(self, request_ids: Iterable[str]) -> None:
+        if self.channel is not None:
+            self.channel.drain(request_ids, self._take_answer)
+
+    def listen(self) -> None:
+        if self.channel is not None:
+            self.channel.listen(self.model)
+
+    def _take_answer(self, request: DiffusionRequest, ok: bool, latents: torch.Tensor) -> None:
+        """The last stage has finished a step of `request`."""
+        if request.state is None:
+            return  # aborted or finished meanwhile
+        self.model.set_latents(request, latents.view(self.model.latents(request).shape))
+        if request.step >= request.num_steps:
+            if ok:
+                self.chunk_end.commit(request)
+            else:
+                self.in_flight.fail(request)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The VAE as a pipeline stage of its own (`omni.vae_stage`): it follows the ranks with layers, and decodes.
+
+Its counterpart (`BeforeVAE`) sends a small host message after every step, with a chunk's latents as soon as they are
+final. The VAE stage takes the message, starts the decode on a stream of its own and answers the engine at once, so that
+the next step is scheduled while both devices work. A result goes out with the first step that finds it ready; when a
+step brings nothing but results, the stage waits for them, but never long: other batches queue behind.
+
+A chunk is committed here when the ranks with layers have committed it. A decode that fails before (there is a clean
+pass) leaves the session as it was. One that fails in that very step leaves the others ahead: the session lives on, on
+all ranks alike, but refuses every later chunk until it is closed or reset.
+Knows no model by name. Held by tests/worker/test_vae_stage_rank.py and tests/engine/test_vae_stage.py.
+"""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from vllm.sequence import IntermediateTensors
+
+from vllm_omni.model_executor.interfaces import VAEStageModel
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.diffusion.decode import deliverable
+from vllm_omni.worker.diffusion.link import ChunkNote, StageNote
+from vllm_omni.worker.diffusion.requests import RequestState, as_failure
+from vllm_omni.worker.diffusion.results import PendingResult
+from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, delivering, envelopes
+
+_WAIT_S = 0.02
+"""Longest wait for a result when a step brings nothing else; another batch may be behind it."""
+_POLL_S = 0.0005
+_MAX_DECODES = 3
+"""Decodes in flight, over all sessions. From there on the stage holds up the steps: it is the slowest one."""
+
+
+class VAEStage(Role):
+    """Decodes where `parts.decodes`; a rank beside the one that does only follows. With `parts.shares_decode` they
+    decode together (`SupportsParallelDecode`), and agree before.
+    """
+
+    def __init__(self, parts: RankParts) -> None:
+        super().__init__(parts)
+        assert isinstance(parts.model, VAEStageModel)
+        self._stage_model = parts.model
+        self._sessions = parts.sessions
+        self._decoding: deque[PendingResult] = deque()
+
+    def step(
+        self, states: Sequence[RequestState], received: IntermediateTensors | None
+    ) -> IntermediateTensors | Envelopes:
+        pending, outputs = delivering(states), Envelopes()
+        self.micro_step(states, received, outputs)
+        outputs.update(envelopes(self.ready(pending, alone=len(pending) == len(states))))
+        return deliverable(states, outputs)
+
+    def micro_step(
+        self, states: Sequence[RequestState], received: IntermediateTensors | None, outputs: Envelopes
+    ) -> None:
+        assert received is not None
+        note = StageNote.read(received.tensors)
+        self.fail(states, note)
+        for state in states:
+            # A chunk that the ranks with layers still hold back, or have refused, does not begin here either.
+            begins = state.is_session_operation or state.request_id in note.taking_part
+            if state.failure is None and state.chunk is None and begins:
+                self.admission.admit(state, outputs)
+        for state in self.advance(states, note, note.latents(received.tensors)):
+            self.chunk_end.hand_out(state, outputs)
+        self.chunk_end.pack_failures(states, outputs)
+
+    def fail(self, states: Sequence[RequestState], note: StageNote) -> None:
+        """Before anything of a step begins: what has failed where the layers are fails here too."""
+        for state in states:
+            failure = note.failure(state.request_id)
+            if failure is not None and state.failure is None:
+                state.failure = self._loss(state) or failure
+
+    def advance(
+        self, states: Sequence[RequestState], note: StageNote, latents: Mapping[str, torch.Tensor]
+    ) -> list[RequestState]:
+        """Take in the message about `states`; returns those whose chunk is now committed.
+
+        Their results are `pending` (nowhere on a rank that only follows). A refused or failed one has its `failure`.
+        """
+        by_id = {state.request_id: state for state in states}
+        done = []
+        for entry in note.chunks:
+            state = by_id[entry.request_id]
+            try:
+                self._follow(state, entry)
+                if entry.clean and state.failure is None and state.chunk is not None:
+                    self._stage_model.take_over(state.chunk, latents[entry.request_id], entry.facts)
+            except Exception as error:
+                state.failure = as_failure(error, state.request_id)
+            if entry.clean:
+                self._decode(state)
+            if entry.done and state.failure is None and state.chunk is not None:
+                self.chunk_end.commit(state.chunk)
+                state.chunk.timer.add(entry.timings_ms)
+                done.append(state)
+            elif entry.done:
+                self._lose(state)
+        return done
+
+    def ready(self, due: Sequence[RequestState], *, alone: bool) -> list[RequestState]:
+        """Those of `due` whose result is on the host. alone: nothing but results is asked for, so wait a little."""
+        deadline = time.perf_counter() + _WAIT_S
+        while True:
+            ready = [state for state in due if state.pending is not None and state.pending.ready()]
+            if ready or not due or not alone or time.perf_counter() >= deadline:
+                return ready
+            time.sleep(_POLL_S)
+
+    def _follow(self, state: RequestState, entry: ChunkNote) -> None:
+        request = state.chunk
+        if request is None or state.failure is not None:
+            return
+        if request.session.chunk_index != entry.committed:
+            raise _lost()
+        request.step, request.num_steps = entry.step, entry.num_steps
+
+    def _decode(self, state: RequestState) -> None:
+        """Launch the decode, unless the chunk has failed."""
+        if self.parts.shares_decode:
+            self.agreement.agree(state)
+        if not self.parts.decodes or state.failure is not None or state.chunk is None:
+            return
+        while self._decoding and self._decoding[0].ready():
+            self._decoding.popleft()
+        if len(self._decoding) >= _MAX_DECODES:
+            self._decoding.popleft().wait()
+        try:
+            state.pending = self.parts.results.decode(self.model, state.chunk, state.started_s)
+        except Exception as error:
+            if self.parts.shares_decode:
+                raise  # other ranks are inside this decode's collectives: only a clean death is left
+            state.failure = as_failure(error, state.request_id)
+            return
+        self._decoding.append(state.pending)
+
+    def _lose(self, state: RequestState) -> None:
+        """The other ranks have committed a chunk that has failed here."""
+        session_id = None if state.params is None else state.params.session_id
+        if session_id is not None and session_id in self._sessions:
+            self._sessions.get(session_id).failure = _lost()
+        if state.failure is not None:
+            state.failure = RequestFailed(state.failure.code, str(_lost().message))
+        if state.chunk is not None:
+            self.in_flight.fail(state.chunk, because=_lost())
+
+    def _loss(self, state: RequestState) -> RequestFailed | None:
+        """Why the session of a chunk that begins cannot go on; None if it can, or is not known here."""
+        if state.chunk is not None or state.params is None or state.is_session_operation:
+            return None
+        session_id = state.params.session_id
+        return self._sessions.get(session_id).failure if session_id in self._sessions else None
+
+
+def _lost() -> RequestFailed:
+    return RequestFailed(
+        "session_lost",
+        "a chunk of this session could not be decoded, so the session cannot go on: close or reset it",
+    )

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`WithLayers`: the micro-step of a rank that holds layers, which the roles of one, some and the last stage share.
+
+Agree who takes part, admit those that begin, run one forward per batch. A role says how a batch's forward ends
+(`_after_forward`), what goes to the next stage (`_hand_on`) and when the host waits for the device. A `StepTaker` says
+which of a chunk's denoise steps this rank runs. Held by tests/worker/test_diffusion_model_runner.py, test_in_flight.py
+and test_overlap.py there, and tests/engine/test_parallel.py.
+"""
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from vllm.sequence import IntermediateTensors
+
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
+from vllm_omni.worker.diffusion.batches import group_requests
+from vllm_omni.worker.diffusion.decode import deliverable
+from vllm_omni.worker.diffusion.link import HIDDEN, unpack
+from vllm_omni.worker.diffusion.requests import RequestState, as_failure
+from vllm_omni.worker.diffusion.results import FiniteCheck
+from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, delivering, envelopes
+
+
+class StepTaker(Protocol):
+    """Which denoise steps of a chunk a rank runs (`omni.pipeline`)."""
+
+    def take(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None) -> torch.Tensor:
+        """Run this rank's part and advance each request's `step`; returns what the next stage needs.
+
+        hidden: the stage before's return value, None on the first one.
+        """
+
+    def answer(self, request: DiffusionRequest) -> torch.Tensor:
+        """Last stage: the latents for the earlier stages, asked once after each `take`."""
+
+
+class EveryStep:
+    """This rank's layers run in all of a chunk's steps; the last stage's rank also runs the schedule."""
+
+    def __init__(self, model: SupportsStepExecution, ends_steps: bool) -> None:
+        self._model = model
+        self._ends_steps = ends_steps
+
+    def take(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None) -> torch.Tensor:
+        result = self._model.denoise_step(batch, hidden)
+        if self._ends_steps:
+            self._model.step_scheduler(batch, result)
+        for request in batch:
+            request.step += 1
+        return result
+
+    def answer(self, request: DiffusionRequest) -> torch.Tensor:
+        return self._model.latents(request)
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """One micro-step's outcome. states: the batch; chunks: those that compute; alive: those that took the step.
+
+    waiting: chunks held back in this step. results: one of each forward, in order.
+    """
+
+    states: Sequence[RequestState]
+    chunks: Sequence[RequestState]
+    alive: Sequence[RequestState]
+    waiting: Sequence[RequestState]
+    results: Sequence[torch.Tensor | None]
+
+
+class WithLayers(Role):
+    """steps: this rank's share of each chunk's steps."""
+
+    def __init__(self, parts: RankParts, steps: StepTaker) -> None:
+        super().__init__(parts)
+        self.steps = steps
+
+    # -- an engine step ------------------------------------------------------------------------------------------------
+
+    def step(
+        self, states: Sequence[RequestState], received: IntermediateTensors | None
+    ) -> IntermediateTensors | Envelopes:
+        ready, outputs = delivering(states), Envelopes()
+        moves = not all(state.done for state in states)
+        self._before_launch(moves)
+        handed_on = self.micro_step(states, received, outputs)
+        self._launched(moves)
+        # This step's work is queued: the device is busy while the host takes in earlier results.
+        outputs.update(envelopes(ready))
+        self._after_launch(hurry=bool(outputs))
+        return deliverable(states, outputs) if handed_on is None else handed_on
+
+    def _before_launch(self, moves: bool) -> None:
+        """moves: whether a request takes a step, as opposed to a batch that only fetches results."""
+
+    def _launched(self, moves: bool) -> None:
+        self.pacer.launched()
+
+    def _after_launch(self, hurry: bool) -> None:
+        """hurry: a result is ready for delivery."""
+        self.pacer.wait(hurry=hurry)
+
+    # -- a micro-step --------------------------------------------------------------------------------------------------
+
+    def micro_step(
+        self, states: Sequence[RequestState], received: IntermediateTensors | None, outputs: Envelopes
+    ) -> IntermediateTensors | None:
+        # The same list on every rank; a finished chunk may be here once more to deliver a result held back.
+        chunks = [state for state in states if not state.is_session_operation and not state.done]
+        mask = None if received is None else self.agreement.read_mask(received.tensors, chunks)
+        waiting = self.in_flight.waiting(chunks) if mask is None else self.agreement.waiting(chunks, mask)
+        indices = self.agreement.indices(chunks, mask)
+        for state in states:
+            if state.failure is None and state.chunk is None and state not in waiting:
+                self.admission.admit(state, outputs, indices.get(state.request_id))
+        alive = self.agreement.alive(chunks, waiting, mask)
+        omni = self.parts.omni
+        limit = 1 if omni.batch_invariant else omni.max_requests_per_step
+        groups = group_requests(self.model, [state.chunk for state in alive if state.chunk], limit)
+        by_id = {state.request_id: state for state in alive}
+        arrived: Sequence[torch.Tensor | None] = [None] * len(groups)
+        if received is not None:
+            arrived = unpack(HIDDEN, received.tensors)
+        results: list[torch.Tensor | None] = []
+        for group, hidden in zip(groups, arrived, strict=True):
+            members = [by_id[request.request_id] for request in group]
+            self.chunk_end.decode_before_clean_pass(members)
+            results.append(self.forward(members, hidden))
+            self._after_forward(members, outputs)
+        return self._hand_on(MicroStep(states, chunks, alive, waiting, results), outputs)
+
+    def forward(self, states: Sequence[RequestState], hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """One forward for one batch; on one rank, an exception costs only the request that causes it."""
+        batch = [state.chunk for state in states if state.chunk is not None]
+        try:
+            with contextlib.ExitStack() as timed:
+                for request in batch:
+                    timed.enter_context(request.timer.stage("steps"))
+                result = self.steps.take(batch, hidden)
+        except Exception as error:
+            if self.parts.num_ranks > 1:
+                raise  # other ranks are inside this batch's collectives: only a clean death is left
+            if len(states) > 1:
+                for state in states:
+                    self.forward([state], hidden)
+            else:
+                states[0].failure = as_failure(error, states[0].request_id)
+            return None
+        return result
+
+    @abstractmethod
+    def _after_forward(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
+        """The states of one batch have taken their step, or failed in it."""
+
+    @abstractmethod
+    def _hand_on(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors | None:
+        """The end of `micro_step`: its return value."""
+
+
+class EndsSteps(WithLayers):
+    """With the last layers: the schedule runs here, so chunks are checked, committed and answered here first."""
+
+    def forward(self, states: Sequence[RequestState], hidden: torch.Tensor | None) -> torch.Tensor | None:
+        result = super().forward(states, hidden)
+        if result is not None:
+            for state in states:
+                request = state.chunk
+                if request is not None and request.step == request.num_steps - request.clean_passes:
+                    state.finite = FiniteCheck(self.model.latents(request))
+        return result
+
+    def _after_forward(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
+        for state in states:
+            if state.done and state.failure is None:
+                self.chunk_end.finish(state, outputs)
+        if self.channel is not None:
+            requests = [state.chunk for state in states if state.chunk is not None]
+            fine = [state.failure is None for state in states]
+            self.channel.send(requests, fine, [self.steps.answer(request) for request in requests])

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`DiffusionGPUModelRunner`: runs denoise steps for the requests the scheduler picked; owns device memory.
+
+Requests come in, its role admits them and runs one step, outputs go out. The role (`roles/`), chosen once at start,
+knows which part of the work this rank has and what it exchanges with others. The runner has no vLLM base class:
+`surface.py` answers what a worker asks of any runner. It knows no model by name and no sockets.
+
+Invariants (tests/worker/test_diffusion_model_runner.py, test_decode_before_clean_pass.py there, tests/engine/):
+- a session is opened by its first chunk and freed by the store, nowhere else;
+- a request that fails or is aborted leaves its session as it was; the others in its batch go on;
+- with several ranks, every decision before a collective is the same on all of them.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.sequence import IntermediateTensors
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.core.step_output import ChunkProgress, StepOutput
+from vllm_omni.model_executor.interfaces import (
+    DiffusionRequest,
+    SupportsStepExecution,
+    check_chunks_in_flight,
+    check_degradations,
+    check_parallel_decode,
+    check_vae_stage,
+)
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.whole_request import WholeRequestModel
+from vllm_omni.registration import steps_one_at_a_time
+from vllm_omni.worker.diffusion.admission import Admission
+from vllm_omni.worker.diffusion.agreement import RankAgreement
+from vllm_omni.worker.diffusion.decode import ChunkEnd, ResultStream
+from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
+from vllm_omni.worker.diffusion.pacing import StepPacer
+from vllm_omni.worker.diffusion.requests import RequestState, RequestStates
+from vllm_omni.worker.diffusion.roles import role_for
+from vllm_omni.worker.diffusion.roles.role import RankParts
+from vllm_omni.worker.diffusion.sessions import SessionStore
+from vllm_omni.worker.diffusion.surface import RunnerSurface
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class DiffusionGPUModelRunner(RunnerSurface):
+    """One rank's runner. All methods are called by the worker from one thread."""
+
+    def __init__(self, vllm_config: "VllmConfig", device: torch.device) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.load_config = vllm_config.load_config
+        self.device = device
+        self.omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        self.pp, self.tp = get_pp_group(), get_tp_group()
+        self.place = ParallelContext.from_vllm(vae_stage=self.omni.vae_stage)
+        self.agreement = RankAgreement(self.tp, get_world_group())
+        self.requests = RequestStates()
+        self.sessions = SessionStore(self.omni.max_sessions, self.omni.session_idle_s, clock=self.agreement.clock)
+        self.partition = self.omni.partition
+        """Layers of each stage since they were last moved, or as loaded; () = as even as possible."""
+        self.kv_caches: list[torch.Tensor] = []
+        self.model_memory_usage = 0
+
+    # -- what the worker asks at start --------------------------------------------------------------------------
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        if load_dummy_weights:
+            self.load_config.load_format = "dummy"
+        loader = get_model_loader(self.load_config)
+        self.network = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
+        self.model_memory_usage = sum(p.numel() * p.element_size() for p in self.network.parameters())
+        self.model = in_steps(self.network)
+        self.parts = self._make_parts()
+        self.admission = self.parts.admission
+        self.role = role_for(self.parts)
+
+    def _make_parts(self) -> RankParts:
+        """Raises ValueError if the model cannot do what the options ask for."""
+        omni, num_ranks = self.omni, get_world_group().world_size
+        check_degradations(self.network, omni.degradations)
+        in_flight = ChunksInFlight(omni.chunks_in_flight)
+        in_flight.order.steps_behind = check_chunks_in_flight(self.network, omni, self.place.num_stages)
+        shares_decode = check_parallel_decode(self.network, omni)
+        check_vae_stage(self.network, omni)
+        step_at_a_time = steps_one_at_a_time(self.vllm_config)
+        several_gpus = self.device.type == "cuda" and num_ranks > 1
+        overlap = step_at_a_time and (several_gpus if omni.overlap_decode is None else omni.overlap_decode)
+        return RankParts(
+            omni=omni,
+            device=self.device,
+            place=self.place,
+            pp=self.pp,
+            num_ranks=num_ranks,
+            step_at_a_time=step_at_a_time,
+            model=self.model,
+            agreement=self.agreement,
+            sessions=self.sessions,
+            in_flight=in_flight,
+            admission=Admission(self.model, self.sessions, in_flight, self.device),
+            results=ResultStream(self.device, overlap, beside_steps=not omni.vae_stage),
+            pacer=StepPacer(self.device, stages=self.pp.world_size > 1),
+            decodes=self.tp.is_first_rank or shares_decode,
+            shares_decode=shares_decode,
+            overlap=overlap,
+        )
+
+    def reload_weights(
+        self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
+    ) -> None:
+        """Load the checkpoint again, in place (after sleep level 2, or from another directory of the same shape)."""
+        if weights_iterator is not None or not is_checkpoint_format:
+            raise ValueError("reload_weights takes a checkpoint directory (weights_path) or nothing, no iterator")
+        if weights_path is not None:
+            self.model_config.model = weights_path
+        get_model_loader(self.load_config).load_weights(self.network, self.model_config)
+
+    def get_model(self) -> SupportsStepExecution:
+        return self.model
+
+    @property
+    def chunk_end(self) -> ChunkEnd:
+        """How chunks end in this rank's role."""
+        return self.role.chunk_end
+
+    # -- the engine step ---------------------------------------------------------------------------------------
+
+    def execute_model(
+        self, scheduler_output: "SchedulerOutput", intermediate_tensors: IntermediateTensors | None = None
+    ) -> ModelRunnerOutput | IntermediateTensors:
+        """One engine step: one micro-step for each scheduled request (a whole chunk under the stock scheduler)."""
+        scheduled = list(scheduler_output.num_scheduled_tokens)
+        self.role.take_answers([*scheduler_output.finished_req_ids, *scheduled])
+        for request_id in scheduler_output.finished_req_ids:
+            self.admission.release(self.requests.remove(request_id))
+        for data in scheduler_output.scheduled_new_reqs:
+            self.requests.add(data)
+        if not scheduled:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        states = [self.requests[request_id] for request_id in scheduled]
+        self.chunk_end.begin_step()
+        result = self.role.step(states, intermediate_tensors)
+        if isinstance(result, IntermediateTensors):
+            return result
+        return self._output(states, result)
+
+    def _output(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> StepOutput:
+        pacer = self.role.pacer
+        return StepOutput(
+            req_ids=[state.request_id for state in states],
+            req_id_to_index={state.request_id: index for index, state in enumerate(states)},
+            pooler_output=[outputs.get(state.request_id) for state in states],
+            denoised=tuple(self.chunk_end.denoised),
+            committed=tuple(self.chunk_end.committed),
+            steps_behind=self.parts.in_flight.order.steps_behind,
+            progress={
+                state.request_id: self._progress(state.chunk) for state in states if state.chunk and not state.done
+            },
+            before_s=pacer.before_s,
+            unfinished=pacer.unfinished,
+        )
+
+    def _progress(self, chunk: DiffusionRequest) -> ChunkProgress:
+        return ChunkProgress(chunk.step, chunk.num_steps, self.model.latents(chunk).numel() if chunk.step else 1)
+
+    # -- what the worker asks between steps --------------------------------------------------------------------
+
+    def request_progress(self) -> dict[str, list[int]]:
+        return self.requests.progress()
+
+    def settle(self, session_id: str) -> None:
+        """Take in the last stage's answers to this session's finished chunks, and so commit them."""
+        done = [
+            state.request_id
+            for state in self.requests
+            if state.done and state.chunk is not None and state.chunk.session.session_id == session_id
+        ]
+        with torch.inference_mode():  # as every commit
+            self.role.take_answers(done)
+
+    def shutdown(self) -> None:
+        self.sessions.close_all()
+
+
+def in_steps(network: torch.nn.Module) -> SupportsStepExecution:
+    """The model as it is, or served whole if it has no steps. Raises TypeError if it can be served neither way."""
+    if isinstance(network, SupportsStepExecution) and network.supports_step_execution:
+        return network
+    return WholeRequestModel(network)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the diffusion worker changes in vLLM's worker, shared by its CUDA and CPU classes.
+
+The worker stays vLLM's: device and process-group set-up, weight pools for sleep mode, pipeline send and receive, RPCs.
+Only the runner, warm-up, what sleep does to sessions and what a failed rank does to the others are ours.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.parallel_state import get_world_group
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.processes import end_with_parent, engine_processes
+from vllm_omni.worker.diffusion.checkpoints import SessionCheckpoints
+from vllm_omni.worker.diffusion.liveness import Watchdog, answers_steps, failing_together, watch_other_ranks
+from vllm_omni.worker.diffusion.rebalance import rebalance
+from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
+from vllm_omni.worker.diffusion.snapshots import SessionSnapshots
+from vllm_omni.worker.diffusion.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
+else:
+    _Worker = object
+
+
+class DiffusionWorkerMixin(_Worker):
+    """Mix in before a vLLM worker class."""
+
+    model_runner: DiffusionGPUModelRunner  # type: ignore[assignment]
+    device: torch.device
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
+        super().__init__(*args, **kwargs)
+        # Our runner implements neither generation; with False the worker takes no V2-only path (warm-up, pooling).
+        self.use_v2_model_runner = False
+        self._snapshots: SessionSnapshots | None = None
+        self._checkpoints: SessionCheckpoints | None = None
+        self._watchdog: Watchdog | None = None
+
+    def _make_model_runner(self) -> DiffusionGPUModelRunner:  # type: ignore[override]
+        return DiffusionGPUModelRunner(self.vllm_config, self.device)
+
+    @torch.inference_mode()
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Run the largest shape once and fix the bytes that sessions may hold."""
+        with failing_together(heard=get_world_group().rank == 0):  # replies are read in order of rank
+            seconds = warm_up(self.model_runner, self._used_before())
+        timeout_s = self.model_runner.omni.rank_timeout_s
+        if timeout_s is not None and get_world_group().world_size > 1:
+            self._watchdog = watch_other_ranks(timeout_s)
+        return CompilationTimes(language_model=seconds, encoder=0.0)
+
+    def _used_before(self) -> int:
+        """Bytes of the device that were in use before this rank loaded anything."""
+        return 0
+
+    def execute_model(self, scheduler_output: "SchedulerOutput") -> "ModelRunnerOutput | AsyncModelRunnerOutput | None":
+        with failing_together(heard=answers_steps()):
+            output = super().execute_model(scheduler_output)
+            self.model_runner.role.listen()
+            return output
+
+    def shutdown(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        super().shutdown()
+
+    def session_stats(self) -> dict[str, Any]:
+        """`collective_rpc("session_stats")`: sessions and bytes held on this rank, JSON types only."""
+        return self.model_runner.sessions.stats()
+
+    def engine_processes(self) -> dict[str, Any]:
+        """`collective_rpc("engine_processes")`: this rank's process and its engine core's, JSON types only."""
+        return engine_processes()
+
+    @property
+    def snapshots(self) -> SessionSnapshots:
+        if self._snapshots is None:
+            self._snapshots = SessionSnapshots(self.model_runner)
+        return self._snapshots
+
+    def describe_session(self, session_id: str) -> dict[str, Any]:
+        """The first of two RPCs that save a session (`vllm_omni.snapshot_exchange.save_exchange`): this rank's part."""
+        return self.snapshots.describe(session_id)
+
+    def write_session(self, session_id: str, path: str, chunk_index: int, starts: list[int]) -> dict[str, Any]:
+        """The second: copy this rank's tensors to their places in the file."""
+        return self.snapshots.write(session_id, path, chunk_index, starts)
+
+    @property
+    def checkpoints(self) -> SessionCheckpoints:
+        if self._checkpoints is None:
+            self._checkpoints = SessionCheckpoints(self.snapshots, self.device)
+        return self._checkpoints
+
+    @torch.inference_mode()
+    def stage_checkpoint(self, session_id: str) -> dict[str, Any]:
+        """The first RPC of a checkpoint (`vllm_omni.snapshot_exchange.checkpoint_exchange`): copy this rank's part."""
+        return self.checkpoints.stage(session_id)
+
+    def write_checkpoint(self, session_id: str, path: str, starts: list[int]) -> dict[str, Any]:
+        """The second: begin to write the copy to its place in the file."""
+        return self.checkpoints.write(session_id, path, starts)
+
+    def checkpoint_written(self, session_id: str) -> dict[str, Any]:
+        """The third, until it is: whether this rank's part is on the disk."""
+        return self.checkpoints.written(session_id)
+
+    @torch.inference_mode()
+    def restore_session(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> dict[str, Any]:
+        """Make a session of this rank's part of a file (`vllm_omni.snapshot_exchange.restore_exchange`)."""
+        return self.snapshots.restore(session_id, path, data_parallel_rank)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().reload_weights(*args, **kwargs)
+        self.snapshots.forget_weights()
+
+    def request_progress(self) -> dict[str, list[int]]:
+        """`collective_rpc("request_progress")`: `{session id: [steps done, steps in all]}` of the chunks in flight."""
+        return self.model_runner.request_progress()
+
+    def device_memory(self) -> dict[str, int]:
+        """`collective_rpc("device_memory")`: bytes in use on this rank's device, of these torch's own, and its peak."""
+        if self.device.type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info(self.device)
+        return {
+            "used": total - free,
+            "total": total,
+            "torch_allocated": torch.cuda.memory_allocated(self.device),
+            "torch_reserved": torch.cuda.memory_reserved(self.device),
+            "torch_peak": torch.cuda.max_memory_allocated(self.device),
+        }
+
+    def rebalance_pipeline(self, partition: list[int]) -> dict[str, Any]:
+        """`collective_rpc("rebalance_pipeline", args=([14, 16],))`: other layers for each stage, between two chunks.
+
+        `{"ok": the layers of each stage}`, or `{"error": [code, message]}` and nothing has changed.
+        """
+        try:
+            moved = rebalance(self.model_runner, partition)
+        except RequestFailed as failure:
+            return {"error": [failure.code, failure.message]}
+        self.snapshots.forget_weights()
+        return {"ok": moved}
+
+    def close_session(self, session_id: str) -> bool:
+        """`collective_rpc("close_session", args=(id,))`: drop a session; False if it does not exist or is at work.
+
+        A request with `op="close"` waits for its turn instead.
+        """
+        sessions = self.model_runner.sessions
+        return not sessions.is_pinned(session_id) and sessions.close(session_id)
