@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import Response
+from uvicorn_thread import serving
 
 from vllm_omni.entrypoints.body_pace import BodyLimits, BodyPace
 from vllm_omni.entrypoints.session_routes import Download
@@ -44,16 +45,8 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
 
 @pytest.fixture(scope="module", params=["h11", "httptools"])
 def port(request: pytest.FixtureRequest, app: FastAPI) -> Iterator[int]:
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", http=request.param))
-    app.state.server = server
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        yield listener.getsockname()[1]
-        server.should_exit = True
-        thread.join(10)
+    with serving(uvicorn.Config(app, log_level="warning", http=request.param)) as port:
+        yield port
 
 
 def post(port: int, pieces: list[bytes], pause_s: float) -> tuple[bytes, float]:

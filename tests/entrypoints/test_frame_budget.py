@@ -5,13 +5,13 @@ import asyncio
 import contextlib
 import logging
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import uvicorn
 from fastapi import FastAPI, WebSocket
+from uvicorn_thread import serving
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
@@ -40,15 +40,8 @@ def port() -> Iterator[int]:
 
     config = uvicorn.Config(app, log_level="warning", ws_max_size=64 << 20, ws_per_message_deflate=False)
     BUDGET.apply(config)
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        yield listener.getsockname()[1]
-        server.should_exit = True
-        thread.join(10)
+    with serving(config) as port:
+        yield port
 
 
 def fragments(total: int, size: int) -> bytes:

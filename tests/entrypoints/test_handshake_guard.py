@@ -2,13 +2,13 @@
 """Sockets that connect and say nothing are closed; those that have spoken are left alone."""
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import uvicorn
 from fastapi import FastAPI, WebSocket
+from uvicorn_thread import serving
 from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.handshake_guard import HandshakeGuard
@@ -33,16 +33,8 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
 
     HandshakeGuard(TIMEOUT_S).attach(app)
     config = uvicorn.Config(app, log_level="warning", http=request.param, timeout_keep_alive=60)
-    server = uvicorn.Server(config)
-    app.state.server = server
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        yield listener.getsockname()[1]
-        server.should_exit = True
-        thread.join(10)
+    with serving(config) as port:
+        yield port
 
 
 def is_closed(sock: socket.socket, timeout_s: float) -> bool:

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bucket behind the doors' rates."""
 
+import math
+
+import pytest
+
 from vllm_omni.entrypoints.token_bucket import TokenBucket
 
 
@@ -20,3 +24,22 @@ def test_a_burst_then_the_rate() -> None:
     assert not bucket.take(1)
     now_s = 1004.0
     assert bucket.take(9)
+
+
+def test_how_long_to_wait() -> None:
+    """Nothing while there is one left; then until a debt is paid and one is there; who waits that long is served."""
+    now_s = 0.0
+    bucket = TokenBucket(0.1, 3.0, lambda: now_s)
+    bucket.take(2)
+    assert bucket.wait_s() == 0
+    bucket.take(2)
+    assert bucket.wait_s() == pytest.approx(20.0)
+    now_s += bucket.wait_s()
+    assert bucket.wait_s() == 0
+
+
+def test_a_bucket_without_a_bound_is_never_empty() -> None:
+    """However much is taken."""
+    bucket = TokenBucket(0.0, math.inf)
+    assert bucket.take(1e30)
+    assert bucket.wait_s() == 0

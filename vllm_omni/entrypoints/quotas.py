@@ -32,6 +32,7 @@ import msgspec
 from prometheus_client import Counter, Gauge
 
 from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.token_bucket import TokenBucket
 
 CODE: Final = "quota_exceeded"
 DEFAULT: Final = "default"
@@ -39,8 +40,6 @@ _PRINCIPAL_CHARS: Final = 16
 """Of a key's SHA-256, in what names a client (`connection.principal_of`)."""
 _REMEMBERED: Final = 4096
 _MINUTE_S: Final = 60.0
-_ROUNDING: Final = 1e-6
-"""Of a bucket's level: who waits as long as was said is served."""
 _SESSION_RETRY_S: Final = 1.0
 """When a session of the client's own ends is up to the client."""
 
@@ -98,29 +97,9 @@ def quota_metrics() -> QuotaMetrics:
     return QuotaMetrics()
 
 
-class Bucket:
-    """Fills by `per_minute` a minute and holds as much; `take` may leave it below zero."""
-
-    def __init__(self, per_minute: int | None, clock: Callable[[], float]) -> None:
-        self._size = math.inf if per_minute is None else float(per_minute)
-        self._clock = clock
-        self._level, self._at_s = self._size, clock()
-
-    def _fill(self) -> None:
-        now_s = self._clock()
-        if math.isfinite(self._size):
-            self._level = min(self._size, self._level + (now_s - self._at_s) * self._size / _MINUTE_S)
-        self._at_s = now_s
-
-    def wait_s(self) -> float:
-        """Seconds until there is something to take; 0 = now."""
-        self._fill()
-        missing = 1.0 - self._level
-        return missing * _MINUTE_S / self._size if missing > _ROUNDING else 0.0
-
-    def take(self, amount: float) -> None:
-        self._fill()
-        self._level -= amount
+def _per_minute(count: int | None, clock: Callable[[], float]) -> TokenBucket:
+    """Fills by `count` a minute and holds as much; None = never empty."""
+    return TokenBucket(0.0, math.inf, clock) if count is None else TokenBucket(count / _MINUTE_S, count, clock)
 
 
 class Allowance:
@@ -155,7 +134,8 @@ class Allowance:
 class LimitedAllowance(Allowance):
     def __init__(self, name: str, quota: Quota, metrics: QuotaMetrics, clock: Callable[[], float]) -> None:
         self._name, self._quota, self._metrics = name, quota, metrics
-        self._chunks, self._bytes = Bucket(quota.chunks_per_minute, clock), Bucket(quota.bytes_per_minute, clock)
+        self._chunks = _per_minute(quota.chunks_per_minute, clock)
+        self._bytes = _per_minute(quota.bytes_per_minute, clock)
         self.num_sessions = 0
 
     def check_session(self) -> None:

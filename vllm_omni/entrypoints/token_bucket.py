@@ -6,6 +6,10 @@ Held by tests/entrypoints/test_token_bucket.py.
 
 import time
 from collections.abc import Callable
+from typing import Final
+
+_ROUNDING: Final = 1e-6
+"""Of what is left: who waits as long as was said is served."""
 
 
 class TokenBucket:
@@ -16,9 +20,19 @@ class TokenBucket:
         self._left = burst
         self._counted_s = clock()
 
+    def _refill(self) -> None:
+        now_s = self._clock()
+        self._left = min(self._burst, self._left + (now_s - self._counted_s) * self._per_s)
+        self._counted_s = now_s
+
     def take(self, count: float) -> bool:
         """Take so many; returns whether they were there. What was not there is still owed."""
-        now_s = self._clock()
-        self._left = min(self._burst, self._left + (now_s - self._counted_s) * self._per_s) - count
-        self._counted_s = now_s
+        self._refill()
+        self._left -= count
         return self._left >= 0
+
+    def wait_s(self) -> float:
+        """Seconds until there is one to take; 0 = now."""
+        self._refill()
+        missing = 1.0 - self._left
+        return missing / self._per_s if missing > _ROUNDING else 0.0

@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import psutil
 from fake_engine import Client
 from websockets.sync.client import connect
@@ -19,6 +22,7 @@ KEY = "a-key-for-tests"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 START_TIMEOUT_S = 600.0
 WIDTH, HEIGHT, MAX_SESSIONS = 160, 96, 3
+SIZES = {"height": HEIGHT, "width": WIDTH, "max_sessions": MAX_SESSIONS}
 
 
 class Served:
@@ -31,7 +35,7 @@ class Served:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self._log = folder / f"server-{self.port}.log"
-        omni = f'{{"omni": {{"height": {HEIGHT}, "width": {WIDTH}, "max_sessions": {MAX_SESSIONS}}}}}'
+        omni = msgspec.json.encode({"omni": SIZES}).decode()
         command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve", str(model), "--omni"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--api-key", KEY, "--additional-config", omni]
         command += flags
@@ -83,3 +87,32 @@ class Served:
         for child in children:
             if child.is_running():
                 child.kill()
+
+
+def family(server: Served) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        if process.is_running():
+            process.kill()
+
+
+@contextmanager
+def mortal_servers(model: Path, folder: Path, defaults: Mapping[str, Any]) -> Iterator[Callable[..., Served]]:
+    """`start("--flag", ..., **omni)`: a healthy server; it, and whatever it left, is gone after the block.
+
+    defaults: `omni` options besides the size, which `omni` may change.
+    """
+    with ExitStack() as stack:
+
+        def start(*flags: str, **omni: Any) -> Served:
+            config = msgspec.json.encode({"omni": {**SIZES, **defaults, **omni}}).decode()
+            server = Served(model, folder, "--additional-config", config, *flags)
+            stack.callback(server.stop)
+            server.wait_until_healthy()
+            stack.callback(kill_all, family(server))
+            return server
+
+        yield start

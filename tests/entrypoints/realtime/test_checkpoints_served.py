@@ -12,17 +12,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 from fake_engine import FIRST, LATER, camera, wait_until
-from served import HEIGHT, MAX_SESSIONS, WIDTH, Served
+from served import Served, family, mortal_servers
 from session_calls import request, signatures
-from test_death_served import MP, disk, gone_after, kill_all
+from test_death_served import MP, disk, gone_after
 from websockets.exceptions import ConnectionClosed
 
 from vllm_omni.exit_codes import ENGINE_DIED
@@ -46,24 +44,9 @@ def kept(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(null_world: Path, tmp_path: Path, kept: Path) -> Iterator[Start]:
-    """`start()`: a healthy server that checkpoints to `kept`; it, and whatever it left, is gone after the test."""
-    with ExitStack() as stack:
-
-        def begin(*flags: str, folder: Path = kept, **omni: Any) -> Served:
-            sizes = {"height": HEIGHT, "width": WIDTH, "max_sessions": MAX_SESSIONS}
-            options = {**sizes, "drain_snapshot_dir": str(folder), "checkpoint_s": CHECKPOINT_S, **omni}
-            config = msgspec.json.encode({"omni": options}).decode()
-            server = Served(null_world, tmp_path, "--additional-config", config, *flags)
-            stack.callback(server.stop)
-            server.wait_until_healthy()
-            stack.callback(kill_all, family(server))
-            return server
-
-        yield begin
-
-
-def family(server: Served) -> list[psutil.Process]:
-    return psutil.Process(server.process.pid).children(recursive=True)
+    defaults = {"drain_snapshot_dir": str(kept), "checkpoint_s": CHECKPOINT_S}
+    with mortal_servers(null_world, tmp_path, defaults) as start:
+        yield start
 
 
 def checkpoints(folder: Path) -> dict[str, int]:

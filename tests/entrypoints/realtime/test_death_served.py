@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import msgspec
 import psutil
 import pytest
 from fake_engine import FIRST, LATER, wait_until
-from served import AUTHORIZED, HEIGHT, MAX_SESSIONS, WIDTH, Served
+from served import AUTHORIZED, SIZES, Served, family, kill_all, mortal_servers
 from session_calls import call, code_of, request
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
@@ -29,7 +29,7 @@ from vllm_omni.exit_codes import ENGINE_DIED
 from vllm_omni.recording import read as read_recording
 
 RANK_TIMEOUT_S = 2.0
-OMNI = {"height": HEIGHT, "width": WIDTH, "max_sessions": MAX_SESSIONS, "rank_timeout_s": RANK_TIMEOUT_S}
+OMNI = {"rank_timeout_s": RANK_TIMEOUT_S}
 MP = ("--distributed-executor-backend", "mp")
 
 Start = Callable[..., Served]
@@ -37,28 +37,8 @@ Start = Callable[..., Served]
 
 @pytest.fixture
 def start(null_world: Path, tmp_path: Path) -> Iterator[Start]:
-    """`start("--flag", ..., omni={...})`: a healthy server; it, and whatever it left, is gone after the test."""
-    with ExitStack() as stack:
-
-        def begin(*flags: str, **omni: Any) -> Served:
-            config = msgspec.json.encode({"omni": {**OMNI, **omni}}).decode()
-            server = Served(null_world, tmp_path, "--additional-config", config, *flags)
-            stack.callback(server.stop)
-            server.wait_until_healthy()
-            stack.callback(kill_all, family(server))
-            return server
-
-        yield begin
-
-
-def family(server: Served) -> list[psutil.Process]:
-    return psutil.Process(server.process.pid).children(recursive=True)
-
-
-def kill_all(processes: list[psutil.Process]) -> None:
-    for process in processes:
-        if process.is_running():
-            process.kill()
+    with mortal_servers(null_world, tmp_path, OMNI) as start:
+        yield start
 
 
 def named(server: Served, name: str) -> psutil.Process:
@@ -138,7 +118,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def small(null_world: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server that keeps everything it writes on that disk; the last test kills it."""
-    omni = {**OMNI, "snapshot_dir": str(disk), "record_dir": str(disk / "records")}
+    omni = {**SIZES, **OMNI, "snapshot_dir": str(disk), "record_dir": str(disk / "records")}
     environ = {"VLLM_OMNI_MEDIA_DIR": str(disk / "media"), "VLLM_LOGGING_LEVEL": "INFO"}
     config = msgspec.json.encode({"omni": omni}).decode()
     server = Served(null_world, tmp_path_factory.mktemp("small"), "--additional-config", config, *MP, environ=environ)
