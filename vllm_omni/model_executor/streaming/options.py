@@ -18,7 +18,8 @@ from vllm_omni.config import parse_options
 class StreamingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Serving options of every streaming model.
 
-    latent_frames_per_chunk; first_chunk_latent_frames: None = same as later chunks.
+    latent_frames_per_chunk: None = what the checkpoint says, else the model's default. first_chunk_latent_frames: of a
+        session's first chunk; None = the same.
     window_frames: latent frames a chunk sees, sinks and itself included; -1 = all (global attention, at most
         `global_frames`). None = what the checkpoint says, else the model's default. sink_frames: first frames kept for
         ever.
