@@ -112,7 +112,7 @@ async def one_stream(engine: Any, name: str, args: argparse.Namespace, plan: Any
 
 
 async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
+    from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
 
     options: dict[str, Any] = {
         "window_frames": args.window,
@@ -124,7 +124,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     if args.sequence_parallel > 1:
         options["sequence_parallel"], ranks = True, args.sequence_parallel
     parsed = CausalWanOptions.parse(options)
-    plan = ChunkPlan.resolve(CausalWanConfig(), parsed)
+    plan = resolve_plan(CausalWanConfig(), parsed)
     passes = len(parsed.denoising_steps) + (parsed.cache != "noise_matched")
     loading = time.perf_counter()
     async with running_engine(

@@ -267,12 +267,12 @@ def main() -> None:
     if args.warm_chunks < 1 or args.chunks < 1:
         raise SystemExit("--warm-chunks and --chunks must be at least 1")
     restart_with(HUGE_PAGES)
-    from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
+    from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
 
     options = CausalWanOptions.parse(
         {"window_frames": args.window, "sink_frames": args.sink, **json.loads(args.model_options)}
     )
-    plan = ChunkPlan.resolve(CausalWanConfig(), options)
+    plan = resolve_plan(CausalWanConfig(), options)
     args.first_frames, args.chunk_frames = len(plan.pixel_frames(0)), len(plan.pixel_frames(1))
     started_s = time.monotonic()
     rows: list[dict[str, Any]] = []

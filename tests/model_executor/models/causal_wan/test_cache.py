@@ -6,7 +6,7 @@ import torch
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache, cascade_frames
-from vllm_omni.model_executor.models.causal_wan.config import ChunkPlan
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 
 STEPS = 4
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
 from vllm_omni.model_executor.models.registry import get_family
 
 
@@ -82,7 +82,7 @@ def test_the_stream_diffusion_schedule() -> None:
 def test_options_win_over_the_checkpoint(
     config: dict[str, Any], options: dict[str, Any], plan: tuple[int, ...]
 ) -> None:
-    found = ChunkPlan.resolve(CausalWanConfig.from_checkpoint(config), CausalWanOptions.parse(options))
+    found = resolve_plan(CausalWanConfig.from_checkpoint(config), CausalWanOptions.parse(options))
     assert (found.first_chunk_frames, found.chunk_frames, found.window_frames, found.sink_frames) == plan
 
 
@@ -97,7 +97,7 @@ def test_options_win_over_the_checkpoint(
 )
 def test_plans_that_do_not_fit_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"latent|window"):
-        ChunkPlan.resolve(CausalWanConfig(), CausalWanOptions.parse(options))
+        resolve_plan(CausalWanConfig(), CausalWanOptions.parse(options))
 
 
 def test_doors_learn_the_stream_s_geometry(tmp_path: Path) -> None:

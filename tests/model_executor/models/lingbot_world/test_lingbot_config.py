@@ -13,7 +13,7 @@ from public_choices import PR3701, SGLANG
 
 import vllm_omni.model_executor.models.lingbot_world as lingbot_world
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
-from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan, LingBotOptions, LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig, resolve_plan
 from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
 
 assert lingbot_world.__file__ is not None
@@ -121,7 +121,7 @@ def test_the_window_of_a_checkpoint_counts_only_if_it_states_one() -> None:
 def test_options_win_over_the_checkpoint_and_that_over_defaults(
     checkpoint: dict[str, Any], options: dict[str, Any], window: int, sink: int
 ) -> None:
-    plan = ChunkPlan.resolve(LingBotWorldConfig.from_checkpoint(checkpoint), LingBotOptions.parse(options))
+    plan = resolve_plan(LingBotWorldConfig.from_checkpoint(checkpoint), LingBotOptions.parse(options))
     assert (plan.window_frames, plan.sink_frames) == (window, sink)
 
 
@@ -159,18 +159,18 @@ def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) 
 )
 def test_windows_that_cannot_serve_a_chunk_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ChunkPlan.resolve(LingBotWorldConfig(), LingBotOptions.parse(options))
+        resolve_plan(LingBotWorldConfig(), LingBotOptions.parse(options))
 
 
 def test_a_session_is_9_then_12_video_frames_a_chunk() -> None:
-    plan = ChunkPlan.resolve(LingBotWorldConfig(), LingBotOptions())
+    plan = resolve_plan(LingBotWorldConfig(), LingBotOptions())
     assert [list(plan.frames(index)) for index in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert [len(plan.pixel_frames(index)) for index in range(3)] == [9, 12, 12]
     assert plan.pixel_frames(2) == range(21, 33)
 
 
 def test_a_first_chunk_of_another_size_shifts_all_later_ones() -> None:
-    plan = ChunkPlan.resolve(LingBotWorldConfig(), LingBotOptions.parse({"first_chunk_latent_frames": 1}))
+    plan = resolve_plan(LingBotWorldConfig(), LingBotOptions.parse({"first_chunk_latent_frames": 1}))
     assert [len(plan.pixel_frames(index)) for index in range(3)] == [1, 12, 12]
     assert plan.frames(2) == range(4, 7)
 

@@ -22,8 +22,8 @@ import torch
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.sink_window import SinkWindow
-from vllm_omni.model_executor.models.wan.chunk_plan import WanChunkPlan
 from vllm_omni.model_executor.models.wan.layers import KVView
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.snapshot import SavedTensors
 
 MakeWindow = Callable[[int, int, int], KVWindow]
@@ -54,7 +54,7 @@ class ChunkCache:
     @classmethod
     def cascaded(
         cls,
-        plan: WanChunkPlan,
+        plan: ChunkPlan,
         num_steps: int,
         offset: int,
         make_window: MakeWindow,
@@ -186,7 +186,7 @@ class ChunkCache:
 class CascadeView:
     """What one step of a cascaded chunk writes (its own window) and sees (a piece of several windows, gathered)."""
 
-    def __init__(self, windows: Sequence[KVWindow], step: int, offset: int, plan: WanChunkPlan) -> None:
+    def __init__(self, windows: Sequence[KVWindow], step: int, offset: int, plan: ChunkPlan) -> None:
         self._windows, self._step, self._offset, self._plan = tuple(windows), step, offset, plan
         self._seen: tuple[range, list[tuple[KVWindow, torch.Tensor]]] | None = None
 
@@ -227,7 +227,7 @@ class CascadeView:
         return window, window.token_positions([window.slot(frame) for frame in frames])
 
 
-def cascade_frames(plan: WanChunkPlan, num_steps: int, offset: int) -> list[int]:
+def cascade_frames(plan: ChunkPlan, num_steps: int, offset: int) -> list[int]:
     """Return the frames that the window of each step must hold: as many chunks as any step looks back at it.
 
     Without sinks nobody looks back further than the stream's window.

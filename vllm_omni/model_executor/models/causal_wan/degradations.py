@@ -7,7 +7,8 @@ tests/model_executor/models/causal_wan/.
 
 from vllm_omni.config import Degradation
 from vllm_omni.model_executor.layers.narrow_view import narrow_frames
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanOptions, ChunkPlan
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanOptions
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 
 FEWER_STEPS: Degradation = "fewer_steps"
 SMALLER_WINDOW: Degradation = "smaller_window"

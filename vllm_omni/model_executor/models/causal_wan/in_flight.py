@@ -9,7 +9,8 @@ Held by tests/model_executor/models/causal_wan/test_causal_wan_in_flight.py.
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanOptions, ChunkPlan
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanOptions
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 
 
 def steps_behind(options: CausalWanOptions) -> int:

@@ -32,7 +32,7 @@ from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.narrow_view import NarrowView
 from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
 from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout
-from vllm_omni.model_executor.models.causal_wan.config import ChunkPlan
+from vllm_omni.model_executor.models.causal_wan.config import resolve_plan
 from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes
 from vllm_omni.model_executor.models.causal_wan.state import Chunk, PastChunk, StateLayouts, StreamSession, StreamShape
@@ -42,13 +42,13 @@ from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
 from vllm_omni.model_executor.models.causal_wan.weights import load_pipeline_weights
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
-from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wanted
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import every_second_step
+from vllm_omni.model_executor.streaming.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed
 
@@ -71,7 +71,7 @@ class CausalWan(nn.Module):
         self.options = options = setup.options
         self.omni = setup.omni
         self.parallel = parallel = setup.parallel
-        self.plan = ChunkPlan.resolve(setup.config, options)
+        self.plan = resolve_plan(setup.config, options)
         self.schedule = options.text_schedule()
         self.text_encoder: TextEncoder | None = None
         if not parallel.is_vae_stage:

@@ -11,9 +11,10 @@ from typing import Any
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.layers.sink_window import SinkWindow, sink_window_extra_nbytes
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache, cascade_frames
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, ChunkPlan
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
 from vllm_omni.model_executor.models.causal_wan.state import StreamShape
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 
 _FP32_BYTES = 4
 
@@ -96,15 +97,13 @@ class StreamSizes:
 
     def past_nbytes(self, shape: StreamShape) -> int:
         """Return the most bytes of remembered clean latents: the window, and chunks that are partly in it."""
-        partly_visible = 2 * max(self._plan.first_chunk_frames, self._plan.chunk_frames)
-        channels, frames, height, width = self.latent_shape(shape, self._plan.window_frames + partly_visible)
+        channels, frames, height, width = self.latent_shape(shape, self._plan.most_remembered_frames)
         return _FP32_BYTES * channels * frames * height * width
 
     def _window_sizes(self, shape: StreamShape) -> dict[str, Any]:
-        height, width = self._config.latent_size(shape.height, shape.width)
         return {
             "num_layers": self._transformer.num_local_layers,
-            "tokens_per_frame": height * width // (self._config.patch_size[1] * self._config.patch_size[2]),
+            "tokens_per_frame": self._config.tokens_per_frame(shape.height, shape.width),
             "num_heads": self._transformer.num_cache_heads,
             "head_dim": self._config.head_dim,
             "dtype": self._transformer.dtype,

@@ -18,13 +18,13 @@ from vllm_omni.inputs import DiffusionParams, Seed, Text
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.layers.narrow_view import NarrowView
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
-from vllm_omni.model_executor.models.causal_wan.config import ChunkPlan
 from vllm_omni.model_executor.models.wan.chunk_decoder import DecoderLayout, DecoderState
-from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
-from vllm_omni.model_executor.models.wan.replay import saved_chunks
+from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import FewStepSchedule
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
+from vllm_omni.model_executor.streaming.replay import saved_chunks
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
 

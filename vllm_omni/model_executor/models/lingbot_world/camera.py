@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_omni.model_executor.models.lingbot_world.config import ACTION_FOCAL, NATIVE_HEIGHT, NATIVE_WIDTH
-from vllm_omni.model_executor.models.wan.chunk_plan import VAE_SPATIAL, VAE_TEMPORAL, first_pixel_frame
+from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
+from vllm_omni.model_executor.streaming.chunk_plan import first_pixel_frame
 from vllm_omni.outputs import RequestFailed
 
 MOVE_UNIT = 0.05

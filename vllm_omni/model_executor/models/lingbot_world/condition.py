@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from vllm_omni.model_executor.models.lingbot_world.config import LaterCondition
-from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
+from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, StreamingWanVAE, VAECache
 from vllm_omni.snapshot import SavedTensors
 

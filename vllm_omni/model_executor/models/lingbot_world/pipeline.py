@@ -31,7 +31,7 @@ from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.models.lingbot_world.camera import camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition, prepare_image
-from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
+from vllm_omni.model_executor.models.lingbot_world.config import resolve_plan
 from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk, past_nbytes
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, SessionShape, StateLayouts
@@ -40,13 +40,13 @@ from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
-from vllm_omni.model_executor.models.wan.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wanted
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import FewStepSchedule
+from vllm_omni.model_executor.streaming.replay import rebuilt_from, still_visible
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed
 
@@ -69,7 +69,7 @@ class LingBotWorld(nn.Module):
         self.options = setup.options
         self.omni = setup.omni
         self.parallel = setup.parallel
-        self.plan = ChunkPlan.resolve(setup.config, setup.options)
+        self.plan = resolve_plan(setup.config, setup.options)
         self.schedule = setup.options.denoise_schedule()
         self.text_encoder: TextEncoder | None = None
         if not setup.parallel.is_vae_stage:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from vllm_omni.model_executor.models.lingbot_world.condition import MASK_CHANNELS
-from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
-from vllm_omni.model_executor.models.wan.chunk_plan import LATENT_CHANNELS, VAE_SPATIAL
+from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.snapshot import SavedTensors
 
 _CAMERA_BYTES = 8 * (16 + 4)
@@ -72,5 +72,4 @@ class PastChunk:
 
 def past_nbytes(plan: ChunkPlan, frame_bytes: int) -> int:
     """Return the most bytes remembered chunks hold: `frame_bytes` of latents and condition a frame, and its camera."""
-    partly_visible = 2 * max(plan.first_chunk_frames, plan.chunk_frames)
-    return (plan.window_frames + partly_visible) * (frame_bytes + _CAMERA_BYTES)
+    return plan.most_remembered_frames * (frame_bytes + _CAMERA_BYTES)

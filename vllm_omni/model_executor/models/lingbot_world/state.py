@@ -20,11 +20,11 @@ from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionLayout, ConditionState
-from vllm_omni.model_executor.models.lingbot_world.config import ChunkPlan
 from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk
 from vllm_omni.model_executor.models.wan.chunk_decoder import DecoderLayout, DecoderState
-from vllm_omni.model_executor.models.wan.replay import saved_chunks
 from vllm_omni.model_executor.noise import ChunkNoise
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
+from vllm_omni.model_executor.streaming.replay import saved_chunks
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
 

@@ -1,11 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a transformer's `config.json` key by key, in Wan's own or diffusers' style: nothing is guessed.
+"""The architecture that chunk-by-chunk Wan transformers share, and reading it from a `config.json` key by key.
 
+Keys come in Wan's own or diffusers' style; nothing is guessed.
 Held by tests/model_executor/models/lingbot_world/test_lingbot_config.py.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
+
+
+@dataclass(frozen=True)
+class ChunkTransformerConfig:
+    """A causal transformer's sizes; a family sets the defaults of its released model.
+
+    window_frames, sink_frames, frames_per_chunk: what the checkpoint recommends; None = nothing.
+    """
+
+    dim: int
+    ffn_dim: int
+    in_channels: int
+    num_heads: int
+    num_layers: int
+    out_channels: int = LATENT_CHANNELS
+    freq_dim: int = 256
+    text_dim: int = 4096
+    text_len: int = 512
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    eps: float = 1e-6
+    window_frames: int | None = None
+    sink_frames: int | None = None
+    frames_per_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dim % self.num_heads or self.head_dim % 2 or self.head_dim < 6:
+            raise ValueError(f"dim {self.dim} over {self.num_heads} heads must give an even head size >= 6")
+        if self.patch_size != (1, 2, 2):
+            raise ValueError(f"patch_size must be (1, 2, 2), got {self.patch_size}")
+        if self.freq_dim % 2:
+            raise ValueError(f"freq_dim must be even, got {self.freq_dim}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    def latent_size(self, height: int, width: int) -> tuple[int, int]:
+        """Pixel size -> latent size. Raises ValueError unless both are multiples of 16."""
+        multiple = VAE_SPATIAL * self.patch_size[1]
+        if height % multiple or width % multiple or min(height, width) < multiple:
+            raise ValueError(f"height and width must be multiples of {multiple} pixels, got {height}x{width}")
+        return height // VAE_SPATIAL, width // VAE_SPATIAL
+
+    def tokens_per_frame(self, height: int, width: int) -> int:
+        """Tokens of a latent frame of a video of `height` x `width` pixels."""
+        latent_height, latent_width = self.latent_size(height, width)
+        return latent_height * latent_width // (self.patch_size[1] * self.patch_size[2])
+
+
+RENAMED = {
+    "dim": "dim",
+    "ffn_dim": "ffn_dim",
+    "freq_dim": "freq_dim",
+    "text_dim": "text_dim",
+    "text_len": "text_len",
+    "in_dim": "in_channels",
+    "in_channels": "in_channels",
+    "out_dim": "out_channels",
+    "out_channels": "out_channels",
+    "num_heads": "num_heads",
+    "num_attention_heads": "num_heads",
+    "attention_head_dim": "attention_head_dim",
+    "num_layers": "num_layers",
+    "patch_size": "patch_size",
+    "eps": "eps",
+    "local_attn_size": "window_frames",
+    "sliding_window_num_frames": "window_frames",
+    "sink_size": "sink_frames",
+    "num_frames_per_block": "frames_per_chunk",
+}
+"""Checkpoint key -> field, original style and diffusers style."""
+
+REQUIRED: dict[str, tuple[Any, ...]] = {
+    "qk_norm": (True, "rms_norm_across_heads"),
+    "cross_attn_norm": (True,),
+    "image_dim": (None,),
+    "added_kv_proj_dim": (None,),
+    "pos_embed_seq_len": (None,),
+    "window_size": ([-1, -1], (-1, -1)),
+}
+"""Keys whose value must be one that the code implements."""
+
+IGNORED = ("_diffusers_version", "_name_or_path", "rope_max_seq_len", "architectures", "torch_dtype", "dtype")
+"""Keys that change nothing here (rotations are computed, so there is no longest sequence)."""
 
 
 def read_architecture(

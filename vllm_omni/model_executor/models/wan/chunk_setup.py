@@ -15,6 +15,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
 from vllm_omni.model_executor.models.wan.components import VAEConfig
+from vllm_omni.model_executor.models.wan.splits import check_decoder_split
 from vllm_omni.model_executor.models.wan.tiny_vae import tiny_vae_channels
 from vllm_omni.model_executor.vllm_model import compiles
 
@@ -65,8 +66,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
         eager: the engine was told not to compile anything.
         """
         config, options = cls._read(checkpoint, omni)
-        if options.decoder == "tiny" and omni.vae_parallel:
-            raise ValueError("omni.vae_parallel splits decoder 'wan' over ranks; decoder 'tiny' is too small to gain")
+        check_decoder_split(options.decoder, omni)
         return cls(
             config=config,
             vae_config=VAEConfig.from_dict(checkpoint["vae"]),

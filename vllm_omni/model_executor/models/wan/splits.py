@@ -38,3 +38,9 @@ def check_split(config: Sizes, omni: OmniConfig, ranks: int, stages: int, *, seq
             f"--pipeline-parallel-size {stages}: {config.num_layers} layers can not be cut into {layer_stages} stages"
         )
     place.layers(config.num_layers)
+
+
+def check_decoder_split(decoder: str, omni: OmniConfig) -> None:
+    """Raise ValueError if ranks are to share the decode of a decoder that cannot be split."""
+    if decoder == "tiny" and omni.vae_parallel:
+        raise ValueError("omni.vae_parallel splits decoder 'wan' over ranks; decoder 'tiny' is too small to gain")

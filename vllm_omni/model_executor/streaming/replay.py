@@ -10,7 +10,7 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_replay.py.
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from vllm_omni.model_executor.models.wan.chunk_plan import WanChunkPlan
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.snapshot import SavedTensors
 
 
@@ -22,13 +22,13 @@ class HasFrames(Protocol):
 P = TypeVar("P", bound=HasFrames)
 
 
-def still_visible(past: Sequence[P], plan: WanChunkPlan, next_frames: range) -> tuple[P, ...]:
+def still_visible(past: Sequence[P], plan: ChunkPlan, next_frames: range) -> tuple[P, ...]:
     """Return the chunks of which chunk `next_frames` sees at least one frame, oldest first."""
     oldest = oldest_ring_frame(plan, next_frames)
     return tuple(chunk for chunk in past if chunk.frames.start < plan.sink_frames or chunk.frames.stop > oldest)
 
 
-def saved_chunks(saved: SavedTensors, plan: WanChunkPlan, next_chunk: int) -> list[int]:
+def saved_chunks(saved: SavedTensors, plan: ChunkPlan, next_chunk: int) -> list[int]:
     """Return the indices of the remembered chunks that a snapshot holds (`past.frame{first frame}...`), in order.
 
     The oldest ones are sinks' and lie at the stream's begin; the others are near its end.
@@ -44,7 +44,7 @@ def saved_chunks(saved: SavedTensors, plan: WanChunkPlan, next_chunk: int) -> li
     ]
 
 
-def oldest_ring_frame(plan: WanChunkPlan, next_frames: range) -> int:
+def oldest_ring_frame(plan: ChunkPlan, next_frames: range) -> int:
     """Return the first frame behind the sinks that chunk `next_frames` sees; 0 while it sees everything."""
     if next_frames.stop <= plan.window_frames:
         return 0

@@ -1,19 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a stream is cut into chunks of latent frames, what each chunk sees, and which video frames it becomes.
 
-Held by tests/model_executor/models/lingbot_world/test_lingbot_config.py.
+Held by tests/model_executor/models/lingbot_world/test_lingbot_config.py and
+tests/model_executor/models/causal_wan/test_causal_wan_config.py.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
-LATENT_CHANNELS = 16
-VAE_SPATIAL = 8
-VAE_TEMPORAL = 4
-"""Of Wan 2.1's autoencoder: channels of a latent, pixels per latent cell, video frames per latent (1 for the first)."""
+from vllm_omni.model_executor.streaming.options import StreamingOptions
+
+FRAME_STRIDE = 4
+"""Video frames of a latent frame, but for a stream's first, which is one frame: a causal video autoencoder."""
+
+
+class StatesWindow(Protocol):
+    """An architecture, of which this reads what the checkpoint recommends; None = nothing."""
+
+    @property
+    def window_frames(self) -> int | None: ...
+
+    @property
+    def sink_frames(self) -> int | None: ...
+
+    @property
+    def frames_per_chunk(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
-class WanChunkPlan:
+class ChunkPlan:
     """Lengths in latent frames. window_frames: what a chunk sees, sinks and itself included.
 
     sink_frames == window_frames: global attention, nothing is evicted. Raises ValueError if the parts do not fit.
@@ -51,13 +66,40 @@ class WanChunkPlan:
         frames = self.frames(chunk_index)
         return range(first_pixel_frame(frames.start), first_pixel_frame(frames.stop))
 
+    @property
+    def most_remembered_frames(self) -> int:
+        """The most latent frames of remembered chunks: the window, and chunks that are partly in it."""
+        return self.window_frames + 2 * max(self.first_chunk_frames, self.chunk_frames)
+
 
 def first_pixel_frame(latent_frame: int) -> int:
     """Return the first video frame of a latent frame: latent 0 is frame 0, latent i > 0 is frames 4i - 3 .. 4i."""
-    return max(0, VAE_TEMPORAL * (latent_frame - 1) + 1)
+    return max(0, FRAME_STRIDE * (latent_frame - 1) + 1)
 
 
-def check_sliding(window_frames: int, sink_frames: int, chunk_frames: int) -> None:
+def resolve_chunks(
+    options: StreamingOptions,
+    stated: StatesWindow,
+    *,
+    chunk_frames: int,
+    window_frames: int,
+    sink_frames: int,
+    max_attention_frames: int | None = None,
+) -> ChunkPlan:
+    """Options win over the checkpoint, the checkpoint over the defaults given here. Raises ValueError."""
+    chunk = options.latent_frames_per_chunk or stated.frames_per_chunk or chunk_frames
+    first = options.first_chunk_latent_frames or chunk
+    window = options.window_frames or stated.window_frames or window_frames
+    if window == -1:
+        window = sink = options.global_frames
+    else:
+        asked = (options.sink_frames, stated.sink_frames, sink_frames)
+        sink = next(value for value in asked if value is not None)
+        _check_sliding(window, sink, chunk)
+    return ChunkPlan(first, chunk, window, sink, max_attention_frames)
+
+
+def _check_sliding(window_frames: int, sink_frames: int, chunk_frames: int) -> None:
     """Raise ValueError if a window that slides leaves a chunk no room beside its sinks."""
     if sink_frames + chunk_frames > window_frames:
         raise ValueError(

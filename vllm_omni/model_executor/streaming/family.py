@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`streaming_family`: the table entry of a streaming model, out of what only that model knows.
+
+Reads configs and options; loads no weights. Held by tests/test_combinations.py and the models' own configuration tests.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.registry import ModelFamily
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
+from vllm_omni.model_executor.streaming.options import StreamingOptions
+
+
+class Architecture(Protocol):
+    def latent_size(self, height: int, width: int) -> tuple[int, int]: ...
+
+
+Config = TypeVar("Config", bound=Architecture)
+Options = TypeVar("Options", bound=StreamingOptions)
+
+
+@dataclass(frozen=True)
+class Stream(Generic[Config, Options]):
+    """One checkpoint as it is served: architecture, options, and how its streams are cut into chunks."""
+
+    config: Config
+    options: Options
+    plan: ChunkPlan
+
+
+def streaming_family(
+    *,
+    name: str,
+    title: str,
+    architecture: str,
+    detect: Callable[[Path], bool],
+    hf_config: Callable[[Path], dict[str, Any]],
+    layouts: tuple[str, ...],
+    read: Callable[[Mapping[str, Any], OmniConfig], Stream[Config, Options]],
+    check_options: Callable[[OmniConfig], None],
+    check_parallel: Callable[[Stream[Config, Options], OmniConfig, int, int], None],
+    facts: Mapping[str, Any],
+    capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None,
+) -> ModelFamily:
+    """Return the family whose package `models/{name}` has a `tiny.make_tiny` and a `parity.verify`.
+
+    read: (the family's part of `hf_config`, options) -> the stream. check_options: beyond what `read` and the video's
+    size refuse. check_parallel: (stream, options, ranks that share layers, pipeline stages). facts: of `WorldFacts`,
+    beside the chunks' lengths.
+    """
+    package = f"vllm_omni.model_executor.models.{name}"
+
+    def make_tiny(out: Path, seed: int, layout: str) -> None:
+        import_module(f"{package}.tiny").make_tiny(out, seed, layout)  # transformers and diffusers
+
+    def verify(golden: Path) -> Any:
+        return import_module(f"{package}.parity").verify(golden)
+
+    def check_served(config: dict[str, Any], omni: OmniConfig) -> None:
+        read(config[name], omni).config.latent_size(omni.height, omni.width)
+        check_options(omni)
+
+    def check_split(config: dict[str, Any], omni: OmniConfig, ranks: int, stages: int) -> None:
+        check_parallel(read(config[name], omni), omni, ranks, stages)
+
+    def world_facts(config: dict[str, Any], omni: OmniConfig) -> dict[str, Any]:
+        plan = read(config[name], omni).plan
+        return {
+            "latent_frames_per_chunk": plan.chunk_frames,
+            "first_chunk_latent_frames": plan.first_chunk_frames,
+            **facts,
+        }
+
+    return ModelFamily(
+        name=name,
+        title=title,
+        architecture=architecture,
+        detect=detect,
+        hf_config=hf_config,
+        make_tiny=make_tiny,
+        layouts=layouts,
+        verify=verify,
+        check_options=check_served,
+        check_parallel=check_split,
+        world_facts=world_facts,
+        capabilities=capabilities,
+    )

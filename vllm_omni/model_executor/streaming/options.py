@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StreamingOptions`: the serving options that every streaming video model has, under `omni.model`.
+
+A model adds its own in a subclass of its `config.py`. Held by
+tests/model_executor/models/causal_wan/test_causal_wan_config.py and
+tests/model_executor/models/lingbot_world/test_lingbot_config.py.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+import msgspec
+import torch
+
+from vllm_omni.config import parse_options
+
+
+class StreamingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Serving options of every streaming model.
+
+    latent_frames_per_chunk: None = what the checkpoint says, else the model's default. first_chunk_latent_frames: of a
+        session's first chunk; None = the same.
+    window_frames: latent frames a chunk sees, sinks and itself included; -1 = all (global attention, at most
+        `global_frames`). None = what the checkpoint says, else the model's default. sink_frames: first frames kept for
+        ever.
+    residual_dtype: `fp32` residual stream or the model's type (faster, less close).
+    text_encoder_device: None = beside the transformer; `cpu` saves device memory (10.6 GiB for umt5-xxl).
+    vae_dtype: type of the VAE; None = the transformer's.
+    sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead.
+    compile: fuse elementwise chains and the VAE's decoder with torch.compile, for every video size when it is first
+        seen (the largest at start). None = on CUDA, unless the engine runs with --enforce-eager.
+    cuda_graphs: launch the forwards of a session whose window is full as CUDA graphs, one set per place in the ring and
+        kind of pass. For where the host cannot keep up: ranks that share layers, small models.
+    """
+
+    latent_frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
+    first_chunk_latent_frames: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
+    window_frames: Annotated[int, msgspec.Meta(ge=-1, le=4096)] | None = None
+    sink_frames: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
+    global_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 21
+    residual_dtype: Literal["fp32", "model"] = "fp32"
+    text_encoder_device: Literal["cpu"] | None = None
+    vae_dtype: Literal["fp32", "bf16"] | None = None
+    sequence_parallel: bool = False
+    compile: bool | None = None
+    cuda_graphs: bool = False
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> Self:
+        """Read `omni.model` and check the shared options. Raises ValueError saying what arrived and what is allowed."""
+        parsed = parse_options(cls, options, "omni.model")
+        if parsed.window_frames == 0:
+            raise ValueError("omni.model: window_frames must be -1 (global) or >= 1, got 0")
+        return parsed
+
+    @property
+    def replays_on_prompt_switch(self) -> bool:
+        """Whether a new prompt recomputes the window's keys and values; each model names the option its own way."""
+        raise NotImplementedError
+
+    def vae_torch_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, None: model_dtype}[self.vae_dtype]
