@@ -3,14 +3,19 @@
 
 `Played` is a walk as the model is asked for it; a `World` makes videos of such walks. `score.py` measures any world,
 and its tests measure one that shows the rendered truth.
+
+On a GPU this model is so small that the host's work for each session is what takes time: `SeveralEngines` shares walks
+out to engines that have one core each.
 """
 
+import multiprocessing.util
 import os
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,6 +71,13 @@ class Times:
         chunks = max(self.chunks, 1e-9)
         stages = {name: round(value / chunks, 1) for name, value in self.stages_ms.items()}
         return {"wall": round(self.wall_s / chunks, 4), "stages_ms": stages, "chunks": round(self.chunks)}
+
+    def add(self, other: "Times") -> None:
+        """Count another engine's; wall seconds are then seconds of engines."""
+        self.chunks += other.chunks
+        self.wall_s += other.wall_s
+        for name, value in other.stages_ms.items():
+            self.stages_ms[name] += value
 
 
 class EngineWorld:
@@ -179,6 +191,53 @@ class EngineWorld:
         params = [DiffusionParams(**fields).to_pooling_params() for fields, _ in requests]
         outputs = self.llm.encode(prompts, params, pooling_task="plugin", use_tqdm=False)
         return [unpack(output.outputs.data) for output in outputs]
+
+
+class SeveralEngines:
+    """`EngineWorld`s of the same arguments in processes of their own; each takes every so manieth walk."""
+
+    def __init__(self, engines: int, model: Path, size: tuple[int, int], **options: Any) -> None:
+        self.engines = engines
+        self.times = Times()
+        self._pool = ProcessPoolExecutor(
+            engines, multiprocessing.get_context("spawn"), _Worker.begin, (model, size, options)
+        )
+
+    def play(self, walks: Sequence[Played], pictures_NHW3: torch.Tensor) -> list[torch.Tensor]:
+        shares = [range(first, len(walks), self.engines) for first in range(min(self.engines, len(walks)))]
+        tasks = [
+            self._pool.submit(_Worker.play, [walks[index] for index in share], pictures_NHW3[list(share)].numpy())
+            for share in shares
+        ]
+        videos: dict[int, torch.Tensor] = {}
+        for share, task in zip(shares, tasks, strict=True):
+            made, times = task.result()
+            videos.update(zip(share, (torch.from_numpy(video) for video in made), strict=True))
+            self.times.add(times)
+        return [videos[index] for index in range(len(walks))]
+
+    def close(self) -> None:
+        """Stop the processes."""
+        self._pool.shutdown()
+
+
+class _Worker:
+    """What a process of `SeveralEngines` holds: one engine."""
+
+    world: EngineWorld
+
+    @classmethod
+    def begin(cls, model: Path, size: tuple[int, int], options: Mapping[str, Any]) -> None:
+        cls.world = EngineWorld(model, size, **options)
+        # Before this process waits for its children, which the engine's process is.
+        multiprocessing.util.Finalize(None, cls.world.close, exitpriority=100)
+
+    @classmethod
+    def play(cls, walks: Sequence[Played], pictures_NHW3: Any) -> tuple[list[Any], Times]:
+        """Pictures and videos are NumPy arrays: those of torch would go through shared memory."""
+        cls.world.times = Times()
+        videos = cls.world.play(walks, torch.from_numpy(pictures_NHW3))
+        return [video.numpy() for video in videos], cls.world.times
 
 
 def _runs(order: Sequence[int], keys: Sequence[int], longest: int) -> Iterator[list[int]]:

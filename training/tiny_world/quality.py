@@ -13,6 +13,7 @@ Held by tests/training/tiny_world/test_quality.py.
 import argparse
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -44,7 +45,7 @@ _COLOURS = ("#1b6ca8", "#c0392b", "#27824f", "#8e44ad", "#b9770e", "#117a8b", "#
 def arguments(args: argparse.Namespace, name: str) -> list[str]:
     """The whole command line of a variant's run."""
     common = ["--model", args.model, "--seed", args.seed, "--walks", args.walks, "--chunks", args.chunks, "--json"]
-    common += ["--dtype", "float32", "--batch", args.walks]
+    common += ["--dtype", "float32", "--engines", args.engines, "--batch", math.ceil(args.walks / args.engines)]
     return [str(value) for value in (*common, *VARIANTS[name])]
 
 
@@ -135,7 +136,7 @@ def page(quality: Mapping[str, Any], plot: str) -> str:
             "- Style: walks named right by their mean colour at chunk 1, and two chunks after a new prompt.",
             "- Return: PSNR after turning away for 6 latent frames and back. Level: largest difference from a style's "
             "mean over the last tenth of the chunks, in a range of 2.",
-            "- Seconds a chunk: of the engine, all sessions together.",
+            "- Seconds a chunk: of an engine that makes several walks at once.",
             "",
             "Made by `python -m training.tiny_world.quality`; `quality.json` beside this page holds every value.",
             "",
@@ -181,6 +182,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--walks", type=int, default=24)
     parser.add_argument("--chunks", type=int, default=100)
+    parser.add_argument("--engines", type=int, default=1, help="walks of a variant are shared out to so many engines")
     parser.add_argument("--only", nargs="*", choices=list(VARIANTS), help="variants to run now")
     parser.add_argument(
         "--gpu-memory-utilization", type=float, default=0.6, help="of each run: several may share a GPU"

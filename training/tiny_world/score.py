@@ -16,7 +16,7 @@ chunks are. Lists hold a value a chunk, the mean over walks:
     level               mean level of the last tenth of the chunks minus the style's mean, in a range of 2
     loop                two latents of rest, 6 turning away, 6 turning back, rest: PSNR of the last chunk against the
                         first chunk's last frame
-    seconds_per_chunk   wall time of the engine, and each stage's
+    seconds_per_chunk   wall time of the engine (of all engines together), and each stage's
 
 Prompts, keys, starts and the noise of a walk come from the seed alone.
 """
@@ -35,7 +35,7 @@ from PIL import Image
 
 from training.tiny_world import measure
 from training.tiny_world.controls import distances_walked, pixels_at_centre, turns
-from training.tiny_world.play import LATENTS_A_CHUNK, EngineWorld, Played, World
+from training.tiny_world.play import LATENTS_A_CHUNK, EngineWorld, Played, SeveralEngines, World
 from training.tiny_world.prompts import PROMPTS
 from training.tiny_world.render import Renderer
 from training.tiny_world.truth import HELD_OUT, Truth, unit
@@ -352,7 +352,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--strip", type=Path, help="write frames, truth above made, as a .png")
     parser.add_argument("--drills", nargs="*", choices=DRILLS, default=DRILLS, help="default: all")
-    parser.add_argument("--batch", type=int, default=8, help="sessions at once")
+    parser.add_argument("--batch", type=int, default=8, help="sessions at once, of each engine")
+    parser.add_argument("--engines", type=int, default=1, help="walks are shared out to so many engines")
     parser.add_argument("--decoder", choices=("wan", "tiny"))
     parser.add_argument("--steps", type=int, choices=(1, 2, 4), help="denoise steps")
     parser.add_argument("--window", type=int, help="latent frames a chunk sees")
@@ -391,13 +392,18 @@ def run(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
         engine["gpu_memory_utilization"] = args.gpu_memory_utilization
     together = {"max_requests_per_step": args.batch, "batch_invariant": False}  # one forward for all
     omni = {**together, **args.omni, "model": model_options(args)}
-    world = EngineWorld(args.model, tuple(args.size), omni=omni, batch=args.batch, **engine)
+    engine |= {"omni": omni, "batch": args.batch}
+    world: EngineWorld | SeveralEngines
+    if args.engines > 1:
+        world = SeveralEngines(args.engines, args.model, tuple(args.size), **engine)
+    else:
+        world = EngineWorld(args.model, tuple(args.size), **engine)
     options = {name: getattr(args, name) for name in ("seed", "walks", "chunks", "drills", "strip")}
     try:
         result = score(world, truth, **options)
     finally:
         world.close()
-    shape = {"size": list(args.size), "device": device, "dtype": args.dtype, "omni": omni}
+    shape = {"size": list(args.size), "device": device, "dtype": args.dtype, "engines": args.engines, "omni": omni}
     return {"model": args.model.name, **shape, **result, "seconds_per_chunk": world.times.summary()}
 
 

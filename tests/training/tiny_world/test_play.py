@@ -7,15 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.tiny_world.play import EngineWorld, Played, _runs
+from training.tiny_world.play import EngineWorld, Played, SeveralEngines, _runs
 
 WALK = Played((0.0, 0.0), 0.0, ("", "w", "l", "w", "wl", "j"), 0, {0: "a field"}, 5)
 OTHER = replace(WALK, keys=WALK.keys[:3])
 SWITCHED = replace(WALK, prompts={0: "a field", 3: "a harbour in the snow"})
 
 
-def _played(checkpoint: Path, **options: int) -> tuple[list[torch.Tensor], dict]:
-    world = EngineWorld(checkpoint, (32, 48), omni={}, batch=2, dtype="float32", enforce_eager=True, **options)
+def _played(checkpoint: Path, engines: int = 1, **options: int) -> tuple[list[torch.Tensor], dict]:
+    shared = {"omni": {}, "batch": 2, "dtype": "float32", "enforce_eager": True, **options}
+    world: EngineWorld | SeveralEngines
+    if engines > 1:
+        world = SeveralEngines(engines, checkpoint, (32, 48), **shared)
+    else:
+        world = EngineWorld(checkpoint, (32, 48), **shared)
     pictures = torch.arange(3 * 32 * 48 * 3).remainder(251).to(torch.uint8).view(3, 32, 48, 3)
     pictures[2] = pictures[0]
     try:
@@ -27,7 +32,7 @@ def _played(checkpoint: Path, **options: int) -> tuple[list[torch.Tensor], dict]
 @pytest.mark.nightly
 def test_walks_come_back_in_order_and_a_snapshot_changes_nothing(lingbot_world: Path) -> None:
     """Videos of 9 + 12 frames; a new prompt changes the chunk it comes with; saved and restored sessions go on bit for
-    bit; times count chunks of three latent frames.
+    bit; times count chunks of three latent frames; two engines make the same videos.
     """
     videos, times = _played(lingbot_world)
     assert [len(video) for video in videos] == [21, 9, 21]
@@ -36,6 +41,9 @@ def test_walks_come_back_in_order_and_a_snapshot_changes_nothing(lingbot_world: 
     assert times["chunks"] == 5 and times["wall"] > 0 and times["stages_ms"]["decode"] > 0
     restored, _ = _played(lingbot_world, snapshot_every=1)
     assert all(torch.equal(a, b) for a, b in zip(videos, restored, strict=True))
+    shared_out, times = _played(lingbot_world, engines=2)
+    assert all(torch.equal(a, b) for a, b in zip(videos, shared_out, strict=True))
+    assert times["chunks"] == 5
 
 
 def test_a_batch_holds_walks_of_one_length() -> None:

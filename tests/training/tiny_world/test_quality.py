@@ -102,6 +102,6 @@ def test_half_a_comparison_is_not_published(
 
 @pytest.mark.parametrize("name", quality.VARIANTS)
 def test_the_scorer_takes_every_variants_arguments(name: str) -> None:
-    arguments = SimpleNamespace(model=Path("model"), seed=1, walks=2, chunks=3)
+    arguments = SimpleNamespace(model=Path("model"), seed=1, walks=2, chunks=3, engines=1)
     args = score.make_parser().parse_args(quality.arguments(arguments, name))
     assert (args.walks, args.chunks, args.json) == (2, 3, True)
