@@ -4,11 +4,11 @@
     python -m training.tiny_world.export --vae vae.pt --tiny-decoder tiny_decoder.pt --transformer STATE_DIR --out DIR
 
 All weights are fp16. The layout fixes what latents are normalised by, so the autoencoder's outermost convolutions take
-the difference; the text encoder is the random one of `vllm-omni make-tiny`, seed 0, whose embeddings were trained on.
+the difference; the text encoder is copied from the checkpoint whose embeddings were trained on (see `embed_prompts`).
 """
 
 import argparse
-import tempfile
+import shutil
 from pathlib import Path
 
 import torch
@@ -19,19 +19,25 @@ from training.tiny_world.autoencoder import with_latents_scaled
 from training.tiny_world.render import Renderer
 from training.tiny_world.train_world import export as export_transformer
 from training.tiny_world.village import STYLES
-from vllm_omni.model_executor.models.lingbot_world.tiny import make_tiny
+from training.tiny_world.world_data import SHIPPED
 from vllm_omni.model_executor.models.wan.components import VAEConfig
 
 TINY_DECODER = "taew2_1.safetensors"
-_FROM_MAKE_TINY = ("models_t5_umt5-xxl-enc-bf16.pth", "google")
+_TEXT_WEIGHTS = "models_t5_umt5-xxl-enc-bf16.pth"
 # name, x, z in metres, heading in degrees: wide places from which every landmark can be reached
 VIEWS = (("square", 1.2, -4.0, 0.0), ("street", 2.6, 7.4, 195.0), ("pond", 7.4, -5.6, 290.0))
 
 
 def export_world(
-    vae: Path, tiny_decoder: Path, transformer: Path, out: Path, *, chunk_frames: int | None = None
+    vae: Path,
+    tiny_decoder: Path,
+    transformer: Path,
+    out: Path,
+    *,
+    chunk_frames: int | None = None,
+    text_encoder: Path = SHIPPED,
 ) -> None:
-    """Write the checkpoint into the new or empty directory `out`."""
+    """Write the checkpoint into the directory `out`. text_encoder: checkpoint whose text encoder it takes over."""
     out.mkdir(parents=True, exist_ok=True)
     export_transformer(transformer, out / "transformers", chunk_frames)
     config = VAEConfig()
@@ -41,10 +47,8 @@ def export_world(
     torch.save({name: value.half() for name, value in served.items()}, out / "Wan2.1_VAE.pth")
     cheap = torch.load(tiny_decoder, map_location="cpu", weights_only=True)
     save_file({name: value.half().contiguous() for name, value in cheap.items()}, out / TINY_DECODER)
-    with tempfile.TemporaryDirectory() as folder:
-        make_tiny(Path(folder) / "text", 0, "v2")
-        for name in _FROM_MAKE_TINY:
-            (Path(folder) / "text" / name).rename(out / name)
+    shutil.copy(text_encoder / _TEXT_WEIGHTS, out)
+    shutil.copytree(text_encoder / "google", out / "google", dirs_exist_ok=True)
     write_start_pictures(out / "start")
 
 
@@ -67,8 +71,16 @@ def main() -> None:
     parser.add_argument("--transformer", type=Path, required=True, help="folder of state-*.bin")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--chunk-frames", type=int, choices=(1, 3), help="latent frames of a served chunk")
+    parser.add_argument("--text-encoder", type=Path, default=SHIPPED, help="checkpoint to take the text encoder from")
     args = parser.parse_args()
-    export_world(args.vae, args.tiny_decoder, args.transformer, args.out, chunk_frames=args.chunk_frames)
+    export_world(
+        args.vae,
+        args.tiny_decoder,
+        args.transformer,
+        args.out,
+        chunk_frames=args.chunk_frames,
+        text_encoder=args.text_encoder,
+    )
     size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
     print(f"{args.out}: {size / 1e6:.2f} MB")
 

@@ -160,7 +160,7 @@ def against_truth(made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor) -> dict[s
     out: dict[str, list[float]] = {"psnr": [], "ssim": [], "sharpness": []}
     for begin in range(0, made_NLHW3.shape[1], LATENTS_A_CHUNK):
         made, truth = (unit(frames[:, begin : begin + LATENTS_A_CHUNK]) for frames in (made_NLHW3, truth_NLHW3))
-        weight = torch.full((made.shape[1],), 4.0)
+        weight = torch.full((made.shape[1],), 4.0, device=made.device)
         if begin == 0:
             weight[0] = 1.0
         weight /= weight.sum()

@@ -12,7 +12,6 @@ Shards are described in training/tiny_world/README.md; held by tests/training/ti
 # N clips of a shard, B clips of a batch, F latent frames
 
 import argparse
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,9 @@ from training.tiny_world.transformer import CONDITION, LATENTS, Clips, Sizes
 
 CONDITION_FRAMES = 6
 """Latent frames of the condition that a shard holds; all later ones equal the last."""
+
+SHIPPED = Path(__file__).parents[2] / "vllm_omni" / "worlds" / "village"
+"""The shipped world, whose text encoder all training goes by."""
 
 _FIELDS = ("latents", "condition", "relative", "focal", "style", "twin")
 
@@ -290,39 +292,41 @@ def synthetic_prompts(sizes: Sizes, counts: Sequence[int] = (3, 3, 3)) -> dict[s
     return {"styles": styles, "embeddings": dict(zip(styles, rows, strict=True))}
 
 
-def embed_prompts(prompts: Mapping[str, Sequence[str]], sizes: Sizes, seed: int = 0) -> dict[str, Any]:
-    """Embed prompts by the tiny random umt5 that a shipped world holds. Raises ValueError if one is cut.
+def embed_prompts(prompts: Mapping[str, Sequence[str]], sizes: Sizes, world: Path = SHIPPED) -> dict[str, Any]:
+    """Embed prompts by the text encoder of the checkpoint `world`. Raises ValueError if one is cut.
+
+    That encoder's weights are random, and drawing them again gives others with other versions of torch and
+    transformers: a world trained on one version's embeddings does not understand another's.
 
     Rows behind a prompt's end are zero and take part in attention, as in the served network.
     """
     from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
-    from vllm_omni.model_executor.models.wan.tiny import TEXT, write_original_components
+    from vllm_omni.model_executor.models.wan.tiny import TEXT
     from vllm_omni.model_executor.models.wan.weights import load_text_encoder
 
-    with tempfile.TemporaryDirectory() as folder:
-        write_original_components(Path(folder), seed)
-        tokenizer = Path(folder) / "google" / "umt5-xxl"
-        encoder = TextEncoder(TEXT, tokenizer, max_tokens=sizes.text_len + 1, dtype=torch.float32)
-        load_text_encoder(encoder.model, Path(folder) / "models_t5_umt5-xxl-enc-bf16.pth")
-        embedded: dict[str, torch.Tensor] = {}
-        for style, texts in prompts.items():
-            rows = torch.zeros(len(texts), sizes.text_len, sizes.text_dim)
-            for index, text in enumerate(texts):
-                length = len(encoder.tokenize(text))
-                if length > sizes.text_len:
-                    raise ValueError(f"prompt {text!r} has more than {sizes.text_len} tokens: it would be cut")
-                rows[index, :length] = encoder.encode(text)
-            embedded[style] = rows
+    tokenizer = world / "google" / "umt5-xxl"
+    encoder = TextEncoder(TEXT, tokenizer, max_tokens=sizes.text_len + 1, dtype=torch.float32)
+    load_text_encoder(encoder.model, world / "models_t5_umt5-xxl-enc-bf16.pth")
+    embedded: dict[str, torch.Tensor] = {}
+    for style, texts in prompts.items():
+        rows = torch.zeros(len(texts), sizes.text_len, sizes.text_dim)
+        for index, text in enumerate(texts):
+            length = len(encoder.tokenize(text))
+            if length > sizes.text_len:
+                raise ValueError(f"prompt {text!r} has more than {sizes.text_len} tokens: it would be cut")
+            rows[index, :length] = encoder.encode(text)
+        embedded[style] = rows
     return {"styles": list(prompts), "embeddings": embedded, "prompts": {s: list(p) for s, p in prompts.items()}}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Embed all prompts of the tiny world (needs vllm_omni).")
     parser.add_argument("--embed-prompts", type=Path, required=True, metavar="OUT.pt")
+    parser.add_argument("--text-encoder", type=Path, default=SHIPPED, help="checkpoint whose text encoder it is")
     options = parser.parse_args(arguments)
     from training.tiny_world.prompts import PROMPTS, STYLES  # type: ignore[import-not-found,unused-ignore]
 
-    saved = embed_prompts({style: PROMPTS[style] for style in STYLES}, Sizes())
+    saved = embed_prompts({style: PROMPTS[style] for style in STYLES}, Sizes(), options.text_encoder)
     torch.save(saved, options.embed_prompts)
     longest = max(int((rows != 0).any(-1).sum(-1).max()) for rows in saved["embeddings"].values())
     counts = ", ".join(f"{style} {len(rows)}" for style, rows in saved["embeddings"].items())
