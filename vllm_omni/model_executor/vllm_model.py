@@ -5,8 +5,10 @@ vLLM asks a model class for a few attributes before it lets an engine start (a p
 own KV manager, pipeline-parallel capable); the diffusion runner never calls `forward`.
 """
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from vllm.model_executor.models.interfaces_base import VllmModelForPooling, attn
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.sequence import IntermediateTensors
 
+from vllm_omni.config import OmniConfig
 from vllm_omni.multimodal import NamedTensorsInfo, NamedTensorsProcessor, NoDummyInputs
 
 
@@ -30,7 +33,7 @@ class StepPipeline(nn.Module, VllmModelForPooling, IsAttentionFree, SupportsPP, 
     supports_step_execution: ClassVar[bool] = True
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # a subclass's other base takes other arguments
         self.pooler = IdentityPooler()
 
     def embed_input_ids(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -47,6 +50,53 @@ class StepPipeline(nn.Module, VllmModelForPooling, IsAttentionFree, SupportsPP, 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load everything the pipeline needs; strict. Returns the names of all parameters."""
         raise NotImplementedError
+
+
+Layout = TypeVar("Layout")
+
+
+@dataclass(frozen=True)
+class ServedCheckpoint(Generic[Layout]):
+    """Everything the engine says of the checkpoint it serves. eager: it was told not to compile anything."""
+
+    hf_config: Any
+    layout: Layout
+    omni: OmniConfig
+    dtype: torch.dtype
+    eager: bool
+
+
+class CheckpointPipeline(StepPipeline, Generic[Layout]):
+    """A pipeline that finds and loads its checkpoint itself. As a base it comes before the model that it serves.
+
+    load_checkpoint: the model's; fills every parameter this rank has, strictly. Raises ValueError.
+    """
+
+    load_checkpoint: Callable[[Layout], None]
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.model_config = vllm_config.model_config
+        assert isinstance(self.model_config.dtype, torch.dtype)
+        omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        config, eager = self.model_config.hf_config, self.model_config.enforce_eager
+        self.build_served(ServedCheckpoint(config, self.served_layout(), omni, self.model_config.dtype, eager))
+
+    def find_layout(self, path: Path) -> Layout:
+        """Find the pieces of the checkpoint below `path`. Raises ValueError."""
+        raise NotImplementedError
+
+    def build_served(self, served: ServedCheckpoint[Layout]) -> None:
+        """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
+        raise NotImplementedError
+
+    def served_layout(self) -> Layout:
+        return self.find_layout(Path(self.model_config.model))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load every piece of the checkpoint strictly; `weights` (vLLM's flat file iterator) is not touched."""
+        self.load_checkpoint(self.served_layout())
+        return {name for name, _ in self.named_parameters()}
 
 
 def compiles(asked: bool | None, eager: bool) -> bool:

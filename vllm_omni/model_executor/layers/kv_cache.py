@@ -76,6 +76,10 @@ class KVWindow:
     def nbytes(self) -> int:
         return self.buffer.numel() * self.buffer.element_size()
 
+    @property
+    def device(self) -> torch.device:
+        return self.buffer.device
+
     def slot(self, frame: int) -> int:
         """Return the slot frame `frame` lives in while it is visible."""
         if frame < self.sink_frames:

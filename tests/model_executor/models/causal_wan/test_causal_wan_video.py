@@ -60,7 +60,7 @@ def test_the_first_step_is_fed_100_below_the_noise(model: CausalWan) -> None:
     request = make_request(session, {"video": input_video(range(5, 9), 8.0)})
     model.prepare_encode(request)
     assert request.state.schedule.timesteps == (610.0, 500.0, 400.0, 200.0)
-    noise = request.state.video.noise_scale
+    noise = request.state.noise_scale
     assert request.state.latents.std() < noise + 1.5
 
 

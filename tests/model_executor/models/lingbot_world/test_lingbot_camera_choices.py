@@ -14,7 +14,7 @@ from vllm_omni.model_executor.models.lingbot_world.camera import action_intrinsi
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk
-from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession
+from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession, World
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
 
@@ -40,7 +40,7 @@ def ray_maps(world: LingBotWorld, session: LingBotSession, chunks: list[dict[str
             inputs.relative_F44, inputs.intrinsics_F4, HEIGHT, WIDTH, dtype=served.camera_torch_dtype
         ).unsqueeze(0)
         maps.append((inputs.relative_F44, rays))
-        session.tail = inputs.tail
+        session.own = World(inputs.tail, None)
         session.chunk_index += 1
     return maps
 

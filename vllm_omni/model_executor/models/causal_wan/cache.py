@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.sink_window import SinkWindow
 from vllm_omni.model_executor.models.wan.layers import KVView
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
@@ -77,6 +78,10 @@ class ChunkCache:
     @property
     def nbytes(self) -> int:
         return sum(window.nbytes for window in self.windows)
+
+    @property
+    def device(self) -> torch.device:
+        return self.clean.device
 
     @property
     def committed_frames(self) -> int:
@@ -159,6 +164,10 @@ class ChunkCache:
     def to(self, device: torch.device | str) -> None:
         for window in self.windows:
             window.to(device)
+
+    def move_layers(self, move: LayerMove) -> None:
+        for window in self.windows:
+            window.move_layers(move)
 
     def close(self) -> None:
         for window in self.windows:

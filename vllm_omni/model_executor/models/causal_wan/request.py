@@ -48,7 +48,7 @@ def read_shape(params: DiffusionParams, config: CausalWanConfig, omni: OmniConfi
 def read_chunk(request: DiffusionRequest, session: StreamSession, standing: Standing) -> ChunkInputs:
     """Check one chunk's request against its stream, as it stands before the chunk. Raises `RequestFailed`."""
     params = request.params
-    session.cache.check_fits(session.plan.frames(standing.chunk_index))
+    session.window.check_fits(session.plan.frames(standing.chunk_index))
     _check_unchanged(params, session.shape)
     _check_unused(params)
     unknown = sorted(set(request.tensors) - {"video"})

@@ -1,43 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamSession`: all that one live stream keeps between chunks on one rank, and `Chunk`, one chunk's working set.
+"""`StreamSession`: what a causal Wan stream adds to `StreamingSession`, and `Chunk`, one chunk's working set.
 
-A stream's K/V windows have their full size from the start; what else it holds has a known largest size that `nbytes`
-counts from the start. Caches of the VAE are immutable values: a chunk makes new ones and `commit` swaps the
-references, so an abandoned chunk leaves no trace.
-Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
+Its own value is where the input video stands. Held by
+tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-import msgspec
 import torch
 
-from vllm_omni.inputs import DiffusionParams, Seed, Text
-from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.layers.narrow_view import NarrowView
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
-from vllm_omni.model_executor.models.wan.chunk_decoder import DecoderLayout, DecoderState
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
-from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import FewStepSchedule
-from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
-from vllm_omni.model_executor.streaming.replay import saved_chunks
+from vllm_omni.model_executor.streaming.session import SessionScalars, SessionShape, StreamingChunk, StreamingSession
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
+from vllm_omni.snapshot import SavedTensors
 
 Source = Literal["text", "video"]
 
 
 @dataclass(frozen=True)
-class StreamShape:
-    """What a stream's first chunk fixes. `rgb` output keeps a decoder cache, a `video` source an encoder cache."""
+class StreamShape(SessionShape):
+    """What a stream's first chunk fixes. A `video` source keeps an encoder cache."""
 
-    height: int
-    width: int
-    output: str
     source: Source
 
 
@@ -51,6 +40,10 @@ class VideoInput:
     encoder: VAECache
     last_frame: torch.Tensor
     noise_scale: float
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        encoder = {f"encoder.{name}": tensor for name, tensor in self.encoder.tensors().items()}
+        return {**encoder, "video.last_frame": self.last_frame}
 
     def to(self, device: torch.device | str) -> "VideoInput":
         return VideoInput(self.encoder.to(device), self.last_frame.to(device), self.noise_scale)
@@ -74,155 +67,55 @@ class PastChunk:
     frames: range
     latents: torch.Tensor
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {f"past.frame{self.frames.start}": self.latents}
 
-@dataclass(frozen=True)
-class StateLayouts:
-    """What a stream keeps beside its K/V windows on this rank; None = nothing of that kind.
-
-    remembers: it keeps chunks that a prompt switch may recompute.
-    """
-
-    decoder: DecoderLayout | None
-    encoder: CacheLayout | None
-    remembers: bool
+    def to(self, device: torch.device | str) -> "PastChunk":
+        return PastChunk(self.frames, self.latents.to(device))
 
 
-class StreamScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StreamScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What `StreamSession.scalars` returns, as a file may bring it back."""
 
-    chunk_index: ChunkIndex
-    committed_frames: int
-    written_from: int
-    prompt: Text
-    seed: Seed
-    height: int
-    width: int
-    output: str
     source: str
     noise_scale: float | None
 
 
-class StreamSession(SessionState):
-    """See the module docstring. `None` in an optional field: this chunk has not happened, or not on this rank.
+class StreamSession(StreamingSession[StreamShape, ChunkCache, VideoInput, CacheLayout, PastChunk, StreamScalars]):
+    """A causal Wan stream; `layouts.own` is the layout of the encoder's cache."""
 
-    reserved_bytes: the largest size of everything but the K/V windows.
-    """
-
-    def __init__(
-        self,
-        session_id: str,
-        shape: StreamShape,
-        plan: ChunkPlan,
-        cache: ChunkCache,
-        layouts: StateLayouts,
-        reserved_bytes: int,
-    ) -> None:
-        super().__init__(session_id)
-        self.shape = shape
-        self.plan = plan
-        self.cache = cache
-        self.layouts = layouts
-        self.reserved_bytes = reserved_bytes
-        self.prompt: str | None = None
-        self.seed: int | None = None
-        self.cross_kv: torch.Tensor | None = None
-        """A function of `prompt`; kept so that it is computed once."""
-        self.video: VideoInput | None = None
-        self.decoder_cache: DecoderState | None = None
-        self.past: tuple[PastChunk, ...] = ()
-        """Chunks still in the window; remembered only when a prompt switch may recompute it."""
+    scalars_type: ClassVar[type[StreamScalars]] = StreamScalars
 
     @property
-    def nbytes(self) -> int:
-        return self.cache.nbytes + self.reserved_bytes
+    def cache(self) -> ChunkCache:
+        return self.window
 
-    def next_frames(self) -> range:
-        """Return the latent frames of the next chunk."""
-        return self.plan.frames(self.chunk_index)
+    @property
+    def video(self) -> VideoInput | None:
+        return self.own
 
     def standing(self) -> Standing:
         return Standing(self.chunk_index, self.prompt, self.seed, self.cross_kv, self.video)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        named = self.cache.tensors(len(self.next_frames()))
-        if self.decoder_cache is not None:
-            named |= {f"decoder.{name}": tensor for name, tensor in self.decoder_cache.tensors().items()}
-        if self.video is not None:
-            named |= {f"encoder.{name}": tensor for name, tensor in self.video.encoder.tensors().items()}
-            named["video.last_frame"] = self.video.last_frame
-        for chunk in self.past:
-            named[f"past.frame{chunk.frames.start}"] = chunk.latents
-        return named
+    def own_scalars(self) -> dict[str, Any]:
+        noise_scale = None if self.video is None else self.video.noise_scale
+        return {"source": self.shape.source, "noise_scale": noise_scale}
 
-    def scalars(self) -> dict[str, Any]:
-        return {
-            "chunk_index": self.chunk_index,
-            "committed_frames": self.cache.committed_frames,
-            "written_from": self.cache.written_from,
-            "prompt": self.prompt,
-            "seed": self.seed,
-            "height": self.shape.height,
-            "width": self.shape.width,
-            "output": self.shape.output,
-            "source": self.shape.source,
-            "noise_scale": None if self.video is None else self.video.noise_scale,
-        }
+    def opening_options(self) -> dict[str, Any]:
+        return {"source": self.shape.source}
 
-    def opening_params(self) -> DiffusionParams:
-        shape = self.shape
-        return DiffusionParams(
-            session_id=self.session_id,
-            prompt=self.prompt,
-            height=shape.height,
-            width=shape.width,
-            output="latents" if shape.output == "latents" else "rgb",
-            options={"source": shape.source},
-        )
+    def restore_own(self, kept: StreamScalars, saved: SavedTensors, device: torch.device) -> VideoInput | None:
+        encoder, scale = self.layouts.own, kept.noise_scale
+        if (encoder is None) != (scale is None) or not 0 <= (scale or 0) <= 1:
+            raise RequestFailed("invalid_snapshot", f"the snapshot's noise_scale is {scale}")
+        if encoder is None or scale is None:
+            return None
+        last_frame = saved.take("video.last_frame", device, torch.uint8, [self.shape.height, self.shape.width, 3])
+        return VideoInput(VAECache.restore(saved, "encoder.", device, encoder), last_frame, scale)
 
-    def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
-        kept = read_scalars(scalars, StreamScalars)
-        device = self.cache.clean.buffer.device
-        self.chunk_index, self.prompt, self.seed = kept.chunk_index, kept.prompt, kept.seed
-        frames, height, width = self.next_frames(), self.shape.height, self.shape.width
-        if kept.committed_frames != frames.start:
-            raise RequestFailed("invalid_snapshot", "the snapshot's chunk and frames do not belong together")
-        self.cache.restore(saved, kept.committed_frames, kept.written_from, len(frames))
-        decoder, encoder = self.layouts.decoder, self.layouts.encoder
-        if decoder is not None:
-            self.decoder_cache = decoder.restore(saved.under("decoder."), device, frames.start)
-        if (encoder is None) != (kept.noise_scale is None) or not 0 <= (kept.noise_scale or 0) <= 1:
-            raise RequestFailed("invalid_snapshot", f"the snapshot's noise_scale is {kept.noise_scale}")
-        if encoder is not None and kept.noise_scale is not None:
-            last_frame = saved.take("video.last_frame", device, torch.uint8, [height, width, 3])
-            cache = VAECache.restore(saved, "encoder.", device, encoder)
-            self.video = VideoInput(cache, last_frame, kept.noise_scale)
-        past = []
-        for index in saved_chunks(saved, self.plan, self.chunk_index) if self.layouts.remembers else ():
-            chunk = self.plan.frames(index)
-            cells = [LATENT_CHANNELS, len(chunk), height // VAE_SPATIAL, width // VAE_SPATIAL]
-            past.append(PastChunk(chunk, saved.take(f"past.frame{chunk.start}", device, torch.float32, cells)))
-        self.past = tuple(past)
-
-    def fork(self, session_id: str) -> "StreamSession":
-        other = StreamSession(session_id, self.shape, self.plan, self.cache.fork(), self.layouts, self.reserved_bytes)
-        other.chunk_index = self.chunk_index
-        other.prompt, other.seed = self.prompt, self.seed
-        # Immutable values: sharing them is as good as copying.
-        other.cross_kv, other.video = self.cross_kv, self.video
-        other.decoder_cache, other.past = self.decoder_cache, self.past
-        return other
-
-    def to(self, device: torch.device | str) -> None:
-        self.cache.to(device)
-        self.cross_kv = None if self.cross_kv is None else self.cross_kv.to(device)
-        self.video = None if self.video is None else self.video.to(device)
-        self.decoder_cache = None if self.decoder_cache is None else self.decoder_cache.to(device)
-        self.past = tuple(PastChunk(chunk.frames, chunk.latents.to(device)) for chunk in self.past)
-
-    def close(self) -> None:
-        self.cache.close()
-        self.cross_kv = self.video = self.decoder_cache = None
-        self.past = ()
+    def restore_past(self, frames: range, saved: SavedTensors, device: torch.device) -> PastChunk:
+        cells = [LATENT_CHANNELS, len(frames), self.shape.height // VAE_SPATIAL, self.shape.width // VAE_SPATIAL]
+        return PastChunk(frames, saved.take(f"past.frame{frames.start}", device, torch.float32, cells))
 
 
 @dataclass(frozen=True)
@@ -234,41 +127,19 @@ class ChunkInputs:
     video: torch.Tensor | None
 
 
-@dataclass(eq=False)
-class Chunk:
-    """One chunk in flight. The first group is made by `prepare_encode`, the second by later steps.
+@dataclass(eq=False, kw_only=True)
+class Chunk(StreamingChunk[ChunkCache, VideoInput, PastChunk]):
+    """One chunk in flight; `own` is where the input video stands after it."""
 
-    latents: fp32 [16, F, h, w]. noise: what the first of them were, and what re-enters before steps 1, 2, ...; None
-    where no step is run. text: the encoded prompt, None if `cross_kv` is known. cache: where the chunk writes its K/V,
-    the session's own or, after `replay` has filled it, the one that will replace it. The others are what the session
-    becomes when the chunk succeeds.
-    """
-
-    frames: range
-    schedule: FewStepSchedule
-    latents: torch.Tensor
-    noise: ChunkNoise | None
-    rope: tuple[torch.Tensor, torch.Tensor]
-    text: torch.Tensor | None
-    cache: ChunkCache
-    replay: tuple[PastChunk, ...]
-    prompt: str
-    seed: int
-    video: VideoInput | None
-
+    index: int
     noise_scale: float | None = None
     """The video input's, also where that is not."""
-    cross_kv: torch.Tensor | None = None
-    index: int = 0
     narrow: NarrowView | None = None
-    """What the chunk sees of `cache` if it goes with a smaller window."""
-    decoder_cache: DecoderState | None = None
-    decoded_from: DecoderState | None = None
-    """Kept while the decode may still be reading it on the device."""
+    """What the chunk sees of `window` if it goes with a smaller one."""
 
     def standing(self) -> Standing:
         """Where the stream stands if this chunk succeeds; its first step has been run."""
-        return Standing(self.index + 1, self.prompt, self.seed, self.cross_kv, self.video)
+        return Standing(self.index + 1, self.prompt, self.seed, self.cross_kv, self.own)
 
     @classmethod
     def to_decode(
@@ -282,7 +153,17 @@ class Chunk:
     ) -> "Chunk":
         """Chunk `index` on the VAE stage: its latents, of `size`, come when other ranks have made them."""
         nothing = torch.empty(size, device="meta")
-        prompt, seed = inputs.prompt, inputs.seed
         return cls(
-            frames, schedule, nothing, None, (nothing, nothing), None, cache, (), prompt, seed, None, index=index
+            frames=frames,
+            schedule=schedule,
+            latents=nothing,
+            noise=None,
+            rope=(nothing, nothing),
+            text=None,
+            window=cache,
+            replay=(),
+            prompt=inputs.prompt,
+            seed=inputs.seed,
+            own=None,
+            index=index,
         )

@@ -12,7 +12,7 @@ Held by tests/model_executor/models/lance/test_lance_pipeline.py and tests/engin
 """
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -68,10 +68,7 @@ from vllm_omni.model_executor.models.lance.vae import (
 from vllm_omni.model_executor.models.lance.vision import VisionTower
 from vllm_omni.model_executor.models.lance.weights import load_network, load_vae, load_vision
 from vllm_omni.model_executor.tensor_files import open_tensors
-from vllm_omni.model_executor.vllm_model import StepPipeline, compiles
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint, compiles
 
 
 @dataclass(frozen=True)
@@ -324,30 +321,20 @@ class Lance(nn.Module):
         return meta, {"token_ids": torch.tensor(progress.tokens[reading.first_token :], dtype=torch.int64)}
 
 
-class LancePipeline(Lance, StepPipeline):
+class LancePipeline(CheckpointPipeline[LanceLayout], Lance):
     """`Lance` as vLLM's model loader builds and fills it."""
-
-    def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
-        StepPipeline.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        self.model_config = vllm_config.model_config
-        assert isinstance(self.model_config.dtype, torch.dtype)
-        omni = OmniConfig.from_additional_config(vllm_config.additional_config)
-        checkpoint = self.model_config.hf_config.lance
-        eager = self.model_config.enforce_eager
-        self.build(LanceSetup.of(checkpoint, self._layout(), omni, self.model_config.dtype, eager=eager))
 
     @property
     def weights_sources(self) -> tuple[ComponentSource, ...]:
         """Which folder fills which part."""
-        return self._layout().weight_sources()
+        return self.served_layout().weight_sources()
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load every piece of the checkpoint strictly; `weights` (vLLM's flat file iterator) is not touched."""
-        self.load_checkpoint(self._layout())
-        return {name for name, _ in self.named_parameters()}
+    def find_layout(self, path: Path) -> LanceLayout:
+        return find_layout(path)
 
-    def _layout(self) -> LanceLayout:
-        return find_layout(Path(self.model_config.model))
+    def build_served(self, served: ServedCheckpoint[LanceLayout]) -> None:
+        values = served.hf_config.lance
+        self.build(LanceSetup.of(values, served.layout, served.omni, served.dtype, eager=served.eager))
 
 
 if TYPE_CHECKING:

@@ -14,27 +14,24 @@
 Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from torch import nn
 
-from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
-from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.models.lingbot_world.camera import camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition, prepare_image
-from vllm_omni.model_executor.models.lingbot_world.config import resolve_plan
+from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig, resolve_plan
 from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk, past_nbytes
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
-from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, SessionShape, StateLayouts
+from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, World
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
@@ -45,19 +42,19 @@ from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wanted
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
-from vllm_omni.model_executor.schedules import FewStepSchedule
-from vllm_omni.model_executor.streaming.replay import rebuilt_from, still_visible
-from vllm_omni.model_executor.vllm_model import StepPipeline
-from vllm_omni.outputs import RequestFailed
+from vllm_omni.model_executor.streaming.model import StreamingModel
+from vllm_omni.model_executor.streaming.replay import rebuilt_from
+from vllm_omni.model_executor.streaming.session import SessionShape, StateLayouts
+from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+Request = DiffusionRequest[LingBotSession, Chunk]
 
 
-class LingBotWorld(nn.Module):
+class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
-    supports_step_execution: ClassVar[bool] = True
+    config: LingBotWorldConfig
+    options: LingBotOptions
 
     def __init__(self, setup: WorldSetup) -> None:
         super().__init__()
@@ -128,99 +125,62 @@ class LingBotWorld(nn.Module):
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
-    @property
-    def shares_decode(self) -> bool:
-        return self.parallel.shares_decode
-
-    def session_nbytes(self, params: DiffusionParams) -> int:
+    def read_shape(self, params: DiffusionParams) -> SessionShape:
         shape = read_shape(params, self.config, self.omni)
         self.vae.check_height(shape.height)
-        window = kv_window_nbytes(
-            num_layers=self.transformer.num_local_layers,
-            window_frames=self.plan.window_frames,
-            tokens_per_frame=self._tokens_per_frame(shape),
-            num_heads=self.transformer.num_cache_heads,
-            head_dim=self.config.head_dim,
-            dtype=self.transformer.dtype,
-        )
-        return window + self._reserved_bytes(shape)
+        return shape
 
-    def new_session(self, params: DiffusionParams) -> LingBotSession:
-        shape = read_shape(params, self.config, self.omni)
-        if not params.prompt:
-            raise RequestFailed("invalid_request", "a session's first chunk needs a prompt")
-        tokens = self._tokens_per_frame(shape)
-        limit = self.plan.max_attention_frames
+    def window_nbytes(self, shape: SessionShape) -> int:
+        return kv_window_nbytes(**self._window_sizes(shape))
+
+    def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> LingBotSession:
+        sizes, limit = self._window_sizes(shape), self.plan.max_attention_frames
         window = KVWindow(
-            num_layers=self.transformer.num_local_layers,
-            window_frames=self.plan.window_frames,
             sink_frames=self.plan.sink_frames,
-            tokens_per_frame=tokens,
-            num_heads=self.transformer.num_cache_heads,
-            head_dim=self.config.head_dim,
-            dtype=self.transformer.dtype,
             device=self.transformer.device,
-            max_attention_tokens=None if limit is None else limit * tokens,
+            max_attention_tokens=None if limit is None else limit * sizes["tokens_per_frame"],
+            **sizes,
         )
-        layouts, reserved_bytes = self._layouts(shape), self._reserved_bytes(shape)
-        return LingBotSession(params.session_id, shape, self.plan, window, layouts, reserved_bytes)
-
-    def _tokens_per_frame(self, shape: SessionShape) -> int:
-        latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
-        return latent_height * latent_width // (self.config.patch_size[1] * self.config.patch_size[2])
-
-    def _layouts(self, shape: SessionShape) -> StateLayouts:
-        """What a session's tensors beside its K/V window are on this rank."""
         decoder = self.decoder if shape.output == "rgb" else None
-        return StateLayouts(
+        layouts = StateLayouts(
             None if decoder is None else decoder.state_layout(shape.height, shape.width),
             None if self.condition is None else self.condition.state_layout(shape.height, shape.width),
-            self.options.reprime_on_prompt_switch and not self.parallel.is_vae_stage,
+            self.remembers,
         )
+        return LingBotSession(session_id, shape, self.plan, window, layouts, reserved_bytes)
 
-    def _reserved_bytes(self, shape: SessionShape) -> int:
-        """Bytes a session may come to hold beside its K/V window: VAE caches and cross-attention K/V."""
-        total = self.transformer.cross_kv_nbytes
+    def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
+        return {
+            "num_layers": self.transformer.num_local_layers,
+            "window_frames": self.plan.window_frames,
+            "tokens_per_frame": self.config.tokens_per_frame(shape.height, shape.width),
+            "num_heads": self.transformer.num_cache_heads,
+            "head_dim": self.config.head_dim,
+            "dtype": self.transformer.dtype,
+        }
+
+    def own_bytes(self, shape: SessionShape) -> int:
+        total, channels = 0, self.config.out_channels
         if self.condition is not None:
             total += self.condition.state_nbytes(shape.height, shape.width)
-        if self.decoder is not None and shape.output == "rgb":
-            total += self.decoder.state_nbytes(shape.height, shape.width)
-        if self.options.reprime_on_prompt_switch and not self.parallel.is_vae_stage:
+            channels += self.config.condition_channels
+        if self.remembers:
             latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
-            channels = self.config.out_channels + (self.config.condition_channels if self.condition is not None else 0)
             total += past_nbytes(self.plan, 4 * channels * latent_height * latent_width)
         return total
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_layers
-
-    @property
-    def partition(self) -> tuple[int, ...]:
-        return tuple(self.parallel.lengths(self.config.num_layers))
-
-    def move_layers(self, move: LayerMove, sessions: Sequence[SessionState]) -> None:
-        self.transformer.move_layers(move)
-        self.parallel = self.transformer.parallel
-        self.prompts.forget()
-        for session in sessions:
-            assert isinstance(session, LingBotSession)
-            session.window.move_layers(move)
-            session.cross_kv = None
-            session.reserved_bytes = self._reserved_bytes(session.shape)
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def prepare_encode(self, request: DiffusionRequest) -> None:
-        session = _session_of(request)
+    def prepare_encode(self, request: Request) -> None:
+        session = request.session
         inputs = read_chunk(request, session, self.options)
         frames = session.next_frames()
         shape, device = session.shape, self.transformer.device
         latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
         size = (self.config.out_channels, len(frames), latent_height, latent_width)
         if self.text_encoder is None:
-            request.state = Chunk.to_decode(frames, size, session.window, inputs)
+            request.state = Chunk.to_decode(frames, self.schedule, size, session.window, inputs)
             request.num_steps = 1  # the ranks with layers know
             return
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
@@ -231,9 +191,10 @@ class LingBotWorld(nn.Module):
             y, condition = self._condition(inputs.image, session, frames)
         with request.timer.stage("camera"):
             rays = self._camera_map(inputs.relative_F44, inputs.intrinsics_F4, shape)
-        replay = self._replay(session, inputs.prompt)
+        replay = self.replayed_chunks(session, inputs.prompt)
         request.state = Chunk(
             frames=frames,
+            schedule=self.schedule,
             latents=noise.draw(0),
             noise=noise,
             y=y,
@@ -246,55 +207,28 @@ class LingBotWorld(nn.Module):
             intrinsics_F4=inputs.intrinsics_F4,
             prompt=inputs.prompt,
             seed=inputs.seed,
-            tail=inputs.tail,
-            condition=condition,
+            own=World(inputs.tail, condition),
         )
         request.num_steps = len(replay) + self.schedule.num_steps + 1
         request.clean_passes = 1
         request.decode_early = self.options.decode_before_clean_pass
 
-    def batch_key(self, request: DiffusionRequest) -> Hashable:
-        chunk = _chunk_of(request)
-        return (chunk.replay[request.step] if request.step < len(chunk.replay) else chunk).latents.shape
-
     @torch.no_grad()
-    def denoise_step(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
         for request in batch:
-            if _chunk_of(request).camera is None:
+            if request.work.camera is None:
                 self._condition_blocks(request)
         rows = [self._row(request) for request in batch]
-        kv_only = all(_denoise_index(request, self.schedule) is None for request in batch)
+        kv_only = all(request.work.denoise_index(request.step) is None for request in batch)
         prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
         return prediction
 
     @torch.no_grad()
-    def step_scheduler(self, batch: Sequence[DiffusionRequest], prediction: torch.Tensor) -> None:
-        for request, flow in zip(batch, prediction, strict=True):
-            chunk, step = _chunk_of(request), _denoise_index(request, self.schedule)
-            if step is None:
-                continue
-            assert chunk.noise is not None
-            chunk.latents = self.schedule.advance(chunk.latents, flow, step, chunk.noise)
-
-    def latents(self, request: DiffusionRequest) -> torch.Tensor:
-        return _chunk_of(request).latents
-
-    def set_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> None:
-        _chunk_of(request).latents = latents.clone()
-
-    @torch.no_grad()
-    def post_decode(self, request: DiffusionRequest) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        session, chunk = _session_of(request), _chunk_of(request)
+    def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        session, chunk = request.session, request.work
         if request.step == request.num_steps:
             chunk.camera = None  # several GiB at full size, and no pass comes after this
-        pixel_frames = self.plan.pixel_frames(session.chunk_index)
-        meta = {
-            "first_frame": pixel_frames.start,
-            "num_frames": len(pixel_frames),
-            "height": session.shape.height,
-            "width": session.shape.width,
-            "seed": chunk.seed,
-        }
+        meta = self.result_meta(request)
         if session.shape.output == "latents":
             return meta, {"latents": chunk.latents}
         assert self.decoder is not None, "this rank does not decode"
@@ -302,24 +236,14 @@ class LingBotWorld(nn.Module):
         pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
         return meta, whole_frames(to_uint8(pixels), self.vae.bands)
 
-    def hand_over(self, request: DiffusionRequest) -> dict[str, Any]:
-        return {}
-
-    def take_over(self, request: DiffusionRequest, latents: torch.Tensor, facts: Mapping[str, Any]) -> None:
-        _chunk_of(request).latents = latents
-
-    def commit(self, request: DiffusionRequest) -> None:
-        session, chunk = _session_of(request), _chunk_of(request)
-        session.window = chunk.window
-        session.window.commit(chunk.frames.stop)
-        session.prompt, session.seed, session.tail = chunk.prompt, chunk.seed, chunk.tail
-        session.cross_kv, session.condition = chunk.cross_kv, chunk.condition
+    def commit(self, request: Request) -> None:
+        session, chunk = request.session, request.work
+        chunk.window.commit(chunk.frames.stop)
         chunk.camera = None  # a rank that does not decode, or did so early, lets go of it here
-        session.decoder_cache = chunk.decoder_cache
-        session.chunk_index += 1
-        if self.options.reprime_on_prompt_switch and not self.parallel.is_vae_stage:
+        past = None
+        if self.remembers:
             past = PastChunk(chunk.frames, chunk.latents, chunk.y, chunk.relative_F44, chunk.intrinsics_F4)
-            session.past = still_visible((*session.past, past), self.plan, session.next_frames())
+        session.commit(chunk, past)
 
     def warmup_inputs(self) -> list[Inputs]:
         """A first and a later chunk of the largest size: a later one decodes more frames."""
@@ -344,25 +268,21 @@ class LingBotWorld(nn.Module):
         dtype = self.options.camera_torch_dtype
         return camera_map(relative_F44, intrinsics_F4, shape.height, shape.width, self.transformer.device, dtype)
 
-    def _condition_blocks(self, request: DiffusionRequest) -> None:
+    def _condition_blocks(self, request: Request) -> None:
         """Compute what every block needs of camera and prompt, once per chunk (collective under tensor parallelism)."""
-        session, chunk = _session_of(request), _chunk_of(request)
+        session, chunk = request.session, request.work
         assert chunk.camera_map is not None
         chunk.cross_kv = session.cross_kv if chunk.text is None else self.prompts.get(chunk.prompt, chunk.text)
         chunk.camera = self.transformer.camera_modulation(chunk.camera_map)
         chunk.camera_map = None
 
-    def _replay(self, session: LingBotSession, prompt: str) -> tuple[PastChunk, ...]:
-        """Return the chunks to run again before this one: those in the window, if it was made under another prompt."""
-        switched = session.prompt is not None and prompt != session.prompt
-        return session.past if switched and self.options.reprime_on_prompt_switch else ()
-
-    def _row(self, request: DiffusionRequest) -> ChunkRow:
-        chunk = _chunk_of(request)
+    def _row(self, request: Request) -> ChunkRow:
+        chunk = request.work
         assert chunk.camera is not None and chunk.cross_kv is not None
-        if request.step < len(chunk.replay):
-            return self._replay_row(request, chunk.replay[request.step])
-        step = _denoise_index(request, self.schedule)
+        past = chunk.replayed(request.step)
+        if past is not None:
+            return self._replay_row(request, past)
+        step = chunk.denoise_index(request.step)
         return ChunkRow(
             latents=chunk.latents,
             condition=chunk.y,
@@ -374,9 +294,9 @@ class LingBotWorld(nn.Module):
             window=chunk.window,
         )
 
-    def _replay_row(self, request: DiffusionRequest, past: PastChunk) -> ChunkRow:
+    def _replay_row(self, request: Request, past: PastChunk) -> ChunkRow:
         """The clean-context pass of an earlier chunk, under this chunk's prompt."""
-        chunk, shape = _chunk_of(request), _session_of(request).shape
+        chunk, shape = request.work, request.session.shape
         assert chunk.cross_kv is not None
         rays = self._camera_map(past.relative_F44, past.intrinsics_F4, shape)
         return ChunkRow(
@@ -391,38 +311,18 @@ class LingBotWorld(nn.Module):
         )
 
 
-def _denoise_index(request: DiffusionRequest, schedule: FewStepSchedule) -> int | None:
-    """Return which denoise step the request is at; None at a clean-context pass, its own or a replayed one."""
-    step = request.step - len(_chunk_of(request).replay)
-    return step if 0 <= step < schedule.num_steps else None
-
-
-def _session_of(request: DiffusionRequest) -> LingBotSession:
-    assert isinstance(request.session, LingBotSession)
-    return request.session
-
-
-def _chunk_of(request: DiffusionRequest) -> Chunk:
-    assert isinstance(request.state, Chunk), "prepare_encode has not run"
-    return request.state
-
-
-class LingBotWorldPipeline(LingBotWorld, StepPipeline):
+class LingBotWorldPipeline(CheckpointPipeline[CheckpointLayout], LingBotWorld):
     """`LingBotWorld` as vLLM's model loader builds and fills it."""
 
-    def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
-        StepPipeline.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        self.model_config = vllm_config.model_config
-        assert isinstance(self.model_config.dtype, torch.dtype)
-        omni = OmniConfig.from_additional_config(vllm_config.additional_config)
-        checkpoint = self.model_config.hf_config.lingbot_world
-        eager = self.model_config.enforce_eager
-        self.build(WorldSetup.of(checkpoint, self._layout(), omni, self.model_config.dtype, eager=eager))
+    def find_layout(self, path: Path) -> CheckpointLayout:
+        return find_layout(path)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load every piece of the checkpoint strictly; `weights` (vLLM's flat file iterator) is not touched."""
-        self.load_checkpoint(self._layout())
-        return {name for name, _ in self.named_parameters()}
+    def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
+        values = served.hf_config.lingbot_world
+        self.build(WorldSetup.of(values, served.layout, served.omni, served.dtype, eager=served.eager))
 
-    def _layout(self) -> CheckpointLayout:
-        return find_layout(Path(self.model_config.model))
+
+if TYPE_CHECKING:
+
+    def _keeps_the_contract(model: LingBotWorld) -> SupportsStepExecution[LingBotSession, Chunk]:
+        return model

@@ -35,8 +35,11 @@ class PastChunk:
     intrinsics_F4: torch.Tensor
 
     def tensors(self) -> dict[str, torch.Tensor]:
+        prefix = f"past.frame{self.frames.start}."
         named = {"latents": self.latents, "relative": self.relative_F44, "intrinsics": self.intrinsics_F4}
-        return named if self.y is None else {**named, "y": self.y}
+        if self.y is not None:
+            named["y"] = self.y
+        return {prefix + name: tensor for name, tensor in named.items()}
 
     @classmethod
     def restore(

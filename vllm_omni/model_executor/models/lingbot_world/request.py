@@ -18,7 +18,8 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.state import ChunkInputs, LingBotSession, SessionShape
+from vllm_omni.model_executor.models.lingbot_world.state import ChunkInputs, LingBotSession
+from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.outputs import RequestFailed
 
 _DEFAULT_SEED = 0

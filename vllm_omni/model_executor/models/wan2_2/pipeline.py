@@ -21,7 +21,7 @@ on the CPU, so the same seed gives the same video there.
 Held by tests/model_executor/models/wan2_2/test_wan22_parity.py and test_wan22_pipeline.py.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -54,10 +54,7 @@ from vllm_omni.model_executor.models.wan2_2.transformer import VideoRow, Wan22Tr
 from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
 from vllm_omni.model_executor.models.wan2_2.weights import load_pipeline_weights
 from vllm_omni.model_executor.one_shot import OneShotSession
-from vllm_omni.model_executor.vllm_model import StepPipeline, compiles
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint, compiles
 
 EXPERTS = ("transformer", "transformer_2")
 _WARM_UP_STEPS = 2
@@ -405,25 +402,15 @@ class Wan22(nn.Module):
         return torch.cat((mask, latents))
 
 
-class Wan22Pipeline(Wan22, StepPipeline):
+class Wan22Pipeline(CheckpointPipeline[Wan22Layout], Wan22):
     """`Wan22` as vLLM's model loader builds and fills it."""
 
-    def __init__(self, *, vllm_config: "VllmConfig", prefix: str = "") -> None:
-        StepPipeline.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        self.model_config = vllm_config.model_config
-        assert isinstance(self.model_config.dtype, torch.dtype)
-        omni = OmniConfig.from_additional_config(vllm_config.additional_config)
-        values = self.model_config.hf_config.wan2_2
-        eager = self.model_config.enforce_eager
-        self.build(Wan22Setup.of(values, self._layout().tokenizer, omni, self.model_config.dtype, eager=eager))
+    def find_layout(self, path: Path) -> Wan22Layout:
+        return find_layout(path)
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load every piece of the checkpoint strictly; `weights` (vLLM's flat file iterator) is not touched."""
-        self.load_checkpoint(self._layout())
-        return {name for name, _ in self.named_parameters()}
-
-    def _layout(self) -> Wan22Layout:
-        return find_layout(Path(self.model_config.model))
+    def build_served(self, served: ServedCheckpoint[Wan22Layout]) -> None:
+        values = served.hf_config.wan2_2
+        self.build(Wan22Setup.of(values, served.layout.tokenizer, served.omni, served.dtype, eager=served.eager))
 
 
 if TYPE_CHECKING:

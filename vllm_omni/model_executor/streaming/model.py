@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StreamingModel`: the part of `SupportsStepExecution` that streaming models do the same way.
+
+Sessions and their bytes, what a batch may share, latents between ranks, hand-over to a VAE stage, replay after a prompt
+switch, moving layers. A model brings its networks (`build`), its conditions (`prepare_encode`), its forward
+(`denoise_step`) and the rest of `post_decode` and `commit`.
+Held by the pipeline, parallel and replay tests of the models.
+"""
+
+from abc import abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
+from vllm_omni.model_executor.streaming.options import StreamingOptions
+from vllm_omni.model_executor.streaming.session import SessionShape, StreamingChunk, StreamingSession
+from vllm_omni.outputs import RequestFailed
+
+
+class _Config(Protocol):
+    @property
+    def num_layers(self) -> int: ...
+
+
+class _Decoder(Protocol):
+    def state_nbytes(self, height: int, width: int) -> int: ...
+
+
+Shape = TypeVar("Shape", bound=SessionShape)
+Session = TypeVar("Session", bound=StreamingSession[Any, Any, Any, Any, Any, Any])
+Chunk = TypeVar("Chunk", bound=StreamingChunk[Any, Any, Any])
+
+
+class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
+    """Base of a streaming model; `build` sets the attributes that are only declared here."""
+
+    supports_step_execution: ClassVar[bool] = True
+
+    config: _Config
+    options: StreamingOptions
+    parallel: ParallelContext
+    plan: ChunkPlan
+    transformer: Any
+    prompts: Any
+    decoder: _Decoder | None
+
+    # -- of each model -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def read_shape(self, params: DiffusionParams) -> Shape:
+        """Read what a session's first chunk fixes. Raises `RequestFailed`."""
+
+    @abstractmethod
+    def window_nbytes(self, shape: Shape) -> int:
+        """Bytes of a session's K/V windows on this rank; allocates nothing."""
+
+    @abstractmethod
+    def make_session(self, session_id: str, shape: Shape, reserved_bytes: int) -> Session:
+        """Make an empty session, its K/V windows included."""
+
+    @abstractmethod
+    def own_bytes(self, shape: Shape) -> int:
+        """Most bytes of what only this model keeps in a session, remembered chunks included."""
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    def session_nbytes(self, params: DiffusionParams) -> int:
+        shape = self.read_shape(params)
+        return self.window_nbytes(shape) + self._reserved_bytes(shape)
+
+    def new_session(self, params: DiffusionParams) -> Session:
+        shape = self.read_shape(params)
+        if not params.prompt:
+            raise RequestFailed("invalid_request", "a session's first chunk needs a prompt")
+        return self.make_session(params.session_id, shape, self._reserved_bytes(shape))
+
+    def _reserved_bytes(self, shape: Shape) -> int:
+        """Bytes a session may come to hold beside its K/V windows: VAE caches, cross-attention K/V, what it replays."""
+        total: int = self.transformer.cross_kv_nbytes + self.own_bytes(shape)
+        if self.decoder is not None and shape.output == "rgb":
+            total += self.decoder.state_nbytes(shape.height, shape.width)
+        return total
+
+    @property
+    def remembers(self) -> bool:
+        """Whether sessions on this rank keep chunks that a prompt switch recomputes."""
+        return self.options.replays_on_prompt_switch and not self.parallel.is_vae_stage
+
+    @property
+    def shares_decode(self) -> bool:
+        return self.parallel.shares_decode
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        return tuple(self.parallel.lengths(self.config.num_layers))
+
+    def move_layers(self, move: LayerMove, sessions: Sequence[Session]) -> None:
+        self.transformer.move_layers(move)
+        self.parallel = self.transformer.parallel
+        self.prompts.forget()
+        for session in sessions:
+            session.window.move_layers(move)
+            session.cross_kv = None
+            session.reserved_bytes = self._reserved_bytes(session.shape)
+
+    # -- one chunk -----------------------------------------------------------------------------------------------------
+
+    def replayed_chunks(self, session: Session, prompt: str) -> tuple[Any, ...]:
+        """Return the chunks to run again before this one: those in the window, if it was made under another prompt."""
+        switched = session.prompt is not None and prompt != session.prompt
+        return session.past if switched and self.remembers else ()
+
+    def batch_key(self, request: DiffusionRequest[Session, Chunk]) -> Hashable:
+        chunk = request.work
+        return (chunk.replayed(request.step) or chunk).latents.shape
+
+    @torch.no_grad()
+    def step_scheduler(self, batch: Sequence[DiffusionRequest[Session, Chunk]], prediction: torch.Tensor) -> None:
+        for request, flow in zip(batch, prediction, strict=True):
+            chunk = request.work
+            step = chunk.denoise_index(request.step)
+            if step is None:
+                continue
+            assert chunk.noise is not None
+            chunk.latents = chunk.schedule.advance(chunk.latents, flow, step, chunk.noise)
+
+    def latents(self, request: DiffusionRequest[Session, Chunk]) -> torch.Tensor:
+        return request.work.latents
+
+    def set_latents(self, request: DiffusionRequest[Session, Chunk], latents: torch.Tensor) -> None:
+        request.work.latents = latents.clone()
+
+    def result_meta(self, request: DiffusionRequest[Session, Chunk]) -> dict[str, Any]:
+        """What every chunk's result says of itself."""
+        session = request.session
+        pixel_frames = self.plan.pixel_frames(session.chunk_index)
+        return {
+            "first_frame": pixel_frames.start,
+            "num_frames": len(pixel_frames),
+            "height": session.shape.height,
+            "width": session.shape.width,
+            "seed": request.work.seed,
+        }
+
+    def hand_over(self, request: DiffusionRequest[Session, Chunk]) -> dict[str, Any]:
+        return {}
+
+    def take_over(
+        self, request: DiffusionRequest[Session, Chunk], latents: torch.Tensor, facts: Mapping[str, Any]
+    ) -> None:
+        request.work.latents = latents

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StreamingSession`: all that one live stream keeps between chunks on one rank, and `StreamingChunk`, one chunk.
+
+A session's K/V windows have their full size from the start; what else it holds has a known largest size that `nbytes`
+counts from the start. Everything beside the windows is an immutable value: a chunk makes new ones and `commit` swaps
+the references, so an abandoned chunk leaves no trace. What only one model keeps is one more such value, `own`.
+Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py and
+tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+import msgspec
+import torch
+
+from vllm_omni.inputs import DiffusionParams, Seed, Text
+from vllm_omni.model_executor.interfaces import SessionState
+from vllm_omni.model_executor.noise import ChunkNoise
+from vllm_omni.model_executor.schedules import FewStepSchedule
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
+from vllm_omni.model_executor.streaming.replay import saved_chunks, still_visible
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
+
+
+class Kept(Protocol):
+    """An immutable value that a session keeps; forks share it."""
+
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+
+    def to(self, device: torch.device | str) -> Self: ...
+
+
+class Remembered(Kept, Protocol):
+    """The inputs of a committed chunk's clean pass. `tensors` names them `past.frame{first frame}...`."""
+
+    @property
+    def frames(self) -> range: ...
+
+    @property
+    def latents(self) -> torch.Tensor: ...
+
+
+class DecoderLayout(Protocol):
+    """What a decoder keeps between a stream's chunks."""
+
+    def restore(self, saved: SavedTensors, device: torch.device | str, num_latents: int) -> Any: ...
+
+
+class Windows(Protocol):
+    """A stream's K/V: one window or several."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def committed_frames(self) -> int: ...
+
+    @property
+    def written_from(self) -> int: ...
+
+    def tensors(self, next_frames: int) -> dict[str, torch.Tensor]: ...
+
+    def restore(self, saved: SavedTensors, committed_frames: int, written_from: int, next_frames: int) -> None: ...
+
+    def fork(self) -> Self: ...
+
+    def to(self, device: torch.device | str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class SessionShape:
+    """What a session's first chunk fixes. output: `rgb` sessions keep a decoder cache, `latents` sessions none."""
+
+    height: int
+    width: int
+    output: str
+
+
+class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What `StreamingSession.scalars` returns, as a file may bring it back; a model adds its own."""
+
+    chunk_index: ChunkIndex
+    committed_frames: int
+    written_from: int
+    prompt: Text
+    seed: Seed
+    height: int
+    width: int
+    output: str
+
+
+Shape = TypeVar("Shape", bound=SessionShape)
+Window = TypeVar("Window", bound=Windows)
+Own = TypeVar("Own", bound=Kept)
+OwnLayout = TypeVar("OwnLayout")
+Past = TypeVar("Past", bound=Remembered)
+Scalars = TypeVar("Scalars", bound=SessionScalars)
+
+
+@dataclass(frozen=True)
+class StateLayouts(Generic[OwnLayout]):
+    """What a session keeps beside its K/V windows on this rank; None = nothing of that kind.
+
+    remembers: it keeps chunks that a prompt switch may recompute.
+    """
+
+    decoder: DecoderLayout | None
+    own: OwnLayout | None
+    remembers: bool
+
+
+@dataclass(eq=False, kw_only=True)
+class StreamingChunk(Generic[Window, Own, Past]):
+    """One chunk in flight. The first group is made by `prepare_encode`, the second by later steps.
+
+    latents: fp32 [16, F, h, w]. noise: what the first of them were, and what re-enters before steps 1, 2, ...; None
+    where no step is run. text: the encoded prompt, None if `cross_kv` is known. window: where the chunk writes its
+    K/V, the session's own or, after `replay` has filled it, the one that will replace it. The others are what the
+    session becomes when the chunk succeeds.
+    """
+
+    frames: range
+    schedule: FewStepSchedule
+    latents: torch.Tensor
+    noise: ChunkNoise | None
+    rope: tuple[torch.Tensor, torch.Tensor]
+    text: torch.Tensor | None
+    window: Window
+    replay: tuple[Past, ...]
+    prompt: str
+    seed: int
+    own: Own | None
+
+    cross_kv: torch.Tensor | None = None
+    decoder_cache: Any = None
+    decoded_from: Any = None
+    """Kept while the decode may still be reading it on the device."""
+
+    def replayed(self, step: int) -> Past | None:
+        """Return the earlier chunk whose clean pass `step` runs again; None when the chunk itself is run."""
+        return self.replay[step] if step < len(self.replay) else None
+
+    def denoise_index(self, step: int) -> int | None:
+        """Return which denoise step `step` is; None at a clean pass, the chunk's own or a replayed one."""
+        index = step - len(self.replay)
+        return index if 0 <= index < self.schedule.num_steps else None
+
+
+class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Past, Scalars]):
+    """See the module docstring. `None` in an optional field: this chunk has not happened, or not on this rank.
+
+    reserved_bytes: the largest size of everything but the K/V windows.
+    """
+
+    scalars_type: ClassVar[type[SessionScalars]]
+
+    def __init__(
+        self,
+        session_id: str,
+        shape: Shape,
+        plan: ChunkPlan,
+        window: Window,
+        layouts: StateLayouts[OwnLayout],
+        reserved_bytes: int,
+    ) -> None:
+        super().__init__(session_id)
+        self.shape = shape
+        self.plan = plan
+        self.window = window
+        self.layouts = layouts
+        self.reserved_bytes = reserved_bytes
+        self.prompt: str | None = None
+        self.seed: int | None = None
+        self.cross_kv: torch.Tensor | None = None
+        """A function of `prompt`; kept so that it is computed once."""
+        self.own: Own | None = None
+        self.decoder_cache: Any = None
+        self.past: tuple[Past, ...] = ()
+        """Chunks still in the window; remembered only when a prompt switch may recompute it."""
+
+    # -- of each model -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def own_scalars(self) -> dict[str, Any]:
+        """What the model adds to `scalars`, JSON types only."""
+
+    @abstractmethod
+    def restore_own(self, kept: Scalars, saved: SavedTensors, device: torch.device) -> Own | None:
+        """Take `own` out of a snapshot, whose chunk the session has already become. Raises `RequestFailed`."""
+
+    @abstractmethod
+    def restore_past(self, frames: range, saved: SavedTensors, device: torch.device) -> Past:
+        """Take the remembered chunk `frames` out of a snapshot. Raises `RequestFailed`."""
+
+    def opening_options(self) -> dict[str, Any]:
+        """The request options that `new_session` needs to make a session of this one's shape."""
+        return {}
+
+    # -- of all --------------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        return self.window.nbytes + self.reserved_bytes
+
+    def next_frames(self) -> range:
+        """Return the latent frames of the next chunk."""
+        return self.plan.frames(self.chunk_index)
+
+    def commit(self, chunk: StreamingChunk[Window, Own, Past], past: Past | None) -> None:
+        """Become what `chunk` makes of the session; its window has the chunk's frames already. past: to remember."""
+        self.window = chunk.window
+        self.prompt, self.seed = chunk.prompt, chunk.seed
+        self.cross_kv, self.own, self.decoder_cache = chunk.cross_kv, chunk.own, chunk.decoder_cache
+        self.chunk_index += 1
+        if past is not None:
+            self.past = still_visible((*self.past, past), self.plan, self.next_frames())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        named = self.window.tensors(len(self.next_frames()))
+        if self.decoder_cache is not None:
+            named |= {f"decoder.{name}": tensor for name, tensor in self.decoder_cache.tensors().items()}
+        for value in (self.own, *self.past):
+            named |= {} if value is None else value.tensors()
+        return named
+
+    def scalars(self) -> dict[str, Any]:
+        return {
+            "chunk_index": self.chunk_index,
+            "committed_frames": self.window.committed_frames,
+            "written_from": self.window.written_from,
+            "prompt": self.prompt,
+            "seed": self.seed,
+            "height": self.shape.height,
+            "width": self.shape.width,
+            "output": self.shape.output,
+            **self.own_scalars(),
+        }
+
+    def opening_params(self) -> DiffusionParams:
+        return DiffusionParams(
+            session_id=self.session_id,
+            prompt=self.prompt,
+            height=self.shape.height,
+            width=self.shape.width,
+            output="latents" if self.shape.output == "latents" else "rgb",
+            options=self.opening_options(),
+        )
+
+    def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
+        kept: Any = read_scalars(scalars, self.scalars_type)
+        device = self.window.device
+        self.chunk_index, self.prompt, self.seed = kept.chunk_index, kept.prompt, kept.seed
+        frames = self.next_frames()
+        if kept.committed_frames != frames.start:
+            raise RequestFailed("invalid_snapshot", "the snapshot's chunk and frames do not belong together")
+        self.window.restore(saved, kept.committed_frames, kept.written_from, len(frames))
+        if self.layouts.decoder is not None:
+            self.decoder_cache = self.layouts.decoder.restore(saved.under("decoder."), device, frames.start)
+        self.own = self.restore_own(kept, saved, device)
+        remembered = saved_chunks(saved, self.plan, self.chunk_index) if self.layouts.remembers else []
+        self.past = tuple(self.restore_past(self.plan.frames(index), saved, device) for index in remembered)
+
+    def fork(self, session_id: str) -> Self:
+        other = type(self)(session_id, self.shape, self.plan, self.window.fork(), self.layouts, self.reserved_bytes)
+        other.chunk_index = self.chunk_index
+        other.prompt, other.seed = self.prompt, self.seed
+        # Immutable values: sharing them is as good as copying.
+        other.cross_kv, other.own = self.cross_kv, self.own
+        other.decoder_cache, other.past = self.decoder_cache, self.past
+        return other
+
+    def to(self, device: torch.device | str) -> None:
+        self.window.to(device)
+        self.cross_kv = None if self.cross_kv is None else self.cross_kv.to(device)
+        self.own = None if self.own is None else self.own.to(device)
+        self.decoder_cache = None if self.decoder_cache is None else self.decoder_cache.to(device)
+        self.past = tuple(chunk.to(device) for chunk in self.past)
+
+    def close(self) -> None:
+        self.window.close()
+        self.cross_kv = self.own = self.decoder_cache = None
+        self.past = ()
