@@ -212,7 +212,12 @@ async def run(model: Path, folder: Path, name: str, args: argparse.Namespace) ->
     import torch
 
     from vllm_omni.inputs import DiffusionParams
-    from vllm_omni.snapshot_exchange import package_version, restore_exchange, run_exchange_async, save_exchange
+    from vllm_omni.sessions.snapshot_exchange import (
+        package_version,
+        restore_exchange,
+        run_exchange_async,
+        save_exchange,
+    )
 
     omni: dict[str, Any] = {"height": args.height, "width": args.width, "max_sessions": 4}
     omni["model"] = json.loads(args.model_options)

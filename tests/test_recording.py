@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.recording import (
+from vllm_omni.sessions.recording import (
     MAGIC,
     Outcome,
     RecordedChunk,

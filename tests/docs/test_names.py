@@ -90,7 +90,7 @@ def test_every_exception_is_needed() -> None:
         "NoSuchClassHere",
         "DiffusionGPUModelRunner.no_such_method",
         "vllm_omni.worker.no_such_module",
-        "vllm_omni.snapshot.save_exchange",
+        "vllm_omni.sessions.snapshot.save_exchange",
         "worker/no_such_file.py",
         "VLLM_OMNI_NO_SUCH_LIMIT_S",
         "omni.no_such_option",
@@ -106,7 +106,7 @@ def test_a_name_that_is_gone_is_found(name: str) -> None:
     "name",
     [
         "DiffusionGPUModelRunner.execute_model",
-        "vllm_omni.snapshot_exchange.save_exchange",
+        "vllm_omni.sessions.snapshot_exchange.save_exchange",
         "vllm_omni.executor.DiffusersPipelineExecutor",
         "worker/diffusion/in_flight.py",
         "VLLM_OMNI_IDLE_TIMEOUT_S",

@@ -11,8 +11,14 @@ from engine_client import EngineClient, running_engine
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import SnapshotHeader
-from vllm_omni.snapshot_exchange import Call, package_version, restore_exchange, run_exchange_async, save_exchange
+from vllm_omni.sessions.snapshot import SnapshotHeader
+from vllm_omni.sessions.snapshot_exchange import (
+    Call,
+    package_version,
+    restore_exchange,
+    run_exchange_async,
+    save_exchange,
+)
 
 OPTIONS = {"model": {"window_frames": 7, "sink_frames": 2}}
 CHUNKS = 4

@@ -16,7 +16,7 @@ from engine_client import EngineClient, running_engine
 from snapshot_steps import rewrite
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot_exchange import package_version, restore_exchange, run_exchange_async, save_exchange
+from vllm_omni.sessions.snapshot_exchange import package_version, restore_exchange, run_exchange_async, save_exchange
 
 pytestmark = pytest.mark.nightly
 

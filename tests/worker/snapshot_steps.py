@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load, save_file
 from scheduling import new_request, run_to_end
 
-from vllm_omni.snapshot import SnapshotHeader
-from vllm_omni.snapshot_exchange import checkpoint_exchange, restore_exchange, run_exchange, save_exchange
+from vllm_omni.sessions.snapshot import SnapshotHeader
+from vllm_omni.sessions.snapshot_exchange import checkpoint_exchange, restore_exchange, run_exchange, save_exchange
 from vllm_omni.worker.diffusion.checkpoints import SessionCheckpoints
 from vllm_omni.worker.diffusion.snapshots import SessionSnapshots
 

@@ -10,7 +10,7 @@ import torch
 from snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot_exchange import Call, checkpoint_exchange
+from vllm_omni.sessions.snapshot_exchange import Call, checkpoint_exchange
 from vllm_omni.worker.diffusion import checkpoints as module
 
 SMALL = {"window_frames": 7, "sink_frames": 2}
@@ -83,7 +83,7 @@ def test_what_cannot_be_written_is_an_error_and_no_file(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("vllm_omni.snapshot_writing.os.fsync", full)
+        patched.setattr("vllm_omni.sessions.snapshot_writing.os.fsync", full)
         with pytest.raises(RequestFailed, match="storage_full"):
             worker.checkpoint("a", tmp_path / "a")
     assert list(tmp_path.glob("a")) == []

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import vllm_omni.snapshot_bytes as snapshot_bytes
-from vllm_omni.snapshot_bytes import read_at, write_at
+import vllm_omni.sessions.snapshot_bytes as snapshot_bytes
+from vllm_omni.sessions.snapshot_bytes import read_at, write_at
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 DEVICES = ["cpu", "cpu, staged", pytest.param("cuda", marks=[pytest.mark.cuda, NO_CUDA])]

@@ -16,7 +16,7 @@ from snapshot_steps import Worker, rewrite
 
 import vllm_omni.worker.diffusion.snapshots as worker_snapshots
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import Parallel, read_header
+from vllm_omni.sessions.snapshot import Parallel, read_header
 
 _WORKERS: dict[str, Worker] = {}
 

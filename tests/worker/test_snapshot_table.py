@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import ModelIdentity, OpenSnapshot, Parallel, RankPart, SnapshotHeader
+from vllm_omni.sessions.snapshot import ModelIdentity, OpenSnapshot, Parallel, RankPart, SnapshotHeader
 
 _PART = RankPart(weights="w", scalars={})
 _HEADER = SnapshotHeader(

@@ -163,7 +163,7 @@ class EngineWorld:
         return [torch.cat(made) for made in parts]
 
     def _save_and_restore(self, names: Sequence[str]) -> None:
-        from vllm_omni.snapshot_exchange import package_version, restore_exchange, run_exchange, save_exchange
+        from vllm_omni.sessions.snapshot_exchange import package_version, restore_exchange, run_exchange, save_exchange
 
         ask = self.llm.collective_rpc
         with tempfile.TemporaryDirectory() as folder:

@@ -34,8 +34,8 @@ from vllm_omni.entrypoints.tracing import tracing
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.processes import machine_id
-from vllm_omni.snapshot import SnapshotHeader
-from vllm_omni.snapshot_exchange import (
+from vllm_omni.sessions.snapshot import SnapshotHeader
+from vllm_omni.sessions.snapshot_exchange import (
     Call,
     checkpoint_exchange,
     package_version,

@@ -15,7 +15,15 @@ from scheduling import new_request, run_to_end
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.registry import get_family
-from vllm_omni.recording import Outcome, RecordedChunk, RecordingHeader, digest_of, read, write_chunk, write_header
+from vllm_omni.sessions.recording import (
+    Outcome,
+    RecordedChunk,
+    RecordingHeader,
+    digest_of,
+    read,
+    write_chunk,
+    write_header,
+)
 
 OMNI = {"height": 32, "width": 48}
 CHUNKS = 3

@@ -24,7 +24,7 @@ from test_death_served import MP, disk, gone_after
 from websockets.exceptions import ConnectionClosed
 
 from vllm_omni.exit_codes import ENGINE_DIED
-from vllm_omni.snapshot import read_header
+from vllm_omni.sessions.snapshot import read_header
 
 __all__ = ["disk"]
 

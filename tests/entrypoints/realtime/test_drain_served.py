@@ -12,7 +12,7 @@ from served import HEIGHT, MAX_SESSIONS, WIDTH, Served
 from session_calls import call, code_of, request, signatures
 from websockets.exceptions import InvalidStatus
 
-from vllm_omni.snapshot import read_header
+from vllm_omni.sessions.snapshot import read_header
 
 
 def options(kept: Path) -> list[str]:

@@ -14,7 +14,7 @@ from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.recorder import Recorder
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.recording import RecordingHeader, committed, digest_of, read
+from vllm_omni.sessions.recording import RecordingHeader, committed, digest_of, read
 
 HEADER = RecordingHeader(
     package_version="0.1",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni.entrypoints.cli.errors import CommandError
 
 if TYPE_CHECKING:
-    from vllm_omni.recording import RecordedChunk, RecordingHeader
+    from vllm_omni.sessions.recording import RecordedChunk, RecordingHeader
 
 _NOT_FOR_REPLAY = ("record_dir", "drain_snapshot_dir", "snapshot_dir")
 
@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if all frames are identical, 1 if a chunk differs (the first one is named)."""
-    from vllm_omni.recording import committed, read
+    from vllm_omni.sessions.recording import committed, read
 
     try:
         header, requests, whole = read(args.file)
@@ -134,7 +134,7 @@ def _run_chunk(llm: Any, index: int, chunk: "RecordedChunk") -> Any:
 
 def _report(index: int, chunk: "RecordedChunk", frames_THWC: Any) -> bool:
     """Print one chunk's line; False if it differs."""
-    from vllm_omni.recording import digest_of
+    from vllm_omni.sessions.recording import digest_of
 
     if chunk.outcome is None:
         print(f"chunk {index}: {len(frames_THWC)} frames, finished after it was cancelled: nothing to compare with")

@@ -20,7 +20,7 @@ from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.kept_sessions import KeptSessions
 from vllm_omni.entrypoints.realtime.session import Session
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
-from vllm_omni.snapshot import SnapshotHeader
+from vllm_omni.sessions.snapshot import SnapshotHeader
 
 logger = logging.getLogger("vllm." + __name__)
 

@@ -18,7 +18,7 @@ from vllm_omni.entrypoints.realtime.recorder import Recorder
 from vllm_omni.entrypoints.tracing import NO_CHUNK, ChunkTrace
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import SnapshotHeader
+from vllm_omni.sessions.snapshot import SnapshotHeader
 
 
 @dataclass(frozen=True)

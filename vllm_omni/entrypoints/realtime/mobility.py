@@ -24,7 +24,7 @@ from vllm_omni.entrypoints.realtime.session import Session, SessionKey
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.inputs import Seed, SessionId
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import SnapshotHeader, check_table, read_header
+from vllm_omni.sessions.snapshot import SnapshotHeader, check_table, read_header
 
 logger = logging.getLogger("vllm." + __name__)
 

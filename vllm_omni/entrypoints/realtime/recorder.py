@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Recorder`: writes a recording (`vllm_omni/recording.py`) of every session that begins at this server's doors.
+"""`Recorder`: records (`vllm_omni/sessions/recording.py`) every session that begins at this server's doors.
 
 Digests and files are made on one thread, in order, while the engine goes on; if it falls behind, chunks wait for it.
 A session that does not begin here (restored from a snapshot) is not recorded; a branch begins with a copy of its
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 import numpy as np
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.recording import (
+from vllm_omni.sessions.recording import (
     SUFFIX,
     Outcome,
     RecordedChunk,
@@ -29,7 +29,7 @@ from vllm_omni.recording import (
     write_chunk,
     write_header,
 )
-from vllm_omni.snapshot_exchange import package_version
+from vllm_omni.sessions.snapshot_exchange import package_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

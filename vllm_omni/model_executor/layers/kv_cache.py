@@ -28,7 +28,7 @@ import torch
 from vllm_omni.model_executor.layers.forward_graphs import identity
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import SavedTensors
+from vllm_omni.sessions.snapshot import SavedTensors
 
 
 class KVWindow:

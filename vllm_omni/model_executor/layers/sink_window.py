@@ -26,7 +26,7 @@ import torch
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.rope import temporal_frequencies
-from vllm_omni.snapshot import SavedTensors
+from vllm_omni.sessions.snapshot import SavedTensors
 
 
 class SinkWindow(KVWindow):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
-from vllm_omni.snapshot import SavedTensors
+from vllm_omni.sessions.snapshot import SavedTensors
 
 
 class HasFrames(Protocol):

@@ -23,7 +23,7 @@ from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.replay import saved_chunks, still_visible
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
+from vllm_omni.sessions.snapshot import ChunkIndex, SavedTensors, read_scalars
 
 
 class Kept(Protocol):

@@ -17,8 +17,8 @@ import msgspec
 import torch
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import StagedRank
-from vllm_omni.snapshot_writing import write_bytes
+from vllm_omni.sessions.snapshot import StagedRank
+from vllm_omni.sessions.snapshot_writing import write_bytes
 from vllm_omni.worker.diffusion.snapshots import Answer, SessionSnapshots, answer, rank_in_world
 
 _PIECE_BYTES: Final = 8 << 20

@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import get_world_group
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import (
+from vllm_omni.sessions.snapshot import (
     UNSEEN,
     ModelIdentity,
     OpenSnapshot,
@@ -29,7 +29,7 @@ from vllm_omni.snapshot import (
     check_fits,
     describe,
 )
-from vllm_omni.snapshot_writing import write_tensors
+from vllm_omni.sessions.snapshot_writing import write_tensors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

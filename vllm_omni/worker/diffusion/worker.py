@@ -86,7 +86,7 @@ class DiffusionWorkerMixin(_Worker):
         return self._snapshots
 
     def describe_session(self, session_id: str) -> dict[str, Any]:
-        """The first of two RPCs that save a session (`vllm_omni.snapshot_exchange.save_exchange`): this rank's part."""
+        """The first of two RPCs that save a session (`sessions.snapshot_exchange.save_exchange`): this rank's part."""
         return self.snapshots.describe(session_id)
 
     def write_session(self, session_id: str, path: str, chunk_index: int, starts: list[int]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class DiffusionWorkerMixin(_Worker):
 
     @torch.inference_mode()
     def stage_checkpoint(self, session_id: str) -> dict[str, Any]:
-        """The first RPC of a checkpoint (`vllm_omni.snapshot_exchange.checkpoint_exchange`): copy this rank's part."""
+        """The first RPC of a checkpoint (`sessions.snapshot_exchange.checkpoint_exchange`): copy this rank's part."""
         return self.checkpoints.stage(session_id)
 
     def write_checkpoint(self, session_id: str, path: str, starts: list[int]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class DiffusionWorkerMixin(_Worker):
 
     @torch.inference_mode()
     def restore_session(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> dict[str, Any]:
-        """Make a session of this rank's part of a file (`vllm_omni.snapshot_exchange.restore_exchange`)."""
+        """Make a session of this rank's part of a file (`vllm_omni.sessions.snapshot_exchange.restore_exchange`)."""
         return self.snapshots.restore(session_id, path, data_parallel_rank)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:

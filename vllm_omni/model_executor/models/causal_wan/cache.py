@@ -25,7 +25,7 @@ from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.sink_window import SinkWindow
 from vllm_omni.model_executor.models.wan.layers import KVView
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
-from vllm_omni.snapshot import SavedTensors
+from vllm_omni.sessions.snapshot import SavedTensors
 
 MakeWindow = Callable[[int, int, int], KVWindow]
 """(window_frames, sink_frames, spare_frames) -> an empty window of the model's sizes."""

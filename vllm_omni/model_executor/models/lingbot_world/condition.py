@@ -20,7 +20,7 @@ from torch import nn
 from vllm_omni.model_executor.models.lingbot_world.config import LaterCondition
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, StreamingWanVAE, VAECache
-from vllm_omni.snapshot import SavedTensors
+from vllm_omni.sessions.snapshot import SavedTensors
 
 MASK_CHANNELS = 4
 _SIZE_MULTIPLE = 16

@@ -15,7 +15,7 @@ import torch
 from vllm_omni.model_executor.models.lingbot_world.condition import MASK_CHANNELS
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
-from vllm_omni.snapshot import SavedTensors
+from vllm_omni.sessions.snapshot import SavedTensors
 
 _CAMERA_BYTES = 8 * (16 + 4)
 

@@ -20,7 +20,7 @@ from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk
 from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.streaming.session import SessionScalars, SessionShape, StreamingChunk, StreamingSession
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import SavedTensors
+from vllm_omni.sessions.snapshot import SavedTensors
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, Sessio
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed, empty_result
-from vllm_omni.snapshot import ChunkIndex, SavedTensors, read_scalars
+from vllm_omni.sessions.snapshot import ChunkIndex, SavedTensors, read_scalars
 
 NUM_LAYERS = 4
 LATENT_CHANNELS = 4

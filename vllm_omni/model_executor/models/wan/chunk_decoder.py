@@ -25,7 +25,7 @@ from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPA
 from vllm_omni.model_executor.models.wan.tiny_vae import REACH, TinyVAEDecoder
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, StreamingWanVAE, VAECache
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import SavedTensors
+from vllm_omni.sessions.snapshot import SavedTensors
 
 RESTART_LATENTS = 2
 

@@ -32,7 +32,7 @@ from vllm_omni.model_executor.models.wan.cpu_layers import use_cpu_layers
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, split_decoder
 from vllm_omni.model_executor.models.wan.streamed_layers import cached_convolution, stream_upsamplers
 from vllm_omni.outputs import empty_result
-from vllm_omni.snapshot import SavedTensors
+from vllm_omni.sessions.snapshot import SavedTensors
 
 logger = logging.getLogger("vllm." + __name__)
 

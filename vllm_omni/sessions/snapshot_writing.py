@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot import (
+from vllm_omni.sessions.snapshot import (
     FORMAT_VERSION,
     KEY,
     KIND,
@@ -31,7 +31,7 @@ from vllm_omni.snapshot import (
     SnapshotHeader,
     StoredTensor,
 )
-from vllm_omni.snapshot_bytes import write_at
+from vllm_omni.sessions.snapshot_bytes import write_at
 from vllm_omni.storage import STORAGE_FULL, is_disk_full
 
 _ALIGN: Final = 64

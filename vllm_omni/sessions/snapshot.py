@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.snapshot_bytes import Place, read_at
+from vllm_omni.sessions.snapshot_bytes import Place, read_at
 
 FORMAT_VERSION: Final = 1
 KIND: Final = "vllm_omni.session"
