@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import uvicorn
 from fastapi import FastAPI
-from uvicorn_thread import QuickServer
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
@@ -178,7 +177,7 @@ class DoorServer:
             for path in paths:
                 app.add_api_websocket_route(path, serve)
         config = uvicorn.Config(app, log_level="warning", ws_per_message_deflate=False, ws_max_size=1 << 20)
-        self.server = QuickServer(config)
+        self.server = uvicorn.Server(config)
         app.state.server = self.server
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`serving`: a uvicorn server in a thread of the test's process."""
 
-import asyncio
 import socket
 import threading
 import time
@@ -12,14 +11,6 @@ import uvicorn
 from fastapi import FastAPI
 
 
-class QuickServer(uvicorn.Server):
-    """Sees at once that it should stop: uvicorn looks ten times a second, and the suite stops servers by hundreds."""
-
-    async def main_loop(self) -> None:
-        while not await self.on_tick(0):
-            await asyncio.sleep(0.01)
-
-
 @contextmanager
 def serving(config: uvicorn.Config) -> Iterator[int]:
     """Serve the configuration's application on a free port of the loopback address: the port.
@@ -27,7 +18,7 @@ def serving(config: uvicorn.Config) -> Iterator[int]:
     The server is in `app.state.server`, where vLLM puts its own.
     """
     assert isinstance(config.app, FastAPI)
-    server = config.app.state.server = QuickServer(config)
+    server = config.app.state.server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
