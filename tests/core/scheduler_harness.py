@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -66,22 +67,29 @@ class Harness:
         denoised: Any = (),
         progress: dict[str, Any] | None = None,
         committed: Any = (),
+        **more: Any,
     ) -> None:
-        """The worker's output for one step: a result for `done`, nothing yet for the others."""
-        names = list(output.num_scheduled_tokens)
-        self.scheduler.update_from_output(
-            output,
-            StepOutput(
-                req_ids=names,
-                req_id_to_index={name: index for index, name in enumerate(names)},
-                pooler_output=[torch.zeros(1, dtype=torch.uint8) if name in done else None for name in names],
-                denoised=tuple(denoised),
-                committed=tuple(committed),
-                progress={name: ChunkProgress(*values) for name, values in (progress or {}).items()},
-            ),
+        """The worker's output for one step: a result for `done`, nothing yet for the others. more: of `StepOutput`."""
+        told = {name: ChunkProgress(*values) for name, values in (progress or {}).items()}
+        answer = StepOutput(
+            **_results(output, done), denoised=tuple(denoised), committed=tuple(committed), progress=told, **more
         )
+        self.scheduler.update_from_output(output, answer)
+
+    def stock_answer(self, output: SchedulerOutput, done: Any = ()) -> None:
+        """The same of a worker that knows nothing of `StepOutput`."""
+        self.scheduler.update_from_output(output, ModelRunnerOutput(**_results(output, done)))
 
     def step(self, done: Any = (), denoised: Any = ()) -> list[str]:
         names, output = self.schedule()
         self.answer(output, done, denoised)
         return names
+
+
+def _results(output: SchedulerOutput, done: Any) -> dict[str, Any]:
+    names = list(output.num_scheduled_tokens)
+    return {
+        "req_ids": names,
+        "req_id_to_index": {name: index for index, name in enumerate(names)},
+        "pooler_output": [torch.zeros(1, dtype=torch.uint8) if name in done else None for name in names],
+    }

@@ -23,6 +23,7 @@ class Worker:
     def __init__(self, harness: Harness, steps: int = STEPS) -> None:
         self.harness, self.steps = harness, steps
         self.done: dict[str, int] = {}
+        self.steps_behind = 1
 
     def answer(self, output: Any) -> list[str]:
         names = list(output.num_scheduled_tokens)
@@ -30,7 +31,7 @@ class Worker:
             self.done[name] = self.done.get(name, 0) + 1
         ended = [name for name in names if self.done[name] == self.steps]
         progress = {name: (self.done[name], self.steps, 1) for name in names if name not in ended}
-        self.harness.answer(output, done=ended, progress=progress, committed=ended)
+        self.harness.answer(output, done=ended, progress=progress, committed=ended, steps_behind=self.steps_behind)
         return ended
 
     def step(self) -> list[str]:
@@ -55,6 +56,18 @@ def test_chunks_follow_one_step_behind(null_world: Path) -> None:
         ["s3"],
     ]
     assert not harness.scheduler.has_unfinished_requests()
+
+
+def test_a_chunk_that_is_too_close_is_held_back(null_world: Path) -> None:
+    """The worker says how many steps chunks stay apart: one at work that is closer waits for the one before it."""
+    harness = Harness(null_world, chunks_in_flight=2)
+    worker = Worker(harness, steps=5)
+    for chunk in range(3):
+        harness.add(f"s{chunk}", "s", chunk)
+    batches = [worker.step() for _ in range(7)]
+    assert batches[5:] == [["s1"], ["s1", "s2"]]
+    worker.steps_behind = 2
+    assert [worker.step() for _ in range(3)] == [["s1", "s2"], ["s1"], ["s1", "s2"]]
 
 
 def test_one_stream_keeps_two_stages_at_work(null_world: Path) -> None:

@@ -113,6 +113,17 @@ def test_more_sessions_than_vllm_may_run(null_world: Path) -> None:
     assert "urgent" in run.step()
 
 
+def test_of_two_newcomers_the_urgent_one_gets_the_last_place(null_world: Path) -> None:
+    """Of those that may run, one place is free: arrival does not decide."""
+    run = harness(null_world, StepCosts())
+    run.scheduler.max_num_active_reqs = 2
+    run.add("a", "a", deadline_s=60.0)
+    run.step()
+    run.add("patient", "p", deadline_s=60.0)
+    run.add("urgent", "u", deadline_s=5.0)
+    assert sorted(run.step()) == ["a", "urgent"]
+
+
 def test_a_pause_lets_what_runs_come_to_its_end(null_world: Path) -> None:
     """`PAUSED_NEW`: nothing new starts, the running one is not held up by a more urgent newcomer."""
     run = harness(null_world)
@@ -136,6 +147,21 @@ def test_a_stream_that_cannot_be_held_gets_a_note_and_ends_at_once(null_world: P
     assert "t0" in run.step(done=["t0"])
     run.add("u0", "u", 0)
     assert note(run, "u0").refused is None
+
+
+@pytest.mark.parametrize("ended", ["done", "denoised"])
+def test_a_stream_whose_chunk_has_just_ended_still_counts(null_world: Path, ended: str) -> None:
+    """Its next chunk is about to come; two that are refused together are answered together, and forgotten."""
+    run = harness(null_world, target_fps=16)
+    run.add("s0", "s", 0, deadline_s=60.0, chunk_period_s=0.5)
+    _, output = run.schedule()
+    run.answer(output, progress={"s0": (1, 3, 1)})
+    run.step(**{ended: ["s0"]})
+    for name in "tu":
+        run.add(f"{name}0", name, 0, deadline_s=0.5, chunk_period_s=0.5)
+        assert "live streams" in str(note(run, f"{name}0").refused)
+    assert {"t0", "u0"} <= set(run.step(done=["s0", "t0", "u0"]))
+    assert set(run.scheduler._streams._streams) == {"s"}
 
 
 def test_a_chunk_that_would_be_late_is_told_to_do_with_less(null_world: Path) -> None:
@@ -162,6 +188,64 @@ def test_what_a_level_saves_at_a_chunks_end_is_measured(null_world: Path) -> Non
         run.answer(output, progress={name: (1, 2, 64)})
         run.step(done=[name])
     assert told == [(0.0, 0.0, 0.0), (64.0, 0.0, 0.0), (0.0, 0.0, 0.0), (64.0, 64.0, 64.0)]
+
+
+def observed(model: Path, costs: StepCosts = StepCosts(), **omni: Any) -> tuple[Harness, list[tuple[Any, ...]]]:  # noqa: B008
+    """A harness, and what its cost model is told: sizes of a batch, of those that begin and end in it, its seconds."""
+    run, told = harness(model, costs, **omni), []
+    run.scheduler._cost_model.observe = lambda *args: told.append(args)  # type: ignore[method-assign, func-returns-value]
+    return run, told
+
+
+def test_who_begins_and_who_ends_is_measured(null_world: Path) -> None:
+    """A chunk ends with its last step, although its result is still on its way."""
+    run, told = observed(null_world)
+    run.add("a", "a", deadline_s=60.0)
+    _, output = run.schedule()
+    run.answer(output, progress={"a": (1, 2, 64)})
+    run.step(denoised=["a"])
+    run.step(done=["a"])
+    assert [args[:3] for args in told] == [(64.0, 64.0, 0), (64.0, 0, 64.0), (0, 0, 0)]
+
+
+def test_steps_of_a_stock_worker_are_measured(null_world: Path) -> None:
+    """By the clock; a request has ended if the engine knows it no more."""
+    run, told = observed(null_world)
+    run.add("a", "a", deadline_s=60.0)
+    for done in ((), ("a",)):
+        run.stock_answer(run.schedule()[1], done)
+    assert [args[:3] for args in told] == [(1.0, 1.0, 0), (1.0, 0, 1.0)]
+
+
+def test_a_host_that_is_ahead_tells_the_device_time_of_the_step_before(null_world: Path) -> None:
+    """Sizes of a batch wait for its time, which comes with the next answer; until then nothing is measured."""
+    run, told = observed(null_world, degradations=["smaller_window"])
+    run.add("a", "a", deadline_s=60.0)
+    _, output = run.schedule()
+    run.answer(output, progress={"a": (1, 3, 64)}, unfinished=True)
+    assert told == []
+    _, output = run.schedule()
+    run.answer(output, done=["a"], before_s=0.25, unfinished=True)
+    run.add("b", "b", deadline_s=60.0)
+    _, output = run.schedule()
+    run.answer(output, progress={"b": (1, 3, 64)}, before_s=0.5, unfinished=True)
+    assert told == [(64.0, 64.0, 0, 0.25, [0]), (64.0, 0, 64.0, 0.5, [0])]
+
+
+@pytest.mark.parametrize(("unfinished", "own_s"), [(True, 0.1 + 0.2 * 3 + 0.01 * 3), (False, 0.0)])
+def test_the_device_is_free_when_the_step_it_is_at_has_ended(null_world: Path, unfinished: bool, own_s: float) -> None:
+    """Predicted from the batch's sizes if the host is ahead: here three requests of size 1 that begin."""
+    run, _ = observed(null_world, StepCosts(step_s=0.1, size_s=0.2, first_s=0.01, last_s=0.05))
+    for name in "abc":
+        run.add(name, name, deadline_s=60.0)
+    _, output = run.schedule()
+    run.answer(output, progress=dict.fromkeys("abc", (1, 2, 1)), unfinished=unfinished)
+    scheduler = run.scheduler
+    assert scheduler._device_free_s - scheduler._last_end_s == pytest.approx(own_s)
+    _, output = run.schedule()
+    run.answer(output, done="abc", unfinished=unfinished)
+    ended_s = 0.1 + 0.2 * 3 + 0.05 * 3 if unfinished else 0.0
+    assert scheduler._device_free_s - scheduler._last_end_s == pytest.approx(ended_s)
 
 
 def note_of_last(run: Harness) -> list[str]:

@@ -124,6 +124,26 @@ def test_the_next_chunk_starts_while_the_last_result_is_on_its_way(null_world: P
     assert not len(harness.scheduler._streams) and not harness.scheduler._delivering
 
 
+def test_a_worker_of_stock_vllm_is_understood(null_world: Path) -> None:
+    """Its outputs are read as stock: no result means another step."""
+    harness = Harness(null_world)
+    harness.add("a", "a")
+    for done, left in ((), ["a"]), (("a",), []):
+        names, output = harness.schedule()
+        harness.stock_answer(output, done)
+        assert names == ["a"] and list(harness.scheduler.requests) == left
+
+
+def test_a_chunk_that_is_denoised_when_it_has_been_aborted_leaves_nothing(null_world: Path) -> None:
+    harness = Harness(null_world)
+    harness.add("a", "a")
+    harness.add("b", "b")
+    _, output = harness.schedule()
+    harness.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    harness.answer(output, denoised=["a"])
+    assert not harness.scheduler._delivering and harness.step(done="b") == ["b"]
+
+
 def test_malformed_requests_still_reach_the_runner(null_world: Path) -> None:
     """Fields of the wrong type must not upset the scheduler: the runner answers them."""
     harness = Harness(null_world)

@@ -19,6 +19,7 @@ ENVIRON = {
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # it kills workers when the machine is nearly full, whoever fills it
 }
 """For the nodes (their workers inherit it) and for whoever starts an engine on them."""
 

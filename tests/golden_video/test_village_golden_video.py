@@ -14,6 +14,8 @@ from training.tiny_world.render import Renderer
 from training.tiny_world.score import against_truth, latent_frames
 from training.tiny_world.truth import rendered
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture(scope="module")
 def videos() -> list[torch.Tensor]:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which role a rank takes, from the options and its place."""
+"""Which role a rank takes, from the options and its place; what the small ones do."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from scheduling import execute, new_request, step
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.parallel import ParallelContext
@@ -57,3 +61,65 @@ def test_a_rank_has_the_role_of_its_place(
     assert type(found) is role and found.decodes_chunks == decodes
     if isinstance(found, WithLayers):
         assert type(found.steps) is (EveryStep if pipeline == "blocks" else OwnStep)
+
+
+class Doubler:
+    """A model whose step doubles the latents and adds the step's number."""
+
+    def set_latents(self, request: Any, latents: torch.Tensor) -> None:
+        request.latents = latents
+
+    def latents(self, request: Any) -> torch.Tensor:
+        return request.latents
+
+    def denoise_step(self, batch: Sequence[Any]) -> list[torch.Tensor]:
+        return [2 * request.latents + request.step for request in batch]
+
+    def step_scheduler(self, batch: Sequence[Any], predictions: list[torch.Tensor]) -> None:
+        for request, latents in zip(batch, predictions, strict=True):
+            request.latents = latents
+
+
+def test_stages_that_own_a_step_pass_latents_through_all_steps() -> None:
+    """Each runs the step of its number; the last one keeps what came to it, and says so once."""
+    model: Any = Doubler()
+    chunks = [SimpleNamespace(request_id=name, step=0, num_steps=3, latents=torch.full((2,), 1.0)) for name in "ab"]
+    latents = None
+    for stage in range(3):
+        taker = OwnStep(model, stage, 3)
+        entered = latents
+        for chunk in chunks:
+            chunk.step = 0
+        latents = taker.take(chunks, latents)  # type: ignore[arg-type]
+        assert [chunk.step for chunk in chunks] == [3, 3]
+        if stage < 2:
+            with pytest.raises(KeyError):
+                taker.answer(chunks[0])  # type: ignore[arg-type]
+    assert latents is not None and latents.tolist() == [[12.0, 12.0]] * 2  # 1 -> 2 -> 5 -> 12
+    assert entered is not None
+    for chunk in chunks:
+        assert torch.equal(taker.answer(chunk), entered[0])  # type: ignore[arg-type]
+        with pytest.raises(KeyError):
+            taker.answer(chunk)  # type: ignore[arg-type]
+
+
+def test_whole_chunks_of_a_session_are_made_in_the_order_of_their_index(make_runner: Any, null_world: Path) -> None:
+    """Whatever their order in the batch, beside another session and a request that cannot be read."""
+    runner = make_runner(null_world, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
+    assert isinstance(runner.role, WholeChunks)
+    wrong = new_request("wrong", session_id="w")
+    assert wrong.pooling_params is not None
+    wrong.pooling_params.extra_kwargs = {"omni": 1}
+    found = execute(
+        runner,
+        step(
+            new=[
+                new_request("s1", session_id="s", chunk_index=1),
+                new_request("s0", session_id="s", chunk_index=0, prompt="a field", seed=3),
+                new_request("t0", session_id="t", chunk_index=0, prompt="a field", seed=4),
+                wrong,
+            ]
+        ),
+    )
+    assert [found[name][0]["chunk_index"] for name in ("s0", "s1", "t0")] == [0, 1, 0]
+    assert found["wrong"].code == "invalid_request"

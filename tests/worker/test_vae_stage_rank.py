@@ -112,6 +112,19 @@ def test_a_decode_that_fails_too_late_ends_the_session(pair: Pair) -> None:
     assert refused.failure.code == "session_lost"
 
 
+def test_a_chunk_of_a_lost_session_is_told_so_whatever_the_other_rank_says(pair: Pair) -> None:
+    """That rank knows nothing of the loss; elsewhere its reason is passed on."""
+    pair.close(*pair.chunk(0))
+    pair.close(*pair.chunk(1, options={"fail_in": "decode"}))
+    for session, code in (("s", "session_lost"), ("t", "capacity")):
+        request = new_request(f"{session}-later", session_id=session)
+        ours, theirs = (runner.requests.add(request) for runner in (pair.layers, pair.vae))
+        ours.failure = RequestFailed("capacity", "no room")
+        message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1).tensors
+        pair.stage.fail([theirs], StageNote.read(message))
+        assert theirs.failure.code == code
+
+
 def test_ranks_that_disagree_on_the_chunk_refuse(pair: Pair) -> None:
     """As after a first chunk that this rank had no room for."""
     pair.close(*pair.chunk(0))
@@ -177,6 +190,61 @@ def test_a_chunk_that_is_held_back_there_does_not_begin_here(pair: Pair) -> None
         pair.stage.micro_step([theirs, waits], message, {})
     assert theirs.chunk.step == 1
     assert waits.chunk is None and waits.failure is None
+
+
+def test_a_whole_chunk_by_messages_alone(pair: Pair) -> None:
+    """From step to step: it begins when the other rank says so, and its result goes out when it is there."""
+    request = new_request("r", session_id="s", chunk_index=0, prompt="a field", seed=3)
+    ours, theirs = (runner.requests.add(request) for runner in (pair.layers, pair.vae))
+    pair.layers.admission.admit(ours, {})
+    with torch.inference_mode():
+        for _ in range(STEPS):
+            pair.layers.role.forward([ours], None)
+            if ours.done:
+                pair.layers.chunk_end.commit(ours.chunk)
+            message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
+            answer = pair.stage.step([theirs], message)
+            assert theirs.chunk is not None and theirs.chunk.step == ours.chunk.step
+        nothing = hand_over(pair.layers.model, pair.layers.parts.in_flight, [], 1)
+        answer = answer or pair.stage.step([theirs], nothing)
+    assert unpack(answer["r"])[1]["frames"].shape == (9, 32, 48, 3)
+
+
+def test_what_the_model_says_of_a_chunk_arrives_with_its_latents(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, when they are final; times are told with the last step."""
+    told: list[Any] = []
+    asked: list[str] = []
+    model, take_over = pair.layers.model, pair.vae.model.take_over
+
+    def say(request: Any) -> dict[str, Any]:
+        asked.append(request.request_id)
+        return {"fact": 5}
+
+    def hear(request: Any, latents: torch.Tensor, facts: Any) -> None:
+        told.append(facts)
+        take_over(request, latents, facts)
+
+    monkeypatch.setattr(model, "hand_over", say)
+    monkeypatch.setattr(pair.vae.model, "take_over", hear)
+    ours, theirs = pair.admit("r", 0, options={"clean_pass": True})
+    for step in range(1, STEPS + 1):
+        with torch.inference_mode():
+            pair.layers.role.forward([ours], None)
+            message = hand_over(model, pair.layers.parts.in_flight, [ours], 1).tensors
+            note = StageNote.read(message)
+            [chunk] = note.chunks
+            assert bool(chunk.timings_ms) == (step == STEPS) and chunk.facts == ({"fact": 5} if chunk.clean else {})
+            pair.stage.advance([theirs], note, note.latents(message))
+    assert told == [{"fact": 5}] and asked == ["r"]
+
+
+def test_a_failure_that_is_known_early_says_what_was_wrong(pair: Pair) -> None:
+    ours, _ = pair.admit("r", 0, options={"nan_at": 3, "clean_pass": True})
+    with torch.inference_mode():
+        for _ in range(STEPS - 1):
+            pair.layers.role.forward([ours], None)
+        hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
+    assert "the chunk's latents" in str(ours.failure)
 
 
 def test_what_the_other_rank_refuses_is_not_done_here(pair: Pair) -> None:

@@ -3,6 +3,7 @@
 
 import base64
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +43,11 @@ def test_the_api_key_guards_both_doors(served: Served) -> None:
         with pytest.raises(InvalidStatus) as refused:
             client(served.port)
         assert refused.value.response.status_code == 401
+
+
+def test_the_only_rank_computes_with_as_many_threads_as_the_user_says(served: Served) -> None:
+    """OMP_NUM_THREADS, read by OpenMP in the process that a user's server spawns."""
+    assert f"this rank computes with {os.environ['OMP_NUM_THREADS']} threads" in served.log
 
 
 def test_a_stream_is_reproducible_and_a_prompt_changes_it(served: Served) -> None:

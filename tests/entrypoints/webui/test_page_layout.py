@@ -69,14 +69,20 @@ def scrolls(page: Page, selector: str = "html") -> bool:
     return bool(page.run(f"{over}(document.querySelector({selector!r}))"))
 
 
-@pytest.mark.parametrize("scheme", ["dark", "light"])
 @pytest.mark.parametrize("window", WINDOWS, ids=lambda window: "x".join(map(str, window)))
 def test_the_picture_has_its_own_shape_and_what_room_there_is(
-    page: Page, shape: tuple[int, int], window: tuple[int, int], scheme: str
+    page: Page, shape: tuple[int, int], window: tuple[int, int]
 ) -> None:
-    """No bars: the frame is as wide as the column, or ends just above what stands below it; nothing lies on it."""
-    be(page, window, scheme)
+    """In the dark and in the light."""
+    be(page, window, "dark")
     begin(page)
+    check_picture(page, shape, window)
+    be(page, window, "light")
+    check_picture(page, shape, window)
+
+
+def check_picture(page: Page, shape: tuple[int, int], window: tuple[int, int]) -> None:
+    """No bars: the frame is as wide as the column, or ends just above what stands below it; nothing lies on it."""
     frame, view, column = box(page, "#frame"), box(page, "#view"), box(page, ".stage-column")
     assert frame == view
     assert frame["width"] / frame["height"] == pytest.approx(shape[0] / shape[1], rel=0.01)

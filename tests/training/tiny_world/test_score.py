@@ -26,6 +26,12 @@ def _few_reference_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.tiny_world.truth._REFERENCE_PLACES", 16)
 
 
+@pytest.fixture(scope="module")
+def truth(small_renderer: Renderer) -> Truth:
+    """One for all worlds of this file: what their walks should look like is most of the time."""
+    return Truth(small_renderer)
+
+
 @dataclass(frozen=True)
 class Deaf:
     """A world that hears neither the keys nor a new prompt: every frame is the start picture."""
@@ -35,10 +41,10 @@ class Deaf:
         return [picture.repeat(count, 1, 1, 1) for picture, count in zip(pictures_NHW3, frames, strict=True)]
 
 
-def test_the_truth_is_perfect(small_renderer: Renderer, tmp_path: Path) -> None:
+def test_the_truth_is_perfect(small_renderer: Renderer, truth: Truth, tmp_path: Path) -> None:
     """Every row of the table at once; JSON holds it; the strip has two rows a walk and a column a chunk named."""
     world = RenderedWorld(small_renderer)
-    found = score.score(world, Truth(small_renderer), seed=SEED, walks=3, chunks=2, strip=tmp_path / "strip.png")
+    found = score.score(world, truth, seed=SEED, walks=3, chunks=2, strip=tmp_path / "strip.png")
     found = json.loads(json.dumps(found))
     assert found["psnr"] == [100.0, 100.0]
     assert found["ssim"] == pytest.approx([1.0, 1.0])
@@ -67,8 +73,8 @@ def test_a_truth_is_rendered_once(small_renderer: Renderer, monkeypatch: pytest.
     assert truth.frames(walks) is first
 
 
-def test_a_world_that_obeys_nothing_scores_badly(small_renderer: Renderer) -> None:
-    found = score.score(Deaf(), Truth(small_renderer), seed=SEED, walks=3, chunks=4)
+def test_a_world_that_obeys_nothing_scores_badly(truth: Truth) -> None:
+    found = score.score(Deaf(), truth, seed=SEED, walks=3, chunks=2)
     assert found["psnr"][-1] < 20 < found["psnr"][0] + 10
     assert abs(found["turn"]["ratio"]) < 0.05
     assert found["step"]["ratio"] < 0.2
