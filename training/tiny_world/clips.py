@@ -22,6 +22,7 @@ from training.tiny_world.walks import Walks, random_walks
 from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_FOCAL
 
 LATENTS = 21
+"""Latent frames of a clip, unless told otherwise: a window and its sink. Longer ones make longer roll-outs."""
 CONDITION_LATENTS = 6
 """Latent frames of [image, grey, grey, ...] that are stored; the rest equals the last of them."""
 _HELD_OUT_SEED = 880_001
@@ -74,11 +75,19 @@ def encode_walks(walks: Walks, style_N: torch.Tensor, renderer: Renderer, encode
 
 
 def make_clips(
-    number: int, seed: int, renderer: Renderer, encoder: Encoder, *, at_once: int = 16, paired: float = 0.25
+    number: int,
+    seed: int,
+    renderer: Renderer,
+    encoder: Encoder,
+    *,
+    latents: int = LATENTS,
+    at_once: int = 16,
+    paired: float = 0.25,
 ) -> Shard:
-    """One batch of the data set; `number` walks and, for a share of them, the same walk in a second style."""
+    """One batch of the data set; `number` walks of `latents` latent frames and, for a share of them, the same walk in a
+    second style."""
     generator = torch.Generator().manual_seed(seed)
-    walks = random_walks(number, LATENTS, seed)
+    walks = random_walks(number, latents, seed)
     style = torch.randint(len(STYLES), (number,), generator=generator)
     pairs = int(number * paired)
     both = Walks(
@@ -112,6 +121,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=90.0, help="wall time of rendering and encoding")
     parser.add_argument("--largest", type=int, default=24_000, help="clips a process")
+    parser.add_argument("--latents", type=int, default=LATENTS, help="latent frames of a clip, a multiple of 3")
     parser.add_argument("--held", type=int, default=96, help="held-out clips")
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
@@ -125,14 +135,14 @@ def main() -> None:
     renderer = Renderer(ranks.device, *args.size)
     args.out.mkdir(parents=True, exist_ok=True)
     if ranks.leads:
-        held = make_clips(args.held, _HELD_OUT_SEED, renderer, encoder, at_once=args.at_once)
+        held = make_clips(args.held, _HELD_OUT_SEED, renderer, encoder, latents=args.latents, at_once=args.at_once)
         torch.save(held, args.out / "clips-held.pt")
     clock, count = Clock(args.seconds / 60), 0
     shards: list[Shard] = []
     number = args.at_once * (16 if ranks.device.type == "cuda" else 1)
     while not shards or (clock.fraction() < 1 and count < args.largest):
         seed = args.seed * 1_000_003 + 10_007 * ranks.rank + len(shards)
-        shards.append(make_clips(number, seed, renderer, encoder, at_once=args.at_once))
+        shards.append(make_clips(number, seed, renderer, encoder, latents=args.latents, at_once=args.at_once))
         count += len(shards[-1]["twin"])
     begun = time.monotonic()
     torch.save(joined(shards), args.out / f"clips-{ranks.rank}.pt")

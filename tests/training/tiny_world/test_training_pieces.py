@@ -72,19 +72,17 @@ def test_the_cheap_decoder_trains(trained: Path, tmp_path: Path, monkeypatch: py
     }
 
 
-def test_clips_hold_what_the_transformers_trainer_reads(
-    trained: Path, small_renderer: Renderer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clips_hold_what_the_transformers_trainer_reads(trained: Path, small_renderer: Renderer) -> None:
     """Shapes and types of every field; a twin is the same walk in another style; both focal lengths occur."""
-    monkeypatch.setattr(clips, "LATENTS", 7)  # a third of what is trained on: rendering takes the time
+    latents = 7  # a third of what is trained on: rendering takes the time
     encoder = Encoder(load_autoencoder(trained / "vae.pt", "cpu"))
-    shards = [make_clips(4, seed, small_renderer, encoder, at_once=4, paired=0.5) for seed in (1, 2)]
+    shards = [make_clips(4, seed, small_renderer, encoder, latents=latents, at_once=4, paired=0.5) for seed in (1, 2)]
     shard = joined(shards)
     latent = (16, small_renderer.height // 8, small_renderer.width // 8)
-    assert shard["latents"].shape == (12, clips.LATENTS, *latent) and shard["latents"].dtype == torch.float16
+    assert shard["latents"].shape == (12, latents, *latent) and shard["latents"].dtype == torch.float16
     assert shard["condition"].shape == (12, clips.CONDITION_LATENTS, *latent)
-    assert shard["relative"].shape == (12, clips.LATENTS, 3, 4) and shard["relative"].dtype == torch.float32
-    assert shard["keys"].shape == (12, clips.LATENTS) and shard["style"].dtype == torch.uint8
+    assert shard["relative"].shape == (12, latents, 3, 4) and shard["relative"].dtype == torch.float32
+    assert shard["keys"].shape == (12, latents) and shard["style"].dtype == torch.uint8
     assert set(shard["focal"].tolist()) <= {FOCAL * small_renderer.width, ACTION_FOCAL}
     assert bool(torch.isfinite(shard["latents"].float()).all()) and float(shard["latents"].float().std()) > 0.1
     twins = [(index, twin) for index, twin in enumerate(shard["twin"].tolist()) if twin >= 0]

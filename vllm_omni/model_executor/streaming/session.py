@@ -9,9 +9,9 @@ tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
 
 import msgspec
 import torch
@@ -145,6 +145,36 @@ class StreamingChunk(Generic[Window, Own, Past]):
     decoded_from: Any = None
     """Kept while the decode may still be reading it on the device."""
 
+    @classmethod
+    def to_decode(
+        cls,
+        frames: range,
+        schedule: FewStepSchedule,
+        size: Sequence[int],
+        window: Window,
+        *,
+        prompt: str,
+        seed: int,
+        own: Own | None,
+        **others: Any,
+    ) -> Self:
+        """A chunk on the VAE stage: its latents, of `size`, come when other ranks have made them."""
+        nothing = torch.empty(tuple(size), device="meta")
+        return cls(
+            frames=frames,
+            schedule=schedule,
+            latents=nothing,
+            noise=None,
+            rope=(nothing, nothing),
+            text=None,
+            window=window,
+            replay=(),
+            prompt=prompt,
+            seed=seed,
+            own=own,
+            **others,
+        )
+
     def replayed(self, step: int) -> Past | None:
         """Return the earlier chunk whose clean pass `step` runs again; None when the chunk itself is run."""
         return self.replay[step] if step < len(self.replay) else None
@@ -256,7 +286,7 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Past
         )
 
     def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
-        kept: Any = read_scalars(scalars, self.scalars_type)
+        kept = cast(Scalars, read_scalars(scalars, self.scalars_type))
         device = self.window.device
         self.chunk_index, self.prompt, self.seed = kept.chunk_index, kept.prompt, kept.seed
         frames = self.next_frames()

@@ -194,15 +194,15 @@ def test_bytes_are_those_that_were_admitted(causal_wan: Path) -> None:
         model = load_model(causal_wan, serving={"chunks_in_flight": 3}, **options)
         params = make_request(open_session(model), prompt="a beach").params
         assert model.new_session(params).nbytes == model.session_nbytes(params), kind
-        windows = model.new_session(params).cache.windows
+        windows = model.new_session(params).window.windows
         lengths = [window.buffer.shape[2] // window.tokens_per_frame for window in windows]
         if kind == "chunks of three frames":
             assert lengths == [9 + 2 * 3, 9 + 2 * 3, 9], (
                 "what is not committed may be followed at all steps but the last"
             )
     stages = temporal_stages(causal_wan, KINDS["chunks of three frames"], 3)
-    held = [stage.new_session(params).cache.nbytes for stage in stages]
-    assert len(set(held)) == 1 and held[0] < model.new_session(params).cache.nbytes
+    held = [stage.new_session(params).window.nbytes for stage in stages]
+    assert len(set(held)) == 1 and held[0] < model.new_session(params).window.nbytes
 
 
 # -- a stage for every step --------------------------------------------------------------------------------------------

@@ -185,9 +185,9 @@ def test_bytes_are_known_before_and_constant(any_model: CausalWan) -> None:
             assert session.nbytes == admitted
             frames = any_model.plan.pixel_frames(chunk)
             run_chunk(any_model, session, {"video": input_video(frames)} if source == "video" else {}, prompt="a town")
-        held = [*session.cache.windows]  # type: ignore[attr-defined]
+        held = [*session.window.windows]  # type: ignore[attr-defined]
         total = sum(window.nbytes for window in held)
-        parts = [session.decoder_cache, getattr(session.video, "encoder", None)]  # type: ignore[attr-defined]
+        parts = [session.decoder_cache, getattr(session.own, "encoder", None)]  # type: ignore[attr-defined]
         total += sum(part.nbytes for part in parts if part is not None) + session.cross_kv.nbytes  # type: ignore[attr-defined]
         assert total <= admitted <= total + 3 * HEIGHT * WIDTH
         session.close()

@@ -167,7 +167,16 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
         frames = self.plan.frames(standing.chunk_index)
         size = self.sizes.latent_shape(session.shape, len(frames))
         if self.text_encoder is None:
-            request.state = Chunk.to_decode(frames, self.schedule, size, session.cache, inputs, standing.chunk_index)
+            request.state = Chunk.to_decode(
+                frames,
+                self.schedule,
+                size,
+                session.window,
+                prompt=inputs.prompt,
+                seed=inputs.seed,
+                own=None,
+                index=standing.chunk_index,
+            )
             request.num_steps = 1  # the ranks with layers know
             return
         noise = ChunkNoise(tuple(size), inputs.seed, standing.chunk_index, self.transformer.device)
@@ -179,7 +188,7 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
             with request.timer.stage("video"):
                 latents, schedule, video = self.video.noisy_latents(inputs.video, standing.video, latents)
         replay = self.replayed_chunks(session, inputs.prompt)
-        cache = session.cache.rebuild(rebuilt_from(replay)) if replay else session.cache
+        cache = session.window.rebuild(rebuilt_from(replay)) if replay else session.window
         request.state = Chunk(
             frames=frames,
             schedule=every_second_step(schedule) if degradations.FEWER_STEPS in request.degradations else schedule,
@@ -317,7 +326,7 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
 
 
 def _go_with(request: Request, name: str) -> None:
-    """The chunk is made with what it was to go without: its result must not say otherwise."""
+    """Take `name` out of the chunk's degradations: the chunk did not go without it, and its result says so."""
     request.degradations = tuple(other for other in request.degradations if other != name)
 
 

@@ -14,9 +14,8 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.causal_wan.state import ChunkInputs, Source, Standing, StreamSession, StreamShape
+from vllm_omni.model_executor.streaming.request import DEFAULT_SEED, check_unchanged, read_size
 from vllm_omni.outputs import RequestFailed
-
-_DEFAULT_SEED = 0
 
 
 class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,17 +30,7 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 def read_shape(params: DiffusionParams, config: CausalWanConfig, omni: OmniConfig) -> StreamShape:
     """Read what a stream's first chunk fixes. Raises `RequestFailed`."""
-    height = omni.height if params.height is None else params.height
-    width = omni.width if params.width is None else params.width
-    try:
-        config.latent_size(height, width)
-    except ValueError as error:
-        raise RequestFailed("unsupported_size", str(error)) from error
-    if height * width > omni.max_area:
-        raise RequestFailed(
-            "unsupported_size",
-            f"{height}x{width} has {height * width} pixels; this server makes at most {omni.max_area}",
-        )
+    height, width = read_size(params, config, omni)
     return StreamShape(height, width, params.output, _options(params).source or "text")
 
 
@@ -49,7 +38,7 @@ def read_chunk(request: DiffusionRequest, session: StreamSession, standing: Stan
     """Check one chunk's request against its stream, as it stands before the chunk. Raises `RequestFailed`."""
     params = request.params
     session.window.check_fits(session.plan.frames(standing.chunk_index))
-    _check_unchanged(params, session.shape)
+    check_unchanged(params, session.shape, {"options.source": (_options(params).source, session.shape.source)})
     _check_unused(params)
     unknown = sorted(set(request.tensors) - {"video"})
     if unknown:
@@ -63,7 +52,7 @@ def read_chunk(request: DiffusionRequest, session: StreamSession, standing: Stan
     seed = standing.seed if params.seed is None else params.seed
     return ChunkInputs(
         prompt=prompt,
-        seed=_DEFAULT_SEED if seed is None else seed,
+        seed=DEFAULT_SEED if seed is None else seed,
         video=_read_video(request.tensors.get("video"), session, standing.chunk_index),
     )
 
@@ -73,19 +62,6 @@ def _options(params: DiffusionParams) -> ChunkOptions:
         return parse_options(ChunkOptions, params.options, "options")
     except ValueError as error:
         raise RequestFailed("invalid_request", str(error)) from error
-
-
-def _check_unchanged(params: DiffusionParams, shape: StreamShape) -> None:
-    for name, sent, fixed in (
-        ("height", params.height, shape.height),
-        ("width", params.width, shape.width),
-        ("output", params.output, shape.output),
-        ("options.source", _options(params).source, shape.source),
-    ):
-        if sent is not None and sent != fixed:
-            raise RequestFailed(
-                "invalid_request", f"{name} is fixed at {fixed} by the stream's first chunk, got {sent}"
-            )
 
 
 def _check_unused(params: DiffusionParams) -> None:

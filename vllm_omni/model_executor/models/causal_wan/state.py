@@ -5,7 +5,6 @@ Its own value is where the input video stands. Held by
 tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +14,6 @@ from vllm_omni.model_executor.layers.narrow_view import NarrowView
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
-from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.streaming.session import SessionScalars, SessionShape, StreamingChunk, StreamingSession
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
@@ -86,19 +84,11 @@ class StreamSession(StreamingSession[StreamShape, ChunkCache, VideoInput, CacheL
 
     scalars_type: ClassVar[type[StreamScalars]] = StreamScalars
 
-    @property
-    def cache(self) -> ChunkCache:
-        return self.window
-
-    @property
-    def video(self) -> VideoInput | None:
-        return self.own
-
     def standing(self) -> Standing:
-        return Standing(self.chunk_index, self.prompt, self.seed, self.cross_kv, self.video)
+        return Standing(self.chunk_index, self.prompt, self.seed, self.cross_kv, self.own)
 
     def own_scalars(self) -> dict[str, Any]:
-        noise_scale = None if self.video is None else self.video.noise_scale
+        noise_scale = None if self.own is None else self.own.noise_scale
         return {"source": self.shape.source, "noise_scale": noise_scale}
 
     def opening_options(self) -> dict[str, Any]:
@@ -140,30 +130,3 @@ class Chunk(StreamingChunk[ChunkCache, VideoInput, PastChunk]):
     def standing(self) -> Standing:
         """Where the stream stands if this chunk succeeds; its first step has been run."""
         return Standing(self.index + 1, self.prompt, self.seed, self.cross_kv, self.own)
-
-    @classmethod
-    def to_decode(
-        cls,
-        frames: range,
-        schedule: FewStepSchedule,
-        size: Sequence[int],
-        cache: ChunkCache,
-        inputs: ChunkInputs,
-        index: int,
-    ) -> "Chunk":
-        """Chunk `index` on the VAE stage: its latents, of `size`, come when other ranks have made them."""
-        nothing = torch.empty(size, device="meta")
-        return cls(
-            frames=frames,
-            schedule=schedule,
-            latents=nothing,
-            noise=None,
-            rope=(nothing, nothing),
-            text=None,
-            window=cache,
-            replay=(),
-            prompt=inputs.prompt,
-            seed=inputs.seed,
-            own=None,
-            index=index,
-        )

@@ -180,7 +180,19 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
         latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
         size = (self.config.out_channels, len(frames), latent_height, latent_width)
         if self.text_encoder is None:
-            request.state = Chunk.to_decode(frames, self.schedule, size, session.window, inputs)
+            request.state = Chunk.to_decode(
+                frames,
+                self.schedule,
+                size,
+                session.window,
+                prompt=inputs.prompt,
+                seed=inputs.seed,
+                own=World(inputs.tail, None),
+                y=None,
+                camera_map=None,
+                relative_F44=inputs.relative_F44,
+                intrinsics_F4=inputs.intrinsics_F4,
+            )
             request.num_steps = 1  # the ranks with layers know
             return
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)

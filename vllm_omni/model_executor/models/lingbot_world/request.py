@@ -19,10 +19,10 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.state import ChunkInputs, LingBotSession
+from vllm_omni.model_executor.streaming.request import DEFAULT_SEED, check_unchanged, read_size
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.outputs import RequestFailed
 
-_DEFAULT_SEED = 0
 _MAX_IMAGE_SIDE = 8192
 _TENSORS = ("image", "poses", "intrinsics")
 
@@ -39,17 +39,7 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 def read_shape(params: DiffusionParams, config: LingBotWorldConfig, omni: OmniConfig) -> SessionShape:
     """Read what a session's first chunk fixes. Raises `RequestFailed("unsupported_size", ...)`."""
-    height = omni.height if params.height is None else params.height
-    width = omni.width if params.width is None else params.width
-    try:
-        config.latent_size(height, width)
-    except ValueError as error:
-        raise RequestFailed("unsupported_size", str(error)) from error
-    if height * width > omni.max_area:
-        raise RequestFailed(
-            "unsupported_size",
-            f"{height}x{width} has {height * width} pixels; this server makes at most {omni.max_area}",
-        )
+    height, width = read_size(params, config, omni)
     return SessionShape(height, width, params.output)
 
 
@@ -57,7 +47,7 @@ def read_chunk(request: DiffusionRequest, session: LingBotSession, served: LingB
     """Check one chunk's request against its session. Raises `RequestFailed`."""
     params = request.params
     session.window.check_fits(session.next_frames())
-    _check_unchanged(params, session.shape)
+    check_unchanged(params, session.shape, {})
     unknown = sorted(set(request.tensors) - set(_TENSORS))
     if unknown:
         raise RequestFailed("invalid_request", f"unknown tensors {unknown[:3]}; this model takes {', '.join(_TENSORS)}")
@@ -69,24 +59,12 @@ def read_chunk(request: DiffusionRequest, session: LingBotSession, served: LingB
     relative, intrinsics, tail = _read_camera(request, session, served)
     return ChunkInputs(
         prompt=prompt,
-        seed=_DEFAULT_SEED if seed is None else seed,
+        seed=DEFAULT_SEED if seed is None else seed,
         image=_read_image(request.tensors.get("image"), first_chunk=session.chunk_index == 0),
         relative_F44=relative,
         intrinsics_F4=intrinsics,
         tail=tail,
     )
-
-
-def _check_unchanged(params: DiffusionParams, shape: SessionShape) -> None:
-    for name, sent, fixed in (
-        ("height", params.height, shape.height),
-        ("width", params.width, shape.width),
-        ("output", params.output, shape.output),
-    ):
-        if sent is not None and sent != fixed:
-            raise RequestFailed(
-                "invalid_request", f"{name} is fixed at {fixed} by the session's first chunk, got {sent}"
-            )
 
 
 def _read_image(image: torch.Tensor | None, *, first_chunk: bool) -> torch.Tensor | None:

@@ -6,7 +6,6 @@ tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -17,7 +16,6 @@ from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionLayout, ConditionState
 from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk
-from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.streaming.session import SessionScalars, SessionShape, StreamingChunk, StreamingSession
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
@@ -121,27 +119,3 @@ class Chunk(StreamingChunk[KVWindow, World, PastChunk]):
     intrinsics_F4: torch.Tensor
 
     camera: torch.Tensor | None = None
-
-    @classmethod
-    def to_decode(
-        cls, frames: range, schedule: FewStepSchedule, size: Sequence[int], window: KVWindow, inputs: ChunkInputs
-    ) -> "Chunk":
-        """A chunk on the VAE stage: its latents, of `size`, come when other ranks have made them."""
-        nothing = torch.empty(size, device="meta")
-        return cls(
-            frames=frames,
-            schedule=schedule,
-            latents=nothing,
-            noise=None,
-            rope=(nothing, nothing),
-            text=None,
-            window=window,
-            replay=(),
-            prompt=inputs.prompt,
-            seed=inputs.seed,
-            own=World(inputs.tail, None),
-            y=None,
-            camera_map=None,
-            relative_F44=inputs.relative_F44,
-            intrinsics_F4=inputs.intrinsics_F4,
-        )
