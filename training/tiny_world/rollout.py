@@ -28,11 +28,13 @@ from training.tiny_world.world_data import Batch, noised
 
 @dataclass
 class OwnClips:
-    """made: [B, F, 16, h, w], the network's clips. inputs: [steps, B, F, 16, h, w], what each step was given."""
+    """made: [B, F, 16, h, w], the network's clips. inputs: [steps, B, F, 16, h, w], what each step was given.
+    age: int64 [B, F], how many frames the network has made by then; at most 0 where they are given."""
 
     batch: Batch
     made: torch.Tensor
     inputs: torch.Tensor
+    age: torch.Tensor
 
 
 class RollOuts:
@@ -64,7 +66,8 @@ class RollOuts:
             own = roll_out(trainer.model, batch.clips.rows(rows), batch.latents[rows], known, chunk, sigmas)
             made.append(own[0])
             inputs.append(own[1])
-        return OwnClips(batch, torch.cat(made), torch.cat(inputs, dim=1))
+        age = torch.arange(1, batch.latents.shape[1] + 1, device=sampler.device) - 3 * threes.unsqueeze(1)
+        return OwnClips(batch, torch.cat(made), torch.cat(inputs, dim=1), age)
 
 
 def same_lengths(chunk_B: torch.Tensor) -> list[tuple[int, slice]]:

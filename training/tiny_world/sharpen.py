@@ -16,12 +16,15 @@ handful of steps, and the time is better spent on one small adversary.
 - Balance: the adversary's gradient at x0 is scaled to R times the regression's, by running means of both norms, so
   R means the same whatever the decoder and the adversary do.
 - Half of the clips (every second one) take part with all frames at the last step; the others go on as in phase two.
+- Behind own frames by the dozen the true place cannot be known, and regression there asks for blur. It fades (`Late`):
+  what is left of it holds the level of a frame, and what such frames show is the adversary's.
 
 Held by tests/training/tiny_world/test_sharpen.py.
 """
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -131,15 +134,36 @@ class Contest:
         self.norms, self.rounds = state["norms"].to(self.norms.device), int(state["rounds"])
 
 
+@dataclass
+class Late:
+    """How the regression fades with the frames that a clip's network has made: from 1 at `begin` to `weight` at `end`.
+    level: weight of the squared error of a frame's mean (of each channel) there, in place of what has faded."""
+
+    weight: float
+    level: float
+    begin: int = 15
+    end: int = 24
+
+    def weights(self, age: torch.Tensor) -> torch.Tensor:
+        faded = ((age - self.begin) / (self.end - self.begin)).clamp(0, 1)
+        return 1 - (1 - self.weight) * faded
+
+    def levels(self, x0: torch.Tensor, truth: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        """Square of v's error in a frame's means, weighted; [B, F]. As `squares`, of means over places."""
+        means = (x0 - truth).mean((3, 4), keepdim=True)
+        return self.level * squares(means, torch.zeros_like(means), sigma)
+
+
 class Sharpening:
-    """The objective. ratio: of the adversary's gradient to the regression's. alone: rounds that the adversary is
-    trained before it is heeded. window: latent frames that it sees. keep: weight of the regression where it acts."""
+    """The objective. late: the regression's fading. ratio: of the adversary's gradient to the regression's. alone:
+    rounds that the adversary is trained before it is heeded. window: latent frames that it sees. keep: weight of the
+    regression where it acts."""
 
     def __init__(
         self, trainer: Trainer, rollouts: RollOuts, contest: Contest, *,
-        ratio: float, alone: int, window: int, keep: float, true: float,
+        ratio: float, alone: int, window: int, keep: float, true: float, late: Late,
     ) -> None:  # fmt: skip
-        self.trainer, self.rollouts, self.contest = trainer, rollouts, contest
+        self.trainer, self.rollouts, self.contest, self.late = trainer, rollouts, contest, late
         self.ratio, self.alone, self.window, self.keep, self.true = ratio, alone, window, keep, true
         self.rows = torch.arange(0, len(trainer.chunk_B), 2, device=trainer.ranks.device)
 
@@ -154,7 +178,8 @@ class Sharpening:
         by_frame = squares(x0, truth, sigma)
         kept = weights.clone()
         kept[self.rows] *= self.keep
-        total = (by_frame * kept).mean()
+        here = torch.where(true_B.unsqueeze(1), 1.0, self.late.weights(own.age))
+        total = (by_frame * kept * here + self.late.levels(x0, truth, sigma) * weights * (1 - here)).mean()
 
         rows, frames = self.rows.unsqueeze(1), self._frames(weights)
         seen = x0[rows, frames]
@@ -187,6 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--adversarial", type=float, default=1.0, help="the adversary's gradient over the regression's")
     parser.add_argument("--keep", type=float, default=1.0, help="weight of the regression on the adversary's clips")
     parser.add_argument("--seen-frames", type=int, default=5, help="latent frames that the adversary sees")
+    parser.add_argument("--late", type=float, default=1.0, help="weight of the regression behind 24 own frames")
+    parser.add_argument("--level", type=float, default=0.0, help="weight of frames' means there")
     parser.add_argument("--alone", type=int, default=200, help="updates of the adversary before it is heeded")
     parser.add_argument("--adversary-lr", type=float, default=3e-4)
     parser.add_argument("--slope", type=float, default=20.0, help="weight of the adversary's slope")
@@ -214,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         window=options.seen_frames,
         keep=options.keep,
         true=options.true,
+        late=Late(options.late, options.level),
     )
     trainer.run(objective)
     trainer.ranks.leave()

@@ -59,6 +59,7 @@ def test_a_far_clip_is_shown_before_it_is_gone_on_with(taught: list[str]) -> Non
     own = RollOuts(trainer, reuse=1, given=0).next()
     same = (own.made == own.batch.latents).all((2, 3, 4))
     assert same.tolist() == [[frame < 9 for frame in range(12)]] * 4
+    assert own.age.tolist() == [list(range(-8, 4))] * 4
 
 
 def test_roll_outs_serve_several_updates_with_other_steps(taught: list[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from training.tiny_world import sharpen, train_world
-from training.tiny_world.sharpen import Contest
+from training.tiny_world.sharpen import Contest, Late
 from training.tiny_world.train_world import Ranks, read_parts, write_synthetic_data
 from training.tiny_world.transformer import Sizes
 
@@ -59,6 +59,16 @@ def test_the_adversarys_gradient_is_scaled_to_the_regressions() -> None:
     assert float(scale) == pytest.approx(0.002, rel=1e-3)
 
 
+def test_late_frames_answer_for_their_level_and_hardly_for_their_place() -> None:
+    """Weights fall from 1 at 15 own frames to 0.2 at 24; detail that is moved leaves the level's term at nothing."""
+    late = Late(weight=0.2, level=3.0)
+    assert late.weights(torch.tensor([-8, 0, 15, 24, 90])).tolist() == pytest.approx([1, 1, 1, 0.2, 0.2])
+    truth, sigma = torch.randn(1, 2, 16, 4, 6), torch.full((1, 2), 0.5)
+    torch.testing.assert_close(late.levels(truth.roll(3, -1), truth, sigma), torch.zeros(1, 2), atol=1e-6, rtol=0)
+    brighter = late.levels(truth + torch.tensor([0.0, 1.0]).view(1, 2, 1, 1, 1), truth, sigma)
+    torch.testing.assert_close(brighter, torch.tensor([[0.0, 12.0]]), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("decoded", [False, True])
 def test_the_phase_trains_resumes_and_keeps_its_adversary(
     taught: list[str], tmp_path: Path, decoded: bool, monkeypatch: pytest.MonkeyPatch
@@ -67,7 +77,7 @@ def test_the_phase_trains_resumes_and_keeps_its_adversary(
     if decoded:
         monkeypatch.setattr(train_world, "load_decoder", lambda path, device: _decode)
         taught = ["--decoder", "some.pt", *taught]
-    short = ["--alone", "1", "--seen-frames", "3"]
+    short = ["--alone", "1", "--seen-frames", "3", "--late", "0.2", "--level", "2"]
     sharpen.main([*taught, *short, "--max-steps", "2", "--out", str(tmp_path / "a")])
     sharpen.main([*taught[:-1], str(tmp_path / "a"), *short, "--max-steps", "1", "--out", str(tmp_path / "b")])
     lines = [json.loads(line) for line in (tmp_path / "b" / "curve.jsonl").read_text().splitlines()]
