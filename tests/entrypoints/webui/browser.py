@@ -14,6 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ class Page:
         """Load a page and wait until its scripts have run."""
         self.send("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'", timeout_s=20)
+
+    def leave(self) -> None:
+        """Forget what the page stored, and end it."""
+        self.send("Network.clearBrowserCookies")
+        self.run("document.URL.startsWith('http') && (sessionStorage.clear(), localStorage.clear())")
+        self.open("about:blank")
 
     def run(self, expression: str) -> Any:
         """Value of a JavaScript expression; promises are awaited."""
@@ -166,30 +173,64 @@ class Page:
         return str(self.run(f"document.querySelector({json.dumps(selector)}).textContent"))
 
 
+@dataclass(frozen=True)
+class _Tab:
+    """DevTools' names of a tab and of its context, which has cookies and storage of its own."""
+
+    context: str
+    target: str
+
+
 class Browser:
-    """A running Chromium with a profile of its own."""
+    """A running Chromium with a profile of its own.
+
+    One tab serves one page after another: a new one, with its own process, costs more than most tests do in it. What a
+    page changed in it goes with its DevTools connection (window, touch, media) or is cleared when the page is left.
+    """
 
     def __init__(self, popen: "subprocess.Popen[bytes]", port: int, folder: Path) -> None:
         self._popen, self._port, self.downloads = popen, port, folder / "downloads"
+        self._resting: _Tab | None = None  # which the next page may have
 
     @contextlib.contextmanager
     def page(self, url: str = "about:blank") -> Iterator[Page]:
-        """A new tab in a context without cookies or storage."""
-        with self._connect(self._browser_path()) as control:
-            admin = _Admin(control)
-            context = admin.send("Target.createBrowserContext")["browserContextId"]
-            folder = str(self.downloads)
-            admin.send("Browser.setDownloadBehavior", behavior="allow", browserContextId=context, downloadPath=folder)
-            target = admin.send("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
-            try:
-                with self._connect(f"/devtools/page/{target}") as connection:
-                    page = Page(connection)
-                    page.desktop()
-                    if url != "about:blank":
-                        page.open(url)
-                    yield page
-            finally:
-                admin.send("Target.disposeBrowserContext", browserContextId=context)
+        """A tab without cookies or storage; one of its own where another page is open, or the last one failed."""
+        tab, self._resting = self._resting or self._new_tab(), None
+        try:
+            with self._connect(f"/devtools/page/{tab.target}") as connection:
+                page = Page(connection)
+                page.desktop()
+                where = {"browserContextId": tab.context, "downloadPath": str(self.downloads)}
+                page.send("Browser.setDownloadBehavior", behavior="allow", **where)
+                if url != "about:blank":
+                    page.open(url)
+                yield page
+                page.leave()
+        except BaseException:
+            self._close(tab)
+            raise
+        if self._resting is None:
+            self._resting = tab
+        else:
+            self._close(tab)
+
+    def _new_tab(self) -> "_Tab":
+        context = self._admin("Target.createBrowserContext")["browserContextId"]
+        target = self._admin("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+        return _Tab(context, target)
+
+    def _close(self, tab: "_Tab") -> None:
+        self._admin("Target.disposeBrowserContext", browserContextId=tab.context)
+
+    def _admin(self, method: str, **params: Any) -> dict[str, Any]:
+        """Call a DevTools method of the browser itself."""
+        with self._connect(self._browser_path()) as connection:
+            connection.send(json.dumps({"id": 1, "method": method, "params": params}))
+            while (message := json.loads(connection.recv(timeout=30))).get("id") != 1:
+                pass
+        assert "error" not in message, f"{method}: {message['error']}"
+        result: dict[str, Any] = message["result"]
+        return result
 
     def _browser_path(self) -> str:
         return (self.downloads.parent / "DevToolsActivePort").read_text().split()[1]
@@ -205,23 +246,6 @@ class Browser:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
-
-
-class _Admin:
-    """The browser's own DevTools connection."""
-
-    def __init__(self, connection: ClientConnection) -> None:
-        self._connection = connection
-        self._ids = itertools.count(1)
-
-    def send(self, method: str, **params: Any) -> dict[str, Any]:
-        number = next(self._ids)
-        self._connection.send(json.dumps({"id": number, "method": method, "params": params}))
-        while (message := json.loads(self._connection.recv(timeout=30))).get("id") != number:
-            pass
-        assert "error" not in message, f"{method}: {message['error']}"
-        result: dict[str, Any] = message["result"]
-        return result
 
 
 @contextlib.contextmanager
