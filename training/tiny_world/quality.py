@@ -3,10 +3,10 @@
 
     python -m training.tiny_world.quality --model DIR --out DIR --walks 24 --chunks 100 --page quality.md
 
-Every variant is one engine, measured as `score.py` does against a truth that is rendered once, and one file in --out; a
-result that is there already, made with the same arguments and model, is not made again, so the command may be stopped
-and started, and several may run at once with --only. At the end `quality.json` holds all; --page writes the page and
-its plot (SVG), unless a variant is missing.
+Every variant is measured as `score.py` does against a truth that is rendered once, and is one file in --out; a result
+that is there already, of the same walks, options and model, is not made again, so the command may be stopped and
+started, several may run at once with --only, and what needs more devices than there are may be made elsewhere. At the
+end `quality.json` holds all; --page writes the page and its plot (SVG), unless a variant is missing.
 Held by tests/training/tiny_world/test_quality.py.
 """
 
@@ -43,10 +43,17 @@ _COLOURS = ("#1b6ca8", "#c0392b", "#27824f", "#8e44ad", "#b9770e", "#117a8b", "#
 
 
 def arguments(args: argparse.Namespace, name: str) -> list[str]:
-    """The whole command line of a variant's run."""
-    common = ["--model", args.model, "--seed", args.seed, "--walks", args.walks, "--chunks", args.chunks, "--json"]
-    common += ["--dtype", "float32", "--engines", args.engines, "--batch", math.ceil(args.walks / args.engines)]
+    """What decides a variant's result, as arguments of `score.py`."""
+    common = ("--seed", args.seed, "--walks", args.walks, "--chunks", args.chunks, "--dtype", "float32")
     return [str(value) for value in (*common, *VARIANTS[name])]
+
+
+def command(args: argparse.Namespace, name: str) -> list[str]:
+    """The whole command line of a variant's run."""
+    batch = math.ceil(args.walks / args.engines)
+    run = ("--model", args.model, "--engines", args.engines, "--batch", batch)
+    share = ("--gpu-memory-utilization", args.gpu_memory_utilization)
+    return [*arguments(args, name), "--json", *(str(value) for value in (*run, *share))]
 
 
 def digest_of(model: Path) -> str:
@@ -59,7 +66,7 @@ def digest_of(model: Path) -> str:
 
 
 def kept(path: Path, key: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A run's result if it is there and was made of the same model with the same arguments."""
+    """A run's result if it is there and was made with the same `key`."""
     if not path.exists():
         return None
     saved = json.loads(path.read_text())
@@ -73,12 +80,10 @@ def run_all(args: argparse.Namespace, out: TextIO) -> dict[str, Any]:
     truth: Truth | None = None
     for name in args.only or VARIANTS:
         path = args.out / f"{name.replace(' ', '_')}.json"
-        own = arguments(args, name)
-        key = {"weights": weights, "arguments": own[2:]}  # wherever the model lies
+        key = {"weights": weights, "arguments": arguments(args, name)}  # wherever model and engines are
         result = kept(path, key)
         if result is None:
-            share = ("--gpu-memory-utilization", str(args.gpu_memory_utilization))
-            options = score.make_parser().parse_args([*own, *share])
+            options = score.make_parser().parse_args(command(args, name))
             truth = truth or score.make_truth(options)
             result = score.run(options, truth)
             path.write_text(json.dumps({"key": key, "result": result}))
@@ -116,7 +121,9 @@ def page(quality: Mapping[str, Any], plot: str) -> str:
     chunks = [f"chunk {chunk}" for chunk in shown(quality["chunks"])]
     heads = ["", *chunks, "turn (wrong)", "step", "style, after a switch", "return", "level", "s / chunk"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    lines += ["| " + " | ".join([name, *row(result)]) + " |" for name, result in quality["variants"].items()]
+    for name, result in quality["variants"].items():
+        elsewhere = "" if result["device"] == some["device"] else f" (on {result['device']})"
+        lines.append("| " + " | ".join([name + elsewhere, *row(result)]) + " |")
     return "\n".join(
         [
             "# Quality of the options, on the village",

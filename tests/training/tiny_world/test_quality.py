@@ -5,7 +5,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -70,15 +69,29 @@ def test_a_page_is_written_of_all_variants(
 def test_what_was_run_is_not_run_again(
     runs: list[argparse.Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless the arguments or the weights are others."""
+    """Unless the arguments or the weights are others; on how many engines does not matter."""
     _main(monkeypatch, tmp_path, "--only", "as shipped")
-    _main(monkeypatch, tmp_path, "--only", "as shipped", "1 step")
+    _main(monkeypatch, tmp_path, "--only", "as shipped", "1 step", "--engines", "4")
     assert len(runs) == 2
     _main(monkeypatch, tmp_path, "--only", "as shipped", "--walks", "6")
     assert len(runs) == 3
     monkeypatch.setattr(quality, "digest_of", lambda _: "other")
     _main(monkeypatch, tmp_path, "--only", "as shipped", "--walks", "6")
     assert len(runs) == 4
+
+
+def test_a_row_from_another_device_says_so(
+    runs: list[argparse.Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _main(monkeypatch, tmp_path)
+    path = tmp_path / "out" / "1_step.json"
+    saved = json.loads(path.read_text())
+    saved["result"]["device"] = "other"
+    path.write_text(json.dumps(saved))
+    _main(monkeypatch, tmp_path, "--page", str(tmp_path / "quality.md"))
+    text = (tmp_path / "quality.md").read_text()
+    assert "| 1 step (on other) |" in text
+    assert text.count("(on ") == 1
 
 
 def test_the_digest_is_of_the_weights(tmp_path: Path) -> None:
@@ -102,6 +115,8 @@ def test_half_a_comparison_is_not_published(
 
 @pytest.mark.parametrize("name", quality.VARIANTS)
 def test_the_scorer_takes_every_variants_arguments(name: str) -> None:
-    arguments = SimpleNamespace(model=Path("model"), seed=1, walks=2, chunks=3, engines=1)
-    args = score.make_parser().parse_args(quality.arguments(arguments, name))
+    arguments = argparse.Namespace(
+        model=Path("model"), seed=1, walks=2, chunks=3, engines=1, gpu_memory_utilization=0.6
+    )
+    args = score.make_parser().parse_args(quality.command(arguments, name))
     assert (args.walks, args.chunks, args.json) == (2, 3, True)
