@@ -1,6 +1,6 @@
 # make demo          set up, serve the trained world, walk its tour, write demo.mp4 and demo.png, keep serving
 # make demo ONCE=1   the same, and stop after the files are written
-# make check         lint, types and every test that needs no engine: before each commit
+# make check         lint, types and every test that needs neither an engine nor a browser: before each commit
 # make test          set up and run the test suite, without the nightly tests
 # make nightly       the slow tests; SHARD=3/8 runs the third of eight shards of them
 # make lint          ruff and mypy
@@ -15,6 +15,8 @@
 
 PYTHON ?= python3.11
 VENV ?= .venv
+# Tests start hundreds of processes; each would compile every module again where the environment forbids to keep bytecode.
+export PYTHONDONTWRITEBYTECODE :=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 MUTANTS ?=
@@ -34,7 +36,7 @@ check: setup
 	@$(MAKE) --no-print-directory -j2 lint engineless
 
 engineless: setup
-	@$(VENV)/bin/python -m pytest -n auto -m "not nightly and not engine" $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -n 3 -m "not nightly and not engine and not browser" $(PYTEST_ARGS)
 
 test: setup
 	@$(VENV)/bin/python -m pytest -n auto -m "not nightly" $(PYTEST_ARGS)

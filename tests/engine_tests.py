@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests start an engine or a server with one: they get the marker `engine`, and `make check` leaves them out.
+"""Which tests start an engine, a server with one, or a browser: `make check` leaves out what is so marked.
 
-A test is one of them if it is in `tests/engine`, if it asks for a fixture of `FIXTURES`, if its file imports a name of
-`STARTERS`, or if it is marked by hand (elsewhere, scripts that start one in a process of their own). Where they are
-left out, a test that starts an engine all the same fails. Held by test_engine_tests.py.
+A test gets the marker `engine` if it is in `tests/engine`, if it asks for a fixture of `FIXTURES`, if its file imports
+a name of `STARTERS`, or if it is marked by hand (elsewhere, scripts that start one in a process of their own); the
+marker `browser` if it asks for one, by whatever fixture. Where engine tests are left out, a test that starts one all
+the same fails. Held by test_engine_tests.py.
 """
 
 import multiprocessing.process
@@ -14,6 +15,7 @@ import pytest
 FOLDER = "tests/engine/"
 FIXTURES = frozenset({"null_engine", "served", "image_server", "world_server"})
 STARTERS = frozenset({"running_engine", "shared_engine", "AsyncLLM", "LLM", "Served"})
+BROWSER = "browser"
 LEFT_OUT = "not engine"
 _ENGINE_PROCESSES = ("EngineCore", "DPCoordinator")
 
@@ -36,6 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if starts_an_engine(item):
             item.add_marker("engine")
+        if BROWSER in getattr(item, "fixturenames", ()):
+            item.add_marker(BROWSER)
 
 
 def refuse_engines() -> None:

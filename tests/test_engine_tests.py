@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make check` starts no engine."""
+"""`make check` starts no engine and no browser."""
 
 import multiprocessing
 import os
@@ -34,15 +34,16 @@ def test_an_engine_that_was_not_announced_fails_its_test(refused: None) -> None:
 FOLDER = {
     "tests/engine/test_by_folder.py": "def test_it(): pass",
     "helper.py": "def running_engine(): pass",
-    "conftest.py": "import pytest\n@pytest.fixture\ndef null_engine(): pass",
+    "conftest.py": "import pytest\n@pytest.fixture\ndef null_engine(): pass\n@pytest.fixture\ndef browser(): pass",
     "test_by_import.py": "from helper import running_engine\ndef test_it(): pass",
     "test_by_fixture.py": "def test_it(null_engine): pass\ndef test_other(): pass",
+    "test_by_browser.py": "import pytest\n@pytest.fixture\ndef page(browser): pass\ndef test_it(page): pass",
     "test_by_hand.py": "import pytest\n@pytest.mark.engine\ndef test_it(): pass\ndef test_other(): pass",
     "test_unannounced.py": (
         "import multiprocessing, os\n"
         "def test_it(): multiprocessing.Process(target=os._exit, args=(0,), name='EngineCore').start()"
     ),
-    "pytest.ini": "[pytest]\nmarkers = engine",
+    "pytest.ini": "[pytest]\nmarkers =\n  engine\n  browser",
 }
 
 
@@ -51,7 +52,8 @@ def test_who_starts_an_engine_is_left_out(tmp_path: Path) -> None:
     for name, text in FOLDER.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    command = [sys.executable, "-m", "pytest", "-p", "engine_tests", "-p", "no:cacheprovider", "-v", "-m", "not engine"]
+    command = [sys.executable, "-m", "pytest", "-p", "engine_tests", "-p", "no:cacheprovider", "-v"]
+    command += ["-m", "not engine and not browser"]
     environ = os.environ | {
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": str(Path(engine_tests.__file__).parent),

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 PROCESSES = 2
 SECONDS_FILE = Path(__file__).with_name("suite_seconds.json")
@@ -64,6 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
+    import torch  # a pytest that a test starts with this plugin does without
+
     return 0 if torch.version.cuda is not None else PROCESSES
 
 

@@ -22,6 +22,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -163,19 +164,29 @@ def _check_vllm_omni(arguments: list[str], runs_in: Path, execute: bool) -> None
         return
     if arguments not in (["--version"], ["--help"]):
         _parse(make_parser(), arguments)
-    cheap = (
-        arguments[:1] in (["--version"], ["--help"], ["make-tiny"], ["make-world"], ["doctor"], ["verify"])
-        or "--dry-run" in arguments
-    )
-    if cheap and execute:
-        with tempfile.NamedTemporaryFile("r") as log:
-            process = rank_context().Process(target=_vllm_omni, args=(arguments, runs_in, log.name))
-            process.start()
-            process.join(600)
-            if process.exitcode is None:
-                process.kill()
-            if process.exitcode != 0:
-                raise DocsError(f"vllm-omni {shlex.join(arguments)} ended with {process.exitcode}: {log.read()[-500:]}")
+    if not execute:
+        return
+    if arguments[:1] in (["--version"], ["--help"], ["doctor"]):
+        _run_once(tuple(arguments))
+    elif arguments[:1] in (["make-tiny"], ["make-world"], ["verify"]) or "--dry-run" in arguments:
+        _run(arguments, runs_in)
+
+
+@cache
+def _run_once(arguments: tuple[str, ...]) -> None:
+    """A command that no folder changes: however often pages name it."""
+    _run(list(arguments), REPO)
+
+
+def _run(arguments: list[str], runs_in: Path) -> None:
+    with tempfile.NamedTemporaryFile("r") as log:
+        process = rank_context().Process(target=_vllm_omni, args=(arguments, runs_in, log.name))
+        process.start()
+        process.join(600)
+        if process.exitcode is None:
+            process.kill()
+        if process.exitcode != 0:
+            raise DocsError(f"vllm-omni {shlex.join(arguments)} ended with {process.exitcode}: {log.read()[-500:]}")
 
 
 def _vllm_omni(arguments: list[str], runs_in: Path, log: str) -> None:
