@@ -21,6 +21,10 @@ from typing import Any, TextIO
 from training.tiny_world import score
 from training.tiny_world.truth import Truth
 
+AS_SGLANG = (
+    '{"later_condition": "second_chunk", "camera_first_frame": "stands", "camera_scale": "session_max",'
+    ' "camera_dtype": "bf16"}'
+)
 VARIANTS: dict[str, tuple[str, ...]] = {
     "as shipped": (),
     "exact decoder": ("--decoder", "wan"),
@@ -33,7 +37,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "float16": ("--dtype", "float16"),
     "exact decoder in bands": ("--decoder", "wan", "--tensor-parallel-size", "2", "--omni", '{"vae_parallel": true}'),
     "snapshot every 10 chunks": ("--snapshot-every", "30"),  # the model's own chunks are one latent frame
-    "condition of the second chunk": ("--model-options", '{"later_condition": "second_chunk"}'),
+    "as SGLang serves it": ("--model-options", AS_SGLANG),
     "2 steps, window 9": ("--steps", "2", "--window", "9"),
 }
 """Name -> arguments of `score.py`; the world is shipped with the tiny decoder, 4 steps, window 18, sink 3, and runs in

@@ -390,6 +390,8 @@ def run(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
         engine["dtype"] = args.dtype
     if device == "cuda":
         engine["gpu_memory_utilization"] = args.gpu_memory_utilization
+        if args.tensor_parallel_size > torch.cuda.device_count():
+            engine |= {"worker_cls": "vllm_omni.worker.SharedGPUWorker", "distributed_executor_backend": "mp"}
     together = {"max_requests_per_step": args.batch, "batch_invariant": False}  # one forward for all
     omni = {**together, **args.omni, "model": model_options(args)}
     engine |= {"omni": omni, "batch": args.batch}
