@@ -10,7 +10,7 @@ from lingbot_world_driver import finish, load_world, make_request, open_session,
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession
-from vllm_omni.model_executor.models.lingbot_world.tiny import make_tiny
+from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 
 @pytest.fixture(scope="module")

@@ -23,10 +23,10 @@ from vllm_omni.model_executor.models.causal_wan.motion import first_timestep
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer, ChunkRow
 from vllm_omni.model_executor.models.causal_wan.weights import load_transformer
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
-from vllm_omni.model_executor.parity import Report, Scenario, read_tensors, run_scenarios
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, nearest_schedule
 from vllm_omni.model_executor.tensor_files import read_json
 from vllm_omni.model_executor.weights import rename
+from vllm_omni.testing.parity.comparison import Report, Scenario, read_tensors, run_scenarios
 
 _CALL, _STREAM, _BIDIRECTIONAL = 1e-5, 2e-5, 1e-5
 

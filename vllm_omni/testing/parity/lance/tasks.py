@@ -15,7 +15,6 @@ from vllm_omni.model_executor.models.lance.config import READING_TASKS, Task
 from vllm_omni.model_executor.models.lance.context import Visuals, place
 from vllm_omni.model_executor.models.lance.drawing import Drawing, plan_drawing
 from vllm_omni.model_executor.models.lance.layout import Grid, Segment, attention_allowed, positions, raw_positions
-from vllm_omni.model_executor.models.lance.parity.recorded import LATENT, STAGE, Fp32Judge, Judge, ToyModel, greedy
 from vllm_omni.model_executor.models.lance.prompt import (
     IM_END,
     VISION_END,
@@ -26,7 +25,8 @@ from vllm_omni.model_executor.models.lance.prompt import (
 )
 from vllm_omni.model_executor.models.lance.sampling import Guidance, flow_timesteps
 from vllm_omni.model_executor.models.lance.vision import decoder_grid, to_patches
-from vllm_omni.model_executor.parity import Scenario
+from vllm_omni.testing.parity.comparison import Scenario
+from vllm_omni.testing.parity.lance.recorded import LATENT, STAGE, Fp32Judge, Judge, ToyModel, greedy
 
 _SHIFT, _SCALE, _INTERVAL = 3.5, 4.0, (0.4, 1.0)
 VARIANTS = {
