@@ -26,7 +26,6 @@ from typing import Self
 import torch
 
 from vllm_omni.model_executor.layers.forward_graphs import identity
-from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
 
@@ -205,11 +204,6 @@ class KVWindow:
 
     def to(self, device: torch.device | str) -> None:
         self.buffer = self.buffer.to(device)
-        self._seen = None
-
-    def move_layers(self, move: LayerMove) -> None:
-        """Hold the layers that this stage has after `move`, as they were where they came from (collective)."""
-        self.buffer = move.stacked(self.buffer)
         self._seen = None
 
     def close(self) -> None:
