@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers for `--worker-cls`: a model that fails on one rank or makes NaN, as a prompt says, and stages that are slow."""
+"""Workers for `--worker-cls`: a model that fails on one rank or makes NaN, as a prompt says; stages that are slow."""
 
 import time
 from typing import Any
