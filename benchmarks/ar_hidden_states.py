@@ -80,7 +80,7 @@ def main() -> None:
 
     import torch
 
-    from vllm_omni.model_executor.tiny_language_model import write_tiny_language_model
+    from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
     cuda = torch.cuda.is_available()
     dtype = "bfloat16" if cuda else "float32"

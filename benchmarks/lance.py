@@ -36,7 +36,7 @@ TARGETS_S = {"1024x1024": 4.5, "768x768": 2.3}
 
 def write_checkpoint(root: Path, variant: str, layers: int) -> Path:
     """A checkpoint of the released architecture without weights (they come from --load-format dummy)."""
-    from vllm_omni.model_executor.models.lance.tiny import write_tokenizer
+    from vllm_omni.testing.tiny.lance import write_tokenizer
 
     folder = root / ("Lance_3B_Video" if variant == "video" else "Lance_3B")
     write_tokenizer(folder)
@@ -263,7 +263,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         if args.tiny:
-            from vllm_omni.model_executor.models.lance.tiny import make_tiny
+            from vllm_omni.testing.tiny.lance import make_tiny
 
             make_tiny(model, 0, args.variant)
         else:

@@ -37,7 +37,7 @@ ORIGINAL_MS = 3073
 
 def write_checkpoint(root: Path, layers: int) -> None:
     """A checkpoint directory of the released architecture without weights (they come from --load-format dummy)."""
-    from vllm_omni.model_executor.models.wan.tiny_tokenizer import write_tokenizer
+    from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
     transformer = root / "lingbot_world_fast"
     transformer.mkdir(parents=True)

@@ -48,8 +48,8 @@ TEXT_ROWS = 512
 
 def write_checkpoint(root: Path, size: str) -> None:
     """A diffusers directory of the architecture without weights (they come from --load-format dummy)."""
-    from vllm_omni.model_executor.models.wan.tiny import TEXT, VAE
-    from vllm_omni.model_executor.models.wan.tiny_tokenizer import write_tokenizer
+    from vllm_omni.testing.tiny.wan import TEXT, VAE
+    from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
     config: dict[str, Any] = {"_class_name": "CausalWanTransformer3DModel", **SIZES[size]}
     if size == "tiny":

@@ -50,8 +50,8 @@ KEYS = [["w"], ["w", "l"], ["w"]]
 
 
 def write_world(out: Path) -> None:
-    from vllm_omni.model_executor.models.lingbot_world.tiny import write_random_world
     from vllm_omni.model_executor.models.wan.components import VAEConfig
+    from vllm_omni.testing.tiny.lingbot_world import write_random_world
 
     write_random_world(out, 0, SIZES, VAEConfig(base_dim=VAE_WIDTH), TINY_VAE_CHANNELS)
 

@@ -151,7 +151,7 @@ def ar(folder: Path, eager: bool) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from vllm_omni.hidden_states import HiddenStatesRequest, hidden_states_of
-    from vllm_omni.model_executor.tiny_language_model import write_tiny_language_model
+    from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
     size = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     write_tiny_language_model(folder, dtype="bfloat16", **size)

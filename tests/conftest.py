@@ -91,7 +91,7 @@ def qwen2_5_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen2 model with a tokenizer, in transformers' layout."""
-    from vllm_omni.model_executor.tiny_language_model import write_tiny_language_model
+    from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
     return write_tiny_language_model(tmp_path_factory.mktemp("tiny_language_model"))
 

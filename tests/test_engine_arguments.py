@@ -21,10 +21,22 @@ from vllm.platforms import current_platform
 
 from vllm_omni import registration
 from vllm_omni.engine_arguments.check import asked_in_config, asked_on_command_line, check_config, refusal_of
-from vllm_omni.engine_arguments.table import ARGUMENTS, ROWS, Worker, known_to
+from vllm_omni.engine_arguments.table import ARGUMENTS, ROWS, Worker
 
 REPO = Path(__file__).parents[1]
 PIPELINES = (Worker.DIFFUSION, Worker.DIFFUSERS)
+
+
+def known_to(version: str) -> set[str]:
+    """Names of the fields that vLLM `version` ("0.33.1", or a later one) has."""
+    minor = _minor(version)
+    return {argument.name for argument in ARGUMENTS.values() if _minor(argument.since) <= minor}
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
 TOGETHER = IN_EVERY_VERSION | {name: value for name, value in LATER.items() if name in known_to(vllm.__version__)}
 IGNORED = sorted(
     name for name, argument in ARGUMENTS.items() if any(argument.verdicts[who].kind != "honoured" for who in PIPELINES)

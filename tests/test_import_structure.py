@@ -64,6 +64,19 @@ def test_what_serves_models_imports_none() -> None:
     assert crossing == set()
 
 
+def test_what_serves_imports_no_testing_models() -> None:
+    """The command `verify` compares with them."""
+    files = modules(PACKAGE)
+    testing = {name for name in files if name.startswith("vllm_omni.testing")}
+    users = {
+        name
+        for name, path in files.items()
+        if name not in testing and imports(path.read_text(), files.keys()) & testing
+    }
+    assert len(testing) > 20
+    assert users == {"vllm_omni.entrypoints.cli.verify"}
+
+
 @pytest.mark.parametrize("line", ["from p.b import x", "import p.b", "from p import b", "if 1:\n    from p import b"])
 def test_a_circle_is_seen(line: str) -> None:
     known = {"p", "p.a", "p.b"}

@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def tiny_model(folder: Path) -> str:
-    from vllm_omni.model_executor.tiny_language_model import write_tiny_language_model
+    from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
     return str(write_tiny_language_model(folder))
 

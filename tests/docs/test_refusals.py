@@ -122,7 +122,7 @@ AT_START: dict[str, list[Case]] = {
         ("causal_wan", TWO_CHUNKS | {"model": MATCHED}, STOCK),
         ("causal_wan", TEMPORAL | {"model": MATCHED}, PP2 | STOCK),
     ],
-    "| `temporal` with `pipeline_partition` or `rebalance_pipeline` |": [
+    "| `temporal` with `pipeline_partition` |": [
         ("causal_wan", TEMPORAL | {"model": MATCHED, "pipeline_partition": [2, 2]}, PP2)
     ],
     "| `pipeline_partition` that does not fit stages or layers |": [

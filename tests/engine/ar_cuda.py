@@ -38,7 +38,7 @@ PROMPTS = ["the red bird sings in the big tree", "a small blue house", "sea", "t
 
 
 def write_model(out: Path, **config: Any) -> Path:
-    from vllm_omni.model_executor.tiny_language_model import write_tiny_language_model
+    from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
     return write_tiny_language_model(
         out,

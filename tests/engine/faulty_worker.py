@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker for `--worker-cls` whose model fails on one rank, makes NaN, or is slow, as a request's prompt says."""
+"""Workers for `--worker-cls`: a model that fails on one rank or makes NaN, as a prompt says; stages that are slow."""
 
 import time
 from typing import Any
@@ -17,8 +17,8 @@ def fault(rank: int, method: str) -> str:
 NAN = "latents that are not finite"
 """The prompt of a chunk whose last step, wherever it is taken, makes NaN."""
 
-SLOW, SLOW_STEP_S = "steps that take their time", 0.2
-"""The prompt of a chunk each of whose steps takes so long on every rank: what must happen meanwhile has time to."""
+SLOW_STEP_S = 0.2
+"""More than a step of a tiny model takes on a busy machine."""
 
 
 class FaultyWorker(SharedGPUWorker):
@@ -30,8 +30,6 @@ class FaultyWorker(SharedGPUWorker):
         def failing_step(batch: Any, *args: Any) -> Any:
             if any(request.step >= AT_STEP for request in batch):
                 self._fail(batch, "denoise_step")
-            if any(request.params.prompt == SLOW for request in batch):
-                time.sleep(SLOW_STEP_S)
             return denoise_step(batch, *args)
 
         def failing_decode(request: Any) -> Any:
@@ -49,3 +47,30 @@ class FaultyWorker(SharedGPUWorker):
     def _fail(self, batch: Any, method: str) -> None:
         if any(request.params.prompt == fault(self.rank, method) for request in batch):
             raise RuntimeError("injected failure")
+
+
+class _SlowStageWorker(SharedGPUWorker):
+    slow_stage: int
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        model = self.model_runner.model
+        denoise_step = model.denoise_step
+
+        def slow_step(*args: Any) -> Any:
+            if self.model_runner.pp.rank_in_group == self.slow_stage:
+                time.sleep(SLOW_STEP_S)
+            return denoise_step(*args)
+
+        model.denoise_step = slow_step
+
+    def layers_held(self) -> int:
+        return len(self.model_runner.model.transformer.blocks)
+
+
+class SlowStage0Worker(_SlowStageWorker):
+    slow_stage = 0
+
+
+class SlowStage1Worker(_SlowStageWorker):
+    slow_stage = 1

@@ -56,7 +56,7 @@ def test_rejected_drafts_have_no_row(tiny_language_model: Path) -> None:
 @feature("speculative decoding (EAGLE-3, its layers)")
 def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
     """A random drafter's tokens are mostly rejected; rows of accepted ones, of layers that it reads too, are right."""
-    from vllm_omni.model_executor.tiny_language_model import write_tiny_language_model
+    from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
     model = write_tiny_language_model(tmp_path / "model", num_hidden_layers=BLOCKS)
     drafter = write_eagle3_drafter(model, tmp_path / "drafter")

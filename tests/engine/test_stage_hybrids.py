@@ -97,9 +97,8 @@ STREAMS = {"latents": (stream_chunk, "latents"), "frames": (stream_chunk, "rgb")
 WORLDS = {"latents": (world_chunk, "latents"), "frames": (world_chunk, "rgb"), "more": (world_chunk, "rgb")}
 
 
-def engine(model: Path, flags: dict[str, Any]) -> Any:
+def engine(model: Path, flags: dict[str, Any], **arguments: Any) -> Any:
     omni: dict[str, Any] = {"model": dict(WINDOW)}
-    arguments: dict[str, Any] = {}
     for key, value in flags.items():
         if key == "sequence_parallel":
             omni["model"][key] = value

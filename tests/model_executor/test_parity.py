@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_omni.model_executor.parity import Report, Scenario, run_scenarios
+from vllm_omni.testing.parity.comparison import Report, Scenario, run_scenarios
 
 
 def double(scenario: Scenario) -> None:

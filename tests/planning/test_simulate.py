@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule simulation against closed forms."""
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 
 import pytest
 
-from vllm_omni.planning.simulate import Pipeline, chunk_period_ms
+from benchmarks.pipeline_simulator import Pipeline, chunk_period_ms
 
 T = 100.0
 
@@ -30,14 +29,10 @@ def test_a_vae_rank_hides_the_decode() -> None:
     assert chunk_period_ms(Pipeline(T, 900.0, vae_rank=True)) == pytest.approx(900.0)
 
 
-def test_the_plot_and_the_tables_of_the_docs_are_what_the_script_makes() -> None:
+def test_the_plot_and_the_tables_of_the_docs_are_what_the_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     """`benchmarks/parallelism_curves.py --write` renews them."""
-    path = Path(__file__).parents[2] / "benchmarks" / "parallelism_curves.py"
-    spec = importlib.util.spec_from_file_location("parallelism_curves", path)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script
-    spec.loader.exec_module(script)
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    script = importlib.import_module("parallelism_curves")
     assert script.PLOT.read_text() == script.svg(script.plots())
     page = script.PAGE.read_text()
     assert script.page(page) == page and "| causal Wan 1.3B | Ulysses 2 | 2 | 1 |" in page

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni plan`: closed forms, errors against measured runs, the docs page, the command."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from benchmarks import plan_errors
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.main import make_parser
 from vllm_omni.planning.cards import H200, SOURCES, Card
@@ -23,19 +22,9 @@ from vllm_omni.planning.cost import (
     splits,
 )
 from vllm_omni.planning.models import NAMES, model_of
-from vllm_omni.planning.report import candidates, host_factor
+from vllm_omni.planning.report import candidates
 
 MAX_ERROR = 0.20
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "plan_errors.py"
-    spec = importlib.util.spec_from_file_location("plan_errors", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -44,9 +33,9 @@ def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_every_measured_run_is_predicted_within_20_percent(script: ModuleType) -> None:
+def test_every_measured_run_is_predicted_within_20_percent() -> None:
     """Chunk interval, time to first frame and peak memory of every row."""
-    rows = script.rows()
+    rows = plan_errors.rows()
     wan = "pipeline_parallel_causal_wan_1_3b"
     assert {row.run for row in rows} >= {
         *("lingbot_world", "lingbot_world_ulysses2", "lingbot_world_ulysses4", "lingbot_world_pp2"),
@@ -61,10 +50,10 @@ def test_every_measured_run_is_predicted_within_20_percent(script: ModuleType) -
     assert not [f"{row.run}: {row.quantity} {row.error:+.0%}" for row in rows if abs(row.error) > MAX_ERROR]
 
 
-def test_the_docs_page_is_what_the_script_makes(script: ModuleType) -> None:
+def test_the_docs_page_is_what_the_script_makes() -> None:
     """`benchmarks/plan_errors.py --write` renews it."""
-    page = script.PAGE.read_text()
-    assert script.page(page) == page
+    page = plan_errors.PAGE.read_text()
+    assert plan_errors.page(page) == page
     assert "| lingbot_world_ulysses4 |" in page
 
 
@@ -174,11 +163,11 @@ def test_a_hosts_speed_is_read_off_passes_that_no_graph_serves() -> None:
     launches = 1e3 * model.layers * (H200.launch_s + 2 * H200.collective_launch_s)
 
     def factor(*steps: float) -> float:
-        return host_factor(model, H200, split, {"first_chunk_timings_ms": {"steps": [500.0, *steps]}})
+        return plan_errors.host_factor(model, H200, split, {"first_chunk_timings_ms": {"steps": [500.0, *steps]}})
 
     assert factor(2 * launches, 3 * launches, 2.5 * launches, 99 * launches) == pytest.approx(2.0)
-    assert factor(0.1 * launches, launches) < 1 and host_factor(model, H200, split, {}) == 1
-    assert host_factor(model, H200, Split(1, 2), {"first_chunk_timings_ms": {"steps": [500.0] * 4}}) == 1
+    assert factor(0.1 * launches, launches) < 1 and plan_errors.host_factor(model, H200, split, {}) == 1
+    assert plan_errors.host_factor(model, H200, Split(1, 2), {"first_chunk_timings_ms": {"steps": [500.0] * 4}}) == 1
 
 
 def test_replicas_have_their_part_of_the_sessions() -> None:
@@ -213,9 +202,9 @@ def test_noise_matched_chunks_in_flight_fill_the_stages() -> None:
     assert not any(split.temporal for split in splits(model_of("causal_wan_14b"), 4))
 
 
-def test_rows_that_ended_in_an_error_are_no_measurement(script: ModuleType) -> None:
+def test_rows_that_ended_in_an_error_are_no_measurement() -> None:
     rows = {"pp2": {"ranks": 1, "stages": 2, "sequence": True, "error": "OutOfMemoryError"}}
-    assert script.compare("run", {"model": "causal_wan_1_3b", "size": [480, 832], "rows": rows}, H200) == []
+    assert plan_errors.compare("run", {"model": "causal_wan_1_3b", "size": [480, 832], "rows": rows}, H200) == []
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor import whole_request
 from vllm_omni.model_executor.models import registry
-from vllm_omni.model_executor.models.null_world import family as null_world_family
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.model_executor.whole_request import WholeRequestModel, find_method
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.testing.null.world import family as null_world_family
 
 Tensors = Mapping[str, torch.Tensor]
 

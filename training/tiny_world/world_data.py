@@ -301,8 +301,8 @@ def embed_prompts(prompts: Mapping[str, Sequence[str]], sizes: Sizes, world: Pat
     Rows behind a prompt's end are zero and take part in attention, as in the served network.
     """
     from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
-    from vllm_omni.model_executor.models.wan.tiny import TEXT
     from vllm_omni.model_executor.models.wan.weights import load_text_encoder
+    from vllm_omni.testing.tiny.wan import TEXT
 
     tokenizer = world / "google" / "umt5-xxl"
     encoder = TextEncoder(TEXT, tokenizer, max_tokens=sizes.text_len + 1, dtype=torch.float32)

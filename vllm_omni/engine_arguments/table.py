@@ -358,13 +358,3 @@ ROWS = (
 )
 
 ARGUMENTS: dict[str, Argument] = {argument.name: argument for row in ROWS for argument in row.arguments()}
-
-
-def known_to(version: str) -> set[str]:
-    """Names of the fields that vLLM `version` ("0.33.1", or a later one) has."""
-    minor = _minor(version)
-    return {argument.name for argument in ARGUMENTS.values() if _minor(argument.since) <= minor}
-
-
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])

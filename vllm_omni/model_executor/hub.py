@@ -60,10 +60,10 @@ def check_complete(family_name: str, path: Path) -> None:
 
 def _hub_module(family_name: str) -> Any:
     """The family's `hub` module, or None if it has none."""
-    name = f"{_MODELS}.{family_name}.hub"
+    package = f"{_MODELS}.{family_name}"
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(f"{package}.hub")
     except ModuleNotFoundError as error:
-        if error.name != name:
+        if error.name not in (package, f"{package}.hub"):
             raise
         return None

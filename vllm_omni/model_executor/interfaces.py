@@ -234,7 +234,7 @@ class SupportsParallelDecode(Protocol):
 
 @runtime_checkable
 class SupportsLayerMoves(Protocol):
-    """A model whose layers can move from one pipeline stage to another while no chunk is in flight."""
+    """A model whose layers can move from one pipeline stage to another while there are no sessions."""
 
     @property
     def num_layers(self) -> int:
@@ -244,8 +244,8 @@ class SupportsLayerMoves(Protocol):
     def partition(self) -> tuple[int, ...]:
         """Layers of each stage now."""
 
-    def move_layers(self, move: LayerMove, sessions: Sequence[SessionState]) -> None:
-        """Move weights, and what `sessions` keep for each layer, by `move`'s collective calls; never on a VAE stage."""
+    def move_layers(self, move: LayerMove) -> None:
+        """Move weights by `move`'s collective calls; never on a VAE stage."""
 
 
 @runtime_checkable

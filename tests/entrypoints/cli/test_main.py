@@ -12,6 +12,7 @@ import pytest
 from vllm_omni.entrypoints.cli import serve
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.model_executor.models import registry
+from vllm_omni.testing import parity
 
 
 def exit_code(*argv: str) -> int:
@@ -121,12 +122,9 @@ def test_verify_fails_when_the_report_does(
     ok: bool, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The exit status is the report's verdict, as text or as JSON."""
-    import dataclasses
-
-    family = dataclasses.replace(registry.get_family("null_world"), verify=lambda golden: FakeReport(ok))
-    monkeypatch.setattr(registry, "get_family", lambda name: family)
-    assert exit_code("verify", "null_world", "--golden", str(tmp_path)) == status
+    monkeypatch.setattr(parity, "verify", lambda family, golden: FakeReport(ok))
+    assert exit_code("verify", "lance", "--golden", str(tmp_path)) == status
     assert capsys.readouterr().out == "a table\n"
-    assert exit_code("verify", "null_world", "--golden", str(tmp_path), "--json") == status
+    assert exit_code("verify", "lance", "--golden", str(tmp_path), "--json") == status
     assert json.loads(capsys.readouterr().out) == {}
-    assert exit_code("verify", "null_world", "--golden", str(tmp_path / "nowhere")) == 2
+    assert exit_code("verify", "lance", "--golden", str(tmp_path / "nowhere")) == 2

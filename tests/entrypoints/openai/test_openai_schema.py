@@ -37,7 +37,7 @@ from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.openai.store import MediaStore
 from vllm_omni.entrypoints.openai.videos import VideoRoutes
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.model_executor.models.null_image.family import CAPABILITIES
+from vllm_omni.testing.null.image.family import CAPABILITIES
 
 ROUTES = [
     ("/v1/images/generations", "POST"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.testing.parity.windows import chronological, ends
 
 S = 2  # tokens of a frame
 
@@ -82,8 +83,8 @@ def test_a_chunk_sees_exactly_the_keys_the_rolling_buffer_shows_it(
             assert sorted((k.flatten() - 1000 * layer).tolist()) == pytest.approx(sorted(visible), abs=1e-3)
             torch.testing.assert_close(v, -k)
         window.commit(frames.stop)
-        assert window.ends() == (reference.total, len(reference.tokens))
-        ordered = window.chronological(0)[0].flatten().tolist()
+        assert ends(window) == (reference.total, len(reference.tokens))
+        ordered = chronological(window, 0)[0].flatten().tolist()
         assert ordered[: len(reference.tokens)] == pytest.approx(reference.tokens)
         assert not any(ordered[len(reference.tokens) :])
 

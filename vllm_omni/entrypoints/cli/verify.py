@@ -19,15 +19,16 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 if every scenario of the directory ran and held, 1 if one did not."""
     from vllm_omni.model_executor.models.registry import get_family
+    from vllm_omni.testing import parity
 
     try:
         family = get_family(args.model)
     except ValueError as error:
         raise CommandError(str(error)) from error
-    if family.verify is None:
+    if family.name not in parity.FAMILIES:
         raise CommandError(f"{family.name} has no golden comparison")
     if not args.golden.is_dir():
         raise CommandError(f"--golden {args.golden} is not a directory; pass one that holds recorded golden files")
-    report = family.verify(args.golden)
+    report = parity.verify(family.name, args.golden)
     print(report.to_json() if args.json else report.to_text())
     return 0 if report.ok else 1

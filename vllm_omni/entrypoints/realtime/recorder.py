@@ -51,10 +51,6 @@ class Recorder:
         self._ended: set[Path] = set()
         """Recordings that could not be written to the end; read and written on the writer's thread."""
 
-    def path_of(self, session_id: str) -> Path | None:
-        """Where a session's recording is; None if it has none."""
-        return self._paths.get(session_id)
-
     async def finished(
         self,
         params: DiffusionParams,

@@ -26,7 +26,6 @@ from typing import Self
 import torch
 
 from vllm_omni.model_executor.layers.forward_graphs import identity
-from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
 
@@ -155,18 +154,6 @@ class KVWindow:
         """
         self.committed_frames = end_frame
 
-    def ends(self) -> tuple[int, int]:
-        """Return (tokens ever committed, valid tokens in the buffer), the original's two counters."""
-        size = self.tokens_per_frame
-        return self.committed_frames * size, min(self.committed_frames, self.window_frames) * size
-
-    def chronological(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of (k, v) `[window tokens, N, H]` in the original's layout: oldest first, zeros at the end."""
-        order = self.token_positions([self.slot(frame) for frame in self.visible_frames(self.committed_frames)])
-        out = torch.zeros_like(self.buffer[layer])
-        out[:, : len(order)] = self.buffer[layer].index_select(1, order)
-        return out[0], out[1]
-
     def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
         """Return views `[layers, 2, tokens, N, H]` of the frames that a next chunk of `next_frames` can see, by name.
 
@@ -205,11 +192,6 @@ class KVWindow:
 
     def to(self, device: torch.device | str) -> None:
         self.buffer = self.buffer.to(device)
-        self._seen = None
-
-    def move_layers(self, move: LayerMove) -> None:
-        """Hold the layers that this stage has after `move`, as they were where they came from (collective)."""
-        self.buffer = move.stacked(self.buffer)
         self._seen = None
 
     def close(self) -> None:

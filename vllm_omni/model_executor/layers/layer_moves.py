@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How layers are spread over pipeline stages by what they cost, and how they move when that changes.
 
-`balanced_partition` chooses; `LayerMove` carries weights and per-layer state (keys and values) between stages with
-point-to-point sends, nothing else, in an order that is the same on every stage. Knows no model.
+`balanced_partition` chooses; `LayerMove` carries weights between stages with point-to-point sends, nothing else, in an
+order that is the same on every stage. Knows no model.
 Held by tests/model_executor/layers/test_layer_moves.py.
 """
-
-# L layers of a stage
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,17 +67,6 @@ class LayerMove:
         self._before, self._after = _owners(before), _owners(after)
         self.partition = tuple(after)
 
-    def stacked(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[L before, ...], one row for each layer of this stage -> [L after, ...]."""
-        mine = [layer for layer, owner in enumerate(self._before) if owner == self._stage]
-        new = tensor.new_empty(self._after.count(self._stage), *tensor.shape[1:])
-        rows = iter(new)
-        for layer in range(len(self._before)):
-            source = tensor[mine.index(layer)] if self._before[layer] == self._stage else None
-            target = next(rows) if self._after[layer] == self._stage else None
-            self._carry(layer, source, target)
-        return new
-
     def modules(self, modules: nn.ModuleDict, make: Callable[[int], nn.Module]) -> nn.ModuleDict:
         """Layers by number, as this stage holds them -> as it holds them afterwards. make: an empty one, by number."""
         moved: dict[str, nn.Module] = {}
@@ -88,20 +75,18 @@ class LayerMove:
             if not (ours or theirs):
                 continue
             module = modules[str(layer)] if ours else make(layer)
-            for tensor in _tensors(module):
-                self._carry(layer, tensor if ours else None, tensor if theirs else None)
+            if ours is not theirs:
+                for tensor in _tensors(module):
+                    self._carry(layer, tensor, send=ours)
             if theirs:
                 moved[str(layer)] = module
         return nn.ModuleDict(moved)
 
-    def _carry(self, layer: int, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
-        if source is not None and target is not None:
-            if target is not source:
-                target.copy_(source)
-        elif source is not None:
-            dist.send(source.contiguous(), dst=self._ranks[self._after[layer]], group=self._group)
-        elif target is not None:
-            dist.recv(target, src=self._ranks[self._before[layer]], group=self._group)
+    def _carry(self, layer: int, tensor: torch.Tensor, send: bool) -> None:
+        if send:
+            dist.send(tensor.contiguous(), dst=self._ranks[self._after[layer]], group=self._group)
+        else:
+            dist.recv(tensor, src=self._ranks[self._before[layer]], group=self._group)
 
 
 def _owners(partition: Sequence[int]) -> list[int]:

@@ -24,7 +24,6 @@ from typing import Any, Self
 import torch
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
-from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.rope import temporal_frequencies
 from vllm_omni.sessions.snapshot import SavedTensors
 
@@ -180,11 +179,6 @@ class SinkWindow(KVWindow):
         self.sinks, self.sink_at = self.sinks.to(device), self.sink_at.to(device)
         self._frequencies = self._frequencies.to(device)
         # Between chunks: one in flight would not survive this either.
-        self._renewals = ()
-
-    def move_layers(self, move: LayerMove) -> None:
-        super().move_layers(move)
-        self.sinks, self.sink_at = move.stacked(self.sinks), move.stacked(self.sink_at)
         self._renewals = ()
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model families this package knows, by name; everything else asks this table instead of naming a model.
 
-A family is a module `vllm_omni.model_executor.models.<package>.family` that defines `FAMILY`. Modules are imported on
-first use, so that listing families costs nothing.
+A family is a module `family` that defines `FAMILY`; `vllm_omni.testing.tiny.<name>` writes its tiny checkpoints.
+Modules are imported on first use, so that listing families costs nothing.
 """
 
 import importlib
@@ -15,8 +15,8 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
 
 _FAMILY_MODULES = {
-    "null_world": "vllm_omni.model_executor.models.null_world.family",
-    "null_image": "vllm_omni.model_executor.models.null_image.family",
+    "null_world": "vllm_omni.testing.null.world.family",
+    "null_image": "vllm_omni.testing.null.image.family",
     "lingbot_world": "vllm_omni.model_executor.models.lingbot_world.family",
     "causal_wan": "vllm_omni.model_executor.models.causal_wan.family",
     "wan2_2": "vllm_omni.model_executor.models.wan2_2.family",
@@ -32,8 +32,8 @@ ARCHITECTURES = {
     "DiffusersPipeline": "vllm_omni.model_executor.models.diffusers_pipeline.pipeline:DiffusersPipeline",
     "LancePipeline": "vllm_omni.model_executor.models.lance.pipeline:LancePipeline",
     "LingBotWorldPipeline": "vllm_omni.model_executor.models.lingbot_world.pipeline:LingBotWorldPipeline",
-    "NullImagePipeline": "vllm_omni.model_executor.models.null_image.pipeline:NullImagePipeline",
-    "NullWorldPipeline": "vllm_omni.model_executor.models.null_world.pipeline:NullWorldPipeline",
+    "NullImagePipeline": "vllm_omni.testing.null.image.pipeline:NullImagePipeline",
+    "NullWorldPipeline": "vllm_omni.testing.null.world.pipeline:NullWorldPipeline",
     "Wan22Pipeline": "vllm_omni.model_executor.models.wan2_2.pipeline:Wan22Pipeline",
     "Qwen2_5OmniToken2WavPipeline": "vllm_omni.model_executor.models.qwen2_5_omni.token2wav:Token2WavPipeline",
 }
@@ -54,9 +54,7 @@ class ModelFamily:
     detect: whether a directory holds a checkpoint of this family (any of its layouts); must be cheap and not raise.
     hf_config: a directory -> keyword arguments of a `PretrainedConfig` (`architectures`, `dtype`, sizes, layout).
     Raises ValueError with one line when the directory is unusable.
-    make_tiny: write a tiny random checkpoint in a real layout: `(out_dir, seed, layout)`.
     layouts: the layouts `make_tiny` can write, default first.
-    verify: golden directory -> report (see `model_executor/parity.py`); None if the family has no goldens.
     world_facts: (hf_config as a dict, parsed options) -> what doors must know that differs from the defaults of
     `WorldFacts` (entrypoints/realtime/facts.py), e.g. another chunk size.
     capabilities: likewise -> what the OpenAI routes may ask of the model; None = a world started by an image.
@@ -73,9 +71,7 @@ class ModelFamily:
     architecture: str
     detect: Callable[[Path], bool]
     hf_config: Callable[[Path], dict[str, Any]]
-    make_tiny: Callable[[Path, int, str], None]
     layouts: tuple[str, ...]
-    verify: Callable[[Path], Any] | None = None
     check_options: Callable[[dict[str, Any], OmniConfig], None] | None = None
     check_parallel: Callable[[dict[str, Any], OmniConfig, int, int], None] | None = None
     world_facts: Callable[[dict[str, Any], OmniConfig], dict[str, Any]] | None = None
@@ -83,6 +79,10 @@ class ModelFamily:
     executor_cls: str | None = None
     serve_flags: Callable[[Path, bool], dict[str, str]] | None = None
     endpoint_plugins: tuple[str, ...] = ()
+
+    def make_tiny(self, out: Path, seed: int, layout: str) -> None:
+        """Write a tiny random checkpoint in a real layout into the empty or new folder `out`, for demos and tests."""
+        importlib.import_module(f"vllm_omni.testing.tiny.{self.name}").make_tiny(out, seed, layout)
 
 
 def family_names() -> list[str]:

@@ -6,7 +6,6 @@ Reads configs and options; loads no weights. Held by tests/test_combinations.py 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -48,19 +47,12 @@ def streaming_family(
     facts: Mapping[str, Any],
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None,
 ) -> ModelFamily:
-    """Return the family whose package `models/{name}` has a `tiny.make_tiny` and a `parity.verify`.
+    """Return the family of package `models/{name}`.
 
     read: (the family's part of `hf_config`, options) -> the stream. check_options: beyond what `read` and the video's
     size refuse. check_parallel: (stream, options, ranks that share layers, pipeline stages). facts: of `WorldFacts`,
     beside the chunks' lengths.
     """
-    package = f"vllm_omni.model_executor.models.{name}"
-
-    def make_tiny(out: Path, seed: int, layout: str) -> None:
-        import_module(f"{package}.tiny").make_tiny(out, seed, layout)  # transformers and diffusers
-
-    def verify(golden: Path) -> Any:
-        return import_module(f"{package}.parity").verify(golden)
 
     def check_served(config: dict[str, Any], omni: OmniConfig) -> None:
         read(config[name], omni).config.latent_size(omni.height, omni.width)
@@ -83,9 +75,7 @@ def streaming_family(
         architecture=architecture,
         detect=detect,
         hf_config=hf_config,
-        make_tiny=make_tiny,
         layouts=layouts,
-        verify=verify,
         check_options=check_served,
         check_parallel=check_split,
         world_facts=world_facts,

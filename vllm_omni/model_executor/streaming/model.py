@@ -105,14 +105,10 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
     def partition(self) -> tuple[int, ...]:
         return tuple(self.parallel.lengths(self.config.num_layers))
 
-    def move_layers(self, move: LayerMove, sessions: Sequence[Session]) -> None:
+    def move_layers(self, move: LayerMove) -> None:
         self.transformer.move_layers(move)
         self.parallel = self.transformer.parallel
         self.prompts.forget()
-        for session in sessions:
-            session.window.move_layers(move)
-            session.cross_kv = None
-            session.reserved_bytes = self._reserved_bytes(session.shape)
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 

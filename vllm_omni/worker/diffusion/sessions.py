@@ -135,10 +135,6 @@ class SessionStore:
         for session in self._sessions.values():
             session.to(device)
 
-    def in_order_of_id(self) -> list[SessionState]:
-        """An order that is the same on every rank, whoever used them last."""
-        return [self._sessions[session_id] for session_id in sorted(self._sessions)]
-
     def stats(self) -> dict[str, Any]:
         """JSON types only: it travels over RPC."""
         return {

@@ -12,7 +12,7 @@ import time
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.worker.diffusion.memory import MemoryBudget
-from vllm_omni.worker.diffusion.rebalance import StageTimes, measured_partition, rebalance
+from vllm_omni.worker.diffusion.rebalance import StageTimes, rebalance
 from vllm_omni.worker.diffusion.requests import RequestState
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 
@@ -31,7 +31,7 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
     runner.role.connect()
     if runner.omni.pipeline_partition == "measured":
         _, times = _run_session(runner)
-        rebalance(runner, measured_partition(runner, times))
+        rebalance(runner, times)
     budget = MemoryBudget(runner.vllm_config, runner.device, used_before)
     with budget.measure():
         session_bytes, _ = _run_session(runner)

@@ -11,11 +11,9 @@ import torch
 from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_omni.outputs import RequestFailed
 from vllm_omni.processes import end_with_parent, engine_processes
 from vllm_omni.worker.diffusion.checkpoints import SessionCheckpoints
 from vllm_omni.worker.diffusion.liveness import Watchdog, answers_steps, failing_together, watch_other_ranks
-from vllm_omni.worker.diffusion.rebalance import rebalance
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 from vllm_omni.worker.diffusion.snapshots import SessionSnapshots
 from vllm_omni.worker.diffusion.warm_up import warm_up
@@ -137,18 +135,6 @@ class DiffusionWorkerMixin(_Worker):
             "torch_reserved": torch.cuda.memory_reserved(self.device),
             "torch_peak": torch.cuda.max_memory_allocated(self.device),
         }
-
-    def rebalance_pipeline(self, partition: list[int]) -> dict[str, Any]:
-        """`collective_rpc("rebalance_pipeline", args=([14, 16],))`: other layers for each stage, between two chunks.
-
-        `{"ok": the layers of each stage}`, or `{"error": [code, message]}` and nothing has changed.
-        """
-        try:
-            moved = rebalance(self.model_runner, partition)
-        except RequestFailed as failure:
-            return {"error": [failure.code, failure.message]}
-        self.snapshots.forget_weights()
-        return {"ok": moved}
 
     def close_session(self, session_id: str) -> bool:
         """`collective_rpc("close_session", args=(id,))`: drop a session; False if it does not exist or is at work.

@@ -12,7 +12,7 @@ from causal_wan_driver import load_model, stream
 from rank_processes import run_ranks
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.models.causal_wan.tiny import make_tiny
+from vllm_omni.testing.tiny.causal_wan import make_tiny
 
 TOLERANCE = 2e-4
 """Seven chunks in fp32; ranks only change the order of sums."""

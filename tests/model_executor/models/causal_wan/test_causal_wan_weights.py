@@ -16,12 +16,12 @@ from vllm_omni.model_executor.hub import check_complete
 from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
 from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, hf_config, open_transformer
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
-from vllm_omni.model_executor.models.causal_wan.tiny import DIFFUSERS_NAMES
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
 from vllm_omni.model_executor.models.causal_wan.weights import load_transformer
 from vllm_omni.model_executor.models.registry import detect_family, get_family
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
 from vllm_omni.model_executor.weights import rename, shapes_of
+from vllm_omni.testing.tiny.causal_wan import DIFFUSERS_NAMES
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "wan_causal"
 SIZES = {

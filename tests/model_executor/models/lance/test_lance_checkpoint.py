@@ -11,8 +11,8 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.hub import check_complete, hub_source
 from vllm_omni.model_executor.models.lance.checkpoint import find_layout, hf_config, is_checkpoint
 from vllm_omni.model_executor.models.lance.family import FAMILY
-from vllm_omni.model_executor.models.lance.tiny import make_tiny
 from vllm_omni.model_executor.models.registry import detect_family
+from vllm_omni.testing.tiny.lance import make_tiny
 
 
 @pytest.fixture(scope="module")

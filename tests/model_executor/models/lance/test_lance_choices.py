@@ -21,15 +21,15 @@ from vllm_omni.model_executor.models.lance.context import Visuals
 from vllm_omni.model_executor.models.lance.drawing import Drawing, plan_drawing
 from vllm_omni.model_executor.models.lance.family import FAMILY
 from vllm_omni.model_executor.models.lance.media import for_vit
-from vllm_omni.model_executor.models.lance.parity.recorded import ToyModel
 from vllm_omni.model_executor.models.lance.pipeline import Lance
 from vllm_omni.model_executor.models.lance.prompt import LanceTokenizer, build_prompt
 from vllm_omni.model_executor.models.lance.request import parse_request_options, read_question
 from vllm_omni.model_executor.models.lance.sampling import Guidance, flow_timesteps
-from vllm_omni.model_executor.models.lance.tiny import make_tiny, write_tokenizer
 from vllm_omni.model_executor.models.lance.vae import to_uint8
 from vllm_omni.model_executor.models.lance.vision import to_patches
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.testing.parity.lance.recorded import ToyModel
+from vllm_omni.testing.tiny.lance import make_tiny, write_tokenizer
 
 SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_video_frames": 9}
 TEXT_TASKS: tuple[Task, ...] = ("t2i", "t2v")

@@ -5,11 +5,11 @@ import torch
 
 from vllm_omni.model_executor.models.lance.layout import (
     Segment,
-    attention_allowed,
     positions,
     raw_positions,
     rope_tables,
 )
+from vllm_omni.testing.parity.lance.tasks import attention_allowed
 
 
 def text(count: int, user: bool = False) -> Segment:

@@ -12,7 +12,7 @@ from rank_processes import run_ranks
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.pipeline import Lance
-from vllm_omni.model_executor.models.lance.tiny import make_tiny
+from vllm_omni.testing.tiny.lance import make_tiny
 
 TOLERANCE = 1e-4
 """Latents in fp32; ranks only change the order of sums."""

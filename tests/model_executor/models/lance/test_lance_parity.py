@@ -10,7 +10,7 @@ from lance_reference import record
 from safetensors.torch import load_file, save_file
 
 from vllm_omni.entrypoints.cli.main import main
-from vllm_omni.model_executor.models.lance.parity import verify
+from vllm_omni.testing.parity.lance import verify
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lance"
 _BESIDE = ("meta_fp32.json", "meta_bf16.json", "state_dict.safetensors", "state_dict_vae.safetensors")

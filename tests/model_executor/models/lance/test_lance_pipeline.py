@@ -9,8 +9,8 @@ from lance_driver import REQUESTS, clip, finish, load_lance, make_request, pictu
 
 from vllm_omni.model_executor.models.lance.config import TASKS
 from vllm_omni.model_executor.models.lance.pipeline import Lance
-from vllm_omni.model_executor.models.lance.tiny import make_tiny
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.testing.tiny.lance import make_tiny
 
 SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_video_frames": 9}
 TOLERANCE = 1e-4

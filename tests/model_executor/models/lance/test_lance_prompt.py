@@ -7,7 +7,7 @@ import pytest
 
 from vllm_omni.model_executor.models.lance.config import TASKS
 from vllm_omni.model_executor.models.lance.prompt import SYSTEM_PROMPTS, LanceTokenizer, Turn, build_prompt
-from vllm_omni.model_executor.models.lance.tiny import write_tokenizer
+from vllm_omni.testing.tiny.lance import write_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
 from vllm_omni.model_executor.models.lance.config import LanceConfig, VisionConfig
-from vllm_omni.model_executor.models.lance.tiny import make_tiny, wan_name
 from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
 from vllm_omni.model_executor.models.lance.vae import VAE_RULES, LanceVAEConfig
 from vllm_omni.model_executor.models.lance.weights import network_shapes, vae_shapes, vision_shapes
 from vllm_omni.model_executor.weights import rename
+from vllm_omni.testing.tiny.lance import make_tiny, wan_name
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lance"
 SMALL = {"max_image_pixels": 64 * 96}

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from vllm_omni.model_executor.models.lingbot_world.condition import (
     ConditionState,
     GreyCondition,
-    output_size,
     prepare_image,
 )
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
@@ -168,17 +167,3 @@ def test_images_of_another_form_are_refused(image, message):
     """The error names what arrived and what is allowed."""
     with pytest.raises(ValueError, match=message):
         prepare_image(image, 16, 16)
-
-
-@pytest.mark.parametrize(
-    ("image_size", "expected"),
-    [((720, 1280), (464, 832)), ((1080, 1920), (464, 832)), ((1024, 1536), (512, 768)), ((1280, 720), (832, 464))],
-)
-def test_output_size_is_the_originals(image_size, expected):
-    """The original's sizes for 480 * 832 pixels: multiples of 16 with the image's aspect."""
-    assert output_size(*image_size, 480 * 832) == expected
-
-
-def test_output_size_refuses_slivers():
-    with pytest.raises(ValueError, match="too narrow"):
-        output_size(1, 10_000, 480 * 832)

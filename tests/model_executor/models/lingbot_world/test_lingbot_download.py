@@ -17,8 +17,8 @@ import pytest
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.hub import PIECES
-from vllm_omni.model_executor.models.lingbot_world.tiny import make_tiny
 from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
+from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 COMMIT = "a" * 40
 BASE, FAST = (piece.repo for piece in PIECES)

@@ -17,7 +17,7 @@ from rank_processes import run_ranks
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
-from vllm_omni.model_executor.models.lingbot_world.tiny import make_tiny
+from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 CHUNKS = 10
 OPTIONS = {"window_frames": 9, "sink_frames": 3}

@@ -12,7 +12,7 @@ from lingbot_rollout import GOLDEN
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from vllm_omni.model_executor.models.lingbot_world.parity import verify
+from vllm_omni.testing.parity.lingbot_world import verify
 
 _AUXILIARY = ("dit_inputs.safetensors", "dit_tiny_weights.safetensors", "vae_tiny_weights_orig_names.safetensors")
 

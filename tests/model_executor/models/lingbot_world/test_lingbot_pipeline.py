@@ -26,8 +26,8 @@ from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk
 from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession, World
-from vllm_omni.model_executor.models.lingbot_world.tiny import make_tiny
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 PIXELS_TOLERANCE = 1
 """uint8 levels: sums in another order move a value across a rounding step at most once."""

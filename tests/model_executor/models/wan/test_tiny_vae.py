@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_omni.model_executor.models.wan.tiny import write_tiny_vae
 from vllm_omni.model_executor.models.wan.tiny_vae import (
     CHANNELS,
     MemoryBlock,
@@ -14,6 +13,7 @@ from vllm_omni.model_executor.models.wan.tiny_vae import (
     load_tiny_vae,
     tiny_vae_channels,
 )
+from vllm_omni.testing.tiny.wan import write_tiny_vae
 
 TOLERANCE = 1e-5
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
-from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.sink_window import SinkWindow
 from vllm_omni.model_executor.models.wan.layers import KVView
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
@@ -164,10 +163,6 @@ class ChunkCache:
     def to(self, device: torch.device | str) -> None:
         for window in self.windows:
             window.to(device)
-
-    def move_layers(self, move: LayerMove) -> None:
-        for window in self.windows:
-            window.move_layers(move)
 
     def close(self) -> None:
         for window in self.windows:

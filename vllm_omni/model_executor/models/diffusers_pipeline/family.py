@@ -21,8 +21,6 @@ from vllm_omni.model_executor.models.diffusers_pipeline.checkpoint import (
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions
 from vllm_omni.model_executor.models.registry import ModelFamily
 
-_LAYOUTS = ("qwen_image", "flux", "wan", "sd3")
-
 
 def _hf_config(path: Path) -> dict[str, Any]:
     index = PipelineIndex.read(path)
@@ -68,20 +66,13 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
     )
 
 
-def _make_tiny(out: Path, seed: int, layout: str) -> None:
-    from vllm_omni.model_executor.models.diffusers_pipeline.tiny import make_tiny  # transformers and diffusers
-
-    make_tiny(out, seed, layout)
-
-
 FAMILY = ModelFamily(
     name="diffusers_pipeline",
     title="a diffusers pipeline",
     architecture="DiffusersPipeline",
     detect=is_pipeline,
     hf_config=_hf_config,
-    make_tiny=_make_tiny,
-    layouts=_LAYOUTS,
+    layouts=("qwen_image", "flux", "wan", "sd3"),
     check_options=_check_options,
     capabilities=_capabilities,
     executor_cls="vllm_omni.executor.DiffusersPipelineExecutor",

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `lance` family: what the command line, the config parser and the HTTP routes ask about it."""
 
-from pathlib import Path
 from typing import Any
 
 from vllm_omni.config import OmniConfig
@@ -16,18 +15,6 @@ from vllm_omni.model_executor.models.lance.config import (
 )
 from vllm_omni.model_executor.models.lance.sizes import default_size
 from vllm_omni.model_executor.models.registry import ModelFamily
-
-
-def _make_tiny(out: Path, seed: int, layout: str) -> None:
-    from vllm_omni.model_executor.models.lance.tiny import make_tiny  # transformers and diffusers
-
-    make_tiny(out, seed, layout)
-
-
-def _verify(golden: Path) -> Any:
-    from vllm_omni.model_executor.models.lance import parity
-
-    return parity.verify(golden)
 
 
 def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
@@ -84,9 +71,7 @@ FAMILY = ModelFamily(
     architecture="LancePipeline",
     detect=is_checkpoint,
     hf_config=hf_config,
-    make_tiny=_make_tiny,
     layouts=LAYOUTS,
-    verify=_verify,
     check_options=_check_options,
     check_parallel=_check_parallel,
     capabilities=_capabilities,

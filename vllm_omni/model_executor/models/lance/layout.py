@@ -8,7 +8,7 @@ Positions (time, height, width) come from a running counter P: text of n tokens 
 with grid (T, h, w) takes (P, P, P) for its start, (P+1+2t, P+1+i, P+1+j) for its cells and one past the largest for its
 end. Sequences with a reference are re-anchored: vision blocks start at time 1000, and a target whose grid equals the
 reference's takes over the reference's positions.
-Held by the golden files (`parity/`) and tests/model_executor/models/lance/test_lance_layout.py.
+Held by the golden files (`vllm_omni.testing.parity.lance`) and tests/model_executor/models/lance/test_lance_layout.py.
 """
 
 from collections.abc import Sequence
@@ -101,17 +101,6 @@ def block_positions(start: int, grid: Grid) -> torch.Tensor:
     ).flatten(1)
     end = first + max(TIME_STEP * (frames - 1), height - 1, width - 1) + 1
     return torch.cat((torch.full((3, 1), start), cells, torch.full((3, 1), end)), dim=1)
-
-
-def attention_allowed(segments: Sequence[Segment]) -> torch.Tensor:
-    """Return the dense rule as bool [S, S], query by key: for tests; serving never builds it."""
-    owner = torch.cat([torch.full((segment.length,), index) for index, segment in enumerate(segments)])
-    size = len(owner)
-    same = owner[:, None] == owner[None, :]
-    block = torch.tensor([segment.kind != "text" for segment in segments])[owner]
-    noise = torch.tensor([segment.kind == "noise" for segment in segments])[owner]
-    causal = torch.ones(size, size, dtype=torch.bool).tril()
-    return (causal | (same & block[None, :])) & ~(noise[None, :] & ~same)
 
 
 def rope_tables(

@@ -10,7 +10,6 @@ Held by tests/model_executor/models/lingbot_world/test_condition.py and test_lin
 
 # C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,7 +22,6 @@ from vllm_omni.model_executor.models.wan.vae import CacheLayout, StreamingWanVAE
 from vllm_omni.sessions.snapshot import SavedTensors
 
 MASK_CHANNELS = 4
-_SIZE_MULTIPLE = 16
 """Pixels per token along each side: 8 of the VAE times a patch of 2."""
 _SETTLED = {torch.float32: 2**-8, torch.bfloat16: 2**-6}
 """By the VAE's type, the largest change from one latent frame to the next, over their deviation, that no longer counts:
@@ -210,7 +208,7 @@ def prepare_image(
     """Return an image as the VAE takes it: [1, 3, 1, height, width], fp32 in about [-1, 1], on the image's device.
 
     image: uint8 [h, w, 3], or float [3, h, w] in [0, 1]. fit: `exact` resizes both sides (the original: its output
-    size already follows the image's aspect, see `output_size`), `cover` keeps the aspect and cuts the middle.
+    size already follows the image's aspect), `cover` keeps the aspect and cuts the middle.
     Bicubic without antialiasing and without clamping its overshoot, as the original. Raises ValueError on other
     shapes, types and non-finite values.
     """
@@ -236,20 +234,3 @@ def prepare_image(
     pixels_1CHW = nn.functional.interpolate((unit_CHW * 2 - 1)[None], size=size, mode="bicubic")
     top, left = (size[0] - height) // 2, (size[1] - width) // 2
     return pixels_1CHW[:, :, top : top + height, left : left + width][:, :, None].contiguous()
-
-
-def output_size(image_height: int, image_width: int, max_area: int) -> tuple[int, int]:
-    """Return the video size (height, width) the original derives from an image: its aspect, about `max_area` pixels.
-
-    Multiples of 16, rounded down in floating point: 16:9 -> 464 x 832 and 3:2 -> 512 x 768 for 480 * 832 pixels, and
-    480 x 832 itself -> 464 x 832, as in the original. Raises ValueError when nothing fits.
-    Source: Robbyant/lingbot-world @ a43bec7, wan/image2video_fast.py.
-    """
-    if min(image_height, image_width) < 1:
-        raise ValueError(f"the image is empty: {image_height} x {image_width}")
-    aspect = image_height / image_width
-    height = int(math.sqrt(max_area * aspect) // _SIZE_MULTIPLE) * _SIZE_MULTIPLE
-    width = int(math.sqrt(max_area / aspect) // _SIZE_MULTIPLE) * _SIZE_MULTIPLE
-    if min(height, width) == 0:
-        raise ValueError(f"an image of {image_height} x {image_width} is too narrow for {max_area} pixels of video")
-    return height, width

@@ -50,19 +50,12 @@ def _serve_flags(path: Path, on_cpu: bool) -> dict[str, str]:
     return flags if on_cpu else {**flags, "gpu-memory-utilization": str(THINKER_GPU_SHARE)}
 
 
-def _make_tiny(out: Path, seed: int, layout: str) -> None:
-    from vllm_omni.model_executor.models.qwen2_5_omni.tiny import make_tiny
-
-    make_tiny(out, seed, layout)
-
-
 FAMILY = ModelFamily(
     name="qwen2_5_omni",
     title="Qwen2.5-Omni: text, pictures and sound in, text and speech out",
     architecture="Qwen2_5OmniToken2WavPipeline",
     detect=is_checkpoint,
     hf_config=_hf_config,
-    make_tiny=_make_tiny,
     layouts=("original",),
     check_options=_check_options,
     # Served by the thinker's engine; the endpoint plugin starts the other two beside it.

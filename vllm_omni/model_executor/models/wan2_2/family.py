@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `wan2_2` family: what the command line, the config parser and the doors ask about it."""
 
-from pathlib import Path
 from typing import Any
 
 from vllm_omni.config import OmniConfig
@@ -24,12 +23,6 @@ _TASKS: dict[Kind, tuple[Task, ...]] = {
     "i2v": ("image_to_video",),
     "ti2v": ("text_to_video", "image_to_video"),
 }
-
-
-def _make_tiny(out: Path, seed: int, layout: str) -> None:
-    from vllm_omni.model_executor.models.wan2_2.tiny import make_tiny  # transformers and diffusers
-
-    make_tiny(out, seed, layout)
 
 
 def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
@@ -73,7 +66,6 @@ FAMILY = ModelFamily(
     architecture="Wan22Pipeline",
     detect=is_checkpoint,
     hf_config=hf_config,
-    make_tiny=_make_tiny,
     layouts=("t2v", "i2v", "ti2v"),
     check_options=_check_options,
     check_parallel=_check_parallel,

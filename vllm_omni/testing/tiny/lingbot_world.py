@@ -16,7 +16,7 @@ from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldCon
 from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes
 from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
 from vllm_omni.model_executor.models.wan.components import VAEConfig
-from vllm_omni.model_executor.models.wan.tiny import (
+from vllm_omni.testing.tiny.wan import (
     Tensors,
     normal,
     write_component,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.models.wan.tiny_tokenizer import write_tokenizer as write_t5_tokenizer
+from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer as write_t5_tokenizer
 
 _TEXT_WIDTH = 32
 _BLOCKS = ("DownEncoderBlock2D",) * 4, ("UpDecoderBlock2D",) * 4
@@ -182,7 +182,6 @@ def _wan(out: Path) -> Any:
 
 
 _LAYOUTS: dict[str, Callable[[Path], Any]] = {"qwen_image": _qwen_image, "flux": _flux, "sd3": _sd3, "wan": _wan}
-LAYOUTS = ("qwen_image", "flux", "wan", "sd3")
 
 
 def _autoencoder_kl() -> Any:

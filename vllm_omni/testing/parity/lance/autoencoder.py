@@ -9,10 +9,10 @@ import json
 import torch
 
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
-from vllm_omni.model_executor.models.lance.parity.recorded import VAE, Fp32Judge
 from vllm_omni.model_executor.models.lance.vae import VAE_RULES, LanceVAEConfig, LanceWanVAE
-from vllm_omni.model_executor.parity import Scenario, read_tensors
 from vllm_omni.model_executor.weights import rename
+from vllm_omni.testing.parity.comparison import Scenario, read_tensors
+from vllm_omni.testing.parity.lance.recorded import VAE, Fp32Judge
 
 VAE_WEIGHTS = "state_dict_vae.safetensors"
 

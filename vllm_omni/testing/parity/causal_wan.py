@@ -23,10 +23,11 @@ from vllm_omni.model_executor.models.causal_wan.motion import first_timestep
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer, ChunkRow
 from vllm_omni.model_executor.models.causal_wan.weights import load_transformer
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
-from vllm_omni.model_executor.parity import Report, Scenario, read_tensors, run_scenarios
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, nearest_schedule
 from vllm_omni.model_executor.tensor_files import read_json
 from vllm_omni.model_executor.weights import rename
+from vllm_omni.testing.parity.comparison import Report, Scenario, read_tensors, run_scenarios
+from vllm_omni.testing.parity.windows import chronological, ends
 
 _CALL, _STREAM, _BIDIRECTIONAL = 1e-5, 2e-5, 1e-5
 
@@ -110,7 +111,7 @@ class _Calls:
         self.done += 1
         recorded = [float(t) for t in meta["t"]]
         scenario.compare("call timestep", torch.full((len(recorded),), timestep), torch.tensor(recorded), 1e-3)
-        counters = torch.tensor([frames.start * tokens, len(frames), *window.ends()])
+        counters = torch.tensor([frames.start * tokens, len(frames), *ends(window)])
         expected = torch.tensor([meta["start"], meta["frames"], meta["g_end"], meta["l_end"]])
         scenario.compare("start, frames, cache ends", counters, expected, 0.0)
         scenario.get(f"{name}.flow")  # every call's input and flow must have been recorded
@@ -118,7 +119,7 @@ class _Calls:
             if key != "x0" or f"{name}.x0" in scenario:
                 scenario.compare_recorded(stage, ours.transpose(0, 1)[None], f"{name}.{key}", _CALL)
         for layer in _recorded_layers(scenario, f"{name}.cache"):
-            for kind, ours in zip("kv", window.chronological(layer), strict=True):
+            for kind, ours in zip("kv", chronological(window, layer), strict=True):
                 scenario.compare_recorded("self-attention K/V", ours[None], f"{name}.cache{layer}.{kind}", _CALL)
 
     def finish(self) -> None:

@@ -16,10 +16,10 @@ from safetensors.torch import save
 from transformers import UMT5Config, UMT5EncoderModel
 
 from vllm_omni.model_executor.models.wan.components import UMT5_XXL, VAEConfig
-from vllm_omni.model_executor.models.wan.tiny_tokenizer import write_tokenizer
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 from vllm_omni.model_executor.weights import Rules, rename, shapes_of
+from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
 Tensors = dict[str, torch.Tensor]
 

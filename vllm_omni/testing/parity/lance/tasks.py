@@ -14,8 +14,7 @@ import torch
 from vllm_omni.model_executor.models.lance.config import READING_TASKS, Task
 from vllm_omni.model_executor.models.lance.context import Visuals, place
 from vllm_omni.model_executor.models.lance.drawing import Drawing, plan_drawing
-from vllm_omni.model_executor.models.lance.layout import Grid, Segment, attention_allowed, positions, raw_positions
-from vllm_omni.model_executor.models.lance.parity.recorded import LATENT, STAGE, Fp32Judge, Judge, ToyModel, greedy
+from vllm_omni.model_executor.models.lance.layout import Grid, Segment, positions, raw_positions
 from vllm_omni.model_executor.models.lance.prompt import (
     IM_END,
     VISION_END,
@@ -26,7 +25,8 @@ from vllm_omni.model_executor.models.lance.prompt import (
 )
 from vllm_omni.model_executor.models.lance.sampling import Guidance, flow_timesteps
 from vllm_omni.model_executor.models.lance.vision import decoder_grid, to_patches
-from vllm_omni.model_executor.parity import Scenario
+from vllm_omni.testing.parity.comparison import Scenario
+from vllm_omni.testing.parity.lance.recorded import LATENT, STAGE, Fp32Judge, Judge, ToyModel, greedy
 
 _SHIFT, _SCALE, _INTERVAL = 3.5, 4.0, (0.4, 1.0)
 VARIANTS = {
@@ -239,3 +239,14 @@ def _compare_answer(scenario: Scenario, model: ToyModel, inputs: TaskInputs, jud
         tokens, logits = greedy(model, context, inputs.visuals, steps, model.special[IM_END])
         judge(f"{inputs.task}: tokens ({path})", tokens, f"{name}.tokens", 0.0)
         judge(f"{inputs.task}: logits ({path})", logits, f"{name}.logits", STAGE)
+
+
+def attention_allowed(segments: Sequence[Segment]) -> torch.Tensor:
+    """Return the dense rule as bool [S, S], query by key."""
+    owner = torch.cat([torch.full((segment.length,), index) for index, segment in enumerate(segments)])
+    size = len(owner)
+    same = owner[:, None] == owner[None, :]
+    block = torch.tensor([segment.kind != "text" for segment in segments])[owner]
+    noise = torch.tensor([segment.kind == "noise" for segment in segments])[owner]
+    causal = torch.ones(size, size, dtype=torch.bool).tril()
+    return (causal | (same & block[None, :])) & ~(noise[None, :] & ~same)

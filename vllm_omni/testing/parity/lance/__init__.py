@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from vllm_omni.model_executor.models.lance.config import TASKS, Task
-from vllm_omni.model_executor.models.lance.parity.autoencoder import VAE_WEIGHTS, run_report, run_vae
-from vllm_omni.model_executor.models.lance.parity.recorded import WEIGHTS, Bf16Judge, Fp32Judge, ToyModel
-from vllm_omni.model_executor.models.lance.parity.stages import compare_tables, compare_text, compare_velocity
-from vllm_omni.model_executor.models.lance.parity.tasks import VARIANTS, TaskInputs, compare_packing, compare_task
-from vllm_omni.model_executor.parity import Report, Scenario, run_scenarios
+from vllm_omni.testing.parity.comparison import Report, Scenario, run_scenarios
+from vllm_omni.testing.parity.lance.autoencoder import VAE_WEIGHTS, run_report, run_vae
+from vllm_omni.testing.parity.lance.recorded import WEIGHTS, Bf16Judge, Fp32Judge, ToyModel
+from vllm_omni.testing.parity.lance.stages import compare_tables, compare_text, compare_velocity
+from vllm_omni.testing.parity.lance.tasks import VARIANTS, TaskInputs, compare_packing, compare_task
 
 
 def verify(golden_dir: Path) -> Report:

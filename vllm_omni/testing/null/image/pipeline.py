@@ -23,11 +23,11 @@ from vllm.config import VllmConfig
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
-from vllm_omni.model_executor.models.null_image.family import CAPABILITIES
-from vllm_omni.model_executor.models.null_world.pipeline import NullFaults
 from vllm_omni.model_executor.one_shot import OneShotSession
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed, empty_result
+from vllm_omni.testing.null.image.family import CAPABILITIES
+from vllm_omni.testing.null.world.pipeline import NullFaults
 
 SQUARE = 8
 LATENT_CHANNELS = 3

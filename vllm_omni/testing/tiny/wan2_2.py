@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.models.wan.tiny import TEXT
-from vllm_omni.model_executor.models.wan.tiny_tokenizer import write_tokenizer
+from vllm_omni.testing.tiny.wan import TEXT
+from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
 _BOUNDARIES = {"t2v": 0.875, "i2v": 0.9, "ti2v": None}
 _SHIFTS = {"t2v": 3.0, "i2v": 3.0, "ti2v": 5.0}

@@ -14,7 +14,9 @@ import torch
 from vllm_omni.model_executor.models.causal_wan.checkpoint import LAYOUTS
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
-from vllm_omni.model_executor.models.wan.tiny import (
+from vllm_omni.model_executor.models.wan.transformer_weights import transformer_shapes
+from vllm_omni.model_executor.weights import Rules, rename
+from vllm_omni.testing.tiny.wan import (
     Tensors,
     normal,
     write_component,
@@ -23,8 +25,6 @@ from vllm_omni.model_executor.models.wan.tiny import (
     write_shards,
     write_tiny_vae,
 )
-from vllm_omni.model_executor.models.wan.transformer_weights import transformer_shapes
-from vllm_omni.model_executor.weights import Rules, rename
 
 _SIZES = {"ffn_dim": 112, "freq_dim": 32, "text_dim": 32, "text_len": 64, "num_layers": 4, "eps": 1e-6}
 _CONFIG = {"_class_name": "WanModel", "model_type": "t2v", "dim": 64, "num_heads": 4, "in_dim": 16, "out_dim": 16}

@@ -25,7 +25,7 @@ from vllm_omni.model_executor.models.lance.sampling import TokenChoice
 from vllm_omni.model_executor.models.lance.stepper import Stepper
 from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
 from vllm_omni.model_executor.models.lance.vision import VisionTower
-from vllm_omni.model_executor.parity import Scenario, read_tensors
+from vllm_omni.testing.parity.comparison import Scenario, read_tensors
 
 STAGE, LATENT, TABLE, VAE = 2e-5, 1e-4, 1e-6, 2e-5
 _BF16 = 2e-2

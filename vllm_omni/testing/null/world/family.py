@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `null_world` family: detection, config and the (tiny) checkpoint of `NullWorldPipeline`."""
+"""The `null_world` family: detection and config of `NullWorldPipeline`."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.registry import ModelFamily
-
-_CONFIG = {"model_type": "null_world", "num_layers": 4}
 
 
 def _detect(path: Path) -> bool:
@@ -35,13 +30,6 @@ def _hf_config(path: Path) -> dict[str, Any]:
     }
 
 
-def _make_tiny(out: Path, seed: int, layout: str) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(_CONFIG))
-    gain = 0.5 + torch.rand(4, generator=torch.Generator().manual_seed(seed))
-    save_file({"gain": gain}, out / "model.safetensors")
-
-
 def _capabilities(hf_config: dict[str, Any], omni: OmniConfig) -> Capabilities:
     return Capabilities(tasks=("world", "text_to_video", "image_to_video"))
 
@@ -52,7 +40,6 @@ FAMILY = ModelFamily(
     architecture="NullWorldPipeline",
     detect=_detect,
     hf_config=_hf_config,
-    make_tiny=_make_tiny,
     layouts=("original",),
     capabilities=_capabilities,
 )

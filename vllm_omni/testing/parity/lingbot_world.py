@@ -30,9 +30,10 @@ from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.component_names import VAE_RULES
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.models.wan.weights import load_vae
-from vllm_omni.model_executor.parity import Report, Scenario, read_tensors, run_scenarios
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, unipc_flow_table
 from vllm_omni.model_executor.weights import rename
+from vllm_omni.testing.parity.comparison import Report, Scenario, read_tensors, run_scenarios
+from vllm_omni.testing.parity.windows import chronological, ends
 
 _FLOW, _KV, _LATENT = 2e-5, 2e-5, 1e-4
 _BF16_RELATIVE = 2e-2
@@ -120,10 +121,10 @@ def run_rollout(scenario: Scenario) -> None:
         window.commit(frames.stop)
         compare("latents", x0, f"c{chunk}.latent", _LATENT)
         for layer in range(config.num_layers):
-            for kind, ours in zip("kv", window.chronological(layer), strict=True):
+            for kind, ours in zip("kv", chronological(window, layer), strict=True):
                 compare("self-attention K/V", ours.unsqueeze(0), f"c{chunk}.kv{layer}.{kind}", _KV)
         if f"c{chunk}.ends" in scenario:
-            scenario.compare_recorded("cache ends", torch.tensor(window.ends()), f"c{chunk}.ends", 0.0)
+            scenario.compare_recorded("cache ends", torch.tensor(ends(window)), f"c{chunk}.ends", 0.0)
 
 
 def _load_transformer(path: Path, config: LingBotWorldConfig, dtype: torch.dtype) -> LingBotTransformer:

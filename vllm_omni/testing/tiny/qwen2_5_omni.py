@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
-from vllm_omni.model_executor.models.qwen2_5_omni.tiny_tokenizer import write_tokenizer
+from vllm_omni.testing.tiny.qwen_tokenizer import write_tokenizer
 
 SPEAKERS = ("Chelsie", "Ethan")
 _REFERENCE_FRAMES = 60

@@ -11,10 +11,10 @@ import torch
 from vllm_omni.model_executor.models.lance.context import PlacedSegment, Visuals
 from vllm_omni.model_executor.models.lance.layout import Segment
 from vllm_omni.model_executor.models.lance.pack import PackBuilder
-from vllm_omni.model_executor.models.lance.parity.recorded import STAGE, TABLE, Fp32Judge, Judge, ToyModel, greedy
 from vllm_omni.model_executor.models.lance.sampling import flow_timesteps
 from vllm_omni.model_executor.models.lance.transformer import LancePositionEmbedding3D, timestep_features
-from vllm_omni.model_executor.parity import Scenario
+from vllm_omni.testing.parity.comparison import Scenario
+from vllm_omni.testing.parity.lance.recorded import STAGE, TABLE, Fp32Judge, Judge, ToyModel, greedy
 
 
 def compare_text(scenario: Scenario, model: ToyModel, judge: Judge) -> None:

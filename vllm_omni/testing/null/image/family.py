@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `null_image` family: detection, config, capabilities and the (tiny) checkpoint of `NullImagePipeline`."""
+"""The `null_image` family: detection, config and capabilities of `NullImagePipeline`."""
 
 import json
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors.torch import save_file
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
@@ -48,13 +45,6 @@ def _hf_config(path: Path) -> dict[str, Any]:
     }
 
 
-def _make_tiny(out: Path, seed: int, layout: str) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps({"model_type": "null_image"}))
-    gain = 0.5 + torch.rand(1, generator=torch.Generator().manual_seed(seed))
-    save_file({"gain": gain}, out / "model.safetensors")
-
-
 def _capabilities(hf_config: dict[str, Any], omni: OmniConfig) -> Capabilities:
     return CAPABILITIES
 
@@ -65,7 +55,6 @@ FAMILY = ModelFamily(
     architecture="NullImagePipeline",
     detect=_detect,
     hf_config=_hf_config,
-    make_tiny=_make_tiny,
     layouts=("original",),
     capabilities=_capabilities,
 )

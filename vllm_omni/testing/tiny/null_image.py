@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint of `NullImagePipeline`: one number."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+def make_tiny(out: Path, seed: int, layout: str) -> None:
+    """Write it into the empty or new folder `out`. There is one layout, "original"."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps({"model_type": "null_image"}))
+    gain = 0.5 + torch.rand(1, generator=torch.Generator().manual_seed(seed))
+    save_file({"gain": gain}, out / "model.safetensors")
