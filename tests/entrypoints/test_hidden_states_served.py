@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states over HTTP: a stock `vllm serve` of a text model with our worker, scheduler and endpoint plugin."""
+"""Hidden states over HTTP: a stock `vllm serve` of a text model with our worker, scheduler and endpoint plugin.
+
+The one server exports spans to a collector that runs here and has a small quota for one key.
+"""
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -16,6 +20,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from fake_engine import wait_until
+from otlp_collector import CALLER_SPAN, TRACE_ID, TRACEPARENT, Collector
 
 from vllm_omni.entrypoints.cli import demo
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, from_safetensors
@@ -25,16 +31,18 @@ pytestmark = pytest.mark.engine
 PROMPT = "the red bird sings"
 ASKED = {"omni": json.dumps(HiddenStatesRequest(hidden_states="all", layers=(1, -1)).to_extra_args()["omni"])}
 MAX_BYTES = 200 * 64 * 4
+SMALL_KEY = "a-key-with-a-small-quota"
 
 
 @dataclass
 class Server:
     url: str
     model: Path
+    log: Path
 
-    def post(self, path: str, **body: Any) -> httpx.Response:
+    def post(self, path: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
         body = {"model": "tiny", "temperature": 0, "max_tokens": 6, "ignore_eos": True, **body}
-        return httpx.post(self.url + path, json=body, timeout=60)
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
 
     def events(self, path: str, **body: Any) -> list[dict[str, Any]]:
         response = self.post(path, stream=True, **body)
@@ -53,18 +61,34 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_language_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def collector() -> Iterator[Collector]:
+    with Collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny_language_model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
+) -> Iterator[Server]:
     port = demo.free_port(0)
-    log = tmp_path_factory.mktemp("server") / "server.log"
+    folder = tmp_path_factory.mktemp("server")
+    log, quotas = folder / "server.log", folder / "quotas.toml"
+    digest = hashlib.sha256(SMALL_KEY.encode()).hexdigest()
+    quotas.write_text(f'[keys.small]\nsha256 = "{digest}"\nchunks_per_minute = 2\n')
     flags = ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", "tiny", "--enforce-eager"]
     flags += ["--max-model-len", "512", "--dtype", "float32", "--max-num-seqs", "4"]
     flags += ["--worker-cls", "vllm_omni.worker.ARGPUWorker"]
     flags += ["--scheduler-cls", "vllm_omni.core.sched.ARHiddenStatesScheduler"]
     flags += [
         "--additional-config",
-        json.dumps({"omni": {"hidden_state_layers": [1], "max_hidden_states_bytes": MAX_BYTES}}),
+        json.dumps({"omni": {"hidden_state_layers": [1], "max_hidden_states_bytes": MAX_BYTES, "quotas": str(quotas)}}),
     ]
-    plugins = {"VLLM_PLUGINS": "vllm_omni_ar", "VLLM_OMNI_HIDDEN_STATES_EXPIRY_S": "60"}
+    flags += ["--otlp-traces-endpoint", f"http://127.0.0.1:{collector.port}"]
+    plugins = {
+        "VLLM_PLUGINS": "vllm_omni_ar",
+        "VLLM_OMNI_HIDDEN_STATES_EXPIRY_S": "60",
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+    }
     with log.open("wb") as output:
         process = subprocess.Popen(
             [Path(sys.executable).parent / "vllm", "serve", str(tiny_language_model), *flags],
@@ -80,7 +104,7 @@ def server(tiny_language_model: Path, tmp_path_factory: pytest.TempPathFactory) 
             assert process.poll() is None, log.read_text()[-3000:]
             assert time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.25)
-        yield Server(f"http://127.0.0.1:{port}", tiny_language_model)
+        yield Server(f"http://127.0.0.1:{port}", tiny_language_model, log)
         process.terminate()
         assert process.wait(30) == 0
     finally:
@@ -186,6 +210,49 @@ def test_too_many_rows_are_a_client_error(server: Server) -> None:
 def test_an_unknown_id_is_not_found(server: Server) -> None:
     assert server.fetch("chatcmpl-nobody").status_code == 404
     assert server.fetch("chatcmpl-nobody", index=-1).status_code == 400
+
+
+def test_answers_and_lines_carry_the_request_id(server: Server) -> None:
+    """The client's own or a new one, on answers of vLLM's routes and of ours, and in the access log."""
+    mine = {"X-Request-Id": "mine-1"}
+    answers = [
+        server.post("/v1/completions", mine, prompt=PROMPT, vllm_xargs=ASKED),
+        httpx.get(server.url + "/v1/hidden_states/nobody", headers=mine),
+        httpx.get(server.url + "/v1/nothing", headers=mine),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 404, 404]
+    assert [answer.headers.get_list("x-request-id") for answer in answers] == [["mine-1"]] * 3
+    assert server.fetch(answers[0].json()["id"]).status_code == 200
+    (made,) = server.fetch("nobody").headers.get_list("x-request-id")
+    assert len(made) == 32
+    wait_until(lambda: f"request_id={made}" in server.log.read_text())
+    accesses = [line for line in server.log.read_text().splitlines() if line.endswith(" request_id=mine-1")]
+    assert [line.split('"')[1].split()[1] for line in accesses if "HTTP/1.1" in line] == [
+        "/v1/completions",
+        "/v1/hidden_states/nobody",
+        "/v1/nothing",
+    ]
+
+
+def test_a_request_is_a_span_of_the_callers_trace(server: Server, collector: Collector) -> None:
+    """vLLM's own span, whose parent is the client's; beside rows that wait."""
+    answer = server.post("/v1/completions", {"traceparent": TRACEPARENT}, prompt=PROMPT, vllm_xargs=ASKED)
+    assert server.fetch(answer.json()["id"]).status_code == 200
+    wait_until(lambda: bool(collector.spans(TRACE_ID)), 20)
+    assert [(span.name, span.parent_span_id.hex()) for span in collector.spans(TRACE_ID)] == [
+        ("llm_request", CALLER_SPAN)
+    ]
+
+
+def test_a_key_beyond_its_quota_is_refused(server: Server) -> None:
+    """The third request of a minute gets 429 with a time; other clients are not touched."""
+    small = {"Authorization": f"Bearer {SMALL_KEY}"}
+    answers = [server.post("/v1/completions", small, prompt=PROMPT) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert answers[2].json()["error"]["code"] == "quota_exceeded" and int(answers[2].headers["Retry-After"]) > 0
+    assert server.post("/v1/completions", prompt=PROMPT).status_code == 200
+    metrics = httpx.get(server.url + "/metrics").text
+    assert 'omni_quota_refusals_total{key="small",quota="chunks"} 1.0' in metrics
 
 
 def test_a_client_that_leaves_frees_its_request(server: Server) -> None:

@@ -3,6 +3,9 @@
 
 import asyncio
 import contextlib
+import random
+import socket
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,14 +13,28 @@ import aiohttp
 import psutil
 import pytest
 from aiohttp import WSMsgType, web
+from websockets.exceptions import ConnectionClosed
+from websockets.frames import Frame, Opcode
+from websockets.sync.client import ClientConnection, connect
 from yarl import URL
 
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.main import make_parser
+from vllm_omni.entrypoints.frame_budget import SMALL_BYTES, FrameBudget
 from vllm_omni.entrypoints.router.app import COOKIE, RANK_HEADER, SESSION_HEADER, Router
 from vllm_omni.entrypoints.router.backends import Backends
+from vllm_omni.entrypoints.router.client_frames import FrameHeaders
 
 CHECK_S = 0.05
+BUDGET = FrameBudget(small_frames_per_s=20.0)
+PING = Frame(Opcode.PING, b"").serialize(mask=True)
+FRAGMENTS = Frame(Opcode.BINARY, b"x", fin=False).serialize(mask=True)
+FRAGMENTS += Frame(Opcode.CONT, b"x", fin=False).serialize(mask=True) * 99_999
+
+
+def read_on(client: ClientConnection) -> None:
+    while True:
+        client.recv(timeout=10)
 
 
 class Server:
@@ -29,13 +46,14 @@ class Server:
         self.seen: list[web.Request] = []
         self.cancelled = 0
         self.sockets: list[web.WebSocketResponse] = []
-        self.is_silent = False
+        self.is_silent, self.num_pings = False, 0
         self.flooded_bytes, self.is_cut_off = 0, False
 
     async def start(self, port: int = 0) -> str:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/omni/ready", self._ready)
         app.router.add_get("/v1/realtime/echo", self._socket)
+        app.router.add_get("/v1/realtime/slow", self._slow_socket)
         app.router.add_get("/v1/realtime/private", self._refuse)
         app.router.add_route("*", "/v1/videos/{id}", self._video)
         app.router.add_get("/v1/slow", self._slow)
@@ -50,9 +68,9 @@ class Server:
 
     async def die(self) -> None:
         """As a killed process: the kernel closes its sockets, nobody says good-bye."""
-        for socket in self.sockets:
-            if socket._req is not None and socket._req.transport is not None:
-                socket._req.transport.abort()
+        for each in self.sockets:
+            if each._req is not None and each._req.transport is not None:
+                each._req.transport.abort()
         await self.runner.cleanup()
 
     async def _ready(self, request: web.Request) -> web.Response:
@@ -90,6 +108,10 @@ class Server:
         body = await request.read()
         return web.json_response({"name": self.name, "bytes": len(body), "query": request.query_string}, status=201)
 
+    async def _slow_socket(self, request: web.Request) -> web.WebSocketResponse:
+        await asyncio.sleep(0.5)
+        return await self._socket(request)
+
     async def _socket(self, request: web.Request) -> web.WebSocketResponse:
         self.seen.append(request)
         socket = web.WebSocketResponse(protocols=["chosen"], max_msg_size=0, autoping=False)
@@ -100,6 +122,7 @@ class Server:
             if message.type is WSMsgType.BINARY:
                 await socket.send_bytes(message.data)
             elif message.type is WSMsgType.PING:
+                self.num_pings += 1
                 if not self.is_silent:
                     await socket.pong(message.data)
             elif message.data == "flood":
@@ -376,6 +399,86 @@ def test_a_reader_that_does_not_read_is_let_go() -> None:
             assert grown - before < 64 << 20  # router, server and client are all in this process
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("flood", [PING * 100_000, FRAGMENTS], ids=["pings", "fragments"])
+def test_a_client_that_floods_with_small_frames_is_closed(flood: bytes) -> None:
+    """With 1008 and the limit, at the router: little of it reaches the server, whose socket ends as well."""
+
+    def attack(url: str) -> tuple[int, str]:
+        with connect(f"ws{url.removeprefix('http')}/v1/realtime/echo", compression=None) as client:
+            with contextlib.suppress(OSError):
+                client.socket.sendall(flood)
+            with pytest.raises(ConnectionClosed) as closed:
+                read_on(client)
+        assert closed.value.rcvd is not None
+        return closed.value.rcvd.code, closed.value.rcvd.reason
+
+    async def scenario() -> None:
+        async with routed(1, frames=BUDGET) as behind, behind.socket() as (neighbour, _):
+            told = await asyncio.to_thread(attack, behind.url)
+            assert told == (1008, "more than 20 frames under 1024 bytes a second")
+            await neighbour.send_str("still here")
+            assert await neighbour.receive_str() == "still here"
+            assert behind.servers[0].sockets[-1].close_code == 1008
+
+    asyncio.run(scenario())
+
+
+def test_frames_within_the_budget_pass() -> None:
+    """Large frames in any number, small ones up to the burst."""
+
+    async def scenario() -> None:
+        async with routed(1, frames=BUDGET) as behind, behind.socket() as (socket, _):
+            for size in [SMALL_BYTES] * 200 + [1] * int(BUDGET.burst - 1):
+                await socket.send_bytes(bytes(size))
+                assert len(await socket.receive_bytes()) == size
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("delay_s", [None, 0.1], ids=["in the same packet", "a moment later"])
+def test_frames_before_the_handshakes_answer_are_refused(delay_s: float | None) -> None:
+    """With 400; the server never hears of them. In the second case the server is slow to answer."""
+
+    def ask(port: int) -> bytes:
+        head = (
+            b"GET /v1/realtime/slow HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            raw.sendall(head + PING if delay_s is None else head)
+            if delay_s is not None:
+                time.sleep(delay_s)
+                raw.sendall(PING)
+            raw.settimeout(10)
+            answer = b""
+            while part := raw.recv(1 << 16):
+                answer += part
+            return answer
+
+    async def scenario() -> None:
+        async with routed(1) as behind:
+            answer = await asyncio.to_thread(ask, URL(behind.url).port or 0)
+            assert answer.startswith(b"HTTP/1.1 400 ") and b"before the handshake" in answer
+            assert behind.servers[0].num_pings == 0
+
+    asyncio.run(scenario())
+
+
+def test_frames_are_found_wherever_their_bytes_are_cut() -> None:
+    """Lengths of 7, 16 and 64 bits, masked and not, in pieces of any size."""
+    cut = random.Random(0)
+    sizes = [0, 1, 125, 126, SMALL_BYTES - 1, SMALL_BYTES, 65_535, 65_536] * 8
+    cut.shuffle(sizes)
+    data = b"".join(Frame(Opcode.BINARY, bytes(size)).serialize(mask=cut.random() < 0.5) for size in sizes)
+    for longest in (1, 3, 50, 100_000):
+        headers, found, at = FrameHeaders(), 0, 0
+        while at < len(data):
+            size = cut.randint(1, longest)
+            found += headers.count_small(data[at : at + size])
+            at += size
+        assert found == sum(size < SMALL_BYTES for size in sizes)
 
 
 def test_without_any_server_clients_are_told() -> None:

@@ -25,6 +25,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.engine_watch import EngineWatch
 from vllm_omni.entrypoints.hidden_states_store import HiddenStatesStore, StoreLimits
+from vllm_omni.entrypoints.operations import Operations
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, concat, hidden_states_of, to_safetensors
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.processes import end_with_parent
@@ -48,16 +49,20 @@ class HiddenStatesEndpoint:
     def __init__(self) -> None:
         self._store: HiddenStatesStore | None = None
         self._watch = EngineWatch()
+        self._operations = Operations()
 
     def attach_router(self, app: FastAPI) -> None:
         app.add_api_route(ROUTE, self._fetch, methods=["GET"], response_class=Response)
         self._watch.attach(app)
+        self._operations.attach(app)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         if engine_client is None:  # a render-only server; `required_tasks` keeps us away from it
             return
         end_with_parent()  # one of several API server processes
-        await self._watch_engine(engine_client)
+        omni = OmniConfig.from_additional_config(engine_client.vllm_config.additional_config)
+        await self._operations.start(engine_client, omni)
+        await self._watch_engine(engine_client, omni)
         self._store = HiddenStatesStore(StoreLimits.from_env())
         client = EngineClientWithRows(engine_client, self._store)
         for name in ("openai_serving_chat", "openai_serving_completion"):
@@ -73,8 +78,7 @@ class HiddenStatesEndpoint:
                 args.api_server_count,
             )
 
-    async def _watch_engine(self, client: EngineClient) -> None:
-        omni = OmniConfig.from_additional_config(client.vllm_config.additional_config)
+    async def _watch_engine(self, client: EngineClient, omni: OmniConfig) -> None:
         engine = OmniEngine(client)
         try:
             pids = await engine.process_ids()

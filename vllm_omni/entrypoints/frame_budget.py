@@ -4,7 +4,8 @@
 A frame costs the event loop some microseconds however small it is, and neither `--ws-max-size` nor the doors' message
 rate sees fragments, pings and pongs: a megabyte of them held every other connection for seconds. Frames of
 `SMALL_BYTES` and more are not counted, since their bytes are bounded. Over the budget the connection is closed with
-1008 and a reason. Knows no route. Held by tests/entrypoints/test_frame_budget.py and
+1008 and a reason. `BudgetedProtocol` counts at uvicorn's sockets, the router at its own. Knows no route. Held by
+tests/entrypoints/test_frame_budget.py, test_router.py and
 tests/entrypoints/realtime/test_floods_served.py.
 """
 
@@ -23,7 +24,7 @@ logger = logging.getLogger("vllm." + __name__)
 SMALL_BYTES: Final = 1024
 """Payload from which a frame is not counted; libraries that fragment messages by themselves use 1 KiB to 128 KiB."""
 BURST_S: Final = 5.0
-_SLICE_BYTES: Final = 4096
+SLICE_BYTES: Final = 4096
 """Bytes parsed between two looks at the budget: at most 682 frames, about 4 ms."""
 _LINGER_S: Final = 1.0
 """How long a closed peer may go on sending: closing at once would reset the connection and lose the close frame."""
@@ -39,6 +40,15 @@ class FrameBudget:
     def burst(self) -> float:
         return BURST_S * self.small_frames_per_s
 
+    @property
+    def reason(self) -> str:
+        """What a connection is told that is over it."""
+        return f"more than {self.small_frames_per_s:g} frames under {SMALL_BYTES} bytes a second"
+
+    def bucket(self) -> TokenBucket:
+        """One connection's count, full."""
+        return TokenBucket(self.small_frames_per_s, self.burst)
+
     def apply(self, uvicorn_config: Any) -> None:
         """Have a `uvicorn.Config`, loaded or not, make WebSocket connections with this budget."""
         protocol = functools.partial(BudgetedProtocol, budget=self)
@@ -51,16 +61,16 @@ class BudgetedProtocol(WebSocketsSansIOProtocol):
     def __init__(self, *args: Any, budget: FrameBudget, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._budget = budget
-        self._bucket = TokenBucket(budget.small_frames_per_s, budget.burst)
+        self._bucket = budget.bucket()
         self._is_over = False
 
     def data_received(self, data: bytes) -> None:
-        if len(data) <= _SLICE_BYTES:
+        if len(data) <= SLICE_BYTES:
             self._take(data)
             return
         view = memoryview(data)
-        for start in range(0, len(data), _SLICE_BYTES):
-            self._take(view[start : start + _SLICE_BYTES])
+        for start in range(0, len(data), SLICE_BYTES):
+            self._take(view[start : start + SLICE_BYTES])
 
     def _take(self, data: Any) -> None:
         if not self._is_over and not self.transport.is_closing():
@@ -79,7 +89,7 @@ class BudgetedProtocol(WebSocketsSansIOProtocol):
         self.stop_keepalive()
         self.frames.clear()
         logger.info("websocket_frames_over_budget client=%s", self.client)
-        reason = f"more than {self._budget.small_frames_per_s:g} frames under {SMALL_BYTES} bytes a second"
+        reason = self._budget.reason
         self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.POLICY_VIOLATION, "reason": reason})
         if not self.handshake_complete:
             self.transport.abort()

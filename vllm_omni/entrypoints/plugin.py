@@ -21,7 +21,6 @@ from starlette.websockets import WebSocket
 from vllm.engine.protocol import EngineClient
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.entrypoints import request_id, tracing
 from vllm_omni.entrypoints import websocket as websocket_options
 from vllm_omni.entrypoints.access import BrowserAccess, configured_keys
 from vllm_omni.entrypoints.body_pace import BodyLimits, BodyPace
@@ -31,9 +30,8 @@ from vllm_omni.entrypoints.engine_watch import EngineWatch
 from vllm_omni.entrypoints.environment import read_struct
 from vllm_omni.entrypoints.handshake_guard import HandshakeGuard
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
+from vllm_omni.entrypoints.operations import Operations
 from vllm_omni.entrypoints.owner_lock import Spool
-from vllm_omni.entrypoints.quota_guard import QuotaGuard
-from vllm_omni.entrypoints.quotas import FileQuotas, QuotaFile
 from vllm_omni.entrypoints.ranks import SessionRanks, num_ranks
 from vllm_omni.entrypoints.readiness import Readiness, ReadyRoute
 from vllm_omni.entrypoints.realtime import generate_door, video_door, world_camera
@@ -72,14 +70,13 @@ class OmniEndpoints:
         self._sessions = SessionRoutes()
         self._stop = GracefulStop()
         self._watch = EngineWatch()
-        self._quota_guard = QuotaGuard()
+        self._operations = Operations()
 
     def attach_router(self, app: FastAPI) -> None:
         limits = DoorLimits.from_env()
         websocket_options.apply_at_startup(app, limits.frame_budget)
         HandshakeGuard(limits.handshake_timeout_s).attach(app)
         app.add_middleware(BodyPace, limits=read_struct(BodyLimits))
-        request_id.attach(app)
         for path in world_camera.PATHS:
             app.add_api_websocket_route(path, self._world_camera)
         for path in generate_door.PATHS:
@@ -91,7 +88,7 @@ class OmniEndpoints:
         self._sessions.attach(app)
         self._stop.attach(app)
         self._watch.attach(app)
-        app.add_middleware(self._quota_guard.around)
+        self._operations.attach(app)
         BrowserAccess(configured_keys(app.state.args)).attach(
             app, open_paths=pages.attach(app, Path(app.state.args.model))
         )
@@ -103,14 +100,11 @@ class OmniEndpoints:
         limits = DoorLimits.from_env()
         served = args.served_model_name[0] if args.served_model_name else Path(args.model).name
         facts = WorldFacts.from_vllm_config(engine_client.vllm_config, model=served)
-        if await engine_client.is_tracing_enabled():
-            tracing.start()
+        await self._operations.start(engine_client, _options(engine_client))
         executor = ThreadPoolExecutor(_CODEC_THREADS, thread_name_prefix="omni-codec")
         ranks = SessionRanks(num_ranks(engine_client.vllm_config), offset=os.getpid())
         worlds = WorldEngine(engine_client, ranks, _recorder(engine_client))
-        if (path := _options(engine_client).quotas) is not None:
-            self._quota_guard.quotas = FileQuotas(QuotaFile.read(Path(path)))
-        manager = SessionManager(worlds, facts, limits, executor, args.allowed_origins, self._quota_guard.quotas)
+        manager = SessionManager(worlds, facts, limits, executor, args.allowed_origins, self._operations.quotas)
         options = websocket_options.WebSocketOptions.from_args(args)
         names = dict.fromkeys([*(args.served_model_name or [args.model]), served])
         self._openai.start(engine_client, list(names), limits, executor, ranks)

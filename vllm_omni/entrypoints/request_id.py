@@ -18,8 +18,8 @@ from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_omni import log_context
-from vllm_omni.entrypoints import logs, tracing
+from vllm_omni import log_context, trace_context
+from vllm_omni.entrypoints import logs
 
 HEADER: Final = "X-Request-Id"
 _ACCEPTABLE: Final = re.compile(r"[!#-\[\]-~]{1,128}")
@@ -42,7 +42,9 @@ class RequestIds:
         request_id = given if _ACCEPTABLE.fullmatch(given) else uuid.uuid4().hex
         name = HEADER.lower().encode()
         headers = [item for item in scope["headers"] if item[0] != name] + [(name, request_id.encode())]
-        tracing.set_parent({key: value for key in _TRACE_HEADERS if (value := Headers(scope=scope).get(key))} or None)
+        trace_context.set_parent(
+            {key: value for key in _TRACE_HEADERS if (value := Headers(scope=scope).get(key))} or None
+        )
         log_context.bind(request_id=request_id)  # the server runs each request, each WebSocket, in a task of its own
 
         async def send_with_id(message: Message) -> None:

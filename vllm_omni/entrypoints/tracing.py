@@ -7,6 +7,8 @@
         queue encode denoise decode   of the engine's time, as the worker measured it
         render                    frames into messages
         transport                 handing them to the network, pacing included
+    speech                        one spoken reply; parent: the `traceparent` of the request
+      thinker talker token2wav    what its stages did (`pipeline/stage.py`)
 
 On when the server has vLLM's `--otlp-traces-endpoint`: vLLM then has set up the exporter of this process, and these
 spans go through it. Off, every object here does nothing. The engine reports how long its stages took, not when: they
@@ -15,13 +17,12 @@ Held by tests/entrypoints/realtime/test_operators_served.py and test_tracing.py.
 """
 
 import asyncio
-import contextvars
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_omni import log_context
+from vllm_omni import log_context, trace_context
 from vllm_omni.entrypoints.metrics import STAGES
 from vllm_omni.entrypoints.realtime.errors import DoorError
 
@@ -30,12 +31,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
 SPANS_OF: Final = "vllm_omni"
-_headers: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar("omni_trace_headers", default=None)
-
-
-def set_parent(headers: Mapping[str, str] | None) -> None:
-    """Name the trace that this task's work belongs to, by W3C headers; None = none."""
-    _headers.set(headers)
 
 
 class ChunkTrace:
@@ -95,7 +90,9 @@ def start() -> None:
     """Make spans from now on, through the provider that vLLM has set up in this process."""
     from opentelemetry import trace
 
-    _process[0] = OpenTelemetryTracing(trace.get_tracer(SPANS_OF))
+    made = OpenTelemetryTracing(trace.get_tracer(SPANS_OF))
+    _process[0] = made
+    trace_context.use(made.begin)
 
 
 class OpenTelemetryTracing(Tracing):
@@ -106,11 +103,33 @@ class OpenTelemetryTracing(Tracing):
         from vllm.tracing import extract_trace_context
 
         attributes = {"omni.session_id": session_id, "omni.endpoint": endpoint, **_request_id()}
-        parent = extract_trace_context(_headers.get())
+        parent = extract_trace_context(trace_context.headers())
         return _SessionSpan(self._tracer, self._tracer.start_span("session", parent, attributes=attributes))
 
     def engine_headers(self) -> Mapping[str, str] | None:
-        return _headers.get()
+        return trace_context.headers()
+
+    def begin(self, name: str) -> trace_context.Span:
+        """A span below this task's trace."""
+        from vllm.tracing import extract_trace_context
+
+        parent = extract_trace_context(trace_context.headers())
+        return _OpenSpan(self._tracer.start_span(name, parent, attributes=_request_id()))
+
+
+class _OpenSpan(trace_context.Span):
+    def __init__(self, span: "Span") -> None:
+        self._span = span
+        self.headers = _as_headers(span)
+
+    def end(self, failed: bool = False) -> None:
+        if not self._span.is_recording():
+            return
+        if failed:
+            from opentelemetry.trace import Status, StatusCode
+
+            self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end()
 
 
 class _SessionSpan(SessionTrace):
@@ -120,16 +139,16 @@ class _SessionSpan(SessionTrace):
     def chunk(self, chunk_index: int) -> ChunkTrace:
         attributes: dict[str, int | str] = {"omni.chunk_index": chunk_index, **_request_id()}
         span = self._tracer.start_span("chunk", _below(self._span), attributes=attributes)
-        set_parent(_as_headers(span))
+        trace_context.set_parent(_as_headers(span))
         return _ChunkSpan(self._tracer, span)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        token = _headers.set(_as_headers(self._span))
+        token = trace_context.set_parent(_as_headers(self._span))
         try:
             yield
         finally:
-            _headers.reset(token)
+            trace_context.reset_parent(token)
 
     def close(self, reason: str) -> None:
         if self._span.is_recording():

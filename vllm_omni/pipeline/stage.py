@@ -17,6 +17,7 @@ from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from vllm_omni import trace_context
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
 
@@ -52,8 +53,10 @@ class Stage:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run an autoregressive request; yields stock outputs."""
         finished = False
+        span = trace_context.begin(self.name)
+        trace = await self._below(span)
         try:
-            async for output in self.engine.generate(prompt, params, request_id):
+            async for output in self.engine.generate(prompt, params, request_id, **trace):
                 finished = output.finished
                 yield output
         except EngineDeadError as error:
@@ -67,6 +70,7 @@ class Stage:
             self.check_alive()
             raise RuntimeError(f"stage {self.name!r} failed on a request") from error
         finally:
+            span.end()
             if not finished:
                 await self._abort(request_id)
 
@@ -75,8 +79,11 @@ class Stage:
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Run a diffusion request to its end; returns `(meta, tensors)`. Raises what the envelope carries."""
         last: PoolingRequestOutput[Any] | None = None
+        span = trace_context.begin(self.name)
+        trace = await self._below(span)
+        pooling = params.to_pooling_params(tensors)
         try:
-            async for output in self.engine.encode(engine_prompt(), params.to_pooling_params(tensors), request_id):
+            async for output in self.engine.encode(engine_prompt(), pooling, request_id, **trace):
                 last = output
         except EngineDeadError as error:
             raise StageDied(self.name) from error
@@ -86,11 +93,18 @@ class Stage:
             self.check_alive()
             raise RuntimeError(f"stage {self.name!r} failed on a request") from error
         finally:
+            span.end(failed=last is None)
             if last is None and not self.is_dead:
                 await self._abort(request_id)
         if last is None:
             raise StageDied(self.name)
         return unpack(last.outputs.data)
+
+    async def _below(self, span: trace_context.Span) -> dict[str, Any]:
+        """What has the engine, if it traces, make its own span below this one."""
+        if span.headers is None or not await self.engine.is_tracing_enabled():
+            return {}
+        return {"trace_headers": span.headers}
 
     def _no_room(self) -> RequestFailed:
         """Paused, or its queue is full."""

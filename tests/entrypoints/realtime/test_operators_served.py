@@ -8,19 +8,14 @@ import hashlib
 import http.client
 import json
 import re
-import threading
 from collections.abc import Iterator
-from concurrent import futures
 from pathlib import Path
-from typing import Any
 
-import grpc
 import msgspec
 import pytest
 import yaml
 from fake_engine import FIRST, LATER, wait_until
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from otlp_collector import CALLER_SPAN, TRACE_ID, Collector
 from prometheus_client.parser import text_string_to_metric_families
 from served import AUTHORIZED, HEIGHT, KEY, MAX_SESSIONS, WIDTH, Served
 from session_calls import call, request
@@ -32,37 +27,6 @@ SMALL = {"Authorization": f"Bearer {SMALL_KEY}"}
 DEPLOY = Path(__file__).parents[3] / "examples" / "deploy"
 TARGET_LABELS = {"instance", "job"}
 """What Prometheus adds to every sample."""
-TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
-CALLER_SPAN = "00f067aa0ba902b7"
-
-
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """An OTLP collector over gRPC that keeps the spans it is sent."""
-
-    def __init__(self) -> None:
-        self._spans: list[Span] = []
-        self._lock = threading.Lock()
-        self._server = grpc.server(futures.ThreadPoolExecutor(2))
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
-
-    def __enter__(self) -> "Collector":
-        self._server.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._server.stop(None)
-
-    def Export(self, message: Any, context: Any) -> Any:  # noqa: N802  (the service's name)
-        with self._lock:
-            for resource in message.resource_spans:
-                for scope in resource.scope_spans:
-                    self._spans.extend(scope.spans)
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-    def spans(self, trace_id: str) -> list[Span]:
-        with self._lock:
-            return [span for span in self._spans if span.trace_id.hex() == trace_id]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from test_speech_served import CODES, num_codes, serve_speech, spoken, wav_sampl
 
 @pytest.fixture(scope="module")
 def speech_server(qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    yield from serve_speech(qwen2_5_omni, tmp_path_factory)
+    yield from serve_speech(qwen2_5_omni, tmp_path_factory.mktemp("speech_door") / "server.log")
 
 
 def test_a_reply_is_spoken_and_a_text_is_read_aloud(speech_server: Served) -> None:

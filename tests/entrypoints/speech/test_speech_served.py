@@ -2,6 +2,7 @@
 """Speech over HTTP: `vllm serve --omni` of a tiny Qwen2.5-Omni (three engines, one address) and the `openai` client."""
 
 import base64
+import hashlib
 import io
 import json
 import math
@@ -17,23 +18,40 @@ import openai
 import psutil
 import pytest
 from openai_server import KEY, Served, serve, wait_until
+from otlp_collector import CALLER_SPAN, TRACE_ID, TRACEPARENT, Collector
 
 pytestmark = pytest.mark.nightly
 
 CODES = 40
 """Most codes of a reply; the tiny talker ends on its own earlier or later."""
 PIECE = 2
+SMALL_KEY = "a-key-with-a-small-quota"
 SAMPLES_PER_CODE = 480
 MESSAGES: list[Any] = [{"role": "user", "content": "Good morning!"}]
 SPEECH: dict[str, Any] = {"modalities": ["text", "audio"], "audio": {"voice": "Ethan", "format": "wav"}}
 
 
 @pytest.fixture(scope="module")
-def speech_server(qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    yield from serve_speech(qwen2_5_omni, tmp_path_factory)
+def collector() -> Iterator[Collector]:
+    with Collector() as running:
+        yield running
 
 
-def serve_speech(qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def speech_server(
+    qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
+) -> Iterator[Served]:
+    """A second key has a small quota; spans go to the collector."""
+    folder = tmp_path_factory.mktemp("speech_server")
+    quotas = folder / "quotas.toml"
+    digest = hashlib.sha256(SMALL_KEY.encode()).hexdigest()
+    quotas.write_text(f'[keys.small]\nsha256 = "{digest}"\nchunks_per_minute = 1\n')
+    flags = ["--api-key", KEY, SMALL_KEY, "--otlp-traces-endpoint", f"http://127.0.0.1:{collector.port}"]
+    log = folder / "server.log"
+    yield from serve_speech(qwen2_5_omni, log, *flags, OTEL_BSP_SCHEDULE_DELAY="200", quotas=str(quotas))
+
+
+def serve_speech(model: Path, log: Path, *flags: str, quotas: str | None = None, **environ: str) -> Iterator[Served]:
     engine = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 2}
     speech = {
         "chunk_codes": 2,
@@ -45,11 +63,12 @@ def serve_speech(qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory) -
         "top_k": 0,
     }
     yield from serve(
-        qwen2_5_omni,
-        tmp_path_factory.mktemp("speech_server") / "server.log",
-        ["--max-model-len", "256", "--max-num-seqs", "4", "--skip-mm-profiling"],
-        {"model": {"talker": engine, "speech": speech}},
+        model,
+        log,
+        ["--max-model-len", "256", "--max-num-seqs", "4", "--skip-mm-profiling", *flags],
+        {"model": {"talker": engine, "speech": speech}, "quotas": quotas},
         VLLM_CPU_KVCACHE_SPACE="1",
+        **environ,
     )
 
 
@@ -137,6 +156,32 @@ def test_wrong_requests_say_what_is_allowed(speech_server: Served) -> None:
             spoken(speech_server, **asked)
     with pytest.raises(openai.AuthenticationError):
         speech_server.connect("wrong").audio.speech.create(model="null", voice="Ethan", input="x")
+    assert spoken(speech_server).choices[0].message.audio.data
+
+
+def test_a_spoken_reply_is_traced_and_named(speech_server: Served, collector: Collector) -> None:
+    """Every stage is a span of the reply's, which is one of the caller's trace; answer and lines carry the id."""
+    body = {"model": "null", "messages": MESSAGES, "max_tokens": 12, **SPEECH}
+    own = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "spoken-1", "traceparent": TRACEPARENT}
+    answer = httpx.post(f"{speech_server.url}/v1/chat/completions", json=body, headers=own, timeout=60)
+    assert (answer.status_code, answer.headers.get_list("x-request-id")) == (200, ["spoken-1"])
+    wait_until(lambda: any(span.name == "speech" for span in collector.spans(TRACE_ID)))
+    spans = collector.spans(TRACE_ID)
+    (speech,) = [span for span in spans if span.name == "speech"]
+    assert speech.parent_span_id.hex() == CALLER_SPAN
+    assert {span.name for span in spans if span.parent_span_id == speech.span_id} == {"thinker", "talker", "token2wav"}
+    (thinker,) = [span for span in spans if span.name == "thinker"]
+    assert [span.name for span in spans if span.parent_span_id == thinker.span_id] == ["llm_request"]
+    wait_until(lambda: '/v1/chat/completions HTTP/1.1" 200 OK request_id=spoken-1' in speech_server.log.read_text())
+    refused = httpx.get(f"{speech_server.url}/v1/models", headers={"X-Request-Id": "spoken-2"})
+    assert (refused.status_code, refused.headers.get_list("x-request-id")) == (401, ["spoken-2"])
+
+
+def test_a_key_beyond_its_quota_may_not_speak(speech_server: Served) -> None:
+    small = speech_server.connect(SMALL_KEY)
+    small.audio.speech.create(model="null", voice="Ethan", input="Once.")
+    with pytest.raises(openai.RateLimitError, match="1 chunks a minute"):
+        small.audio.speech.create(model="null", voice="Ethan", input="Twice.")
     assert spoken(speech_server).choices[0].message.audio.data
 
 

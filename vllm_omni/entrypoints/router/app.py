@@ -5,7 +5,8 @@ A WebSocket is one server's for its life. If that server goes, the socket is clo
 client knows that its sessions are lost and may begin again; sockets on other servers notice nothing. A client finds its
 session's server again by the name it gives (`?session=NAME` or the header `X-Session-Id`), by the rank that the
 handshake told it (`X-Omni-Rank`, as a header or `?rank=`), or, in a browser, by a cookie. Bodies are streamed both
-ways, and a client that leaves ends its request at the server.
+ways, and a client that leaves ends its request at the server. A client that floods with small frames is closed with
+1008, as at a server's own sockets.
 Held by tests/entrypoints/test_router.py and test_router_served.py.
 """
 
@@ -21,7 +22,9 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from multidict import CIMultiDict
 from yarl import URL
 
+from vllm_omni.entrypoints.frame_budget import FrameBudget
 from vllm_omni.entrypoints.router.backends import READY_PATH, Backend, Backends
+from vllm_omni.entrypoints.router.client_frames import ClientFrames
 
 logger = logging.getLogger("vllm_omni.router")
 
@@ -54,7 +57,7 @@ _CLOSE_TIMEOUT_S: Final = 2.0
 class Router:
     """max_message_bytes: the largest WebSocket message taken from a client. heartbeat_s: a server whose socket is
     silent for this long and does not answer a ping is gone. send_timeout_s: a reader that takes longer for one message
-    is let go.
+    is let go. frames: what one client's socket may send of small frames.
     """
 
     def __init__(
@@ -64,8 +67,10 @@ class Router:
         *,
         heartbeat_s: float = 20.0,
         send_timeout_s: float = 30.0,
+        frames: FrameBudget | None = None,
     ) -> None:
         self.backends = backends
+        self._budget = frames or FrameBudget()
         self._max_bytes = max_message_bytes
         self._heartbeat_s, self._send_timeout_s = heartbeat_s, send_timeout_s
         self._client: aiohttp.ClientSession | None = None
@@ -175,6 +180,13 @@ class Router:
     # -- sockets -------------------------------------------------------------------------------------------------
 
     async def _socket(self, request: web.Request) -> web.StreamResponse:
+        frames = ClientFrames(request, self._budget)
+        answer = await self._find_server(request, frames)
+        if not answer.prepared:  # refused; this connection speaks HTTP no more
+            answer.force_close()
+        return answer
+
+    async def _find_server(self, request: web.Request, frames: ClientFrames) -> web.StreamResponse:
         offered = [
             item.strip() for item in request.headers.get("Sec-WebSocket-Protocol", "").split(",") if item.strip()
         ]
@@ -197,11 +209,17 @@ class Router:
                     backend.lost(error)
                     continue
                 async with server:
-                    return await self._join(request, server, backend)
+                    if frames.is_early:
+                        return web.Response(status=400, text="frames arrived before the handshake was answered")
+                    return await self._join(request, frames, server, backend)
         return _unavailable("no server is up", 503)
 
     async def _join(
-        self, request: web.Request, server: aiohttp.ClientWebSocketResponse, backend: Backend
+        self,
+        request: web.Request,
+        frames: ClientFrames,
+        server: aiohttp.ClientWebSocketResponse,
+        backend: Backend,
     ) -> web.WebSocketResponse:
         """Pass messages both ways until one side closes; its close goes to the other side as it is."""
         client = web.WebSocketResponse(
@@ -213,17 +231,21 @@ class Router:
         )
         client.headers[RANK_HEADER] = backend.name
         _set_cookie(client, backend)
+        frames.open()
         await client.prepare(request)
         up = asyncio.create_task(_pump(client, server, self._send_timeout_s))
         down = asyncio.create_task(_pump(server, client, self._send_timeout_s))
         try:
-            await asyncio.wait((up, down), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((up, down, frames.over), return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (up, down):
                 task.cancel()
             ends = await asyncio.gather(up, down, return_exceptions=True)
         client_end, server_end = (None if isinstance(end, BaseException) else end for end in ends)
-        if any(isinstance(end, TimeoutError) for end in ends):
+        if frames.over.done():
+            reason = frames.over.result().encode()
+            await asyncio.gather(*(_close(side, WSCloseCode.POLICY_VIOLATION, reason) for side in (server, client)))
+        elif any(isinstance(end, TimeoutError) for end in ends):
             await _close(server, WSCloseCode.GOING_AWAY)
             if request.transport is not None:
                 request.transport.abort()  # a reader that does not read takes no close frame either

@@ -22,6 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.engine_watch import EngineWatch
+from vllm_omni.entrypoints.operations import Operations
 from vllm_omni.entrypoints.speech.routes import SpeechRoutes
 from vllm_omni.model_executor.models.qwen2_5_omni.options import StageOptions
 from vllm_omni.model_executor.models.qwen2_5_omni.stages import SpeechEngines
@@ -40,6 +41,7 @@ class SpeechEndpoints:
         self._engines: SpeechEngines | None = None
         self._routes = SpeechRoutes()
         self._watch = EngineWatch()
+        self._operations = Operations()
 
     def attach_router(self, app: FastAPI) -> None:
         self._routes.attach(app)
@@ -57,6 +59,7 @@ class SpeechEndpoints:
 
         app.router.lifespan_context = lifespan
         self._watch.attach(app)
+        self._operations.attach(app)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         if not isinstance(engine_client, AsyncLLM):
@@ -65,6 +68,7 @@ class SpeechEndpoints:
             raise ValueError("--api-server-count: each server process would start engines of its own; use 1")
         omni = OmniConfig.from_additional_config(engine_client.vllm_config.additional_config)
         options = parse_options(StageOptions, omni.model, "omni.model")
+        await self._operations.start(engine_client, omni)
         self._engines = await SpeechEngines.start(Path(args.model), options, thinker=engine_client)
         self._routes.start(self._engines.composition, state)
         thinker = OmniEngine(engine_client)  # without it nothing is served; other stages are named by `/health`

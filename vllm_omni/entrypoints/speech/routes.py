@@ -11,8 +11,8 @@ import base64
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -28,6 +28,7 @@ from vllm.entrypoints.serve.utils.api_utils import get_max_tokens, with_cancella
 from vllm.exceptions import VLLMClientError
 from vllm.logger import init_logger
 
+from vllm_omni import log_context, trace_context
 from vllm_omni.entrypoints.speech.encode import MEDIA_TYPES, make_encoder, pcm16, wav_file
 from vllm_omni.entrypoints.speech.protocol import AudioParams, SpeechRequest, error_body, wants_audio
 from vllm_omni.model_executor.models.qwen2_5_omni.options import SAMPLE_RATE, SpeechDefaults
@@ -36,8 +37,28 @@ from vllm_omni.outputs import RequestFailed
 
 logger = init_logger("vllm." + __name__)
 
+Event = TypeVar("Event")
+
 _EXPIRES_S = 3600
 _READ_ALOUD = "Read this text aloud, word for word:\n"
+
+
+async def traced(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+    """The same events; the work for them is a span `speech` of the caller's trace."""
+    span = trace_context.begin("speech")
+    if span.headers is not None:
+        trace_context.set_parent(span.headers)  # for the tasks that are begun with the first event
+    failed = True
+    try:
+        async for event in events:
+            yield event
+        failed = False
+    except GeneratorExit:
+        failed = False  # the client has left
+        raise
+    finally:
+        await events.aclose()
+        span.end(failed)
 
 
 class SpeechRoutes:
@@ -110,7 +131,7 @@ class SpeechRoutes:
             serving.default_sampling_params,
         )
         params = request.to_sampling_params(max_tokens, serving.default_sampling_params)
-        return composition.respond(engine_input, params, _request_id("chatcmpl"), how, seed=request.seed)
+        return traced(composition.respond(engine_input, params, _request_id("chatcmpl"), how, seed=request.seed))
 
     # -- /v1/audio/speech ------------------------------------------------------------------------------------------
 
@@ -146,7 +167,7 @@ class SpeechRoutes:
         tokenizer = serving.renderer.get_tokenizer()
         text_ids = [*tokenizer.encode(request.input, add_special_tokens=False), tokenizer.eos_token_id]
         prompt_ids = rendered[1][0]["prompt_token_ids"]
-        return composition.read_aloud(prompt_ids, text_ids, _request_id("speech"), how, seed=request.seed)
+        return traced(composition.read_aloud(prompt_ids, text_ids, _request_id("speech"), how, seed=request.seed))
 
     def _serving(self) -> tuple[SpeechComposition, Any]:
         assert self._composition is not None and self._state is not None, "vLLM initialises state before it serves"
@@ -291,4 +312,5 @@ def _sse(content: dict[str, Any]) -> bytes:
 
 
 def _request_id(kind: str) -> str:
-    return f"{kind}-{secrets.token_hex(16)}"
+    """The engines' log lines name a request by this, and so by the id of the HTTP request."""
+    return "-".join([kind, *log_context.current().values(), secrets.token_hex(16)])

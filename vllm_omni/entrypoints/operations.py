@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Operations`: what operators get from every API server of this package, whatever it serves.
+
+`X-Request-Id` on every answer and in log lines, quotas of keys (`omni.quotas`), spans if vLLM exports its own. Attached
+by the endpoint plugins of video models, hidden states and speech. Held by tests/entrypoints/realtime/
+test_operators_served.py, tests/entrypoints/test_hidden_states_served.py and speech/test_speech_served.py.
+"""
+
+from pathlib import Path
+
+from fastapi import FastAPI
+from vllm.engine.protocol import EngineClient
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints import request_id, tracing
+from vllm_omni.entrypoints.quota_guard import QuotaGuard
+from vllm_omni.entrypoints.quotas import FileQuotas, QuotaFile, Quotas
+
+
+class Operations:
+    """Those of one API server process."""
+
+    def __init__(self) -> None:
+        self._guard = QuotaGuard()
+
+    @property
+    def quotas(self) -> Quotas:
+        return self._guard.quotas
+
+    def attach(self, app: FastAPI) -> None:
+        """Add the middleware, before the server starts."""
+        request_id.attach(app)
+        app.add_middleware(self._guard.around)
+
+    async def start(self, engine_client: EngineClient, omni: OmniConfig) -> None:
+        """Read what the options say, before the server serves. Raises ValueError, naming the file of quotas."""
+        if await engine_client.is_tracing_enabled():
+            tracing.start()
+        if omni.quotas is not None:
+            self._guard.quotas = FileQuotas(QuotaFile.read(Path(omni.quotas)))
