@@ -166,8 +166,10 @@ def _check_vllm_omni(arguments: list[str], runs_in: Path, execute: bool) -> None
         _parse(make_parser(), arguments)
     if not execute:
         return
-    if arguments[:1] in (["--version"], ["--help"], ["doctor"]):
+    if arguments[:1] in (["--version"], ["--help"]):
         _run_once(tuple(arguments))
+    elif arguments[:1] == ["doctor"]:
+        _run_once(("doctor", "--fix"))  # examines as without `--fix`, and again after mending
     elif arguments[:1] in (["make-tiny"], ["make-world"], ["verify"]) or "--dry-run" in arguments:
         _run(arguments, runs_in)
 

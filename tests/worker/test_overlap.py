@@ -195,6 +195,21 @@ def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for(monkeypatch: pytest
     assert made == [] and pacer.before_s is None and not pacer.unfinished
 
 
+def test_a_ready_result_shortens_the_wait_for_the_device(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 60 ms are waited for, but not before a result goes out: the client would get it a step later."""
+    device = Device(60.0)
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    parts = replace(runner.parts, pacer=StepPacer(torch.device("cuda")))
+    monkeypatch.setattr(runner, "role", LastStage(parts, EveryStep(runner.model, ends_steps=True)))
+    denoise(runner, chunk("a", 0))
+    assert device.ended == device.launched == STEPS
+    outcome = execute(runner, step(running=["a"], new=[chunk("b", 1)]))
+    assert outcome["a"] is not None and outcome["b"] is None
+    assert device.launched == STEPS + 1 and device.ended == STEPS
+    execute(runner, step(finished=["a"], running=["b"]))
+    assert device.ended == device.launched == STEPS + 2
+
+
 def test_what_a_vae_stage_is_told_does_not_wait_for_the_step(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank before it waits for the device before a step; a step that only fetches results waits for nothing."""
     calls: list[str] = []

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from scheduling import execute, new_request, step
+from vllm.sequence import IntermediateTensors
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.parallel import ParallelContext
@@ -101,6 +102,46 @@ def test_stages_that_own_a_step_pass_latents_through_all_steps() -> None:
         assert torch.equal(taker.answer(chunk), entered[0])  # type: ignore[arg-type]
         with pytest.raises(KeyError):
             taker.answer(chunk)  # type: ignore[arg-type]
+
+
+class Adder:
+    """A model in two parts: the first layers hand their latents on, the last ones add what arrives."""
+
+    def latents(self, request: Any) -> torch.Tensor:
+        return request.latents
+
+    def denoise_step(self, batch: Sequence[Any], hidden: torch.Tensor | None) -> torch.Tensor:
+        own = torch.stack([request.latents for request in batch])
+        return own if hidden is None else own + hidden
+
+    def step_scheduler(self, batch: Sequence[Any], prediction: torch.Tensor) -> None:
+        for request, latents in zip(batch, prediction, strict=True):
+            request.latents = latents
+
+
+def test_layers_compute_from_the_hidden_states_of_the_stage_before() -> None:
+    """Both stages count the step; the last one runs the schedule and answers with each request's latents."""
+    model: Any = Adder()
+    chunks: Any = [SimpleNamespace(step=1, latents=torch.full((2,), value)) for value in (1.0, 10.0)]
+    first, last = EveryStep(model, ends_steps=False), EveryStep(model, ends_steps=True)
+    hidden = first.take(chunks, None)
+    assert [chunk.step for chunk in chunks] == [2, 2]
+    assert [chunk.latents.tolist() for chunk in chunks] == [[1.0, 1.0], [10.0, 10.0]]
+    last.take(chunks, hidden)
+    assert [chunk.step for chunk in chunks] == [3, 3]
+    assert [last.answer(chunk).tolist() for chunk in chunks] == [[2.0, 2.0], [20.0, 20.0]]
+
+
+def test_a_stage_steps_with_what_it_received(make_runner: Any, null_world: Path) -> None:
+    """The message of the stage before reaches the micro-step, and its outcome is handed on as it is."""
+
+    class Repeats(LastStage):
+        def micro_step(self, states: Any, received: Any, outputs: Any) -> Any:
+            return received
+
+    runner = make_runner(null_world)
+    message = IntermediateTensors({"x": torch.zeros(1)})
+    assert Repeats(runner.parts, EveryStep(runner.model, ends_steps=True)).step([], message) is message
 
 
 def test_whole_chunks_of_a_session_are_made_in_the_order_of_their_index(make_runner: Any, null_world: Path) -> None:

@@ -59,7 +59,7 @@ class Renderer:
         for begin in range(0, len(yaw_B), step):
             views = [value[begin : begin + step].to(self.device) for value in (positions_B2, yaw_B, pitch_B, style_B)]
             count = len(views[1])
-            if count < step:  # one shape, so that nothing is compiled twice
+            if self.compiled and count < step:  # one shape, so that nothing is compiled twice
                 views = [torch.cat((value, value[-1:].expand(step - count, *value.shape[1:]))) for value in views]
             out[begin : begin + count] = self._frames(*views)[:count]
         return out

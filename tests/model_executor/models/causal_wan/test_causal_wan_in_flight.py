@@ -2,6 +2,7 @@
 """Several chunks of one stream at once, in this process: bit for bit the stream whose chunks run one by one."""
 
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,11 @@ def chunk_params(index: int) -> dict[str, Any]:
     return {"output": "latents", "prompt": {0: "a beach", 4: "a town at night"}.get(index), "seed": None}
 
 
-def one_by_one(model: CausalWan, chunks: int = CHUNKS) -> list[torch.Tensor]:
+@cache
+def one_by_one(causal_wan: Path, kind: str) -> list[torch.Tensor]:
+    model = load_model(causal_wan, **KINDS[kind])
     session = open_session(model, output="latents")
-    return [run_chunk(model, session, **chunk_params(index))[1]["latents"] for index in range(chunks)]
+    return [run_chunk(model, session, **chunk_params(index))[1]["latents"] for index in range(CHUNKS)]
 
 
 class Flight:
@@ -106,7 +109,7 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_legal_order_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
     """Beyond the window, across a prompt switch; with two and with more chunks than there are steps."""
-    expected = one_by_one(load_model(causal_wan, **KINDS[kind]))
+    expected = one_by_one(causal_wan, kind)
     for limit, seed in ((2, 0), (5, 1), (5, 2)):
         model = load_model(causal_wan, serving={"chunks_in_flight": limit}, **KINDS[kind])
         flight = Flight(model, open_session(model, output="latents"), limit, seed)
@@ -119,7 +122,7 @@ def test_what_was_in_flight_leaves_no_trace(causal_wan: Path, kind: str) -> None
     """Chunk after chunk is given up with its followers, at random, and begun again: the same stream, and meanwhile the
     same session.
     """
-    expected = one_by_one(load_model(causal_wan, **KINDS[kind]))
+    expected = one_by_one(causal_wan, kind)
     model = load_model(causal_wan, serving={"chunks_in_flight": 4}, **KINDS[kind])
     flight = Flight(model, open_session(model, output="latents"), 4, seed=3)
     given_up = 0
@@ -142,7 +145,7 @@ def test_what_was_in_flight_leaves_no_trace(causal_wan: Path, kind: str) -> None
 def test_a_stream_that_just_fits_its_window_goes_back(causal_wan: Path) -> None:
     """A follower that does not fit has moved the sinks; the chunk before, begun again, finds them where they were."""
     for kind in ("chunks of three frames", "sinks of two chunks", "sinks renewed"):
-        expected = one_by_one(load_model(causal_wan, **KINDS[kind]), 5)
+        expected = one_by_one(causal_wan, kind)[:5]
         model = load_model(causal_wan, serving={"chunks_in_flight": 3}, **KINDS[kind])
         flight = Flight(model, open_session(model, output="latents"), 3)
         for chunks in range(1, 5):
@@ -261,7 +264,7 @@ class Pipeline:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "cascaded"])
 def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
     """All stages at work on chunks of one stream; once, all that is on its way is given up."""
-    expected = one_by_one(load_model(causal_wan, **KINDS[kind]))
+    expected = one_by_one(causal_wan, kind)
     pipeline = Pipeline(temporal_stages(causal_wan, KINDS[kind], STEPS))
     found: list[torch.Tensor] = []
     gave_up = False
