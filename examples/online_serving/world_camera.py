@@ -98,6 +98,7 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("messages"))
     camera = read_camera(args.camera_path) if args.camera_path is not None else None
     used = 0
+    next_chunk = 0 if args.session_id is None else None
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         for number in range(args.num_calls):
             steering = steer(args, camera, used)
@@ -112,6 +113,8 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
                 "extra_body": extra_body(args),
                 **steering,
             }
+            if next_chunk is not None:  # a server that was started again says where its checkpoint stands instead
+                request["chunk_index"] = next_chunk
             if number == 0 and args.image is not None:
                 request["image"] = args.image.read_bytes()
             task = progress.add_task(f"call {number + 1}", total=None)
@@ -124,6 +127,7 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
                     arrived_s, fps = now_s, message["fps"]
                     parts.append(frames_of(message))
                     used += len(parts[-1])
+                    next_chunk = message["chunk_index"] + 1
             except BaseException:
                 # A bar without an end would stand above the error as if something were still to come.
                 progress.update(task, visible=progress.tasks[task].completed > 0)
@@ -161,24 +165,33 @@ def steer(args: argparse.Namespace, camera: tuple[np.ndarray, np.ndarray] | None
 
 def answers(args: argparse.Namespace, request: dict[str, Any], console: Console) -> Iterator[dict[str, Any]]:
     """The frame messages of one request, each once, across lost connections. Raises WorldError."""
-    seen = 0
+    next_frame: int | None = None
     for attempt in range(MAX_RECONNECTS + 1):
         try:
             with open_world(args) as world:
+                hello = decode(bytes(world.recv())).value
                 world.send(encode(request))
                 while True:
                     message = receive(world)
                     if message["type"] == "done":
                         return
                     if message["type"] == "error":
+                        if attempt and message["code"] == "out_of_order":
+                            rest = rest_of(request, message["expected"], hello)
+                            if rest is None:
+                                return
+                            request = rest
+                            console.print(f"the server goes on from its checkpoint, chunk {message['expected']}")
+                            world.send(encode(request))
+                            continue
                         if args.image is None and message["code"] in ("missing_image", "session_evicted"):
                             raise WorldError(
                                 f"{args.server} keeps no session {args.session_id!r}: it has ended, or never began; "
                                 "begin one with --image"
                             )
                         raise WorldError(f"{message['code']}: {message['message']}")
-                    if message["type"] == "frame" and message["index"] >= seen:
-                        seen = message["index"] + 1
+                    if message["type"] == "frame" and (next_frame is None or message["first_frame"] >= next_frame):
+                        next_frame = message["first_frame"] + message["num_frames"]
                         yield message
         except InvalidHandshake as error:
             raise WorldError(f"{args.server} refused the connection: {error}") from error
@@ -186,6 +199,24 @@ def answers(args: argparse.Namespace, request: dict[str, Any], console: Console)
             console.print(f"connection lost ({error}); trying again")
             time.sleep(min(5.0, 0.2 * 2**attempt))
     raise WorldError(f"{args.server} went away {MAX_RECONNECTS + 1} times")
+
+
+def rest_of(request: dict[str, Any], chunk: int, hello: dict[str, Any]) -> dict[str, Any] | None:
+    """The part of a request from chunk `chunk` on; None if nothing is left. Raises WorldError if that is before it."""
+    first = request["chunk_index"]
+    if chunk < first:
+        raise WorldError(f"the server goes on from chunk {chunk}, this call began at chunk {first}: begin again")
+    sizes = [hello["chunk_frames"] if each else hello["first_chunk_frames"] for each in range(first, chunk)]
+    frames, latents = sum(sizes), hello["latent_frames_per_chunk"] * len(sizes)
+    rest = {**request, "request_id": uuid.uuid4().hex, "chunk_index": chunk}
+    rest.pop("image", None)
+    if "actions" in request:
+        rest["actions"] = request["actions"][latents:]
+        return rest if rest["actions"] else None
+    poses_N44, intrinsics = request["cameras"]["poses"], request["cameras"]["intrinsics"]
+    per_frame = intrinsics.ndim > 1 and len(intrinsics) == len(poses_N44)
+    rest["cameras"] = {"poses": poses_N44[frames:], "intrinsics": intrinsics[frames:] if per_frame else intrinsics}
+    return rest if len(poses_N44) > frames else None
 
 
 def open_world(args: argparse.Namespace) -> ClientConnection:

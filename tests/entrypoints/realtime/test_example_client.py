@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The example client under examples/online_serving, run as a program against a real server with a fake engine."""
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Callable
@@ -122,6 +123,47 @@ def test_a_cut_connection_is_taken_up_again(
     assert cut
     assert "connection lost" in finished.stderr
     np.testing.assert_array_equal(np.load(output)[:, 16, 24, 0], np.arange(FIRST + 4 * LATER))
+
+
+@pytest.mark.parametrize("steering", ["keys", "path"])
+def test_a_walk_goes_on_from_the_checkpoint_of_a_server_that_was_started_again(
+    make_door: Callable[..., DoorServer], engine: FakeEngine, image: Path, tmp_path: Path, steering: str
+) -> None:
+    """The world stands two chunks back and the request is unknown there: what is left is asked for, without the image,
+    and each frame is in the video once."""
+    door = make_door()
+    restarted = []
+
+    def restart() -> None:
+        (session,) = door.manager.sessions()
+        session.journal.runs.clear()
+        session.next_chunk, session.in_step = 2, True
+        engine.worlds[session.engine_id].chunk_index = 2
+        restarted.append(len(engine.chunks))
+
+    def die_once(params: DiffusionParams) -> None:
+        if params.chunk_index == 4 and not restarted:
+            for protocol in list(door.server.server_state.connections):
+                protocol.transport.abort()
+            asyncio.get_running_loop().call_later(0.1, restart)
+
+    engine.fail, engine.delay_s = die_once, 0.1
+    output = tmp_path / "walk.npy"
+    how = ["--keys", "w*18"]
+    if steering == "path":
+        poses = camera(FIRST + 5 * LATER)
+        folder = tmp_path / "path"
+        folder.mkdir()
+        np.save(folder / "poses.npy", poses["poses"])
+        np.save(folder / "intrinsics.npy", poses["intrinsics"])
+        how = ["--camera-path", str(folder)]
+    finished = run(door, "--image", image, *how, "--codec", "ndarray_u8", "--output", output)
+    assert finished.returncode == 0, finished.stderr
+    assert "from its checkpoint, chunk 2" in " ".join(finished.stderr.split())
+    after = engine.chunks[restarted[0] :]
+    assert [call.params.chunk_index for call in after] == [2, 3, 4, 5]
+    assert "image" not in after[0].arrays
+    np.testing.assert_array_equal(np.load(output)[:, 16, 24, 0], np.arange(FIRST + 5 * LATER))
 
 
 LIVE_SCRIPT = SCRIPT.with_name("realtime_video.py")
