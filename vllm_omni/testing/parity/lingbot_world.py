@@ -33,6 +33,7 @@ from vllm_omni.model_executor.models.wan.weights import load_vae
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, unipc_flow_table
 from vllm_omni.model_executor.weights import rename
 from vllm_omni.testing.parity.comparison import Report, Scenario, read_tensors, run_scenarios
+from vllm_omni.testing.parity.lingbot_trajectory import Trajectory, prepare_trajectory
 from vllm_omni.testing.parity.windows import chronological, ends
 
 _FLOW, _KV, _LATENT = 2e-5, 2e-5, 1e-4
@@ -191,9 +192,9 @@ def run_camera(scenario: Scenario) -> None:
         _compare_actions(scenario, height, width)
 
 
-def _clip(scenario: Scenario, clip: str, height: int, width: int) -> cam.Trajectory:
+def _clip(scenario: Scenario, clip: str, height: int, width: int) -> Trajectory:
     named = re.fullmatch(r"f(\d+)", clip)
-    return cam.prepare_trajectory(
+    return prepare_trajectory(
         scenario.get(f"{clip}.poses_in"),
         scenario.get(f"{clip}.intrinsics_in"),
         height,

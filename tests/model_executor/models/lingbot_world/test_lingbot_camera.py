@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.testing.parity.lingbot_trajectory import prepare_trajectory, resample_poses
 
 EYE = torch.eye(4, dtype=torch.float64)
 
@@ -79,19 +80,17 @@ def test_latent_frames_take_every_fourth_pixel_frame() -> None:
 
 @pytest.mark.parametrize(("given", "used"), [(25, 21), (65, 57), (81, 81), (9, 9), (12, 9)])
 def test_an_uploaded_path_is_cut_to_whole_chunks(given: int, used: int) -> None:
-    path = cam.prepare_trajectory(EYE.repeat(given, 1, 1), torch.tensor([[416.0, 416.0, 416.0, 240.0]]), 32, 48)
+    path = prepare_trajectory(EYE.repeat(given, 1, 1), torch.tensor([[416.0, 416.0, 416.0, 240.0]]), 32, 48)
     assert path.pixel_frames == used
 
 
 def test_a_path_too_short_for_one_chunk_is_refused() -> None:
     with pytest.raises(ValueError, match="8 poses arrived; one chunk of 3 latent frames needs 9"):
-        cam.prepare_trajectory(EYE.repeat(8, 1, 1), torch.ones(1, 4), 32, 48)
+        prepare_trajectory(EYE.repeat(8, 1, 1), torch.ones(1, 4), 32, 48)
 
 
 def test_resampling_turns_at_constant_speed_along_the_shorter_way() -> None:
-    path = cam.resample_poses(
-        torch.stack([pose(yaw=170), pose(yaw=-170, x=1)]), torch.tensor([0.0, 0.25, 1.0]).double()
-    )
+    path = resample_poses(torch.stack([pose(yaw=170), pose(yaw=-170, x=1)]), torch.tensor([0.0, 0.25, 1.0]).double())
     torch.testing.assert_close(path[1], pose(yaw=175, x=0.25), atol=1e-12, rtol=0)
     torch.testing.assert_close(path[2], pose(yaw=190, x=1), atol=1e-12, rtol=0)
 
@@ -253,7 +252,7 @@ def test_whatever_arrives_is_read_or_refused_by_name(data: Any) -> None:
 def test_a_clip_sent_chunk_by_chunk_is_the_originals_clip() -> None:
     """With `camera_scale` = the clip's largest step, chunks give its relative poses (1e-5; 3e-7 is fp32 rounding)."""
     clip = torch.stack([pose(x=0.02 * i, z=0.05 * i, yaw=0.7 * i) for i in range(33)])
-    whole = cam.prepare_trajectory(clip, torch.tensor([[416.0, 416.0, 416.0, 240.0]]), 32, 48)
+    whole = prepare_trajectory(clip, torch.tensor([[416.0, 416.0, 416.0, 240.0]]), 32, 48)
     scale = float(cam.relative_poses(whole.poses_N44.double())[:, :3, 3].norm(dim=1).max())
     before, parts = None, []
     for frames, pixels in ((range(3), slice(0, 9)), (range(3, 6), slice(9, 21)), (range(6, 9), slice(21, 33))):

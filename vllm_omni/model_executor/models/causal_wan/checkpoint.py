@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from vllm_omni.model_executor.models.causal_wan.config import CLASSES, CausalWanConfig
-from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components, find_tiny_vae
+from vllm_omni.model_executor.models.wan.checkpoint import (
+    WanComponents,
+    chunk_hf_config,
+    find_components,
+    find_tiny_vae,
+)
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
 from vllm_omni.model_executor.tensor_files import TensorSource, open_tensors, read_json
 from vllm_omni.model_executor.weights import rename
@@ -111,31 +116,14 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return what vLLM's config object carries for this checkpoint, JSON types only; needs no weights but in a layout
-    without a `config.json`, and then only their names.
+    """Return `chunk_hf_config` of this checkpoint, with `kind`. Raises ValueError.
 
-    Besides the keys vLLM reads: `causal_wan` with `transformer` (its config), `vae` and `umt5` (architectures in
-    diffusers' and transformers' keys) and `kind`. Raises ValueError.
+    Needs no weights but in a layout without a `config.json`, and then only their names.
     """
     layout = find_layout(path)
     transformer = layout.transformer_config()
     config = CausalWanConfig.from_checkpoint(transformer)
-    text, vae = layout.checked_components(config.text_dim, config.out_channels)
-    return {
-        "architectures": ["CausalWanPipeline"],
-        "dtype": str(transformer.get("dtype") or transformer.get("torch_dtype") or "bfloat16"),
-        "hidden_size": config.dim,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "vocab_size": text["vocab_size"],
-        "max_position_embeddings": 16,
-        "causal_wan": {
-            "transformer": transformer,
-            "vae": vae.to_dict(),
-            "umt5": text,
-            "kind": layout.kind,
-        },
-    }
+    return chunk_hf_config("CausalWanPipeline", "causal_wan", layout, transformer, config, kind=layout.kind)
 
 
 def _is_causal_diffusers(path: Path) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, open_transformer
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
-from vllm_omni.model_executor.models.wan.weights import load_components
+from vllm_omni.model_executor.models.wan.weights import load_pieces
 from vllm_omni.model_executor.tensor_files import TensorSource
 from vllm_omni.model_executor.weights import load_strict
 
@@ -33,11 +33,7 @@ def load_pipeline_weights(
     vae: "StreamingWanVAE | None" = None,
     text_encoder: "TextEncoder | None" = None,
 ) -> None:
-    """Fill every component this rank has (None = not here); a missing piece is reported before anything is read."""
-    if text_encoder is not None:
-        layout.require("text_encoder", "tokenizer")
-    if vae is not None:
-        layout.require("vae")
-    layout.require("transformer")
-    load_transformer(transformer, open_transformer(layout.transformer), config)
-    load_components(layout, vae, text_encoder)
+    """`load_pieces`, with this model's transformer."""
+    load_pieces(
+        layout, lambda: load_transformer(transformer, open_transformer(layout.transformer), config), vae, text_encoder
+    )

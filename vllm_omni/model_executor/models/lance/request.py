@@ -46,7 +46,6 @@ from vllm_omni.outputs import RequestFailed
 
 _MIN_SIDE, _MAX_SIDE = 28, 8192
 _MAX_CLIP_FRAMES = 7200
-_MAX_STOPS = 16
 _MAX_TURNS = 256
 _TEMPLATE_TOKENS = 64
 """More than the chat template's own tokens."""

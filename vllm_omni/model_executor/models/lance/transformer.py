@@ -24,7 +24,6 @@ from vllm_omni.model_executor.models.lance.config import LATENT_CHANNELS, TIMEST
 from vllm_omni.model_executor.models.lance.pack import BranchCache, Expert, Pack
 from vllm_omni.model_executor.models.lance.token_split import HeadShare, Rope, TokenSplit, head_share
 
-_EXPERTS: tuple[Expert, ...] = ("und", "gen")
 _SUFFIX: dict[Expert, str] = {"und": "", "gen": "_moe_gen"}
 _MLP_TOKENS = 32768
 """Tokens that pass the feed-forward layer at a time: bounds its activations (two thirds of a forward's peak)."""

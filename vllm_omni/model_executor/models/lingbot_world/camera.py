@@ -204,37 +204,6 @@ def _horizontal(direction_3: torch.Tensor) -> torch.Tensor:
     return flat / (flat.norm() + 1e-6)
 
 
-def resample_poses(poses_N44: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-    """Interpolate poses at fractional frame indices: translation linear, rotation along the shorter great arc."""
-    times = times.clamp(0, len(poses_N44) - 1)
-    low = times.floor().long().clamp(max=max(len(poses_N44) - 2, 0))
-    high = (low + 1).clamp(max=len(poses_N44) - 1)
-    weight = (times - low).unsqueeze(1)
-    out = torch.eye(4, dtype=torch.float64).repeat(len(times), 1, 1)
-    out[:, :3, 3] = torch.lerp(poses_N44[low, :3, 3], poses_N44[high, :3, 3], weight)
-    # R_low^T R_high turns by `angle` around `axis`; Rodrigues' formula turns by the wanted part of it.
-    step = poses_N44[low, :3, :3].mT @ poses_N44[high, :3, :3]
-    axis_angle = _log_rotation(step)
-    out[:, :3, :3] = poses_N44[low, :3, :3] @ torch.linalg.matrix_exp(_cross_matrix(axis_angle * weight))
-    return out
-
-
-def _log_rotation(rotation_N33: torch.Tensor) -> torch.Tensor:
-    """Return axis times angle [N, 3] of rotations by less than half a turn."""
-    skew = rotation_N33 - rotation_N33.mT
-    vector = torch.stack((skew[:, 2, 1], skew[:, 0, 2], skew[:, 1, 0]), dim=1) / 2  # axis * sin(angle)
-    sine = vector.norm(dim=1, keepdim=True)
-    cosine = ((rotation_N33.diagonal(dim1=1, dim2=2).sum(1) - 1) / 2).unsqueeze(1)
-    angle = torch.atan2(sine, cosine)
-    return vector * torch.where(sine > 1e-12, angle / sine.clamp_min(1e-12), torch.ones_like(sine))
-
-
-def _cross_matrix(vector_N3: torch.Tensor) -> torch.Tensor:
-    x, y, z = vector_N3.unbind(1)
-    zero = torch.zeros_like(x)
-    return torch.stack((zero, -z, y, z, zero, -x, -y, x, zero), dim=1).view(-1, 3, 3)
-
-
 def relative_poses(poses_N44: torch.Tensor, previous_44: torch.Tensor | None = None) -> torch.Tensor:
     """Return each pose as seen from the one before it, in the type of `poses_N44`.
 
@@ -242,13 +211,13 @@ def relative_poses(poses_N44: torch.Tensor, previous_44: torch.Tensor | None = N
     """
     first = poses_N44[:1] if previous_44 is None else previous_44.unsqueeze(0)
     before = torch.cat((first, poses_N44[:-1]))
-    relative = _inverse(before) @ poses_N44
+    relative = inverse_poses(before) @ poses_N44
     if previous_44 is None:
         relative[0] = torch.eye(4)
     return relative
 
 
-def _inverse(poses_N44: torch.Tensor) -> torch.Tensor:
+def inverse_poses(poses_N44: torch.Tensor) -> torch.Tensor:
     """Invert rigid motions: (R, t) -> (R^T, -R^T t)."""
     inverse = torch.eye(4, dtype=poses_N44.dtype).repeat(len(poses_N44), 1, 1)
     inverse[:, :3, :3] = poses_N44[:, :3, :3].mT
@@ -309,52 +278,3 @@ def camera_map(
     origin = relative_N44[:, :3, 3].view(-1, 3, 1, 1).expand_as(direction)
     planes = torch.cat((origin, direction), dim=1).float()
     return torch.nn.functional.pixel_unshuffle(planes, VAE_SPATIAL).transpose(0, 1).contiguous()
-
-
-# -- a whole trajectory, as the original does it -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """A clip's camera after the original's preparation; one row per latent frame."""
-
-    poses_N44: torch.Tensor
-    relative_N44: torch.Tensor
-    intrinsics_N4: torch.Tensor
-
-    @property
-    def pixel_frames(self) -> int:
-        """Video frames the clip will have: 1 + 4 for each latent frame but the first."""
-        return VAE_TEMPORAL * (len(self.poses_N44) - 1) + 1
-
-
-def prepare_trajectory(
-    poses_N44: torch.Tensor,
-    intrinsics_N4: torch.Tensor,
-    height: int,
-    width: int,
-    *,
-    num_frames: int | None = None,
-    chunk_frames: int = 3,
-) -> Trajectory:
-    """Prepare a whole uploaded path (a pose per video frame), relative to itself and scaled by its largest step.
-
-    The path is cut to 4 n + 1 frames (and `num_frames`), then to whole chunks of latent frames, and resampled over
-    what the first cut left: 25 poses give 6 latent frames, not 7. The first frame's intrinsics serve the whole clip.
-    Poses are differenced in fp32 relative to the first, as in the original: far from the origin that costs digits
-    (7e-5 of the scale at 130 units), and being closer to exact would be further from the original.
-    Raises ValueError when not even one chunk fits.
-    """
-    longest = min(len(poses_N44), num_frames if num_frames is not None else len(poses_N44))
-    used = VAE_TEMPORAL * ((longest - 1) // VAE_TEMPORAL) + 1
-    latents = ((used - 1) // VAE_TEMPORAL + 1) // chunk_frames * chunk_frames
-    if latents < 1:
-        needed = VAE_TEMPORAL * (chunk_frames - 1) + 1
-        raise ValueError(f"{longest} poses arrived; one chunk of {chunk_frames} latent frames needs {needed}")
-    times = torch.linspace(0, used - 1, latents, dtype=torch.float64)
-    poses = resample_poses(poses_N44[:used].double(), times).float()
-    anchored = _inverse(poses[:1]) @ poses
-    anchored[0] = torch.eye(4)
-    relative = scaled_translations(relative_poses(anchored))
-    intrinsics = scale_intrinsics(intrinsics_N4[:1].double(), height, width).expand(latents, 4)
-    return Trajectory(poses, relative, intrinsics)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.wan.checkpoint import (
     WanComponents,
+    chunk_hf_config,
     find_components,
     find_tiny_vae,
     has_components,
@@ -89,31 +90,15 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return what vLLM's config object carries for this checkpoint, JSON types only; needs no weight files.
+    """Return `chunk_hf_config` of this checkpoint, with `kind` and `version`; needs no weight files. Raises ValueError.
 
-    Besides the keys vLLM reads: `lingbot_world` with `transformer` (its config as stored, empty = released model),
-    `vae` and `umt5` (architectures in diffusers' and transformers' keys), `kind` and `version`. Raises ValueError.
+    An empty `transformer` is the released model's.
     """
     layout = find_layout(path)
     transformer = layout.transformer_config()
     config = LingBotWorldConfig.from_checkpoint(transformer)
-    text, vae = layout.checked_components(config.text_dim, config.out_channels)
-    return {
-        "architectures": ["LingBotWorldPipeline"],
-        "dtype": str(transformer.get("dtype") or transformer.get("torch_dtype") or "bfloat16"),
-        "hidden_size": config.dim,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "vocab_size": text["vocab_size"],
-        "max_position_embeddings": 16,
-        "lingbot_world": {
-            "transformer": transformer,
-            "vae": vae.to_dict(),
-            "umt5": text,
-            "kind": layout.kind,
-            "version": layout.version,
-        },
-    }
+    facts = {"kind": layout.kind, "version": layout.version}
+    return chunk_hf_config("LingBotWorldPipeline", "lingbot_world", layout, transformer, config, **facts)
 
 
 def _is_transformer(folder: Path) -> bool:

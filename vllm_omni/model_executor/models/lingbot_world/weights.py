@@ -14,7 +14,7 @@ from torch import nn
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.wan import transformer_weights as wan
 from vllm_omni.model_executor.models.wan.transformer_weights import Sizes
-from vllm_omni.model_executor.models.wan.weights import load_components
+from vllm_omni.model_executor.models.wan.weights import load_pieces
 from vllm_omni.model_executor.tensor_files import Shape, open_tensors
 from vllm_omni.model_executor.weights import load_strict
 
@@ -60,14 +60,8 @@ def load_pipeline_weights(
     vae: "StreamingWanVAE | None" = None,
     text_encoder: "TextEncoder | None" = None,
 ) -> None:
-    """Fill every component this rank has (None = not here); a missing piece is reported before anything is read."""
-    if text_encoder is not None:
-        layout.require("text_encoder", "tokenizer")
-    if vae is not None:
-        layout.require("vae")
-    layout.require("transformer")
-    load_transformer(transformer, layout.transformer, config)
-    load_components(layout, vae, text_encoder)
+    """`load_pieces`, with this model's transformer."""
+    load_pieces(layout, lambda: load_transformer(transformer, layout.transformer, config), vae, text_encoder)
 
 
 def load_transformer(transformer: nn.Module, path: Path, config: LingBotWorldConfig) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
 from vllm_omni.model_executor.models.wan.component_names import TEXT_RULES, VAE_RULES
 from vllm_omni.model_executor.models.wan.components import UMT5_XXL, VAEConfig
 from vllm_omni.model_executor.tensor_files import confined, open_tensors, read_json
@@ -113,6 +114,32 @@ class WanComponents:
         if vae.z_dim != latent_channels:
             raise ValueError(f"{self.root}: the VAE has {vae.z_dim} latent channels, the transformer {latent_channels}")
         return text, vae
+
+
+def chunk_hf_config(
+    architecture: str,
+    name: str,
+    layout: WanComponents,
+    transformer: dict[str, Any],
+    config: ChunkTransformerConfig,
+    **facts: str,
+) -> dict[str, Any]:
+    """Return what vLLM's config object carries for a chunk-by-chunk Wan model, JSON types only. Raises ValueError.
+
+    Besides the keys vLLM reads: under `name`, `transformer` (its config as stored), `vae` and `umt5` (architectures in
+    diffusers' and transformers' keys), and `facts`.
+    """
+    text, vae = layout.checked_components(config.text_dim, config.out_channels)
+    return {
+        "architectures": [architecture],
+        "dtype": str(transformer.get("dtype") or transformer.get("torch_dtype") or "bfloat16"),
+        "hidden_size": config.dim,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "vocab_size": text["vocab_size"],
+        "max_position_embeddings": 16,
+        name: {"transformer": transformer, "vae": vae.to_dict(), "umt5": text, **facts},
+    }
 
 
 def find_components(root: Path) -> dict[str, Path | None]:

@@ -4,6 +4,7 @@
 Held by tests/model_executor/models/lingbot_world/test_weights.py.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,22 @@ if TYPE_CHECKING:
     from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
     from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
     from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
+
+
+def load_pieces(
+    layout: "WanComponents",
+    load_transformer: Callable[[], None],
+    vae: "StreamingWanVAE | None" = None,
+    text_encoder: "TextEncoder | None" = None,
+) -> None:
+    """Fill every component this rank has (None = not here); a missing piece is reported before anything is read."""
+    if text_encoder is not None:
+        layout.require("text_encoder", "tokenizer")
+    if vae is not None:
+        layout.require("vae")
+    layout.require("transformer")
+    load_transformer()
+    load_components(layout, vae, text_encoder)
 
 
 def load_components(
