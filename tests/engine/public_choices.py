@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`omni.model` as other public implementations serve LingBot World and Lance, for tests that run with all of it.
+"""`omni.model` as other public implementations serve LingBot World, for tests that run with all of it.
 
-That these are what the models' notes and options say is held by tests/model_executor/models/lingbot_world/
-test_lingbot_config.py and tests/model_executor/models/lance/test_lance_choices.py.
+That these are what the model's notes and options say is held by tests/model_executor/models/lingbot_world/
+test_lingbot_config.py.
 """
 
 from typing import Any
@@ -21,18 +21,3 @@ PR3701: dict[str, Any] = {
     "prompt_switch": "ignore",
 }
 """But for its schedule and its window."""
-LANCE_ALTERNATIVES: dict[str, str] = {
-    "drawing_prompt": "wrapped",
-    "uncond_context": "empty",
-    "edit_apostrophe": "ascii",
-    "uncond_positions": "own",
-    "i2v_renorm": "unpinned",
-    "i2v_noise_place": "before_text",
-    "understanding_video": "smart_resize",
-    "understanding_vit_time": "origin",
-    "position_table": "checkpoint",
-    "reference_latent": "sample",
-    "vision_weights": "bundled",
-    "pixel_rounding": "truncate",
-}
-"""Each choice that is not the original's."""
