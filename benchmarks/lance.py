@@ -198,9 +198,9 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     ranks = args.tensor_parallel
     options: dict[str, Any] = json.loads(args.model_options)
     if args.variant == "video" and not args.tiny:
-        options.setdefault("max_video_frames", 25)  # what is measured; the start-up run then takes no longer than that
+        options.setdefault("max_num_frames", 25)  # what is measured; the start-up run then takes no longer than that
     if args.tiny:
-        options |= {"max_image_pixels": 128 * 128, "max_video_pixels": 64 * 96, "max_video_frames": 9}
+        options |= {"max_image_pixels": 128 * 128, "max_video_pixels": 64 * 96, "max_num_frames": 9}
     omni = {
         "batch_invariant": False,
         "max_requests_per_step": args.max_batch,

@@ -33,6 +33,21 @@ def test_mistakes_are_named_with_the_allowed_keys(omni: dict[str, object], told:
     assert "allowed keys" in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("unknown", "near"),
+    [
+        ("max_sesions", "max_sessions or max_session_bytes"),
+        ("snapshot-dir", "snapshot_dir or drain_snapshot_dir"),
+        ("zzz", None),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_near_ones(unknown: str, near: str | None) -> None:
+    """A name like no other gets no suggestion."""
+    with pytest.raises(ValueError, match=f"unknown field `{unknown}`") as error:
+        OmniConfig.from_additional_config({"omni": {unknown: 1}})
+    assert (f"did you mean {near}?" in str(error.value)) if near else ("did you mean" not in str(error.value))
+
+
 def test_the_config_is_frozen() -> None:
     """Parsed once, never changed."""
     with pytest.raises(AttributeError):

@@ -2,12 +2,14 @@
 """`OmniConfig`: everything a user may set under `--additional-config '{"omni": {...}}'`.
 
 Parsed once in each process, frozen, and never written back. Unknown keys and values out of range are errors that say
-what is allowed. Options of one model live under `omni.model` and are parsed by that model's own frozen dataclass.
+what is allowed, and which names are near. Options of one model live under `omni.model` and are parsed by that model's
+own frozen dataclass.
 Held by tests/test_config.py.
 """
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -186,8 +188,16 @@ def parse_options(cls: type[T], options: Mapping[str, Any], where: str) -> T:
     try:
         return msgspec.convert(dict(options), cls)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
-        allowed = ", ".join(field.name for field in msgspec.structs.fields(cls))
-        raise ValueError(f"{where}: {error}{_named_values(cls, str(error))}; allowed keys: {allowed}") from error
+        names = [field.name for field in msgspec.structs.fields(cls)]
+        more = _named_values(cls, str(error)) + _near_names(names, str(error))
+        raise ValueError(f"{where}: {error}{more}; allowed keys: {', '.join(names)}") from error
+
+
+def _near_names(names: list[str], error: str) -> str:
+    """The options whose names are like that of an unknown one, as an addition to its error; "" if there are none."""
+    unknown = re.search(r"unknown field `([^`]+)`$", error)
+    near = get_close_matches(unknown[1], names) if unknown else []
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _named_values(cls: type[msgspec.Struct], error: str) -> str:

@@ -155,10 +155,10 @@ AT_START: dict[str, list[Case]] = {
     ],
     # models' notes
     "a value that does not exist is refused at start with those that do": [
-        ("lingbot_world", {"model": {"camera_scale": "no_such_value"}}, {})
+        ("lingbot_world", {"model": {"convention": "no_such_value"}}, {})
     ],
     "An unknown value is refused before anything is loaded": [
-        ("lingbot_world", {"model": {"later_condition": "no_such_value"}}, {})
+        ("lingbot_world", {"model": {"convention": "no_such_value"}}, {})
     ],
     "degradations (`omni.degradations`) are refused": [
         ("lingbot_world", ladder(rung), {}) for rung in ("fewer_steps", "smaller_window", "tiny_vae")

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from engine_client import EngineClient, running_engine
-from public_choices import LANCE_ALTERNATIVES
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
-SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_video_frames": 9, "tokens_per_step": 2}
+SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_num_frames": 9}
 TOLERANCE = 1e-4
 """fp32 latents of order 1: rows of a shared matrix product are summed in another order."""
 
@@ -226,7 +225,7 @@ def test_every_alternative_through_the_engine(checkpoint: Path) -> None:
     """All choices between public implementations switched at once: each task gives its kind of result, not NaN."""
 
     async def scenario() -> None:
-        async with lance_engine(checkpoint, LANCE_ALTERNATIVES) as client:
+        async with lance_engine(checkpoint, {"convention": "vllm_omni"}) as client:
             for task, (fields, _) in REQUESTS.items():
                 changes: dict[str, Any] = {"output": "latents"}
                 if task.startswith("x2t"):  # a clip that is read whole takes no bucket

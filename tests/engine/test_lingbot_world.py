@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from engine_client import STOCK_SCHEDULER, EngineClient, SharedEngine, running_engine, shared_engine
-from public_choices import PR3701
 
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
@@ -184,7 +183,7 @@ def test_a_world_as_pr_3701_serves_it(lingbot_world: Path, alone: list[list[torc
         return pictures
 
     async def scenario() -> None:
-        omni = {"model": {**SMALL_WINDOW, **PR3701}, "vae_stage": vae_stage}
+        omni = {"model": {**SMALL_WINDOW, "convention": "pr3701"}, "vae_stage": vae_stage}
         arguments: dict[str, Any] = {"pipeline_parallel_size": 2} if vae_stage else {}
         async with running_engine(lingbot_world, omni, dtype="float32", **arguments) as client:
             latents = await walk(client, "latents", 1)
@@ -214,8 +213,10 @@ def test_an_unknown_choice_is_refused_at_start(lingbot_world: Path) -> None:
     """In the front end, before a process is started: one line with the allowed values."""
 
     async def scenario() -> None:
-        async with running_engine(lingbot_world, {"model": {"vae_continuation": "resume"}}, dtype="float32"):
+        async with running_engine(lingbot_world, {"model": {"convention": "resume"}}, dtype="float32"):
             pass
 
-    with pytest.raises(ValueError, match=r"vae_continuation.*allowed values: 'cache', 'restart'"):
+    with pytest.raises(
+        ValueError, match=r"convention.*allowed values: 'original', 'pr3701', 'realtime', 'sglang', 'sglang_lazy'"
+    ):
         asyncio.run(scenario())

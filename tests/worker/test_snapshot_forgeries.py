@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from public_choices import PR3701
 from safetensors import safe_open
 from safetensors.torch import load, save_file
 from snapshot_steps import Worker, rewrite, text_chunk, video_chunk, world_chunk
@@ -20,12 +19,12 @@ from snapshot_steps import Worker, rewrite, text_chunk, video_chunk, world_chunk
 from vllm_omni.outputs import RequestFailed
 
 SMALL = {"window_frames": 7, "sink_frames": 2}
-ENCODING = {"later_condition": "last_frame", "condition_video_frames": 33}
+ENCODING = {"convention": "sglang_lazy"}
 """The condition's encoder has not settled after two chunks."""
 CASES: dict[str, tuple[str, dict[str, Any], Callable[..., dict[str, torch.Tensor]], int]] = {
     # family, omni, chunk, chunks
     "world": ("lingbot_world", {"model": {**SMALL, **ENCODING, "reprime_on_prompt_switch": True}}, world_chunk, 2),
-    "world that restarts its decoder": ("lingbot_world", {"model": {**SMALL, **PR3701}}, world_chunk, 3),
+    "world that restarts its decoder": ("lingbot_world", {"model": {**SMALL, "convention": "pr3701"}}, world_chunk, 3),
     "stream, video in": ("causal_wan", {"model": {**SMALL, "recache_on_prompt_switch": True}}, video_chunk, 2),
     "stream, tiny decoder": ("causal_wan", {"model": {**SMALL, "decoder": "tiny"}}, text_chunk, 2),
     "stream, renewed sinks": (

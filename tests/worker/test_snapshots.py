@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from public_choices import PR3701, SGLANG
 from scheduling import execute, new_request, step
 from snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
 
@@ -30,16 +29,16 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "world, before its window is full": ("lingbot_world", {}, world_chunk, 1),
     "world, ring and sinks": ("lingbot_world", SMALL, world_chunk, 4),
     "world that recomputes its window": ("lingbot_world", {**SMALL, "reprime_on_prompt_switch": True}, world_chunk, 4),
-    "world as SGLang's": ("lingbot_world", {**SMALL, **SGLANG}, world_chunk, 3),
-    "world as SGLang's, before it repeats": ("lingbot_world", {**SMALL, **SGLANG}, world_chunk, 1),
+    "world as SGLang's": ("lingbot_world", {**SMALL, "convention": "sglang"}, world_chunk, 3),
+    "world as SGLang's, before it repeats": ("lingbot_world", {**SMALL, "convention": "sglang"}, world_chunk, 1),
     "world as SGLang's, lazy": (
         "lingbot_world",
-        {**SMALL, **SGLANG, "later_condition": "last_frame", "condition_video_frames": 33},
+        {**SMALL, "convention": "sglang_lazy"},
         world_chunk,
         2,
     ),
-    "world as PR 3701's": ("lingbot_world", {**SMALL, **PR3701}, world_chunk, 3),
-    "world as PR 3701's, before it repeats": ("lingbot_world", {**SMALL, **PR3701}, world_chunk, 1),
+    "world as PR 3701's": ("lingbot_world", {**SMALL, "convention": "pr3701"}, world_chunk, 3),
+    "world as PR 3701's, before it repeats": ("lingbot_world", {**SMALL, "convention": "pr3701"}, world_chunk, 1),
     "stream, moving sinks": ("causal_wan", SMALL, text_chunk, 4),
     "stream, video in": ("causal_wan", SMALL, video_chunk, 3),
     "stream that recomputes its window": ("causal_wan", {**SMALL, "recache_on_prompt_switch": True}, text_chunk, 4),

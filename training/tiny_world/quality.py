@@ -21,10 +21,7 @@ from typing import Any, TextIO
 from training.tiny_world import score
 from training.tiny_world.truth import Truth
 
-AS_SGLANG = (
-    '{"later_condition": "second_chunk", "camera_first_frame": "stands", "camera_scale": "session_max",'
-    ' "camera_dtype": "bf16"}'
-)
+AS_SGLANG = '{"convention": "sglang"}'
 VARIANTS: dict[str, tuple[str, ...]] = {
     "as shipped": (),
     "exact decoder": ("--decoder", "wan"),

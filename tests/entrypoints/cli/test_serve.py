@@ -136,7 +136,10 @@ def test_what_the_worker_would_ignore_is_refused_and_nothing_else(world: str) ->
             ["-pp", "2", "--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"],
             r"--pipeline-parallel-size 2 .* drop --scheduler-cls",
         ),
-        (["--additional-config", '{"omni": {"heigth": 480}}'], r"unknown field `heigth`; allowed keys: height, width"),
+        (
+            ["--additional-config", '{"omni": {"heigth": 480}}'],
+            r"`heigth`; did you mean height\?; allowed keys: height, width",
+        ),
         (["--additional-config.omni.max_sessions", "0"], r"max_sessions.*allowed keys"),
         (["--additional-config.omni.max_sessions=many"], r"max_sessions.*allowed keys"),
         (["--additional-config", "{omni: 1}"], r"must be JSON such as .*, got '\{omni: 1\}'"),

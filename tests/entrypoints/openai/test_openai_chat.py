@@ -21,7 +21,7 @@ from vllm_omni.model_executor.models.registry import get_family
 
 pytestmark = pytest.mark.nightly
 
-SMALL = {"max_image_pixels": 128 * 128, "max_video_pixels": 64 * 96, "max_video_frames": 9, "max_new_tokens": 40_000}
+SMALL = {"max_image_pixels": 128 * 128, "max_video_pixels": 64 * 96, "max_num_frames": 9, "max_new_tokens": 40_000}
 
 
 @pytest.fixture(scope="module")

@@ -38,14 +38,11 @@ class ChunkPlan:
     chunk_frames: int
     window_frames: int
     sink_frames: int
-    max_attention_frames: int | None = None
 
     def __post_init__(self) -> None:
-        first, chunk, window = self.first_chunk_frames, self.chunk_frames, self.window_frames
+        first, window = self.first_chunk_frames, self.window_frames
         if first > window:
             raise ValueError(f"the first chunk of {first} latent frames does not fit a window of {window}")
-        if (limit := self.max_attention_frames) is not None and limit < max(chunk, first):
-            raise ValueError(f"max_attention_frames {limit} is smaller than a chunk of {max(chunk, first)}")
 
     def frames(self, chunk_index: int) -> range:
         """Return the latent frames of a chunk, by absolute index."""
@@ -84,7 +81,6 @@ def resolve_chunks(
     chunk_frames: int,
     window_frames: int,
     sink_frames: int,
-    max_attention_frames: int | None = None,
 ) -> ChunkPlan:
     """Options win over the checkpoint, the checkpoint over the defaults given here. Raises ValueError."""
     chunk = options.latent_frames_per_chunk or stated.frames_per_chunk or chunk_frames
@@ -96,7 +92,7 @@ def resolve_chunks(
         asked = (options.sink_frames, stated.sink_frames, sink_frames)
         sink = next(value for value in asked if value is not None)
         _check_sliding(window, sink, chunk)
-    return ChunkPlan(first, chunk, window, sink, max_attention_frames)
+    return ChunkPlan(first, chunk, window, sink)
 
 
 def _check_sliding(window_frames: int, sink_frames: int, chunk_frames: int) -> None:

@@ -1,22 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where public implementations of Lance differ: each alternative is what it says, alone and all of them together."""
+"""Where public implementations of Lance differ: each choice is what it says, and the conventions are served whole."""
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-import msgspec
 import pytest
 import torch
 from lance_driver import REQUESTS, clip, load_lance, make_request, picture, prepare, request_of, run
 from lance_reference import DRAW, FILM, Reference, Run, write_model
-from public_choices import LANCE_ALTERNATIVES
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLVideoProcessor
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.models.lance.config import EDIT_TASKS, READING_TASKS, TASKS, LanceOptions, Task
+from vllm_omni.model_executor.models.lance.config import (
+    CONVENTIONS,
+    EDIT_TASKS,
+    READING_TASKS,
+    TASKS,
+    Choices,
+    Convention,
+    LanceOptions,
+    Task,
+)
 from vllm_omni.model_executor.models.lance.context import Visuals
 from vllm_omni.model_executor.models.lance.drawing import Drawing, plan_drawing
 from vllm_omni.model_executor.models.lance.family import FAMILY
@@ -31,7 +40,7 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.testing.parity.lance.recorded import ToyModel
 from vllm_omni.testing.tiny.lance import make_tiny, write_tokenizer
 
-SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_video_frames": 9}
+SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_num_frames": 9}
 TEXT_TASKS: tuple[Task, ...] = ("t2i", "t2v")
 DRAWING_TASKS = tuple(task for task in TASKS if task not in READING_TASKS)
 
@@ -39,34 +48,52 @@ DRAWING_TASKS = tuple(task for task in TASKS if task not in READING_TASKS)
 # -- names ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_choice_has_a_named_alternative() -> None:
-    """`LANCE_ALTERNATIVES`, which the runs below switch on, leaves no choice out; defaults are the original's."""
-    fields = {field.name: field for field in msgspec.structs.fields(LanceOptions)}
-    kinds = {name: msgspec.inspect.type_info(field.type) for name, field in fields.items()}
-    choices = {name: kind.values for name, kind in kinds.items() if isinstance(kind, msgspec.inspect.LiteralType)}
-    assert choices == {name: tuple(sorted((value, fields[name].default))) for name, value in LANCE_ALTERNATIVES.items()}
-    assert {name: getattr(LanceOptions(), name) for name in LANCE_ALTERNATIVES} == {
-        "drawing_prompt": "template",
-        "uncond_context": "template",
-        "edit_apostrophe": "typographic",
-        "uncond_positions": "cond",
-        "i2v_renorm": "all",
-        "i2v_noise_place": "behind_text",
-        "understanding_video": "bucket",
-        "understanding_vit_time": "running",
-        "position_table": "computed",
-        "reference_latent": "mean",
-        "vision_weights": "separate",
-        "pixel_rounding": "round",
-    }
+VLLM_OMNI = {
+    "drawing_prompt": "wrapped",
+    "uncond_context": "empty",
+    "edit_apostrophe": "ascii",
+    "uncond_positions": "own",
+    "i2v_noise_place": "before_text",
+    "understanding_video": "smart_resize",
+    "understanding_vit_time": "origin",
+    "position_table": "checkpoint",
+    "reference_latent": "sample",
+    "pixel_rounding": "truncate",
+}
+UNCACHED = {"i2v_renorm": "unpinned", "reference_latent": "sample", "vision_weights": "bundled"}
 
 
-@pytest.mark.parametrize("name", sorted(LANCE_ALTERNATIVES))
-def test_an_unknown_alternative_is_refused_with_the_allowed_ones(name: str) -> None:
-    default, other = getattr(LanceOptions(), name), LANCE_ALTERNATIVES[name]
-    with pytest.raises(ValueError, match=f"{name}.*allowed values:.*{min(default, other)}") as failure:
-        LanceOptions.parse({name: "nonsense"})
-    assert repr(default) in str(failure.value) and repr(other) in str(failure.value)
+def test_a_convention_is_its_row_of_the_models_notes() -> None:
+    """The default is the original's; each other one differs from it in what is written here."""
+    original = asdict(Choices())
+    assert LanceOptions().choices == CONVENTIONS["original"] == Choices()
+    assert asdict(LanceOptions(convention="vllm_omni").choices) == {**original, **VLLM_OMNI}
+    assert asdict(LanceOptions(convention="original_uncached").choices) == {**original, **UNCACHED}
+    assert set(CONVENTIONS) == set(get_args(Convention))
+
+
+def test_every_value_of_a_choice_is_served_by_some_convention() -> None:
+    for name, kind in get_type_hints(Choices).items():
+        assert {getattr(choices, name) for choices in CONVENTIONS.values()} == set(get_args(kind)), name
+
+
+def test_an_unknown_convention_is_refused_with_the_allowed_ones() -> None:
+    with pytest.raises(ValueError, match=r"convention.*allowed values: 'original', 'original_uncached', 'vllm_omni'"):
+        LanceOptions.parse({"convention": "nonsense"})
+
+
+@pytest.mark.parametrize("name", [*(field.name for field in fields(Choices)), "max_video_frames", "tokens_per_step"])
+def test_a_choice_alone_is_no_option(name: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown field `{name}`"):
+        LanceOptions.parse({name: getattr(Choices(), name, 4)})
+
+
+@contextmanager
+def choosing(**choices: Any) -> Iterator[LanceOptions]:
+    """Options under which one choice alone differs from the original's, which no convention has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONVENTIONS, "original", replace(Choices(), **choices))
+        yield LanceOptions()
 
 
 # -- ids -----------------------------------------------------------------------------------------------------------
@@ -83,10 +110,10 @@ def texts(tokenizer: LanceTokenizer, task: Task, negative: str | None = None, **
     """The two contexts as text; visual blocks are left out."""
     block = (1, 1, 1)
     edits = {"vit": block, "reference": block} if task in EDIT_TASKS else {}
-    served = LanceOptions(**choices)
-    prompt = build_prompt(
-        task, tokenizer.tokens, "A cat", negative_prompt=negative, noise=block, served=served, **edits
-    )
+    with choosing(**choices) as served:
+        prompt = build_prompt(
+            task, tokenizer.tokens, "A cat", negative_prompt=negative, noise=block, served=served, **edits
+        )
     assert prompt.cond[-1].kind == prompt.uncond[-1].kind == "noise"
     cond, uncond = (
         tokenizer._template.decode([number for run in runs for number in run.ids], skip_special_tokens=False)
@@ -158,9 +185,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Reference, ToyModel]:
 
 def velocities(toy: ToyModel, task: Task, choices: dict[str, Any], latents: torch.Tensor, grid: Any) -> torch.Tensor:
     """This package's conditional and unconditional velocity at t = 1, [2, N, C]."""
-    served = LanceOptions(**choices)
-    prompt = build_prompt(task, toy.tokens, "a red boat", noise=grid, served=served)
-    plan = plan_drawing(prompt, served.uncond_positions, choices.get("i2v_noise_place") == "before_text")
+    with choosing(**choices) as served:
+        prompt = build_prompt(task, toy.tokens, "a red boat", noise=grid, served=served)
+        plan = plan_drawing(prompt, served.choices.uncond_positions, "i2v_noise_place" in choices)
     capacities = plan.capacities()
     decoder = toy.network.language_model
     drawing = Drawing(
@@ -247,7 +274,7 @@ def test_a_clip_is_read_as_qwen2_vls_processor_hands_it_over(height: int, width:
 
 def test_every_frame_of_a_clip_is_read_and_its_length_is_bounded() -> None:
     """Buckets sample five of eight frames at 12 a second; the processor of Qwen2-VL takes what it gets."""
-    served = LanceOptions(understanding_video="smart_resize", max_video_frames=8)
+    served = LanceOptions(convention="vllm_omni", max_num_frames=8)
 
     def question(video: torch.Tensor, served: LanceOptions, **options: Any) -> Any:
         params = DiffusionParams(session_id="s", prompt="what?", options={"task": "x2t_video", **options})
@@ -285,8 +312,13 @@ def original(checkpoint: Path) -> Lance:
 
 
 @pytest.fixture(scope="module")
+def uncached(checkpoint: Path) -> Lance:
+    return load_lance(checkpoint, **SMALL, convention="original_uncached")
+
+
+@pytest.fixture(scope="module")
 def switched(checkpoint: Path) -> Lance:
-    return load_lance(checkpoint, **SMALL, **LANCE_ALTERNATIVES)
+    return load_lance(checkpoint, **SMALL, convention="vllm_omni")
 
 
 def small(task: str, **changes: Any) -> Any:
@@ -323,32 +355,40 @@ def test_an_alternative_changes_its_own_tasks_only(
         }
 
     before = latents()
-    options = msgspec.structs.replace(original.options, **{name: LANCE_ALTERNATIVES[name]})
-    monkeypatch.setattr(original, "options", options)
-    monkeypatch.setattr(original, "starter", replace(original.starter, options=options))
+    monkeypatch.setitem(CONVENTIONS, "original", replace(Choices(), **{name: {**UNCACHED, **VLLM_OMNI}[name]}))
     after = latents()
     assert {task for task in DRAWING_TASKS if not torch.equal(before[task], after[task])} == set(tasks)
 
 
-def test_the_vision_tower_comes_from_where_it_is_said_to(checkpoint: Path, original: Lance, switched: Lance) -> None:
+def test_the_vision_tower_comes_from_where_it_is_said_to(checkpoint: Path, original: Lance, uncached: Lance) -> None:
     bundled = load_file(checkpoint / "model.safetensors")["vit_model.merger.mlp.2.bias"].float()
     name = "merger.mlp.2.bias"
-    assert torch.equal(dict(switched.vision.tower.named_parameters())[name], bundled)
+    assert torch.equal(dict(uncached.vision.tower.named_parameters())[name], bundled)
     torch.testing.assert_close(dict(original.vision.tower.named_parameters())[name], bundled + 0.5, atol=1e-2, rtol=0)
-    elsewhere = load_lance(checkpoint.parent / "Lance_3B", **SMALL, vision_weights="bundled")  # has none of its own
+    bare = checkpoint.parent / "Lance_3B"  # whose decoder file has no tower
+    elsewhere = load_lance(bare, **SMALL, convention="original_uncached")
     torch.testing.assert_close(dict(elsewhere.vision.tower.named_parameters())[name], bundled + 0.5, atol=1e-2, rtol=0)
 
 
-def test_every_task_runs_with_all_alternatives_on(original: Lance, switched: Lance) -> None:
-    """Finite, of the same shape, not the original's result, and within the memory that was announced."""
+@pytest.mark.parametrize(
+    ("convention", "changed"),
+    [("original_uncached", {"image_edit", "i2v", "video_edit"}), ("vllm_omni", set(DRAWING_TASKS))],
+)
+def test_every_task_runs_under_every_convention(
+    original: Lance, request: pytest.FixtureRequest, convention: str, changed: set[Task]
+) -> None:
+    """Finite, of the original's shape, other results where it says so, and within the memory that was announced."""
+    other: Lance = request.getfixturevalue("switched" if convention == "vllm_omni" else "uncached")
+    assert other.options.convention == convention
+    differ = set()
     for task in TASKS:
         changes = {} if task in READING_TASKS else {"output": "latents"}
-        request = small(task, **changes)
-        prepare(switched, request)
-        work = request.state
+        asked = small(task, **changes)
+        prepare(other, asked)
+        work = asked.state
         caches = [work.reading.cache] if work.reading else [*work.drawing.cond, *work.drawing.uncond]
-        assert sum(cache.k.nbytes + cache.v.nbytes for cache in caches) <= request.session.nbytes, task
-        meta, tensors = run(switched, small(task, **changes))
+        assert sum(cache.k.nbytes + cache.v.nbytes for cache in caches) <= asked.session.nbytes, task
+        meta, tensors = run(other, small(task, **changes))
         _, usual = run(original, small(task, **changes))
         assert meta["task"] == task
         if task in READING_TASKS:
@@ -356,8 +396,10 @@ def test_every_task_runs_with_all_alternatives_on(original: Lance, switched: Lan
             continue
         assert tensors["latents"].isfinite().all()
         assert tensors["latents"].shape == usual["latents"].shape
-        assert (tensors["latents"] - usual["latents"]).abs().max() > 1e-3, task
-    pixels = run(switched, small("t2i"))[1]["images"]
+        if (tensors["latents"] - usual["latents"]).abs().max() > 1e-3:
+            differ.add(task)
+    assert differ == changed
+    pixels = run(other, small("t2i"))[1]["images"]
     assert pixels.dtype == torch.uint8 and pixels.float().std() > 1
 
 
@@ -381,6 +423,6 @@ def test_the_route_does_not_send_more_frames_than_are_read(checkpoint: Path) -> 
         assert FAMILY.capabilities is not None
         return FAMILY.capabilities(hf_config(checkpoint), OmniConfig(model=model)).read_frames
 
-    assert frames(max_video_frames=9) == 72  # of which the request keeps what a bucket takes
-    assert frames(max_video_frames=9, understanding_video="smart_resize") == 9
-    assert frames(understanding_video="smart_resize") == 72
+    assert frames(max_num_frames=9) == 72  # of which the request keeps what a bucket takes
+    assert frames(max_num_frames=9, convention="vllm_omni") == 9
+    assert frames(convention="vllm_omni") == 72

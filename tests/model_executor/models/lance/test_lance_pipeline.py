@@ -12,7 +12,7 @@ from vllm_omni.model_executor.models.lance.pipeline import Lance
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.testing.tiny.lance import make_tiny
 
-SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_video_frames": 9}
+SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_num_frames": 9}
 TOLERANCE = 1e-4
 """fp32 latents of order 1 after three guided steps: a shared matrix product sums in another order."""
 

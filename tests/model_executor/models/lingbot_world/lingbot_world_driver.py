@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drive a `LingBotWorld` chunk by chunk in this process, as the runner does, without an engine around it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from vllm_omni.config import OmniConfig
@@ -12,6 +15,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SessionState
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout, hf_config
+from vllm_omni.model_executor.models.lingbot_world.config import CONVENTIONS, LingBotOptions
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
 
@@ -28,6 +32,14 @@ def load_world(
     world = LingBotWorld(setup)
     world.load_checkpoint(layout)
     return world
+
+
+@contextmanager
+def choosing(**choices: Any) -> Iterator[LingBotOptions]:
+    """Options under which these choices alone differ from `realtime`'s, which no convention has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONVENTIONS, "realtime", replace(CONVENTIONS["realtime"], **choices))
+        yield LingBotOptions()
 
 
 def start_image(seed: int = 0) -> torch.Tensor:

@@ -5,6 +5,7 @@ The formulas are computed here again, over whole clips, from the VAE alone or fr
 test_lingbot_camera_choices.py.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from lingbot_world_driver import (
     start_image,
     step,
 )
-from public_choices import PR3701, SGLANG
 from safetensors.torch import load_file
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition, prepare_image
+from vllm_omni.model_executor.models.lingbot_world.config import CONVENTIONS, Convention
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
@@ -36,8 +37,7 @@ from vllm_omni.model_executor.models.wan.weights import load_vae
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
 SMALL: dict[str, Any] = {"window_frames": 7, "sink_frames": 2}
-SGLANG_LAZY: dict[str, Any] = {**SGLANG, "later_condition": "last_frame", "condition_video_frames": 21}
-EVERY = pytest.mark.parametrize("options", [SGLANG, SGLANG_LAZY, PR3701], ids=["sglang", "sglang lazy", "pr3701"])
+EVERY = pytest.mark.parametrize("convention", ["sglang", "sglang_lazy", "pr3701"])
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def recorded() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def pr3701(lingbot_world: Path) -> LingBotWorld:
-    return load_world(lingbot_world, **SMALL, **PR3701)
+    return load_world(lingbot_world, **SMALL, convention="pr3701")
 
 
 def grey_clip(image_1CTHW: torch.Tensor, num_frames: int) -> torch.Tensor:
@@ -250,10 +250,10 @@ def test_a_prompt_switch_can_be_ignored(pr3701: LingBotWorld) -> None:
 
 @EVERY
 def test_bytes_are_constant_and_a_fork_and_an_abandoned_chunk_leave_no_trace(
-    lingbot_world: Path, options: dict[str, Any]
+    lingbot_world: Path, convention: str
 ) -> None:
     """Over eight chunks with an image switch; what is held is never more than what was counted."""
-    world = load_world(lingbot_world, **SMALL, **options)
+    world = load_world(lingbot_world, **SMALL, convention=convention)
     session = session_after(world, 0)
     params = DiffusionParams(session_id="a", prompt="a beach")
     assert world.condition is not None and world.decoder is not None
@@ -295,16 +295,20 @@ def test_a_restarting_session_reserves_two_latent_frames_instead_of_the_decoders
 
 @EVERY
 def test_the_first_chunk_from_an_image_is_the_defaults_under_every_choice(
-    lingbot_world: Path, options: dict[str, Any]
+    lingbot_world: Path, convention: Convention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The choices are about what comes later, and about the camera; so chunk 0 of a still camera is the same."""
-    plain, other = (load_world(lingbot_world, **SMALL, **extra) for extra in ({}, {**options, "camera_dtype": "fp32"}))
+    """Schedule and camera aside, they are about what comes later; so chunk 0 of a still camera is the same."""
+    plain = load_world(lingbot_world, **SMALL)
+    theirs = replace(CONVENTIONS[convention], camera_dtype="fp32", schedule="exact")
+    monkeypatch.setitem(CONVENTIONS, convention, theirs)
+    other = load_world(lingbot_world, **SMALL, convention=convention)
     results = [
         [run_chunk(world, session, prompt="a beach", actions=[[]] * 3)[1]["frames"] for _ in range(3)]
         for world, session in ((plain, open_session(plain)), (other, open_session(other)))
     ]
     assert torch.equal(results[0][0], results[1][0])
-    assert not torch.equal(results[0][2], results[1][2])
+    repeats_later = convention == "sglang_lazy"  # streams for 61 video frames, which are six chunks
+    assert torch.equal(results[0][2], results[1][2]) == repeats_later
 
 
 def test_the_image_of_a_later_chunk_is_prepared_as_the_first(pr3701: LingBotWorld) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from lingbot_world_driver import HEIGHT, WIDTH, load_world, make_request, open_session
+from lingbot_world_driver import HEIGHT, WIDTH, choosing, load_world, make_request, open_session
 from safetensors.torch import load_file
 
 from vllm_omni.model_executor.models.lingbot_world.camera import action_intrinsics, camera_map
-from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk
 from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession, World
@@ -30,18 +29,17 @@ def new_session(world: LingBotWorld) -> LingBotSession:
     return session
 
 
-def ray_maps(world: LingBotWorld, session: LingBotSession, chunks: list[dict[str, Any]], **options: Any) -> list[Any]:
-    """Walk with the camera alone: (relative poses, ray map) of each chunk, as `options` have it."""
-    served = LingBotOptions.parse(options)
+def ray_maps(world: LingBotWorld, session: LingBotSession, chunks: list[dict[str, Any]], **choices: Any) -> list[Any]:
+    """Walk with the camera alone: (relative poses, ray map) of each chunk, as `choices` have it."""
     maps = []
-    for fields in chunks:
-        inputs = read_chunk(make_request(world, session, prompt="a beach", **fields), session, served)
-        rays = camera_map(
-            inputs.relative_F44, inputs.intrinsics_F4, HEIGHT, WIDTH, dtype=served.camera_torch_dtype
-        ).unsqueeze(0)
-        maps.append((inputs.relative_F44, rays))
-        session.own = World(inputs.tail, None)
-        session.chunk_index += 1
+    with choosing(**choices) as served:
+        dtype = served.choices.camera_torch_dtype
+        for fields in chunks:
+            inputs = read_chunk(make_request(world, session, prompt="a beach", **fields), session, served)
+            rays = camera_map(inputs.relative_F44, inputs.intrinsics_F4, HEIGHT, WIDTH, dtype=dtype).unsqueeze(0)
+            maps.append((inputs.relative_F44, rays))
+            session.own = World(inputs.tail, None)
+            session.chunk_index += 1
     return maps
 
 

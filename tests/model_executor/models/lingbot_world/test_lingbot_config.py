@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Architecture from checkpoints in both key styles, options, and how they make a chunk plan."""
 
-import json
 import re
 import typing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from public_choices import PR3701, SGLANG
 
 import vllm_omni.model_executor.models.lingbot_world as lingbot_world
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
-from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig, resolve_plan
+from vllm_omni.model_executor.models.lingbot_world.config import (
+    CONVENTIONS,
+    Choices,
+    Convention,
+    LingBotOptions,
+    LingBotWorldConfig,
+    resolve_plan,
+)
 from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
 
 assert lingbot_world.__file__ is not None
@@ -133,15 +139,10 @@ def test_options_win_over_the_checkpoint_and_that_over_defaults(
         ({"shift": 0}, "shift"),
         ({"denoise_indices": [3, 1]}, "strictly increasing"),
         ({"window_frames": 0}, "window_frames must be -1"),
-        ({"residual_dtype": "fp16"}, "residual_dtype.*allowed values: 'fp32', 'model'"),
-        ({"later_condition": "repeat"}, "allowed values: 'fresh_grey', 'last_frame', 'second_chunk', 'streamed'"),
-        ({"condition_video_frames": 60}, "condition_video_frames must be 1 \\+ a multiple of 4, got 60"),
-        ({"vae_continuation": True}, "vae_continuation.*allowed values: 'cache', 'restart'"),
-        ({"camera_dtype": "fp16"}, "allowed values: 'bf16', 'fp32'"),
-        ({"camera_scale": "clip_max"}, "allowed values: 'chunk_max', 'constant', 'session_max'"),
-        ({"camera_first_frame": "stays"}, "allowed values: 'moves', 'stands', 'stands_each_chunk'"),
-        ({"prompt_switch": "queue"}, "allowed values: 'ignore', 'refresh'"),
-        ({"prompt_switch": "ignore", "reprime_on_prompt_switch": True}, "needs prompt_switch 'refresh'"),
+        ({"residual_dtype": "model"}, "unknown field `residual_dtype`"),
+        ({"later_condition": "second_chunk"}, "unknown field `later_condition`"),
+        ({"convention": "fastvideo"}, "allowed values: 'original', 'pr3701', 'realtime', 'sglang', 'sglang_lazy'"),
+        ({"convention": "pr3701", "reprime_on_prompt_switch": True}, "convention 'pr3701' ignores later prompts"),
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:
@@ -154,7 +155,6 @@ def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) 
     [
         ({"window_frames": 10, "sink_frames": 8}, "leaves no room for chunks of 3"),
         ({"first_chunk_latent_frames": 19}, "first chunk of 19 latent frames does not fit"),
-        ({"max_attention_frames": 2}, "max_attention_frames 2 is smaller than a chunk"),
     ],
 )
 def test_windows_that_cannot_serve_a_chunk_are_refused(options: dict[str, Any], message: str) -> None:
@@ -175,48 +175,41 @@ def test_a_first_chunk_of_another_size_shifts_all_later_ones() -> None:
     assert plan.frames(2) == range(4, 7)
 
 
-def test_defaults_are_the_recommended_choices() -> None:
-    """Streamed condition, persistent decoder, interactive camera in fp32/fp64, prompts that take effect."""
-    options = LingBotOptions.parse({})
-    assert (options.later_condition, options.vae_continuation, options.prompt_switch) == (
-        "streamed",
-        "cache",
-        "refresh",
-    )
-    assert (options.camera_first_frame, options.camera_scale, options.camera_dtype) == ("moves", "constant", "fp32")
-    assert options.camera_torch_dtype == torch.float64
+def test_a_convention_is_its_column_of_the_models_notes() -> None:
+    """The default is for worlds that are walked in live; each other one differs from it in what is written here."""
+    sglang = {
+        "residual_dtype": "model",
+        "camera_first_frame": "stands",
+        "camera_scale": "session_max",
+        "camera_dtype": "bf16",
+        "later_condition": "second_chunk",
+    }
+    differing: dict[Convention, dict[str, str]] = {
+        "realtime": {},
+        "original": {"schedule": "original"},
+        "sglang": sglang,
+        "sglang_lazy": {**sglang, "later_condition": "last_frame"},
+        "pr3701": {
+            "schedule": "original",
+            "camera_first_frame": "stands_each_chunk",
+            "camera_scale": "chunk_max",
+            "later_condition": "fresh_grey",
+            "vae_continuation": "restart",
+            "prompt_switch": "ignore",
+        },
+    }
+    assert LingBotOptions.parse({}).choices == Choices() and Choices().camera_torch_dtype == torch.float64
+    for name, changes in differing.items():
+        assert asdict(LingBotOptions.parse({"convention": name}).choices) == {**asdict(Choices()), **changes}
+    assert set(differing) == set(CONVENTIONS) == set(typing.get_args(Convention))
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        "schedule",
-        "residual_dtype",
-        "camera_first_frame",
-        "camera_scale",
-        "camera_dtype",
-        "later_condition",
-        "vae_continuation",
-        "prompt_switch",
-    ],
-)
-def test_the_models_notes_name_every_value_of_a_choice(option: str) -> None:
-    """In the table of choices, each in its own row, from the option's row on."""
-    kind = typing.get_type_hints(LingBotOptions)[option]
-    rows = [line for line in README.read_text().splitlines() if line.startswith("|")]
-    start = next(index for index, row in enumerate(rows) if f": `{option}` |" in row)
-    stop = next((index for index in range(start + 1, len(rows)) if not rows[index].startswith("| |")), len(rows))
-    named = {row.split("|")[2].split("`")[1] for row in rows[start:stop] if row.split("|")[2].strip().startswith("`")}
-    assert named == set(typing.get_args(kind))
-
-
-def test_the_models_notes_show_options_that_exist() -> None:
-    """Its JSON blocks: how SGLang and PR 3701 serve the model, and how tests elsewhere do."""
-    blocks = re.findall(r"```json\n(.*?)```", README.read_text(), re.DOTALL)
-    sglang, pr3701 = (json.loads(block) for block in blocks)
-    assert sglang == SGLANG and pr3701.items() >= PR3701.items()
-    for options in (sglang, pr3701):
-        LingBotOptions.parse(options)
+@pytest.mark.parametrize("choice", sorted(asdict(Choices())))
+def test_every_value_of_a_choice_is_served_and_stands_in_the_models_notes(choice: str) -> None:
+    values = set(typing.get_args(typing.get_type_hints(Choices)[choice]))
+    assert {getattr(choices, choice) for choices in CONVENTIONS.values()} == values
+    row = next(line for line in README.read_text().splitlines() if line.startswith("|") and f"`{choice}`" in line)
+    assert {*re.findall(r"`(\w+)`", row)} >= values
 
 
 def test_versions_differ_in_schedule() -> None:
@@ -224,4 +217,4 @@ def test_versions_differ_in_schedule() -> None:
     v1, v2 = LingBotOptions.parse({}), LingBotOptions.parse({}, checkpoint_version="v2")
     assert v1.denoise_schedule().timesteps[3] == pytest.approx(825.404988, abs=1e-6)
     assert v2.denoise_schedule().timesteps[3] == pytest.approx(625.0, abs=1e-9)
-    assert LingBotOptions.parse({"schedule": "original"}).denoise_schedule().timesteps == (999.0, 978.0, 947.0, 825.0)
+    assert LingBotOptions.parse({"convention": "original"}).denoise_schedule().timesteps == (999.0, 978.0, 947.0, 825.0)

@@ -9,6 +9,7 @@ import torch
 from lingbot_world_driver import (
     HEIGHT,
     WIDTH,
+    choosing,
     finish,
     load_world,
     make_request,
@@ -148,7 +149,7 @@ def test_decoding_the_latents_of_a_session_gives_its_frames(world: LingBotWorld)
 
 
 def test_the_exact_and_the_original_schedule_differ_a_little(checkpoint: Path, world: LingBotWorld) -> None:
-    original = load_world(checkpoint, window_frames=7, sink_frames=2, schedule="original")
+    original = load_world(checkpoint, window_frames=7, sink_frames=2, convention="original")
     ours, theirs = run_chunks(world, 1)[0].int(), run_chunks(original, 1)[0].int()
     assert 0 < (ours - theirs).abs().max() < 64
 
@@ -431,14 +432,13 @@ def test_warm_up_runs_the_largest_shape(world: LingBotWorld) -> None:
 
 
 def test_the_first_frame_moves_or_stands_as_served(world: LingBotWorld) -> None:
-    """`camera_first_frame: stands` is SGLang's convention: the first action gives the later ones their reference."""
+    """Standing is SGLang's convention: the first action gives the later ones their reference."""
     session = open_session(world, "first-frame")
     assert isinstance(session, LingBotSession)
     request = make_request(world, session, prompt="a beach", actions=[["w"], ["w", "j"], ["i"]])
-    moves, stands = (
-        read_chunk(request, session, LingBotOptions.parse({"camera_first_frame": choice}))
-        for choice in ("moves", "stands")
-    )
+    moves = read_chunk(request, session, LingBotOptions())
+    with choosing(camera_first_frame="stands") as served:
+        stands = read_chunk(request, session, served)
     assert float(moves.relative_F44[0, :3, 3].norm()) == pytest.approx(1.0)
     assert torch.equal(stands.relative_F44[0], torch.eye(4, dtype=torch.float64))
     assert torch.equal(stands.relative_F44[1:], moves.relative_F44[1:])

@@ -123,8 +123,8 @@ def test_without_its_weights_a_server_does_not_start(lingbot_world: Path) -> Non
 
 
 def test_what_does_not_go_with_it_is_refused(lingbot_world: Path) -> None:
-    with pytest.raises(ValueError, match="vae_continuation 'restart' is of decoder 'wan'"):
-        LingBotOptions.parse({"decoder": "tiny", "vae_continuation": "restart"})
+    with pytest.raises(ValueError, match="convention 'pr3701' restarts decoder 'wan'"):
+        LingBotOptions.parse({"decoder": "tiny", "convention": "pr3701"})
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model={"decoder": "tiny"}, vae_parallel=True)
     with pytest.raises(ValueError, match="decoder 'tiny' is too small to gain"):
         WorldSetup.of(hf_config(lingbot_world)["lingbot_world"], find_layout(lingbot_world), omni, torch.float32)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from lingbot_world_driver import HEIGHT, WIDTH, load_world, make_request, open_session, run_chunk, step
-from public_choices import PR3701
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SupportsVAEStage
@@ -15,7 +14,7 @@ from vllm_omni.model_executor.layers.parallel import ParallelContext
 
 SMALL: dict[str, Any] = {"window_frames": 7, "sink_frames": 2}
 CACHE: dict[str, Any] = {**SMALL, "reprime_on_prompt_switch": True}
-RESTART: dict[str, Any] = {**SMALL, **PR3701, "prompt_switch": "refresh"}
+RESTART: dict[str, Any] = {**SMALL, "convention": "pr3701"}
 PROMPTS = ("a beach", None, "a town at night", None)
 
 

@@ -87,7 +87,6 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
             self.transformer = CausalWanTransformer(
                 setup.config,
                 replace(parallel, stage=int(parallel.is_vae_stage), num_stages=1) if temporal else parallel,
-                residual_fp32=options.residual_dtype == "fp32",
                 compiled=setup.compiled,
                 cuda_graphs=options.cuda_graphs and torch.cuda.is_available(),
             )

@@ -2,15 +2,17 @@
 """What a Lance checkpoint is (`LanceConfig`), its constants (`LanceDefaults`) and how it is served (`LanceOptions`).
 
 The architecture comes from `llm_config.json`, the vision tower's `config.json` and the header of the weights; a value
-that this code does not implement is an error. Serving options come from `additional_config["omni"]["model"]`; each
-names one place where public implementations of Lance differ. Held by tests/model_executor/models/lance/.
+that this code does not implement is an error. Serving options come from `additional_config["omni"]["model"]`; where
+public implementations of Lance differ, they name one of them (`CONVENTIONS`). Held by
+tests/model_executor/models/lance/.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+import torch
 
 from vllm_omni.config import parse_options
 
@@ -18,6 +20,8 @@ PIXELS_PER_LATENT = 16
 FRAMES_PER_LATENT = 4
 LATENT_CHANNELS = 48
 TIMESTEP_FREQUENCIES = 256
+TOKENS_PER_STEP = 4
+"""Text tokens that an understanding request decodes in one engine step."""
 
 Task = Literal["t2i", "image_edit", "t2v", "i2v", "video_edit", "x2t_image", "x2t_video", "t2t"]
 TASKS: tuple[Task, ...] = ("t2i", "image_edit", "t2v", "i2v", "video_edit", "x2t_image", "x2t_video")
@@ -206,11 +210,10 @@ def check_stages(stages: int) -> None:
         )
 
 
-class LanceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`omni.model` of a Lance server. Choices between public implementations default to the original's.
+@dataclass(frozen=True)
+class Choices:
+    """Where public implementations of Lance differ. The defaults are the original's path with a cache, but for two.
 
-    max_image_pixels, max_video_pixels (width x height), max_video_frames: the largest drawing that is accepted; device
-    memory is planned for it. max_new_tokens: the longest text of one understanding request.
     drawing_prompt: text-to-image and text-to-video write the chat `template`, or the template `wrapped` once more
     between <|im_start|> and <|im_end|>, as BAGEL's prompts are.
     uncond_context: of text-to-image and text-to-video: the `template` without the user's text, or an `empty` one
@@ -222,22 +225,15 @@ class LanceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     i2v_noise_place: positions of the block that is drawn follow all text (`behind_text`), or start where the user's
     text starts (`before_text`).
     understanding_video: a clip that is read goes to a `bucket` at 12 frames a second, or through Qwen2-VL's
-    `smart_resize`, every frame, up to max_video_frames of them.
+    `smart_resize`, every frame, up to max_num_frames of them.
     understanding_vit_time: the vision block's time positions run on (`running`) or start at 1000 (`origin`).
     position_table: `computed` rebuilds the 3-D table, `checkpoint` uses the stored one.
-    reference_latent: the reference's latents are the encoder's `mean`, or a `sample` around it.
-    vision_weights: of the vision tower, from its own file (`separate`) or from the decoder's (`bundled`); where only
-    one of them has it, from that one.
+    reference_latent: the reference's latents are the encoder's `mean`, or a `sample` around it (the original's).
+    vision_weights: of the vision tower, from its own file (`separate`) or from the decoder's (`bundled`, the
+    original's); where only one of them has it, from that one.
     pixel_rounding: levels of decoded pixels are the nearest (`round`), or the next lower (`truncate`).
-    vae_dtype: of the autoencoder; None = the model's. compile: fuse elementwise chains with torch.compile; None = on
-    CUDA unless --enforce-eager. tokens_per_step: text tokens that an understanding request decodes in one engine step.
-    sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism of latents instead.
     """
 
-    max_image_pixels: Positive = 1024 * 1024
-    max_video_pixels: Positive = 480 * 848
-    max_video_frames: Positive = 121
-    max_new_tokens: Positive = 2048
     drawing_prompt: Literal["template", "wrapped"] = "template"
     uncond_context: Literal["template", "empty"] = "template"
     edit_apostrophe: Literal["typographic", "ascii"] = "typographic"
@@ -250,10 +246,56 @@ class LanceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     reference_latent: Literal["mean", "sample"] = "mean"
     vision_weights: Literal["separate", "bundled"] = "separate"
     pixel_rounding: Literal["round", "truncate"] = "round"
-    vae_dtype: Literal["bfloat16", "float32"] | None = None
+
+
+Convention = Literal["original", "original_uncached", "vllm_omni"]
+
+CONVENTIONS: Final[dict[Convention, Choices]] = {
+    "original": Choices(),
+    "original_uncached": Choices(i2v_renorm="unpinned", reference_latent="sample", vision_weights="bundled"),
+    "vllm_omni": Choices(
+        drawing_prompt="wrapped",
+        uncond_context="empty",
+        edit_apostrophe="ascii",
+        uncond_positions="own",
+        i2v_noise_place="before_text",
+        understanding_video="smart_resize",
+        understanding_vit_time="origin",
+        position_table="checkpoint",
+        reference_latent="sample",
+        pixel_rounding="truncate",
+    ),
+}
+
+
+class LanceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`omni.model` of a Lance server.
+
+    convention: which public implementation's choices are served: those of the `original` (with references' means, and
+    the vision tower of its own file), of the original's path without a cache (`original_uncached`), or `vllm_omni`'s;
+    the model's README lists them.
+    max_image_pixels, max_video_pixels (width x height), max_num_frames: the largest drawing that is accepted; device
+    memory is planned for it. max_new_tokens: the longest text of one understanding request.
+    vae_dtype: of the autoencoder; None = the model's. compile: fuse elementwise chains with torch.compile; None = on
+    CUDA unless --enforce-eager.
+    sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism of latents instead.
+    """
+
+    convention: Convention = "original"
+    max_image_pixels: Positive = 1024 * 1024
+    max_video_pixels: Positive = 480 * 848
+    max_num_frames: Positive = 121
+    max_new_tokens: Positive = 2048
+    vae_dtype: Literal["fp32", "bf16"] | None = None
     compile: bool | None = None
-    tokens_per_step: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     sequence_parallel: bool = False
+
+    @property
+    def choices(self) -> Choices:
+        return CONVENTIONS[self.convention]
+
+    def vae_torch_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, None: model_dtype}[self.vae_dtype]
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "LanceOptions":

@@ -34,6 +34,7 @@ from vllm_omni.model_executor.models.lance.checkpoint import (
 from vllm_omni.model_executor.models.lance.config import (
     PIXELS_PER_LATENT,
     READING_TASKS,
+    TOKENS_PER_STEP,
     VIDEO_TASKS,
     LanceConfig,
     LanceOptions,
@@ -141,12 +142,11 @@ class Lance(nn.Module):
             self.network = LanceNetwork(
                 setup.config,
                 setup.parallel,
-                stored_positions=setup.options.position_table == "checkpoint",
+                stored_positions=setup.options.choices.position_table == "checkpoint",
                 compiled=setup.compiled,
             )
             self.vision = VisionTower(setup.config.vision)
-        vae_dtype = setup.options.vae_dtype
-        self.vae = LanceWanVAE(setup.vae_config, setup.dtype if vae_dtype is None else getattr(torch, vae_dtype))
+        self.vae = LanceWanVAE(setup.vae_config, setup.options.vae_torch_dtype(setup.dtype))
         markers = (self.tokenizer.ids[VISION_START], self.tokenizer.ids[VISION_END])
         self.stepper = Stepper(self.network, markers, self.tokenizer.size)
         self.starter = Starter(self.tokenizer, self.vision, self.vae, self.network, self.options)
@@ -163,7 +163,7 @@ class Lance(nn.Module):
         load_network(self.network, source, self.config)
         separate = layout.vision_weights
         own = None if separate is None else open_tensors(separate)
-        load_vision(self.vision, self.config.vision, own, source, self.options.vision_weights)
+        load_vision(self.vision, self.config.vision, own, source, self.options.choices.vision_weights)
         load_vae(self.vae, open_tensors(layout.vae))
 
     # -- sessions ------------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Lance(nn.Module):
         self.stepper.step(
             [work.drawing for work in works if work.drawing is not None],
             [work.reading for work in works if work.reading is not None],
-            self.options.tokens_per_step,
+            TOKENS_PER_STEP,
         )
         return torch.empty(len(batch), 0, device=self.device)
 
@@ -263,7 +263,7 @@ class Lance(nn.Module):
         latents = [from_tokens(tokens, drawing.plan.grid) for tokens in drawing.latents]
         if request.params.output == "latents":
             return meta, {"latents": torch.stack(latents).contiguous()}
-        rounding = self.options.pixel_rounding
+        rounding = self.options.choices.pixel_rounding
         pictures = [to_uint8(self.vae.decode_video(latent.unsqueeze(0))[0], rounding) for latent in latents]
         return meta, {"frames": pictures[0]} if video else {"images": torch.cat(pictures)}
 
@@ -294,7 +294,7 @@ class Lance(nn.Module):
             side = min(
                 math.isqrt(options.max_video_pixels) // PIXELS_PER_LATENT * PIXELS_PER_LATENT, self.config.max_side
             )
-            frames = min(options.max_video_frames, self.config.max_frames)
+            frames = min(options.max_num_frames, self.config.max_frames)
             inputs.append(
                 (
                     DiffusionParams(session_id="warm-up-video", height=side, width=side, num_frames=frames, **common),  # type: ignore[arg-type]
@@ -307,7 +307,7 @@ class Lance(nn.Module):
 
     def _reading_steps(self, reading: Reading) -> int:
         """The most engine steps that the chunk may take."""
-        return -(-reading.wanted // self.options.tokens_per_step)
+        return -(-reading.wanted // TOKENS_PER_STEP)
 
     def _answer(self, reading: Reading, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         progress = reading.progress

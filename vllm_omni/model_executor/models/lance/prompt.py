@@ -85,7 +85,7 @@ class Prompt:
 def system_prompt_of(task: Task, served: LanceOptions) -> str:
     """Return a task's own system prompt, with the apostrophes of edits as served."""
     prompt = SYSTEM_PROMPTS[task]
-    return prompt if served.edit_apostrophe == "typographic" else prompt.replace("\u2019", "'")
+    return prompt if served.choices.edit_apostrophe == "typographic" else prompt.replace("\u2019", "'")
 
 
 def build_prompt(
@@ -109,7 +109,7 @@ def build_prompt(
     system = system_prompt_of(task, served) if system_prompt is None else system_prompt
     encode = tokens.encode_template
     from_text = task in _TEXT_TO_PICTURES
-    wrapped = from_text and served.drawing_prompt == "wrapped"
+    wrapped = from_text and served.choices.drawing_prompt == "wrapped"
     opening = (
         *encode(f"{IM_START * wrapped}{IM_START}system\n"),
         *(encode if system_prompt is None else tokens.encode_user)(system),
@@ -131,7 +131,7 @@ def build_prompt(
         return Prompt((*context, joined), ())
     negative = [] if not negative_prompt else [_text(tokens.encode_user(negative_prompt), user=True)]
     uncond = [*context, *negative, separator]
-    if from_text and served.uncond_context == "empty":
+    if from_text and served.choices.uncond_context == "empty":
         bare = task == "t2i" and not negative
         uncond = [] if bare else [_text(encode(IM_START)), *negative, _text(encode(IM_END))]
     return Prompt((*context, user, separator, *block), (*uncond, *block))

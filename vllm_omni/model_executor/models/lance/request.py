@@ -306,18 +306,18 @@ def read_question(
 
 def _keeps_frames(task: Task, served: LanceOptions) -> bool:
     """Whether a clip is read as Qwen2-VL's video processor hands it over: every frame, scaled, not cropped."""
-    return task == "x2t_video" and served.understanding_video == "smart_resize"
+    return task == "x2t_video" and served.choices.understanding_video == "smart_resize"
 
 
 def _check_kept_clip(clip_THWC: torch.Tensor, options: RequestOptions, served: LanceOptions) -> None:
     if options.resolution is not None:
         raise _invalid("options.resolution names buckets; this server reads clips with smart_resize: leave it out")
     frames, height, width, _ = clip_THWC.shape
-    if frames > served.max_video_frames:
+    if frames > served.max_num_frames:
         raise RequestFailed(
             "invalid_video",
             f"video has {frames} frames; this server reads every frame of a clip (smart_resize) and allows 1 to "
-            f"{served.max_video_frames}",
+            f"{served.max_num_frames}",
         )
     try:
         smart_size((height, width))
@@ -386,7 +386,7 @@ def largest_needs(
         if task in (*EDIT_TASKS, "x2t_image", "x2t_video"):
             largest_frame = max(h * w for h, w in buckets(preset.vit, LATENT_MULTIPLE))
             if _keeps_frames(task, served):
-                largest_frame, frames = smart_limits()[1], served.max_video_frames
+                largest_frame, frames = smart_limits()[1], served.max_num_frames
             cells = largest_frame // VISION_MULTIPLE**2
             vision = cells * -(-frames // 2) + 2
         if task in READING_TASKS:

@@ -42,7 +42,7 @@ def drawing_grid(params: DiffusionParams, task: Task, config: LanceConfig, serve
         raise _size(height, width, video, config, limit)
     if not video:
         return 1, height // PIXELS_PER_LATENT, width // PIXELS_PER_LATENT
-    longest = min(served.max_video_frames, config.max_frames)
+    longest = min(served.max_num_frames, config.max_frames)
     frames = min(DEFAULTS.num_frames, longest) if params.num_frames is None else params.num_frames
     if frames > longest:
         raise RequestFailed(

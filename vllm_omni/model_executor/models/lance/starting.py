@@ -69,8 +69,8 @@ class Starter:
             noise=inputs.grid,
             served=self.options,
         )
-        before_text = inputs.task == "i2v" and self.options.i2v_noise_place == "before_text"
-        plan = plan_drawing(prompt, self.options.uncond_positions, before_text)
+        before_text = inputs.task == "i2v" and self.options.choices.i2v_noise_place == "before_text"
+        plan = plan_drawing(prompt, self.options.choices.uncond_positions, before_text)
         noise = torch.stack(
             [
                 standard_normal((plan.num_latents, self.vae.z_channels), inputs.seed + picture, 0, 0)
@@ -93,7 +93,7 @@ class Starter:
             cond=[decoder.new_cache(cond) for _ in range(inputs.num_images)],
             uncond=[decoder.new_cache(uncond) for _ in range(inputs.num_images)] if inputs.guidance.enabled else [],
             pinned=0 if first is None else len(first),
-            renorm_pinned=self.options.i2v_renorm == "all",
+            renorm_pinned=self.options.choices.i2v_renorm == "all",
         )
 
     def reading(self, inputs: ReadInputs, chunk_tokens: int | None, timer: StageTimer) -> Reading:
@@ -111,7 +111,7 @@ class Starter:
             turns=inputs.turns,
             picture_turn=inputs.picture_turn,
         )
-        anchored = self.options.understanding_vit_time == "origin"
+        anchored = self.options.choices.understanding_vit_time == "origin"
         context = place(prompt.cond, positions(prompt.cond, anchor_vit=anchored))
         prompt_tokens = sum(placed.segment.length for placed in context)
         return Reading(
@@ -132,7 +132,7 @@ class Starter:
     def _encode(self, pixels_CTHW: torch.Tensor, seed: int) -> torch.Tensor:
         """Pixels -> normalised latents [C, t, h, w], fp32."""
         generator = None
-        if self.options.reference_latent == "sample":
+        if self.options.choices.reference_latent == "sample":
             generator = torch.Generator().manual_seed(noise_seed(seed, 0, 1))
         return self.vae.encode_video(pixels_CTHW.unsqueeze(0), generator)[0]
 

@@ -7,8 +7,8 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_config.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import torch
@@ -20,7 +20,7 @@ from vllm_omni.model_executor.models.wan.architecture import (
     ChunkTransformerConfig,
     read_architecture,
 )
-from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL, VAE_TEMPORAL
+from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
@@ -105,26 +105,75 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class Choices:
+    """Where public implementations differ.
+
+    schedule: `exact` float timesteps, or `original` integer timesteps with two sigmas a step.
+    residual_dtype: `fp32` residual stream, or the `model`'s type (faster, less close).
+    camera_first_frame: with actions, a session's first latent frame `moves` by its own action, or only gives the later
+    ones their reference and `stands` still (SGLang); with `stands_each_chunk` every chunk's first does, under
+    poses as well (PR 3701's extension).
+    camera_scale: camera translations are divided by a `constant` (`camera.MOVE_UNIT`, interactive), by the chunk's
+    largest one (`chunk_max`), or by the session's largest so far (`session_max`). A request's option `camera_scale`
+    overrides all.
+    camera_dtype: `fp32` = poses and rays in fp64, rounded once; `bf16` = all of it in bf16 (SGLang 0.5.23).
+    later_condition: what later chunks are conditioned on (`LaterCondition`).
+    vae_continuation: the decoder goes on from its `cache`, or begins again two latent frames early at each chunk
+    (`restart`).
+    prompt_switch: a new prompt takes effect from the next chunk on (`refresh`), or after a session's first chunk is
+    not heard (`ignore`).
+    """
+
+    schedule: Literal["exact", "original"] = "exact"
+    residual_dtype: Literal["fp32", "model"] = "fp32"
+    camera_first_frame: Literal["moves", "stands", "stands_each_chunk"] = "moves"
+    camera_scale: Literal["constant", "chunk_max", "session_max"] = "constant"
+    camera_dtype: Literal["fp32", "bf16"] = "fp32"
+    later_condition: LaterCondition = "streamed"
+    vae_continuation: Literal["cache", "restart"] = "cache"
+    prompt_switch: Literal["refresh", "ignore"] = "refresh"
+
+    @property
+    def camera_torch_dtype(self) -> torch.dtype:
+        """The type in which poses become rays; what comes out is fp32 in any case."""
+        return {"fp32": torch.float64, "bf16": torch.bfloat16}[self.camera_dtype]
+
+
+Convention = Literal["realtime", "original", "sglang", "sglang_lazy", "pr3701"]
+
+_SGLANG = Choices(
+    residual_dtype="model",
+    camera_first_frame="stands",
+    camera_scale="session_max",
+    camera_dtype="bf16",
+    later_condition="second_chunk",
+)
+CONVENTIONS: Final[dict[Convention, Choices]] = {
+    "realtime": Choices(),
+    "original": Choices(schedule="original"),
+    "sglang": _SGLANG,
+    "sglang_lazy": replace(_SGLANG, later_condition="last_frame"),
+    "pr3701": Choices(
+        schedule="original",
+        camera_first_frame="stands_each_chunk",
+        camera_scale="chunk_max",
+        later_condition="fresh_grey",
+        vae_continuation="restart",
+        prompt_switch="ignore",
+    ),
+}
+
+
 class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and the choices on which the public implementations differ.
+    """`StreamingOptions`, and what is LingBot World's alone.
 
     version: `v1` (LingBot-World-Fast) or `v2` (LingBot-World 2.0 causal fast): same network, other defaults for
         `shift` (10 / 5), `denoise_indices`, `sink_frames` (9 / 6). None = the checkpoint's.
-    schedule: `exact` float timesteps, or `original` integer timesteps with two sigmas a step.
+    convention: whose choices are made where public implementations differ: the `realtime` doors', the `original`'s,
+        SGLang's (`sglang`, or `sglang_lazy` with its lazy encode) or vLLM-Omni's pull request 3701's (`pr3701`); the
+        model's README lists them.
     shift, denoise_indices: override the version's schedule.
-    max_attention_frames: see only that many of the newest frames of the window (drops sinks first).
-    camera_scale: `constant` divides camera translations by `camera_translation_unit` (interactive), `chunk_max` by
-        the chunk's largest one, `session_max` by the session's largest so far. A request's option `camera_scale`
-        overrides all.
-    camera_first_frame: with actions, a session's first latent frame `moves` by its own action, or only gives the later
-        ones their reference and `stands` still (SGLang); with `stands_each_chunk` every chunk's first does, under
-        poses as well (PR 3701's extension).
-    camera_dtype: `fp32` = poses and rays in fp64, rounded once; `bf16` = all of it in bf16 (SGLang 0.5.23).
-    later_condition: what later chunks are conditioned on (`LaterCondition`). condition_video_frames: how many
-        frames `last_frame` encodes, the image included.
-    vae_continuation: the decoder goes on from its `cache`, or begins again two latent frames early at each chunk
-        (`restart`).
-    prompt_switch: a new prompt takes effect from the next chunk on, or is ignored after a session's first chunk.
     decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth` in the checkpoint's directory; 25 times cheaper, not exact).
     vae_frames_per_call: how many of a latent frame's 4 video frames the decoder's largest levels take at a time. None =
         1 on CUDA, which halves what a decode needs beside its cache, and all on a CPU, which is faster.
@@ -135,18 +184,9 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
     """
 
     version: Version | None = None
-    schedule: Literal["exact", "original"] = "exact"
+    convention: Convention = "realtime"
     shift: Annotated[float, msgspec.Meta(gt=0)] | None = None
     denoise_indices: list[int] | None = None
-    max_attention_frames: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    camera_scale: Literal["constant", "chunk_max", "session_max"] = "constant"
-    camera_translation_unit: Annotated[float, msgspec.Meta(gt=0)] = 0.05
-    camera_first_frame: Literal["moves", "stands", "stands_each_chunk"] = "moves"
-    camera_dtype: Literal["fp32", "bf16"] = "fp32"
-    later_condition: LaterCondition = "streamed"
-    condition_video_frames: Annotated[int, msgspec.Meta(ge=1, le=4097)] = 61
-    vae_continuation: Literal["cache", "restart"] = "cache"
-    prompt_switch: Literal["refresh", "ignore"] = "refresh"
     decoder: Literal["wan", "tiny"] = "wan"
     vae_frames_per_call: Annotated[int, msgspec.Meta(ge=1, le=4)] | None = None
     decode_before_clean_pass: bool = False
@@ -160,26 +200,25 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
             parsed.denoise_schedule()
         except ValueError as error:
             raise ValueError(f"omni.model: {error}") from error
-        if (parsed.condition_video_frames - 1) % VAE_TEMPORAL:
+        choices = parsed.choices
+        if parsed.decoder == "tiny" and choices.vae_continuation == "restart":
             raise ValueError(
-                f"omni.model: condition_video_frames must be 1 + a multiple of {VAE_TEMPORAL}, "
-                f"got {parsed.condition_video_frames}"
+                f"omni.model: convention {parsed.convention!r} restarts decoder 'wan' at each chunk, got 'tiny'"
             )
-        if parsed.decoder == "tiny" and parsed.vae_continuation == "restart":
-            raise ValueError("omni.model: vae_continuation 'restart' is of decoder 'wan'; decoder 'tiny' keeps little")
-        if parsed.prompt_switch == "ignore" and parsed.reprime_on_prompt_switch:
-            raise ValueError("omni.model: reprime_on_prompt_switch needs prompt_switch 'refresh', got 'ignore'")
+        if choices.prompt_switch == "ignore" and parsed.reprime_on_prompt_switch:
+            raise ValueError(
+                f"omni.model: reprime_on_prompt_switch: convention {parsed.convention!r} ignores later prompts"
+            )
         return parsed
 
     def denoise_schedule(self) -> FewStepSchedule:
         shift = _SHIFTS[self.version or "v1"] if self.shift is None else self.shift
         indices = DENOISE_INDICES[self.version or "v1"] if self.denoise_indices is None else self.denoise_indices
-        return few_step_schedule(self.schedule, shift, indices)
+        return few_step_schedule(self.choices.schedule, shift, indices)
 
     @property
-    def camera_torch_dtype(self) -> torch.dtype:
-        """The type in which poses become rays; what comes out is fp32 in any case."""
-        return {"fp32": torch.float64, "bf16": torch.bfloat16}[self.camera_dtype]
+    def choices(self) -> Choices:
+        return CONVENTIONS[self.convention]
 
     @property
     def replays_on_prompt_switch(self) -> bool:
@@ -194,5 +233,4 @@ def resolve_plan(config: LingBotWorldConfig, options: LingBotOptions) -> ChunkPl
         chunk_frames=3,
         window_frames=_WINDOW,
         sink_frames=_SINKS[options.version or "v1"],
-        max_attention_frames=options.max_attention_frames,
     )

@@ -81,7 +81,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
             self.transformer = LingBotTransformer(
                 setup.config,
                 setup.parallel,
-                residual_fp32=setup.options.residual_dtype == "fp32",
+                residual_fp32=setup.options.choices.residual_dtype == "fp32",
                 compiled=setup.compiled,
                 cuda_graphs=setup.options.cuda_graphs and torch.cuda.is_available(),
             )
@@ -104,14 +104,13 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
             self.tiny_vae = TinyVAEDecoder(tiny_vae_channels, dtype=vae_dtype)
         self.decoder: ChunkDecoder | None = None
         if decodes:
-            self.decoder = ChunkDecoder(self.tiny_vae or self.vae, continuation=setup.options.vae_continuation)
+            self.decoder = ChunkDecoder(self.tiny_vae or self.vae, continuation=setup.options.choices.vae_continuation)
         self.condition: GreyCondition | None = None
         if setup.parallel.first_stage:
             self.condition = GreyCondition(
                 self.vae,
-                setup.options.later_condition,
+                setup.options.choices.later_condition,
                 chunk_frames=self.plan.chunk_frames,
-                encoded_frames=setup.options.condition_video_frames,
             )
         self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
 
@@ -134,12 +133,8 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
         return kv_window_nbytes(**self._window_sizes(shape))
 
     def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> LingBotSession:
-        sizes, limit = self._window_sizes(shape), self.plan.max_attention_frames
         window = KVWindow(
-            sink_frames=self.plan.sink_frames,
-            device=self.transformer.device,
-            max_attention_tokens=None if limit is None else limit * sizes["tokens_per_frame"],
-            **sizes,
+            sink_frames=self.plan.sink_frames, device=self.transformer.device, **self._window_sizes(shape)
         )
         decoder = self.decoder if shape.output == "rgb" else None
         layouts = StateLayouts(
@@ -277,7 +272,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
         return self.condition.next(pixels, len(frames), session.condition)
 
     def _camera_map(self, relative_F44: torch.Tensor, intrinsics_F4: torch.Tensor, shape: SessionShape) -> torch.Tensor:
-        dtype = self.options.camera_torch_dtype
+        dtype = self.options.choices.camera_torch_dtype
         return camera_map(relative_F44, intrinsics_F4, shape.height, shape.width, self.transformer.device, dtype)
 
     def _condition_blocks(self, request: Request) -> None:

@@ -51,7 +51,7 @@ def read_chunk(request: DiffusionRequest, session: LingBotSession, served: LingB
     unknown = sorted(set(request.tensors) - set(_TENSORS))
     if unknown:
         raise RequestFailed("invalid_request", f"unknown tensors {unknown[:3]}; this model takes {', '.join(_TENSORS)}")
-    keeps_prompt = params.prompt is None or (served.prompt_switch == "ignore" and session.prompt is not None)
+    keeps_prompt = params.prompt is None or (served.choices.prompt_switch == "ignore" and session.prompt is not None)
     prompt = session.prompt if keeps_prompt else params.prompt
     if not prompt:
         raise RequestFailed("invalid_request", "prompt must not be empty; a session's first chunk needs one")
@@ -109,15 +109,15 @@ def _read_camera(
     if actions is not None:
         start = before or cam.CameraTail.origin()
         path, tail = cam.integrate_actions(cam.read_actions(actions, len(frames)), start)
-        if served.camera_first_frame == "moves":
+        if served.choices.camera_first_frame == "moves":
             before = start
     else:
         assert poses is not None
         path = cam.latent_rows(cam.read_poses(poses, pixel_frames), frames)
         tail = cam.CameraTail.at(path[-1])
-    if served.camera_first_frame == "stands_each_chunk":
+    if served.choices.camera_first_frame == "stands_each_chunk":
         before = None
-    dtype = served.camera_torch_dtype
+    dtype = served.choices.camera_torch_dtype
     relative = cam.relative_poses(path.to(dtype), None if before is None else before.pose_44.to(dtype))
     tail = tail.after(relative, last)
     relative = cam.scaled_translations(relative, _camera_scale(request.params, served, tail))
@@ -131,8 +131,8 @@ def _camera_scale(params: DiffusionParams, served: LingBotOptions, tail: cam.Cam
     except ValueError as error:
         raise RequestFailed("invalid_request", str(error)) from error
     if scale is None:
-        scales = {"constant": served.camera_translation_unit, "session_max": tail.largest_step or 1.0}
-        return scales.get(served.camera_scale)
+        scales = {"constant": cam.MOVE_UNIT, "session_max": tail.largest_step or 1.0}
+        return scales.get(served.choices.camera_scale)
     if not (math.isfinite(scale) and scale > 0):
         raise RequestFailed("invalid_camera", f"options.camera_scale must be finite and > 0, got {scale}")
     return scale
