@@ -140,10 +140,10 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     from vllm_omni.model_executor.models.wan2_2.checkpoint import find_layout
     from vllm_omni.model_executor.models.wan2_2.config import Wan22Config, Wan22Options
 
-    options = {"max_num_frames": args.frames, "num_frames": args.frames, **json.loads(args.model_options)}
+    options = {"max_num_frames": args.frames, "defaults": {"num_frames": args.frames}, **json.loads(args.model_options)}
     layout = find_layout(model)
     checkpoint, config = layout.facts(), Wan22Config.from_checkpoint(layout.transformer_config())
-    experts = expert_of_steps(model, args.steps, Wan22Options.parse(options).flow_shift)
+    experts = expert_of_steps(model, args.steps, Wan22Options.parse(options).defaults.flow_shift)
     if checkpoint.two_experts and len(set(experts)) < 2:
         raise SystemExit(f"--steps {args.steps} meets only {experts[0]}: take more")
     generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-Degradation = Literal["fewer_steps", "smaller_window", "tiny_vae"]
+Degradation = Literal["fewer_steps", "tiny_vae"]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -43,9 +43,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     scheduling: whose turn it is. `fifo`: in order of arrival, chunk after chunk. `deadline`: whose result is due first
     takes the next denoise step, in batches no larger than deadlines allow (docs/user_guide/scheduling.md).
     target_fps: frames a second that realtime doors hold for a client who names no rate; a stream that cannot be held
-    is refused with `capacity`. patience_s: requests without a deadline take, together, a
-    step at least that often, even while others are late; more if there is time. degradations: what a chunk that would
-    be late may go without, cheapest loss first.
+    is refused with `capacity`. degradations: what a chunk that would be late may go without, cheapest loss first.
     snapshot_dir: where snapshots of sessions lie on their way to and from clients; every rank must see it. None = the
     system's directory for temporary files. record_dir: record every session of the realtime doors in this directory,
     for `vllm-omni replay`; None = nothing is recorded.
@@ -74,7 +72,6 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     vae_parallel: bool = False
     scheduling: Literal["fifo", "deadline"] = "fifo"
     target_fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
-    patience_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 0.5
     degradations: tuple[Degradation, ...] = ()
     chunks_in_flight: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     pipeline: Literal["blocks", "temporal"] = "blocks"

@@ -178,7 +178,7 @@ def test_a_chunk_that_would_be_late_is_told_to_do_with_less(null_world: Path) ->
 
 def test_what_a_level_saves_at_a_chunks_end_is_measured(null_world: Path) -> None:
     """The model is told which sizes ended at which level at least: chunk 0 at none, chunk 1 at both."""
-    run = harness(null_world, degradations=["smaller_window", "tiny_vae"])
+    run = harness(null_world, degradations=["fewer_steps", "tiny_vae"])
     told: list[tuple[float, ...]] = []
     run.scheduler._cost_model.observe = lambda total, first, last, _, more: told.append((last, *more))  # type: ignore[method-assign]
     for index, deadline_s in ((0, 60.0), (1, 0.05)):
@@ -219,7 +219,7 @@ def test_steps_of_a_stock_worker_are_measured(null_world: Path) -> None:
 
 def test_a_host_that_is_ahead_tells_the_device_time_of_the_step_before(null_world: Path) -> None:
     """Sizes of a batch wait for its time, which comes with the next answer; until then nothing is measured."""
-    run, told = observed(null_world, degradations=["smaller_window"])
+    run, told = observed(null_world, degradations=["fewer_steps"])
     run.add("a", "a", deadline_s=60.0)
     _, output = run.schedule()
     run.answer(output, progress={"a": (1, 3, 64)}, unfinished=True)

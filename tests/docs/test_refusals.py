@@ -110,9 +110,6 @@ AT_START: dict[str, list[Case]] = {
         ("causal_wan", TEMPORAL, PP2),
         *((model, TWO_CHUNKS, {}) for model in NO_CHUNKS_AHEAD),
     ],
-    "| `temporal` with cache `cascaded` |": [
-        ("causal_wan", TEMPORAL | {"model": {"cache": "cascaded", "sink_frames": 0}}, PP2)
-    ],
     "| `temporal` with other than one stage with layers per denoise step |": [
         ("causal_wan", TEMPORAL | {"model": MATCHED}, PP3),
         ("causal_wan", TEMPORAL | {"model": MATCHED, "vae_stage": True}, PP2),
@@ -143,11 +140,6 @@ AT_START: dict[str, list[Case]] = {
     "| `fewer_steps`: every second denoise step |": [
         ("causal_wan", ladder("fewer_steps") | {"model": MATCHED}, {}),
         *((model, ladder("fewer_steps"), {}) for model in NO_LADDER),
-    ],
-    "| `smaller_window`: attend to the sinks": [
-        ("causal_wan", ladder("smaller_window") | {"model": MATCHED}, {}),
-        ("causal_wan", ladder("smaller_window") | {"model": {"window_frames": -1}}, {}),
-        *((model, ladder("smaller_window"), {}) for model in NO_LADDER),
     ],
     "| `tiny_vae`: frames by the tiny decoder": [
         ("causal_wan", ladder("tiny_vae") | {"model": {"decoder": "tiny"}}, {}),
@@ -402,7 +394,7 @@ def test_what_a_page_calls_refused_is_refused(part: str, folder: Path) -> None:
     "case",
     [
         ("causal_wan", TEMPORAL | {"model": MATCHED}, PP2),
-        ("causal_wan", ladder("tiny_vae", "fewer_steps", "smaller_window"), {}),
+        ("causal_wan", ladder("tiny_vae", "fewer_steps"), {}),
         ("causal_wan", {"vae_stage": True, "chunks_in_flight": 2, "model": MATCHED}, PP2),
         ("causal_wan", {"model": {"cuda_graphs": True}}, PP2),
         ("causal_wan", BANDS, TP2),

@@ -225,23 +225,6 @@ def test_a_chunk_that_fails_on_the_last_stage_takes_those_behind_it(
 
 
 @pytest.mark.nightly
-def test_a_vae_stage_decodes_in_order_where_clean_passes_follow(causal_wan: Path) -> None:
-    """Cache 'cascaded': a chunk's latents are final, and on their way to the decoder, a pass before it is done."""
-    cascaded = {**options(3), "cache": "cascaded", "sink_frames": 0, "window_frames": 6}
-
-    async def scenario() -> None:
-        async with engine(causal_wan, 3, chunks_in_flight=1, omni={"model": cascaded}) as client:
-            expected = [await one_by_one(client, f"s{seed}", seed, "rgb") for seed in range(STREAMS)]
-        omni = {"model": cascaded, "vae_stage": True}
-        async with engine(causal_wan, 3, chunks_in_flight=4, pipeline_parallel_size=2, omni=omni) as client:
-            assert_equal(
-                await asyncio.gather(*(ahead(client, f"s{seed}", seed, "rgb") for seed in range(STREAMS))), expected
-            )
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stages", "omni", "sequence_parallel"),
     [

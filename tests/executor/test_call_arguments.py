@@ -84,7 +84,7 @@ def test_aspect_ratios_and_suffixes_of_qwen_image(facts: Callable[..., PipelineF
     english = call(facts("qwen_image"), options={"prompt_suffix": "auto"})
     assert english.arguments["prompt"] == "a fox" + PROMPT_SUFFIXES["en"]
     assert english.meta["prompt_suffix"] == PROMPT_SUFFIXES["en"]
-    chinese = call(facts("qwen_image"), prompt="一只狐狸", deployment={"prompt_suffix": "auto"})
+    chinese = call(facts("qwen_image"), prompt="一只狐狸", deployment={"defaults": {"prompt_suffix": "auto"}})
     assert chinese.arguments["prompt"] == "一只狐狸" + PROMPT_SUFFIXES["zh"]
     japanese = call(facts("qwen_image"), prompt="森のキツネ", options={"prompt_suffix": "auto"})
     assert japanese.arguments["prompt"].endswith(PROMPT_SUFFIXES["en"])
@@ -94,12 +94,20 @@ def test_aspect_ratios_and_suffixes_of_qwen_image(facts: Callable[..., PipelineF
 
 
 def test_deployment_defaults_yield_to_the_request(facts: Callable[..., PipelineFacts]) -> None:
-    """call_defaults fill what a request leaves out, and nothing else."""
-    deployment = {"call_defaults": {"true_cfg_scale": 4.0, "negative_prompt": " ", "num_inference_steps": 7}}
+    """defaults fill what a request leaves out, and nothing else."""
+    deployment = {"defaults": {"true_cfg_scale": 4.0, "negative_prompt": " ", "num_inference_steps": 7}}
     plain = call(facts("qwen_image"), deployment=deployment)
     assert (plain.arguments["true_cfg_scale"], plain.arguments["negative_prompt"], plain.num_steps) == (4.0, " ", 7)
     own = call(facts("qwen_image"), deployment=deployment, negative_prompt="", num_inference_steps=3, guidance_scale=1)
     assert (own.arguments["true_cfg_scale"], own.arguments["negative_prompt"], own.num_steps) == (1.0, "", 3)
+
+
+def test_defaults_of_ours_are_checked_at_start() -> None:
+    """A wrong value ends the start and says what is allowed."""
+    with pytest.raises(ValueError, match="allowed values: 'off', 'auto'"):
+        DiffusersOptions.parse({"defaults": {"prompt_suffix": "zh"}})
+    with pytest.raises(ValueError, match=r"omni\.model\.defaults: .*width"):
+        DiffusersOptions.parse({"defaults": {"width": 0}})
 
 
 def test_a_missing_seed_is_drawn_and_told(facts: Callable[..., PipelineFacts]) -> None:
@@ -228,7 +236,7 @@ def test_the_family_states_capabilities_of_a_directory(tiny_pipelines: Callable[
     """What the API server asks, from the directory's facts and the options."""
     family = get_family("diffusers_pipeline")
     config = family.hf_config(tiny_pipelines("wan"))
-    omni = OmniConfig(model={"width": 64, "height": 32, "num_frames": 9, "fps": 8.0})
+    omni = OmniConfig(model={"defaults": {"width": 64, "height": 32, "num_frames": 9, "fps": 8.0}})
     assert family.capabilities is not None
     stated = family.capabilities(config, omni)
     assert (stated.width, stated.height, stated.num_frames, stated.fps, stated.frame_stride) == (64, 32, 9, 8.0, 4)

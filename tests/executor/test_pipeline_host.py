@@ -60,9 +60,9 @@ def test_components_can_be_left_out(make_host: MakeHost) -> None:
         make_host(without=["text"])
 
 
-def test_vae_tiling_and_slicing_by_option(make_host: MakeHost) -> None:
+def test_vae_tiling_slices_too(make_host: MakeHost) -> None:
     """Both reach the VAE; they are off unless asked for."""
-    host = make_host(vae_tiling=True, vae_slicing=True)
+    host = make_host(vae_tiling=True)
     assert host.pipeline.vae.use_tiling and host.pipeline.vae.use_slicing
     assert not make_host().pipeline.vae.use_tiling
 

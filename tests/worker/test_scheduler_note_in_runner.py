@@ -39,10 +39,9 @@ def test_a_degraded_chunk_takes_fewer_steps_and_says_so(make_runner: Any, model:
     assert "degradations" not in meta and len(meta["timings_ms"]["steps"]) == 5
 
 
-@pytest.mark.parametrize("name", ["smaller_window", "tiny_vae"])
-def test_a_server_that_cannot_degrade_that_way_does_not_start(make_runner: Any, model: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=f"NullWorldPipeline cannot do '{name}'"):
-        make_runner(model, {"scheduling": "deadline", "degradations": [name]})
+def test_a_server_that_cannot_degrade_that_way_does_not_start(make_runner: Any, model: Path) -> None:
+    with pytest.raises(ValueError, match="NullWorldPipeline cannot do 'tiny_vae'"):
+        make_runner(model, {"scheduling": "deadline", "degradations": ["tiny_vae"]})
 
 
 def test_progress_of_chunks_that_go_on(make_runner: Any, model: Path) -> None:

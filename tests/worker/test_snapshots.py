@@ -43,7 +43,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "stream, video in": ("causal_wan", SMALL, video_chunk, 3),
     "stream that recomputes its window": ("causal_wan", {**SMALL, "recache_on_prompt_switch": True}, text_chunk, 4),
     "stream, a window for every step": ("causal_wan", {**SMALL, "cache": "noise_matched"}, text_chunk, 3),
-    "stream, cascaded": ("causal_wan", {**SMALL, "cache": "cascaded"}, text_chunk, 3),
     "stream, renewed sinks": (
         "causal_wan",
         {"window_frames": 4, "sink_frames": 1, "latent_frames_per_chunk": 1, "sink_refresh_threshold": 0.999},

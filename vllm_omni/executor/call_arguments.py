@@ -42,6 +42,8 @@ _FROM_FIELDS = (
 """Arguments that a request reaches through its fields, or not at all."""
 _FRAME_RATE = ("frame_rate", "fps")
 _MAX_LIST = 1000
+_MAX_IMAGES = 8
+"""Pictures of one request."""
 _MAX_SEQUENCE_LENGTH = 4096
 
 
@@ -124,7 +126,7 @@ def pipeline_call(
     _check_fields(params)
     asked = dict(params.options)
     own = {name: asked.pop(name) for name in _OURS if name in asked}
-    arguments = {name: value for name, value in options.call_defaults.items() if name in facts.parameters}
+    arguments = {name: value for name, value in options.call_defaults().items() if name in facts.parameters}
     arguments |= _checked_options(asked, facts)
     arguments |= tensor_arguments(tensors, facts.parameters, facts.text_widths, device, facts.tensor_dtype)
     meta: dict[str, Any] = {"pipeline": facts.class_name}
@@ -139,7 +141,7 @@ def pipeline_call(
     for name in facts.parameters:
         if is_required(facts.parameters, name) and name not in arguments and name not in ("args", "kwargs"):
             raise _invalid(f"{facts.class_name} needs {name!r}, and the request has none")
-    fps = params.fps or options.fps
+    fps = params.fps or options.request_defaults().fps
     for name in _FRAME_RATE:
         if params.fps is not None and name in facts.parameters:
             arguments[name] = type(default_of(facts.parameters, name) or 1.0)(params.fps)
@@ -217,7 +219,7 @@ def _texts(
             raise _invalid("a prompt or the tensor prompt_embeds is needed")
         if not facts.encodes_text:
             raise _invalid("the pipeline is served without its text encoder: send the tensor prompt_embeds")
-        language = own.get("prompt_suffix", options.prompt_suffix)
+        language = own.get("prompt_suffix", options.request_defaults().prompt_suffix)
         suffixes = facts.conventions.prompt_suffixes
         if language not in ("off", "auto", *suffixes):
             raise _invalid(f"options.prompt_suffix must be one of off, auto, {', '.join(suffixes)}; got {language!r}")
@@ -258,7 +260,8 @@ def _size(
         width, height = table[ratio]  # it wins over width and height, which doors always send
     if (width is None) != (height is None):
         raise _invalid("send both width and height, or neither")
-    width, height = width or options.width, height or options.height
+    defaults = options.request_defaults()
+    width, height = width or defaults.width, height or defaults.height
     if width is None or height is None:
         return
     if "width" not in facts.parameters or "height" not in facts.parameters:
@@ -284,25 +287,27 @@ def _counts(
     if params.num_inference_steps is not None:
         if "num_inference_steps" not in facts.parameters:
             raise _invalid(f"{facts.class_name} has a fixed number of steps")
-        if params.num_inference_steps > options.max_steps:
-            raise _invalid(f"num_inference_steps {params.num_inference_steps} is more than {options.max_steps}")
+        if params.num_inference_steps > options.max_num_inference_steps:
+            raise _invalid(
+                f"num_inference_steps {params.num_inference_steps} is more than {options.max_num_inference_steps}"
+            )
         arguments["num_inference_steps"] = params.num_inference_steps
-    frames = params.num_frames if params.num_frames is not None else options.num_frames
+    frames = params.num_frames if params.num_frames is not None else options.request_defaults().num_frames
     if facts.video and frames is not None:
         stride = facts.frame_stride
         if (frames - 1) % stride:
             near = 1 + stride * round((frames - 1) / stride)
             raise _invalid(f"num_frames {frames}: must be 1 + a multiple of {stride}, for example {near}")
-        if frames > options.max_frames:
-            raise _invalid(f"num_frames {frames} is more than {options.max_frames}")
+        if frames > options.max_num_frames:
+            raise _invalid(f"num_frames {frames} is more than {options.max_num_frames}")
         arguments["num_frames"] = frames
     elif params.num_frames is not None:
         raise _invalid(f"{facts.class_name} makes pictures; send no num_frames")
     if params.num_images > 1:
         if facts.video or "num_images_per_prompt" not in facts.parameters:
             raise _invalid(f"{facts.class_name} makes one result per request; num_images must be 1")
-        if params.num_images > options.max_images:
-            raise _invalid(f"num_images {params.num_images} is more than {options.max_images}")
+        if params.num_images > _MAX_IMAGES:
+            raise _invalid(f"num_images {params.num_images} is more than {_MAX_IMAGES}")
         arguments["num_images_per_prompt"] = params.num_images
 
 

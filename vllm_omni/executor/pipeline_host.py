@@ -140,12 +140,13 @@ class PipelineHost:
             torch.cuda.empty_cache()
 
     def _configure(self, pipeline: Any) -> None:
-        for wanted, what in ((self.options.vae_tiling, "tiling"), (self.options.vae_slicing, "slicing")):
-            if wanted:
-                enable = getattr(pipeline.components.get("vae"), f"enable_{what}", None)
-                if enable is None:
-                    raise ValueError(f"omni.model.vae_{what}: the VAE of {type(pipeline).__name__} has no {what}")
-                enable()
+        if self.options.vae_tiling:
+            vae = pipeline.components.get("vae")
+            if not hasattr(vae, "enable_tiling"):
+                raise ValueError(f"omni.model.vae_tiling: the VAE of {type(pipeline).__name__} has no tiling")
+            vae.enable_tiling()
+            if hasattr(vae, "enable_slicing"):
+                vae.enable_slicing()
         if self.options.attention_backend is not None:
             denoiser = pipeline.components.get("transformer")
             if denoiser is None:
@@ -171,8 +172,7 @@ class PipelineHost:
 
     def generators(self, seed: int, count: int) -> Any:
         """The noise sources of one call: seeded `seed`, `seed + 1`, ... (one alone is no list)."""
-        device = self.device if self.options.generator_device == "pipeline" else torch.device("cpu")
-        sources = [torch.Generator(device).manual_seed((seed + number) % 2**63) for number in range(count)]
+        sources = [torch.Generator(self.device).manual_seed((seed + number) % 2**63) for number in range(count)]
         return sources[0] if count == 1 else sources
 
     # -- sleep -------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    options = {"width": 48, "height": 32, "max_pixels": 64 * 64, "call_defaults": {"num_inference_steps": STEPS}}
+    options = {"max_pixels": 64 * 64, "defaults": {"width": 48, "height": 32, "num_inference_steps": STEPS}}
     log = tmp_path_factory.mktemp("diffusers_server") / "server.log"
     yield from serve(qwen_image, log, omni={"model": options})
 

@@ -39,6 +39,9 @@ from vllm_omni.core.scheduler_note import SchedulerNote, without_note
 from vllm_omni.core.step_output import StepOutput
 from vllm_omni.processes import end_with_parent
 
+_PATIENCE_S = 0.5
+"""Requests without a deadline take, together, a step at least that often."""
+
 _NOT_NOW = 1 << 62
 """Engine step in which a running request that is not in the batch may run again, as far as stock code knows."""
 
@@ -51,7 +54,7 @@ class StreamBatchScheduler(Scheduler):
         # One token is one micro-step, so vLLM's bound on the tokens of a step is one on its requests.
         self._max_requests_per_step = min(omni.max_requests_per_step, self.max_num_scheduled_tokens)
         self._num_stages = self.parallel_config.pipeline_parallel_size
-        self._streams = Streams(omni.patience_s, 1 + len(omni.degradations), omni.chunks_in_flight)
+        self._streams = Streams(_PATIENCE_S, 1 + len(omni.degradations), omni.chunks_in_flight)
         self._holds_back = omni.chunks_in_flight > 1
         self._delivering: set[str] = set()
         """Requests whose chunk is done and whose result is on its way."""

@@ -86,7 +86,9 @@ class _Entry:
 
 
 class Streams:
-    """All requests with steps to take. num_levels: how many qualities there are. The rest: see `OmniConfig`."""
+    """All requests with steps to take. patience_s: requests without a deadline take, together, a step at
+    least that often, even while others are late. num_levels: how many qualities there are. chunks_in_flight: see
+    `OmniConfig`."""
 
     def __init__(self, patience_s: float, num_levels: int = 1, chunks_in_flight: int = 1) -> None:
         self.order = ChunkOrder(chunks_in_flight)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
-from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache, cascade_frames
+from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 
 STEPS = 4
@@ -86,57 +86,11 @@ def test_noise_matched_shows_each_step_what_was_at_that_step(plan: ChunkPlan) ->
             assert values == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("offset", [1, 2, 3, 4])
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_cascaded_shows_earlier_chunks_further_on(plan: ChunkPlan, offset: int) -> None:
-    """The m-th chunk before, as it was at step min(j + m * offset, clean)."""
-    cache = ChunkCache.cascaded(plan, STEPS, offset, make_window)
-    chunk_of = {frame: chunk for chunk in range(8) for frame in plan.frames(chunk)}
-    for chunk, steps in enumerate(run(cache, plan, 8, STEPS + 1)):
-        frames = plan.frames(chunk)
-        for step, values in enumerate(steps):
-            expected = [
-                f + min(step + offset * (chunk - chunk_of[f]), STEPS) / 10 for f in visible_frames(plan, frames)
-            ]
-            assert values == pytest.approx(sorted(expected))
-
-
-def test_cascaded_with_a_large_offset_is_strict() -> None:
-    plan = ChunkPlan(3, 3, 9, 3)
-    strict = run(ChunkCache.strict(make_window(9, 3)), plan, 6, STEPS + 1)
-    assert run(ChunkCache.cascaded(plan, STEPS, STEPS, make_window), plan, 6, STEPS + 1) == strict
-
-
-def test_cascaded_chunks_may_run_in_lockstep() -> None:
-    """Chunk c + 1 one offset behind chunk c, in the same pass: everything a step reads has been written by then."""
-    plan, offset = ChunkPlan(3, 3, 9, 3), 1
-    one_by_one = run(ChunkCache.cascaded(plan, STEPS, offset, make_window), plan, 6, STEPS + 1)
-    cache = ChunkCache.cascaded(plan, STEPS, offset, make_window)
-    shown: list[list[list[float]]] = [[] for _ in range(6)]
-    for tick in range(6 * offset + STEPS + 1):
-        active = [(c, tick - c * offset) for c in range(6) if 0 <= tick - c * offset <= STEPS]
-        for chunk, step in active:
-            write(cache, step, plan.frames(chunk))
-        for chunk, step in active:
-            shown[chunk].append(seen(cache, step, plan.frames(chunk)))
-        for chunk, step in active:
-            if step == STEPS:
-                cache.commit(plan.frames(chunk))
-    assert shown == one_by_one
-
-
-def test_cascaded_keeps_early_steps_only_as_long_as_they_are_looked_at() -> None:
-    assert cascade_frames(ChunkPlan(3, 3, 21, 3), 4, 1) == [3, 6, 9, 12]
-    assert cascade_frames(ChunkPlan(3, 3, 21, 3), 4, 2) == [3, 3, 6, 6]
-    assert cascade_frames(ChunkPlan(3, 3, 9, 0), 4, 1) == [3, 6, 9, 9]
-
-
 def test_an_abandoned_chunk_leaves_no_trace() -> None:
     plan = ChunkPlan(3, 3, 9, 3)
     for cache in (
         ChunkCache.strict(make_window(9, 3)),
         ChunkCache.noise_matched([make_window(9, 3) for _ in range(STEPS)]),
-        ChunkCache.cascaded(plan, STEPS, 1, make_window),
     ):
         steps = STEPS if len(cache.windows) == STEPS else STEPS + 1
         run(cache, plan, 5, steps)

@@ -42,9 +42,9 @@ def test_what_is_not_implemented_is_an_error(values: dict[str, Any], message: st
         ({"window_frames": 0}, "window_frames must be"),
         ({"denoising_steps": [500, 1000]}, "increasing"),
         ({"denoising_steps": [999.5]}, "whole numbers"),
-        ({"cache": "cascaded", "recache_on_prompt_switch": True}, "needs cache 'strict'"),
+        ({"cache": "noise_matched", "recache_on_prompt_switch": True}, "needs cache 'strict'"),
         ({"cache": "noise_matched", "video_denoising_steps": [700, 500]}, "equally long"),
-        ({"video_noise_scale": 0.6}, "not above the second"),
+        ({"video_denoising_steps": [700, 690, 400]}, "not above the second"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:

@@ -26,11 +26,10 @@ CHUNKS = 14
         ({"window_frames": 9, "sink_frames": 3, "sink_position": "absolute"}, 2 * 2),
         ({"window_frames": 5, "sink_frames": 1, "latent_frames_per_chunk": 1, "sink_refresh_threshold": 0.9}, 4 * 2),
         ({"window_frames": 6, "sink_frames": 0, "cache": "noise_matched"}, 2 * 4),
-        ({"window_frames": 9, "sink_frames": 3, "cache": "cascaded"}, 2),
     ],
 )
 def test_a_stream_by_graphs_is_the_stream(causal_wan: Path, options: dict[str, Any], graphs: int) -> None:
-    """Two streams side by side. A stream's graphs: places in the ring x kinds of pass (a cascade's only clean)."""
+    """Two streams side by side. A stream's graphs: places in the ring x kinds of pass."""
     expected = stream(load_model(causal_wan, **options), CHUNKS)
     model = load_model(causal_wan, **options)
     model.transformer.graphs = ForwardGraphs(capture=hold)

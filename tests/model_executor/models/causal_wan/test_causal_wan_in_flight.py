@@ -30,13 +30,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "sinks stay put": {**MATCHED, **FRAMES, "window_frames": 5, "sink_frames": 2, "sink_position": "absolute"},
     "sinks renewed": {**MATCHED, **FRAMES, "window_frames": 5, "sink_frames": 2, "sink_refresh_threshold": 0.999},
     "global": {**MATCHED, **FRAMES, "window_frames": -1, "global_frames": 12},
-    "cascaded": {
-        **MATCHED,
-        "cache": "cascaded",
-        "window_frames": 9,
-        "sink_frames": 3,
-        "sink_position": "absolute",
-    },
 }
 CHUNKS = 9
 
@@ -261,7 +254,7 @@ class Pipeline:
         return latents
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "cascaded"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
     """All stages at work on chunks of one stream; once, all that is on its way is given up."""
     expected = one_by_one(causal_wan, kind)
@@ -289,14 +282,7 @@ def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: st
     ("options", "serving", "num_stages", "reason"),
     [
         ({}, {"chunks_in_flight": 2}, 1, "cache 'strict' shows a chunk the clean chunk"),
-        ({"cache": "cascaded"}, {"chunks_in_flight": 2}, 1, "sink_position 'absolute'"),
         ({}, {"pipeline": "temporal"}, 4, "cache 'strict' shows"),
-        (
-            {"cache": "cascaded", "sink_position": "absolute"},
-            {"pipeline": "temporal"},
-            4,
-            "a stage has its own only: 'noise_matched'",
-        ),
         (MATCHED, {"pipeline": "temporal"}, 2, "got 2: pass --pipeline-parallel-size 3"),
     ],
 )
@@ -313,5 +299,3 @@ def test_what_can_work_is_not_refused(causal_wan: Path) -> None:
     model = load_model(causal_wan, **MATCHED)
     assert check_chunks_in_flight(model, OmniConfig(chunks_in_flight=3), 1) == 1
     assert check_chunks_in_flight(model, OmniConfig(pipeline="temporal"), 3) == 1
-    cascaded = load_model(causal_wan, cache="cascaded", cascade_offset=2, sink_frames=0, window_frames=9)
-    assert check_chunks_in_flight(cascaded, OmniConfig(chunks_in_flight=2), 1) == 3

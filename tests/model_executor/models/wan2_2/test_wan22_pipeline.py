@@ -60,9 +60,6 @@ def test_experts_change_at_the_boundary(checkpoints: dict[str, Path]) -> None:
         assert request.state.expert in key  # type: ignore[operator]
     assert {expert for above, expert in used if above} == {"transformer"}
     assert {expert for above, expert in used if not above} == {"transformer_2"}
-    moved = load_model(checkpoints["t2v"], boundary_ratio=0.5)
-    ours, theirs = (make_video(each, seed=1, output="latents")[1]["latents"] for each in (model, moved))
-    assert not torch.equal(ours, theirs)
 
 
 def test_guidance_defaults_are_the_authors(checkpoints: dict[str, Path]) -> None:
@@ -76,8 +73,8 @@ def test_guidance_defaults_are_the_authors(checkpoints: dict[str, Path]) -> None
     assert guidance() == (4.0, 3.0) == guidance(guidance_scale=4.0)
     assert guidance(guidance_scale=6.0) == (6.0, 6.0)
     assert guidance(options={"guidance_scale_2": 2.0}) == (4.0, 2.0)
-    assert guidance({"guidance_scale": 5.0}) == (5.0, 5.0)
-    assert guidance({"guidance_scale": 5.0, "guidance_scale_2": 1.5}) == (5.0, 1.5)
+    assert guidance({"defaults": {"guidance_scale": 5.0}}) == (5.0, 5.0)
+    assert guidance({"defaults": {"guidance_scale": 5.0, "guidance_scale_2": 1.5}}) == (5.0, 1.5)
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,15 @@ from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedul
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 
+_SHIFT, _VIDEO_SHIFT = 5.0, 8.0
+"""Of the text-to-video and the video-to-video schedule, as the checkpoints were trained."""
+VIDEO_NOISE_SCALE = 0.8
+"""Noise injected into the first chunk of an input video, [0, 1]; the largest for a still scene."""
+
 _WINDOW, _SINK, _CHUNK = 21, 3, 3
 """Defaults of a checkpoint that names no window: the length it was trained on, one chunk of it kept for ever."""
 
-CacheKind = Literal["strict", "noise_matched", "cascaded"]
+CacheKind = Literal["strict", "noise_matched"]
 
 
 @dataclass(frozen=True)
@@ -76,41 +81,29 @@ _IGNORED = (*IGNORED, "latent_hw", "rope_cache_policy")
 class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`StreamingOptions`, and the choices on which the public implementations differ.
 
-    cache: what a chunk's past is. `strict`: the clean chunk, by one more pass at `context_timestep` (Self-Forcing).
+    cache: what a chunk's past is. `strict`: the clean chunk, by one more pass at timestep 0 (Self-Forcing).
         `noise_matched`: at each denoise step, what earlier chunks were at that step; no clean pass, a window for every
-        step (StreamDiffusionV2). `cascaded`: step j sees the chunk before as it was at its step j + `cascade_offset`,
-        the one before that at j + 2 `cascade_offset`, and so on up to clean (Block Cascading).
-    denoising_steps, shift, warp_timesteps: text-to-video schedule. Warped, a step s means entry 1000 - s of the shifted
-        table; else it is the timestep itself.
+        step (StreamDiffusionV2).
+    denoising_steps: text-to-video schedule; a step s means entry 1000 - s of the table shifted by 5.
     video_input: whether streams may repaint an input video (loads the VAE's encoder).
-    video_denoising_steps, video_shift: video-to-video schedule, never warped; the first entry only says how many steps
+    video_denoising_steps: video-to-video schedule, timesteps themselves; the first entry only says how many steps
         there are, the noise controller replaces it chunk by chunk.
-    video_noise_scale: noise injected into a first chunk, [0, 1]; the largest for a still scene.
     normalize_video_latent: False feeds the VAE's raw means, as StreamDiffusionV2's checkpoints expect.
     sink_position: `window` moves the sinks' rotary positions along, just before the oldest frame the chunk sees, so
         that no distance grows beyond the window; `absolute` leaves them where they were made (the original).
     sink_refresh_threshold: a frame that leaves the window replaces the sink it resembles least if their similarity is
         below this; None = sinks stay. Needs chunks of one frame.
     decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth`; much cheaper, not exact).
-    vae_frames_per_call: how many of a latent frame's 4 video frames decoder `wan` takes through its largest levels at a
-        time; None = all, which is fastest, 1 needs half the memory beside its cache.
     recache_on_prompt_switch: recompute the window's keys and values under a new prompt (`strict` only).
     """
 
     cache: CacheKind = "strict"
-    cascade_offset: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    context_timestep: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.0
     denoising_steps: list[float] = msgspec.field(default_factory=lambda: [1000.0, 750.0, 500.0, 250.0])
-    shift: Annotated[float, msgspec.Meta(gt=0)] = 5.0
-    warp_timesteps: bool = True
     video_input: bool = True
     video_denoising_steps: list[float] = msgspec.field(default_factory=lambda: [700.0, 500.0, 400.0, 200.0])
-    video_shift: Annotated[float, msgspec.Meta(gt=0)] = 8.0
-    video_noise_scale: Annotated[float, msgspec.Meta(gt=0.2, le=1)] = 0.8
     normalize_video_latent: bool = True
     sink_position: Literal["window", "absolute"] = "window"
     sink_refresh_threshold: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
-    vae_frames_per_call: Annotated[int, msgspec.Meta(ge=1, le=4)] | None = None
     decoder: Literal["wan", "tiny"] = "wan"
     recache_on_prompt_switch: bool = False
 
@@ -122,11 +115,11 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
             text, video = parsed.text_schedule(), parsed.video_schedule()
         except ValueError as error:
             raise ValueError(f"omni.model: {error}") from error
-        lowest = lowest_first_timestep(parsed.video_noise_scale)
+        lowest = lowest_first_timestep(VIDEO_NOISE_SCALE)
         if len(video.timesteps) > 1 and lowest <= video.timesteps[1]:
             raise ValueError(
-                f"omni.model: video_noise_scale {parsed.video_noise_scale} can start a chunk at timestep {lowest}, not "
-                f"above the second of video_denoising_steps, {video.timesteps[1]:g}"
+                f"omni.model: a chunk can start at timestep {lowest}, not above the second of video_denoising_steps, "
+                f"{video.timesteps[1]:g}"
             )
         if parsed.cache != "strict" and parsed.recache_on_prompt_switch:
             raise ValueError(
@@ -142,17 +135,15 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
 
     def text_schedule(self) -> FewStepSchedule:
         """The text-to-video schedule. Raises ValueError."""
-        if not self.warp_timesteps:
-            return nearest_schedule(self.shift, self.denoising_steps)
         indices = [1000 - step for step in self.denoising_steps]
         if any(index != int(index) for index in indices):
-            raise ValueError(f"warped denoising_steps must be whole numbers, got {self.denoising_steps}")
-        return few_step_schedule("exact", self.shift, [int(index) for index in indices])
+            raise ValueError(f"denoising_steps must be whole numbers, got {self.denoising_steps}")
+        return few_step_schedule("exact", _SHIFT, [int(index) for index in indices])
 
     def video_schedule(self, first_timestep: float | None = None) -> FewStepSchedule:
         """The video-to-video schedule, begun at `first_timestep` (None = its own). Raises ValueError."""
         steps = self.video_denoising_steps
-        return nearest_schedule(self.video_shift, steps if first_timestep is None else [first_timestep, *steps[1:]])
+        return nearest_schedule(_VIDEO_SHIFT, steps if first_timestep is None else [first_timestep, *steps[1:]])
 
     @property
     def replays_on_prompt_switch(self) -> bool:

@@ -23,16 +23,16 @@ def _read(checkpoint: Mapping[str, Any], omni: OmniConfig) -> CausalWanStream:
 def _check_parallel(stream: CausalWanStream, omni: OmniConfig, ranks: int, stages: int) -> None:
     from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
 
-    options, plan = stream.options, stream.plan
+    options = stream.options
     reason = None
     if omni.ahead is not None:
-        reason = in_flight.refuse_chunks_in_flight(options, plan)
+        reason = in_flight.refuse_chunks_in_flight(options)
     if reason is None and omni.pipeline == "temporal":
         reason = in_flight.refuse_temporal_pipeline(options, stages - omni.vae_stage)
     if reason is not None:
         raise ValueError(f"omni.{omni.ahead}: causal Wan cannot do that: {reason}")
     for name in omni.degradations:
-        refusal = degradations.refuse_degradation(name, options, plan)
+        refusal = degradations.refuse_degradation(name, options)
         if refusal is not None:
             raise ValueError(f"omni.degradations: causal Wan cannot do {name!r}: {refusal}")
     check_decoder_split(options.decoder, omni)

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
-from vllm_omni.model_executor.layers.narrow_view import NarrowView
 from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
 from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
@@ -99,7 +98,6 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
             decoder=decodes and options.decoder == "wan",
             dtype=vae_dtype,
             compiled=setup.compiled,
-            frames_per_call=options.vae_frames_per_call,
             bands=RowBands.of(parallel),
         )
         self.tiny_vae: TinyVAEDecoder | None = None
@@ -203,20 +201,19 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
             noise_scale=None if video is None else video.noise_scale,
             cross_kv=standing.cross_kv if known else None,
             index=standing.chunk_index,
-            narrow=NarrowView(cache.clean) if degradations.SMALLER_WINDOW in request.degradations else None,
         )
         request.clean_passes = int(self.options.cache != "noise_matched")
         request.num_steps = len(replay) + request.state.schedule.num_steps + request.clean_passes
 
     def refuse_degradation(self, name: str) -> str | None:
-        return degradations.refuse_degradation(name, self.options, self.plan)
+        return degradations.refuse_degradation(name, self.options)
 
     @property
     def steps_behind(self) -> int:
-        return in_flight.steps_behind(self.options)
+        return in_flight.STEPS_BEHIND
 
     def refuse_chunks_in_flight(self) -> str | None:
-        return in_flight.refuse_chunks_in_flight(self.options, self.plan)
+        return in_flight.refuse_chunks_in_flight(self.options)
 
     def refuse_temporal_pipeline(self, num_stages: int) -> str | None:
         return in_flight.refuse_temporal_pipeline(self.options, num_stages)
@@ -313,14 +310,13 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
         assert chunk.cross_kv is not None
         step, clean = chunk.denoise_index(request.step) if step is None else step, chunk.schedule.num_steps
         past = chunk.replayed(request.step)
-        narrow = chunk.narrow if past is None else None
         return ChunkRow(
             latents=chunk.latents if past is None else past.latents,
-            timestep=self.options.context_timestep if step is None else chunk.schedule.timesteps[step],
+            timestep=0.0 if step is None else chunk.schedule.timesteps[step],
             frames=chunk.frames if past is None else past.frames,
             rope=chunk.rope if past is None else self.transformer.rope(past.frames, past.latents.shape),
             cross_kv=chunk.cross_kv,
-            window=narrow or chunk.window.at(clean if step is None else step),
+            window=chunk.window.at(clean if step is None else step),
         )
 
 

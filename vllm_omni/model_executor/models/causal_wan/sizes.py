@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.layers.sink_window import SinkWindow, sink_window_extra_nbytes
-from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache, cascade_frames
+from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
 from vllm_omni.model_executor.models.causal_wan.state import StreamShape
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
@@ -63,9 +63,6 @@ class StreamSizes:
             )
 
         plan, options = self._plan, self._options
-        if options.cache == "cascaded":
-            spare = self._spare_frames[: self._num_steps + 1]
-            return ChunkCache.cascaded(plan, self._num_steps, options.cascade_offset, window, spare)
         if options.cache == "noise_matched":
             windows = [window(plan.window_frames, plan.sink_frames, spare) for spare in self._step_spares()]
             return ChunkCache.noise_matched(windows)
@@ -88,11 +85,6 @@ class StreamSizes:
 
         if options.cache == "noise_matched":
             return sum(full(spare) for spare in self._step_spares())
-        if options.cache == "cascaded":
-            lengths = cascade_frames(plan, self._num_steps, options.cascade_offset)
-            *spares, clean_spare = self._spare_frames[: self._num_steps + 1]
-            held = (frames + spare for frames, spare in zip(lengths, spares, strict=True))
-            return full(clean_spare) + sum(kv_window_nbytes(window_frames=frames, **sizes) for frames in held)
         return full(0)
 
     def past_nbytes(self, shape: StreamShape) -> int:

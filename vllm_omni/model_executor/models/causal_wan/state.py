@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from vllm_omni.model_executor.layers.narrow_view import NarrowView
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
@@ -124,8 +123,6 @@ class Chunk(StreamingChunk[ChunkCache, VideoInput, PastChunk]):
     index: int
     noise_scale: float | None = None
     """The video input's, also where that is not."""
-    narrow: NarrowView | None = None
-    """What the chunk sees of `window` if it goes with a smaller one."""
 
     def standing(self) -> Standing:
         """Where the stream stands if this chunk succeeds; its first step has been run."""

@@ -8,7 +8,7 @@ Held by tests/model_executor/models/causal_wan/test_causal_wan_video.py.
 
 import torch
 
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanOptions
+from vllm_omni.model_executor.models.causal_wan.config import VIDEO_NOISE_SCALE, CausalWanOptions
 from vllm_omni.model_executor.models.causal_wan.motion import first_timestep, motion, next_noise_scale
 from vllm_omni.model_executor.models.causal_wan.state import VideoInput
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
@@ -35,7 +35,7 @@ class VideoEncoder:
         the latents. Waits for the device once, for the motion in the frames.
         """
         frames_THWC = frames_THWC.to(noise.device)
-        initial = self._options.video_noise_scale
+        initial = VIDEO_NOISE_SCALE
         if before is None:
             scale = initial
         else:

@@ -26,6 +26,16 @@ class LoraSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     scale: float = 1.0
 
 
+class RequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What requests leave out and is no argument of every pipeline; None = the pipeline's own."""
+
+    width: Pixels | None = None
+    height: Pixels | None = None
+    num_frames: Positive | None = None
+    fps: Annotated[float, msgspec.Meta(gt=0, le=240)] = 16.0
+    prompt_suffix: Literal["off", "auto"] = "off"
+
+
 class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of one served pipeline.
 
@@ -34,14 +44,12 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     component_dtypes: dtypes that differ from `--dtype`, by component (`{"vae": "float32"}`). variant: weight files with
     this infix (`fp16`).
     offload: `model` or `sequential` keep weights on the host and bring them to the accelerator in turn (accelerate).
-    vae_tiling, vae_slicing: decode in pieces, for less memory. attention_backend: diffusers' name of one.
-    generator_device: where noise is drawn: the pipeline's device, or `cpu` (the same picture on every machine).
+    vae_tiling: decode in tiles, and one picture at a time, for less memory. attention_backend: diffusers' name of one.
     interleave: requests that may be between two of their denoise steps at once; their steps take turns.
-    width, height, num_frames, fps: defaults for requests that name none; None = the pipeline's own. max_pixels,
-    max_frames, max_steps, max_images: the largest request (max_pixels None: 2048x2048, 1280x720 for videos).
-    prompt_suffix: `auto` adds the quality phrase that the model's authors recommend for the prompt's language.
-    call_defaults: further arguments of the pipeline's `__call__` for requests that leave them out
-    (`{"true_cfg_scale": 4.0, "negative_prompt": " "}`). loras: adapters by the name requests use.
+    defaults: what requests leave out: width, height, num_frames, fps (16), prompt_suffix (`auto` adds the quality
+    phrase that the model's authors recommend for the prompt's language) and further arguments of the pipeline's
+    `__call__` (`{"true_cfg_scale": 4.0, "negative_prompt": " "}`). max_pixels, max_num_frames, max_num_inference_steps:
+    the largest request (max_pixels None: 2048x2048, 1280x720 for videos). loras: adapters by the name requests use.
     """
 
     pipeline_class: str | None = None
@@ -50,20 +58,12 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     variant: str | None = None
     offload: Literal["none", "model", "sequential"] = "none"
     vae_tiling: bool = False
-    vae_slicing: bool = False
     attention_backend: str | None = None
-    generator_device: Literal["pipeline", "cpu"] = "pipeline"
     interleave: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
-    width: Pixels | None = None
-    height: Pixels | None = None
-    num_frames: Positive | None = None
-    fps: Annotated[float, msgspec.Meta(gt=0, le=240)] = 16.0
+    defaults: dict[str, Any] = msgspec.field(default_factory=dict)
     max_pixels: Positive | None = None
-    max_frames: Positive = 257
-    max_steps: Positive = 200
-    max_images: Positive = 8
-    prompt_suffix: Literal["off", "auto"] = "off"
-    call_defaults: dict[str, Any] = msgspec.field(default_factory=dict)
+    max_num_frames: Positive = 257
+    max_num_inference_steps: Positive = 200
     loras: dict[AdapterName, LoraSource] = msgspec.field(default_factory=dict)
 
     @classmethod
@@ -75,7 +75,17 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
                 f"omni.model.interleave {parsed.interleave} needs omni.model.offload 'none': offloading moves weights "
                 "out from under a request that is between two steps"
             )
+        parsed.request_defaults()
         for name, source in parsed.loras.items():
             if not Path(source.path).exists():
                 raise ValueError(f"omni.model.loras.{name}: {source.path} does not exist")
         return parsed
+
+    def request_defaults(self) -> RequestDefaults:
+        """Those of `defaults` that this package reads. Raises ValueError saying what is allowed."""
+        own = {name: value for name, value in self.defaults.items() if name in RequestDefaults.__struct_fields__}
+        return parse_options(RequestDefaults, own, "omni.model.defaults")
+
+    def call_defaults(self) -> dict[str, Any]:
+        """Those of `defaults` that are arguments of the pipeline."""
+        return {name: value for name, value in self.defaults.items() if name not in RequestDefaults.__struct_fields__}

@@ -62,8 +62,9 @@ def max_pixels(parameters: Parameters, options: DiffusersOptions) -> int:
 
 def default_size(parameters: Parameters, options: DiffusersOptions) -> tuple[int, int]:
     """(width, height) of a request that names none."""
-    width = options.width or default_of(parameters, "width") or _FALLBACK_SIDE
-    height = options.height or default_of(parameters, "height") or _FALLBACK_SIDE
+    asked = options.request_defaults()
+    width = asked.width or default_of(parameters, "width") or _FALLBACK_SIDE
+    height = asked.height or default_of(parameters, "height") or _FALLBACK_SIDE
     return int(width), int(height)
 
 
@@ -85,7 +86,7 @@ def capabilities(class_name: str, options: DiffusersOptions, temporal_stride: in
     parameters = call_parameters(getattr(diffusers, class_name))
     width, height = default_size(parameters, options)
     guidance = guidance_argument(parameters, distilled=distilled)
-    defaults = options.call_defaults
+    defaults, asked = options.call_defaults(), options.request_defaults()
     steps = defaults.get("num_inference_steps", default_of(parameters, "num_inference_steps"))
     scale = None if guidance is None else defaults.get(guidance, default_of(parameters, guidance))
     stride = temporal_stride if makes_video(parameters) else 1
@@ -95,13 +96,13 @@ def capabilities(class_name: str, options: DiffusersOptions, temporal_stride: in
         height=height,
         max_pixels=max(max_pixels(parameters, options), width * height),
         num_inference_steps=steps,
-        max_num_inference_steps=options.max_steps,
+        max_num_inference_steps=options.max_num_inference_steps,
         guidance_scale=None if scale is None else float(scale),
         negative_prompt="negative_prompt" in parameters,
-        num_frames=options.num_frames or default_of(parameters, "num_frames") or _FALLBACK_FRAMES,
-        max_num_frames=options.max_frames,
+        num_frames=asked.num_frames or default_of(parameters, "num_frames") or _FALLBACK_FRAMES,
+        max_num_frames=options.max_num_frames,
         frame_stride=stride,
-        fps=options.fps,
+        fps=asked.fps,
         images_per_request=1,  # pictures drawn one by one are the same however many are asked for
         input_images=_MAX_INPUT_IMAGES if any(word in class_name for word in _TAKES_SEVERAL_IMAGES) else 1,
         mask="mask_image" in parameters,

@@ -158,15 +158,28 @@ Guidance = Annotated[float, msgspec.Meta(ge=0, le=100)]
 Shift = Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
+class Wan22Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What requests leave out; None = what the checkpoint's authors sample with.
+
+    guidance_scale_2: below the boundary. flow_shift: of the noise schedule (authors: 3 at 480p, 5 at 720p and above).
+    """
+
+    num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
+    guidance_scale: Guidance | None = None
+    guidance_scale_2: Guidance | None = None
+    num_frames: Count | None = None
+    fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
+    negative_prompt: str = ""
+    flow_shift: Shift | None = None
+
+
 class Wan22Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Serving options. None = what the checkpoint says, or what its authors sample with.
 
-    num_inference_steps, guidance_scale, guidance_scale_2 (below the boundary), num_frames, fps, negative_prompt:
-    defaults of requests that name none. max_num_frames: the longest video; with `OmniConfig.height` x `width` it fixes
-    the largest request, which is run once at start. max_num_inference_steps: of one request.
-    flow_shift: of the noise schedule (authors: 3 at 480p, 5 at 720p and above).
-    boundary_ratio: where the experts change.
-    residual_dtype: type of the residual stream between blocks; `model` = the network's, as diffusers runs it.
+    defaults: num_inference_steps, guidance_scale, guidance_scale_2 (below the boundary), num_frames, fps,
+    negative_prompt and flow_shift of requests that name none.
+    max_num_frames: the longest video; with `OmniConfig.height` x `width` it fixes the largest request, which is run
+    once at start. max_num_inference_steps: of one request.
     text_encoder_device: None = beside the transformer; `cpu` saves 10.6 GiB of device memory.
     vae_dtype: type of the VAE. vae_tiling: decode in overlapping tiles, for less memory (not exact).
     sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead. cfg_parallel: use two of
@@ -174,17 +187,9 @@ class Wan22Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     compile: fuse elementwise chains with torch.compile. None = on CUDA, unless the engine runs with --enforce-eager.
     """
 
-    num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
+    defaults: Wan22Defaults = Wan22Defaults()
     max_num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 200
-    guidance_scale: Guidance | None = None
-    guidance_scale_2: Guidance | None = None
-    num_frames: Count | None = None
     max_num_frames: Count = 121
-    fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
-    negative_prompt: str = ""
-    flow_shift: Shift | None = None
-    boundary_ratio: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None
-    residual_dtype: Literal["fp32", "model"] = "fp32"
     text_encoder_device: Literal["cpu"] | None = None
     vae_dtype: Literal["fp32", "bf16"] = "fp32"
     vae_tiling: bool = False
@@ -198,9 +203,10 @@ class Wan22Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         parsed = parse_options(cls, options, "omni.model")
         if parsed.cfg_parallel and parsed.sequence_parallel:
             raise ValueError("omni.model: cfg_parallel and sequence_parallel both take the tensor-parallel ranks")
-        if parsed.num_frames is not None and parsed.num_frames > parsed.max_num_frames:
+        frames = parsed.defaults.num_frames
+        if frames is not None and frames > parsed.max_num_frames:
             raise ValueError(
-                f"omni.model: num_frames {parsed.num_frames} is more than max_num_frames {parsed.max_num_frames}"
+                f"omni.model: defaults.num_frames {frames} is more than max_num_frames {parsed.max_num_frames}"
             )
         return parsed
 

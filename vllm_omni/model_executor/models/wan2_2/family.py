@@ -49,14 +49,14 @@ def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
     return Capabilities(
         tasks=_TASKS[checkpoint.kind],
         size_multiple=(checkpoint.size_multiple, checkpoint.size_multiple),
-        num_inference_steps=options.num_inference_steps or best.num_inference_steps,
+        num_inference_steps=options.defaults.num_inference_steps or best.num_inference_steps,
         max_num_inference_steps=options.max_num_inference_steps,
         guidance_scale=default_guidance(checkpoint, options)[0],
         negative_prompt=True,
         num_frames=default_num_frames(checkpoint, options),
         max_num_frames=options.max_num_frames,
         frame_stride=checkpoint.temporal_factor,
-        fps=options.fps or best.fps,
+        fps=options.defaults.fps or best.fps,
     )
 
 

@@ -95,18 +95,13 @@ class Wan22Setup:
         eager: the engine was told not to compile anything.
         """
         options = Wan22Options.parse(omni.model)
-        facts = dict(values["facts"])
-        if options.boundary_ratio is not None:
-            if facts["boundary_ratio"] is None:
-                raise ValueError("omni.model: boundary_ratio needs a checkpoint with two transformers")
-            facts["boundary_ratio"] = options.boundary_ratio
         parallel = parallel or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition)
         guidance = None
         if options.cfg_parallel:
             guidance, parallel = GuidanceRanks.of(parallel), replace(parallel, rank=0, size=1, group=None)
         return cls(
             config=Wan22Config.from_checkpoint(values["transformer"]),
-            checkpoint=Wan22Checkpoint(**facts),
+            checkpoint=Wan22Checkpoint(**values["facts"]),
             vae=values["vae"],
             text_config=values["umt5"],
             scheduler=values["scheduler"],
@@ -181,7 +176,6 @@ class Wan22(nn.Module):
                     name: Wan22Transformer(
                         setup.config,
                         parallel,
-                        residual_fp32=self.options.residual_dtype == "fp32",
                         compiled=setup.compiled,
                     )
                     for name in names

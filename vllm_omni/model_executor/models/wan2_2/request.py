@@ -77,13 +77,13 @@ def read_request(
         frames, size = checkpoint.latent_frames(num_frames), checkpoint.latent_size(height, width)
     except ValueError as error:
         raise RequestFailed("unsupported_size", str(error)) from error
-    steps = params.num_inference_steps or options.num_inference_steps or best.num_inference_steps
+    steps = params.num_inference_steps or options.defaults.num_inference_steps or best.num_inference_steps
     if steps > options.max_num_inference_steps:
         raise _invalid(f"num_inference_steps {steps} is more than {options.max_num_inference_steps}")
     guidance, guidance_2 = _guidance(params, own, checkpoint, options)
     return VideoRequest(
         prompt=params.prompt,
-        negative_prompt=options.negative_prompt if params.negative_prompt is None else params.negative_prompt,
+        negative_prompt=options.defaults.negative_prompt if params.negative_prompt is None else params.negative_prompt,
         height=height,
         width=width,
         num_frames=num_frames,
@@ -91,9 +91,9 @@ def read_request(
         num_inference_steps=steps,
         guidance=guidance,
         guidance_2=guidance_2,
-        flow_shift=options.flow_shift if own.flow_shift is None else own.flow_shift,
+        flow_shift=options.defaults.flow_shift if own.flow_shift is None else own.flow_shift,
         seed=params.seed or 0,
-        fps=params.fps or options.fps or best.fps,
+        fps=params.fps or options.defaults.fps or best.fps,
     )
 
 
@@ -121,18 +121,18 @@ def read_image(
 
 def default_num_frames(checkpoint: Wan22Checkpoint, options: Wan22Options) -> int:
     """The deployment's default, else the authors', within what the server makes."""
-    wanted = options.num_frames or min(recommended(checkpoint).num_frames, options.max_num_frames)
+    wanted = options.defaults.num_frames or min(recommended(checkpoint).num_frames, options.max_num_frames)
     return 1 + (wanted - 1) // checkpoint.temporal_factor * checkpoint.temporal_factor
 
 
 def default_guidance(checkpoint: Wan22Checkpoint, options: Wan22Options) -> tuple[float, float]:
     """(above the boundary, below it) of a request that says nothing."""
     best = recommended(checkpoint)
-    if options.guidance_scale is None:
+    if options.defaults.guidance_scale is None:
         first, second = best.guidance, best.guidance if best.guidance_2 is None else best.guidance_2
     else:
-        first = second = options.guidance_scale
-    return first, second if options.guidance_scale_2 is None else options.guidance_scale_2
+        first = second = options.defaults.guidance_scale
+    return first, second if options.defaults.guidance_scale_2 is None else options.defaults.guidance_scale_2
 
 
 def _guidance(

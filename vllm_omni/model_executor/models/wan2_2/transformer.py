@@ -108,11 +108,10 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
         config: Wan22Config,
         parallel: ParallelContext | None = None,
         *,
-        residual_fp32: bool = True,
         compiled: bool = False,
     ) -> None:
         chains = Chains.build(compiled)
-        super().__init__(config, parallel, chains, residual_fp32=residual_fp32)
+        super().__init__(config, parallel, chains, residual_fp32=True)
         if self.parallel.last_stage:
             self.head = TimedHead(config, chains)
         self.requires_grad_(False)
