@@ -2,6 +2,7 @@
 """Processes of a real `vllm serve --omni` die or stop, or its disk is full: who is told, how soon, what is left over.
 
 Times are bounds on what the operations page promises; each test prints what it measured (`pytest -s`).
+`VLLM_OMNI_KILLS` sets how often each kind of process is killed in the nightly tests.
 """
 
 import contextlib
@@ -31,6 +32,9 @@ from vllm_omni.sessions.recording import read as read_recording
 RANK_TIMEOUT_S = 2.0
 OMNI = {"rank_timeout_s": RANK_TIMEOUT_S}
 MP = ("--distributed-executor-backend", "mp")
+
+KILLS = int(os.environ.get("VLLM_OMNI_KILLS", "2"))
+"""Nightly kills of each kind of process; as many as one has time for."""
 
 Start = Callable[..., Served]
 
@@ -218,7 +222,7 @@ def test_a_stopped_worker_counts_as_a_dead_engine(start: Start) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("round_number", range(20))
+@pytest.mark.parametrize("round_number", range(KILLS))
 @pytest.mark.parametrize("victim", ["EngineCore", "Worker"])
 def test_every_kill_of_the_engine_is_seen(start: Start, victim: str, round_number: int) -> None:
     """Clients know within a second, the exit status is 70, nothing is left after 5 s."""
@@ -227,9 +231,9 @@ def test_every_kill_of_the_engine_is_seen(start: Start, victim: str, round_numbe
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("round_number", range(20))
+@pytest.mark.parametrize("round_number", range(KILLS))
 def test_every_kill_of_the_server_leaves_nothing(start: Start, round_number: int) -> None:
-    """Twenty times, as above."""
+    """As above."""
     server = start(*MP)
     Watcher(server)
     others = family(server)

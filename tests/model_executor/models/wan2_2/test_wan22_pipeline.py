@@ -72,7 +72,7 @@ def test_guidance_defaults_are_the_authors(checkpoints: dict[str, Path]) -> None
 
     assert guidance() == (4.0, 3.0) == guidance(guidance_scale=4.0)
     assert guidance(guidance_scale=6.0) == (6.0, 6.0)
-    assert guidance(options={"guidance_scale_2": 2.0}) == (4.0, 2.0)
+    assert guidance({"defaults": {"guidance_scale_2": 2.0}}) == (4.0, 2.0)
     assert guidance({"defaults": {"guidance_scale": 5.0}}) == (5.0, 5.0)
     assert guidance({"defaults": {"guidance_scale": 5.0, "guidance_scale_2": 1.5}}) == (5.0, 1.5)
 
