@@ -21,7 +21,6 @@ from typing import Any, TextIO
 from training.tiny_world import score
 from training.tiny_world.truth import Truth
 
-AS_SGLANG = '{"convention": "sglang"}'
 VARIANTS: dict[str, tuple[str, ...]] = {
     "as shipped": (),
     "exact decoder": ("--decoder", "wan"),
@@ -32,13 +31,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "no sink": ("--sink", "0"),
     "bfloat16": ("--dtype", "bfloat16"),
     "float16": ("--dtype", "float16"),
-    "exact decoder in bands": ("--decoder", "wan", "--tensor-parallel-size", "2", "--omni", '{"vae_parallel": true}'),
     "snapshot every 10 chunks": ("--snapshot-every", "30"),  # the model's own chunks are one latent frame
-    "as SGLang serves it": ("--model-options", AS_SGLANG),
-    "2 steps, window 9": ("--steps", "2", "--window", "9"),
+    "as SGLang serves it": ("--model-options", '{"convention": "sglang"}'),
 }
 """Name -> arguments of `score.py`; the world is shipped with the tiny decoder, 4 steps, window 18, sink 3, and runs in
-fp32 unless a row says otherwise. What a late chunk may go without (`degradations`), here every chunk goes without."""
+fp32 unless a row says otherwise. What a late chunk may go without (`degradations`), here every chunk goes without.
+`vae_parallel` needs no row: it gives the exact decoder's frames, to rounding."""
 SHOWN = (1, 5, 20, 100)
 _COLOURS = ("#1b6ca8", "#c0392b", "#27824f", "#8e44ad", "#b9770e", "#117a8b", "#7f8c8d", "#d35400")
 
@@ -145,6 +143,8 @@ def page(quality: Mapping[str, Any], plot: str) -> str:
             "- Return: PSNR after turning away for 6 latent frames and back. Level: largest difference from a style's "
             "mean over the last tenth of the chunks, in a range of 2.",
             "- Seconds a chunk: of an engine that makes several walks at once.",
+            "- `vae_parallel` has no row: ranks that decode a frame in bands make the exact decoder's frames, to "
+            "rounding (tests/model_executor/models/wan/test_split_decode.py).",
             "",
             "Made by `python -m training.tiny_world.quality`; `quality.json` beside this page holds every value.",
             "",
