@@ -61,30 +61,25 @@ def test_frames_are_made_before_the_clean_pass_and_committed_after_it(
     assert calls == ["denoise_step"] * (STEPS - 1) + ["post_decode", "denoise_step", "commit"]
 
 
-@pytest.mark.parametrize("family", ["null_world", "causal_wan", "lingbot_world"])
+@pytest.mark.parametrize("family", ["null_world", "causal_wan"])
 def test_the_order_changes_no_bit(
     family: str, make_runner: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frames of three chunks, and what the session keeps, against decoding after the clean pass."""
     model = request.getfixturevalue(family)
-    image = {"image": torch.arange(32 * 48 * 3).reshape(32, 48, 3).to(torch.uint8)}
     found = []
     for early in (True, False):
-        options = {"decode_before_clean_pass": early} if family == "lingbot_world" else {}
-        if not early and not options:
+        if not early:
             monkeypatch.setattr(ChunksInFlight, "is_next", lambda self, request: False)
-        runner = make_runner(model, {"height": 32, "width": 48, "model": options})
+        runner = make_runner(model, {"height": 32, "width": 48})
         calls = count(runner, monkeypatch)
         frames = []
         for index in range(3):
             fields = {"chunk_index": index, **({"prompt": "a field", "seed": 3} if index == 0 else {})}
             if family == "null_world":
                 fields["options"] = {"clean_pass": True}
-            if family == "lingbot_world":
-                fields["actions"] = [["w"], ["w", "j"], ["w"]]
-            tensors = image if family == "lingbot_world" and index == 0 else None
             name = f"{family}-{index}"
-            result = run_to_end(runner, new_request(name, tensors, session_id="s", **fields))[name]
+            result = run_to_end(runner, new_request(name, None, session_id="s", **fields))[name]
             frames.append(result[1]["frames"].clone())
         assert calls[calls.index("post_decode") + 1] == ("denoise_step" if early else "commit")
         found.append((frames, state_of(runner)))

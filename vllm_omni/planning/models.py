@@ -43,7 +43,7 @@ def _lingbot(config: LingBotWorldConfig, changes: dict[str, Any]) -> StreamModel
         "window": config.window_frames or 18,
         "sinks": config.sink_frames or 9,
         "camera": True,
-        "waits_for_clean": True,  # omni.model.decode_before_clean_pass is off by default
+        "waits_for_clean": True,
         "text_on_cpu": True,
         **changes,
     }

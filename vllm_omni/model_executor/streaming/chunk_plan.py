@@ -14,6 +14,10 @@ FRAME_STRIDE = 4
 """Video frames of a latent frame, but for a stream's first, which is one frame: a causal video autoencoder."""
 
 
+GLOBAL_FRAMES = 21
+"""Latent frames of a stream with global attention: the length these models were trained on."""
+
+
 class StatesWindow(Protocol):
     """An architecture, of which this reads what the checkpoint recommends; None = nothing."""
 
@@ -87,7 +91,7 @@ def resolve_chunks(
     first = options.first_chunk_latent_frames or chunk
     window = options.window_frames or stated.window_frames or window_frames
     if window == -1:
-        window = sink = options.global_frames
+        window = sink = GLOBAL_FRAMES
     else:
         asked = (options.sink_frames, stated.sink_frames, sink_frames)
         sink = next(value for value in asked if value is not None)

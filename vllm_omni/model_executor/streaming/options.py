@@ -20,9 +20,8 @@ class StreamingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     latent_frames_per_chunk: None = what the checkpoint says, else the model's default. first_chunk_latent_frames: of a
         session's first chunk; None = the same.
-    window_frames: latent frames a chunk sees, sinks and itself included; -1 = all (global attention, at most
-        `global_frames`). None = what the checkpoint says, else the model's default. sink_frames: first frames kept for
-        ever.
+    window_frames: latent frames a chunk sees, sinks and itself included; -1 = all (global attention, 21 at most).
+        None = what the checkpoint says, else the model's default. sink_frames: first frames kept for ever.
     text_encoder_device: None = beside the transformer; `cpu` saves device memory (10.6 GiB for umt5-xxl).
     vae_dtype: type of the VAE; None = the transformer's.
     sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead.
@@ -36,7 +35,6 @@ class StreamingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     first_chunk_latent_frames: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
     window_frames: Annotated[int, msgspec.Meta(ge=-1, le=4096)] | None = None
     sink_frames: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
-    global_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 21
     text_encoder_device: Literal["cpu"] | None = None
     vae_dtype: Literal["fp32", "bf16"] | None = None
     sequence_parallel: bool = False

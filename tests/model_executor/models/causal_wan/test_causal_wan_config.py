@@ -76,7 +76,7 @@ def test_the_stream_diffusion_schedule() -> None:
             {"latent_frames_per_chunk": 1, "first_chunk_latent_frames": 2},
             (2, 1, 15, 3),
         ),
-        ({}, {"window_frames": -1, "global_frames": 30}, (3, 3, 30, 30)),
+        ({}, {"window_frames": -1}, (3, 3, 21, 21)),
     ],
 )
 def test_options_win_over_the_checkpoint(

@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sinks of two chunks": {**MATCHED, **FRAMES, "window_frames": 4, "sink_frames": 3},
     "sinks stay put": {**MATCHED, **FRAMES, "window_frames": 5, "sink_frames": 2, "sink_position": "absolute"},
     "sinks renewed": {**MATCHED, **FRAMES, "window_frames": 5, "sink_frames": 2, "sink_refresh_threshold": 0.999},
-    "global": {**MATCHED, **FRAMES, "window_frames": -1, "global_frames": 12},
+    "global": {**MATCHED, **FRAMES, "window_frames": -1},
 }
 CHUNKS = 9
 

@@ -281,9 +281,9 @@ def test_a_bad_later_chunk_costs_only_itself(
 
 
 def test_global_attention_ends_with_its_buffer(causal_wan: Path) -> None:
-    model = load_model(causal_wan, window_frames=-1, global_frames=6)
+    model = load_model(causal_wan, window_frames=-1, latent_frames_per_chunk=7)
     session = open_session(model)
-    run_chunk(model, session, prompt="a beach")
-    run_chunk(model, session)
+    for _ in range(3):
+        run_chunk(model, session, prompt="a beach")
     with pytest.raises(RequestFailed, match="session_full"):
         model.prepare_encode(make_request(session))

@@ -121,7 +121,7 @@ def test_the_window_of_a_checkpoint_counts_only_if_it_states_one() -> None:
         ({}, {"version": "v2"}, 18, 6),
         ({"sliding_window_num_frames": 45, "sink_size": 3}, {}, 45, 3),
         ({"sliding_window_num_frames": 45, "sink_size": 3}, {"window_frames": 21, "sink_frames": 0}, 21, 0),
-        ({}, {"window_frames": -1, "global_frames": 63}, 63, 63),
+        ({}, {"window_frames": -1}, 21, 21),
     ],
 )
 def test_options_win_over_the_checkpoint_and_that_over_defaults(

@@ -310,9 +310,9 @@ def test_moving_a_session_away_and_back_changes_nothing(world: LingBotWorld) -> 
 
 
 def test_global_attention_ends_with_a_named_error(checkpoint: Path) -> None:
-    world = load_world(checkpoint, window_frames=-1, global_frames=6)
+    world = load_world(checkpoint, window_frames=-1, latent_frames_per_chunk=7)
     session = open_session(world)
-    for _ in range(2):
+    for _ in range(3):
         run_chunk(world, session, prompt="a beach")
     before = snapshot(session)
     with pytest.raises(RequestFailed, match="session_full"):

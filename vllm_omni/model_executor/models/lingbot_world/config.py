@@ -175,10 +175,6 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
         model's README lists them.
     shift, denoise_indices: override the version's schedule.
     decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth` in the checkpoint's directory; 25 times cheaper, not exact).
-    vae_frames_per_call: how many of a latent frame's 4 video frames the decoder's largest levels take at a time. None =
-        1 on CUDA, which halves what a decode needs beside its cache, and all on a CPU, which is faster.
-    decode_before_clean_pass: make a chunk's frames before its clean-context pass, which then delays nobody, beside
-        several GiB of camera terms that are still held then.
     reprime_on_prompt_switch: recompute the window's keys and values under a new prompt (one extra pass for every
         chunk in the window, and a second window buffer while that chunk runs).
     """
@@ -188,8 +184,6 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
     shift: Annotated[float, msgspec.Meta(gt=0)] | None = None
     denoise_indices: list[int] | None = None
     decoder: Literal["wan", "tiny"] = "wan"
-    vae_frames_per_call: Annotated[int, msgspec.Meta(ge=1, le=4)] | None = None
-    decode_before_clean_pass: bool = False
     reprime_on_prompt_switch: bool = False
 
     @classmethod
