@@ -23,9 +23,9 @@ ENCODING = {"convention": "sglang_lazy"}
 """The condition's encoder has not settled after two chunks."""
 CASES: dict[str, tuple[str, dict[str, Any], Callable[..., dict[str, torch.Tensor]], int]] = {
     # family, omni, chunk, chunks
-    "world": ("lingbot_world", {"model": {**SMALL, **ENCODING, "reprime_on_prompt_switch": True}}, world_chunk, 2),
+    "world": ("lingbot_world", {"model": {**SMALL, **ENCODING}}, world_chunk, 2),
     "world that restarts its decoder": ("lingbot_world", {"model": {**SMALL, "convention": "pr3701"}}, world_chunk, 3),
-    "stream, video in": ("causal_wan", {"model": {**SMALL, "recache_on_prompt_switch": True}}, video_chunk, 2),
+    "stream, video in": ("causal_wan", {"model": SMALL}, video_chunk, 2),
     "stream, tiny decoder": ("causal_wan", {"model": {**SMALL, "decoder": "tiny"}}, text_chunk, 2),
     "stream, renewed sinks": (
         "causal_wan",
@@ -44,13 +44,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[..., dict[str, torch.Tensor
 }
 KINDS = {
     "world": frozenset({"kv.frame", "decoder.conv", "condition.conv", "condition.last", "camera.pose"}),
-    "stream, video in": frozenset({"kv.frame", "decoder.conv", "encoder.conv", "video.last_frame", "past.frame"}),
+    "stream, video in": frozenset({"kv.frame", "decoder.conv", "encoder.conv", "video.last_frame"}),
     "stream, renewed sinks": frozenset({"kv.frame", "kv.sink_at"}),
 }
 """What must be among a session's tensors, so that it is forged."""
 DAILY = ("world", "stream, video in")
-MAY_BE_MISSING = ("past.frame",)
-"""A gap in what a stream remembers is one that its rebuilt window may have."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +111,7 @@ def forgeries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
         tensor.view({1: torch.int8, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize, torch.int16)),
     )
     yield "double", tensor.double() if tensor.dtype != torch.float64 else tensor.float()
-    if not name.startswith(MAY_BE_MISSING):
-        yield "missing", None
+    yield "missing", None
 
 
 def test_every_tensor_must_be_what_the_model_makes(saved: Saved, tmp_path: Path) -> None:
@@ -175,6 +172,7 @@ def test_a_streams_video_input_is_whole(saved: Saved, tmp_path: Path, case: dict
 @pytest.mark.parametrize(
     "case",
     [
+        {"written_from": 3},
         {"condition_settled": None},
         {"condition_settled": True},
         {"condition_encoded": 0},

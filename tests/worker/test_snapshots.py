@@ -28,7 +28,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "null world": ("null_world", {}, text_chunk, 3),
     "world, before its window is full": ("lingbot_world", {}, world_chunk, 1),
     "world, ring and sinks": ("lingbot_world", SMALL, world_chunk, 4),
-    "world that recomputes its window": ("lingbot_world", {**SMALL, "reprime_on_prompt_switch": True}, world_chunk, 4),
     "world as SGLang's": ("lingbot_world", {**SMALL, "convention": "sglang"}, world_chunk, 3),
     "world as SGLang's, before it repeats": ("lingbot_world", {**SMALL, "convention": "sglang"}, world_chunk, 1),
     "world as SGLang's, lazy": (
@@ -41,7 +40,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "world as PR 3701's, before it repeats": ("lingbot_world", {**SMALL, "convention": "pr3701"}, world_chunk, 1),
     "stream, moving sinks": ("causal_wan", SMALL, text_chunk, 4),
     "stream, video in": ("causal_wan", SMALL, video_chunk, 3),
-    "stream that recomputes its window": ("causal_wan", {**SMALL, "recache_on_prompt_switch": True}, text_chunk, 4),
     "stream, a window for every step": ("causal_wan", {**SMALL, "cache": "noise_matched"}, text_chunk, 3),
     "stream, renewed sinks": (
         "causal_wan",
@@ -80,21 +78,6 @@ def test_a_restored_session_goes_on_bit_for_bit(case: str, make_worker: Callable
         ours, theirs = chunk(here, "a", index, **fields), chunk(there, "b", index, **fields)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-@pytest.mark.nightly
-def test_saving_again_after_a_prompt_switch_keeps_what_was_never_written(
-    make_worker: Callable[..., Worker], tmp_path: Path
-) -> None:
-    """A recomputed window has a gap between sinks and ring; a restored one must not look into it."""
-    options = {"model": {"window_frames": 10, "sink_frames": 2, "reprime_on_prompt_switch": True}}
-    here, there = make_worker("lingbot_world", options), make_worker("lingbot_world", options)
-    for index in range(5):
-        world_chunk(here, "a", index, **({"prompt": "at night"} if index == 4 else {}))
-    here.save("a", tmp_path / "a")
-    there.restore("a", tmp_path / "a")
-    for index in range(5, 8):
-        assert torch.equal(world_chunk(here, "a", index)["frames"], world_chunk(there, "a", index)["frames"])
 
 
 @pytest.mark.nightly

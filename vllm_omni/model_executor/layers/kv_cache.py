@@ -35,7 +35,6 @@ class KVWindow:
 
     max_attention_tokens: if set, a chunk sees only that many of the newest visible tokens in chronological order
     (dropping sinks first, as the original does when its attention size is below its cache size).
-    written_from: ring frames before this one were never written (a window that is being rebuilt); they stay invisible.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class KVWindow:
         self.tokens_per_frame = tokens_per_frame
         self.max_attention_tokens = max_attention_tokens
         self.spare_frames = spare_frames if sink_frames < window_frames else 0  # global attention overwrites nothing
-        self.written_from = 0
         self.committed_frames = 0
         shape = (num_layers, 2, (window_frames + self.spare_frames) * tokens_per_frame, num_heads, head_dim)
         self.buffer = torch.zeros(shape, dtype=dtype, device=device)
@@ -128,8 +126,6 @@ class KVWindow:
         """Return where the tokens that chunk `frames` sees lie, or None if that is no slice."""
         valid = min(frames.stop, self.window_frames) * self.tokens_per_frame
         limit = self.max_attention_tokens
-        if self.sink_frames < self.written_from > self._oldest_ring_frame(frames.stop):
-            return None  # a gap behind the sinks
         if self.spare_frames and frames.stop > self.window_frames:
             return None
         if limit is None or limit >= valid:
@@ -167,11 +163,9 @@ class KVWindow:
             for frame in live
         }
 
-    def restore(self, saved: SavedTensors, committed_frames: int, written_from: int, next_frames: int) -> None:
+    def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
         """Fill a new window with what `tensors(next_frames)` of another one named. Raises `RequestFailed`."""
-        if not 0 <= written_from <= committed_frames:
-            raise RequestFailed("invalid_snapshot", f"written_from {written_from} of {committed_frames} frames")
-        self.written_from, self.committed_frames = written_from, committed_frames
+        self.committed_frames = committed_frames
         saved.fill(self.tensors(next_frames))
 
     def fork(self) -> Self:
@@ -179,15 +173,6 @@ class KVWindow:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.buffer = self.buffer.clone()
-        return other
-
-    def rebuild(self, written_from: int) -> Self:
-        """Return an empty window of the same kind, to be filled again with sink frames and frames `written_from` on."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other.buffer = torch.zeros_like(self.buffer)
-        other.written_from = written_from
-        other._seen = None
         return other
 
     def to(self, device: torch.device | str) -> None:
@@ -212,7 +197,7 @@ class KVWindow:
 
     def visible_frames(self, end_frame: int) -> list[int]:
         """Return the frames a chunk ending at `end_frame` sees, oldest first."""
-        ring = range(max(self.sink_frames, self._oldest_ring_frame(end_frame), self.written_from), end_frame)
+        ring = range(max(self.sink_frames, self._oldest_ring_frame(end_frame)), end_frame)
         return [*range(min(self.sink_frames, end_frame)), *ring]
 
     def _oldest_ring_frame(self, end_frame: int) -> int:

@@ -156,8 +156,8 @@ class SinkWindow(KVWindow):
             named["kv.sink_at"] = self.sink_at
         return named
 
-    def restore(self, saved: SavedTensors, committed_frames: int, written_from: int, next_frames: int) -> None:
-        super().restore(saved, committed_frames, written_from, next_frames)
+    def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
+        super().restore(saved, committed_frames, next_frames)
         saved.read()
         self.buffer[:, :, : self.sinks.shape[2]].copy_(self.sinks)  # where `open` has nothing to do, it is read there
 
@@ -165,13 +165,6 @@ class SinkWindow(KVWindow):
         other = super().fork()
         other.sinks = self.sinks.clone()
         other.sink_at = self.sink_at.clone()
-        return other
-
-    def rebuild(self, written_from: int) -> Self:
-        other = super().rebuild(written_from)
-        other.sinks = torch.zeros_like(self.sinks)
-        other.sink_at = torch.arange(self.sink_frames, device=self.sinks.device).expand_as(self.sink_at).contiguous()
-        other._renewals, other._placed = (), False
         return other
 
     def to(self, device: torch.device | str) -> None:

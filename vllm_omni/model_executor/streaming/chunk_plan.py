@@ -55,22 +55,10 @@ class ChunkPlan:
         start = self.first_chunk_frames + (chunk_index - 1) * self.chunk_frames
         return range(start, start + self.chunk_frames)
 
-    def chunk_before(self, frames: range) -> range | None:
-        """Return the latent frames of the chunk before chunk `frames`; None before the first."""
-        if frames.start == 0:
-            return None
-        start = max(0, frames.start - self.chunk_frames) if frames.start > self.first_chunk_frames else 0
-        return range(start, frames.start)
-
     def pixel_frames(self, chunk_index: int) -> range:
         """Return the video frames a chunk decodes to, by absolute index: 9 for a first chunk of 3 latents, 12 later."""
         frames = self.frames(chunk_index)
         return range(first_pixel_frame(frames.start), first_pixel_frame(frames.stop))
-
-    @property
-    def most_remembered_frames(self) -> int:
-        """The most latent frames of remembered chunks: the window, and chunks that are partly in it."""
-        return self.window_frames + 2 * max(self.first_chunk_frames, self.chunk_frames)
 
 
 def first_pixel_frame(latent_frame: int) -> int:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`StreamingModel`: the part of `SupportsStepExecution` that streaming models do the same way.
 
-Sessions and their bytes, what a batch may share, latents between ranks, hand-over to a VAE stage, replay after a prompt
-switch, moving layers. A model brings its networks (`build`), its conditions (`prepare_encode`), its forward
+Sessions and their bytes, what a batch may share, latents between ranks, hand-over to a VAE stage,
+moving layers. A model brings its networks (`build`), its conditions (`prepare_encode`), its forward
 (`denoise_step`) and the rest of `post_decode` and `commit`.
-Held by the pipeline, parallel and replay tests of the models.
+Held by the pipeline and parallel tests of the models.
 """
 
 from abc import abstractmethod
@@ -34,8 +34,8 @@ class _Decoder(Protocol):
 
 
 Shape = TypeVar("Shape", bound=SessionShape)
-Session = TypeVar("Session", bound=StreamingSession[Any, Any, Any, Any, Any, Any])
-Chunk = TypeVar("Chunk", bound=StreamingChunk[Any, Any, Any])
+Session = TypeVar("Session", bound=StreamingSession[Any, Any, Any, Any, Any])
+Chunk = TypeVar("Chunk", bound=StreamingChunk[Any, Any])
 
 
 class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
@@ -67,7 +67,7 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
 
     @abstractmethod
     def own_bytes(self, shape: Shape) -> int:
-        """Most bytes of what only this model keeps in a session, remembered chunks included."""
+        """Most bytes of what only this model keeps in a session."""
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
@@ -82,16 +82,11 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
         return self.make_session(params.session_id, shape, self._reserved_bytes(shape))
 
     def _reserved_bytes(self, shape: Shape) -> int:
-        """Bytes a session may come to hold beside its K/V windows: VAE caches, cross-attention K/V, what it replays."""
+        """Bytes a session may come to hold beside its K/V windows: VAE caches, cross-attention K/V."""
         total: int = self.transformer.cross_kv_nbytes + self.own_bytes(shape)
         if self.decoder is not None and shape.output == "rgb":
             total += self.decoder.state_nbytes(shape.height, shape.width)
         return total
-
-    @property
-    def remembers(self) -> bool:
-        """Whether sessions on this rank keep chunks that a prompt switch recomputes."""
-        return self.options.replays_on_prompt_switch and not self.parallel.is_vae_stage
 
     @property
     def shares_decode(self) -> bool:
@@ -112,14 +107,8 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 
-    def replayed_chunks(self, session: Session, prompt: str) -> tuple[Any, ...]:
-        """Return the chunks to run again before this one: those in the window, if it was made under another prompt."""
-        switched = session.prompt is not None and prompt != session.prompt
-        return session.past if switched and self.remembers else ()
-
     def batch_key(self, request: DiffusionRequest[Session, Chunk]) -> Hashable:
-        chunk = request.work
-        return (chunk.replayed(request.step) or chunk).latents.shape
+        return request.work.latents.shape
 
     @torch.no_grad()
     def step_scheduler(self, batch: Sequence[DiffusionRequest[Session, Chunk]], prediction: torch.Tensor) -> None:

@@ -49,10 +49,5 @@ class StreamingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             raise ValueError("omni.model: window_frames must be -1 (global) or >= 1, got 0")
         return parsed
 
-    @property
-    def replays_on_prompt_switch(self) -> bool:
-        """Whether a new prompt recomputes the window's keys and values; each model names the option its own way."""
-        raise NotImplementedError
-
     def vae_torch_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, None: model_dtype}[self.vae_dtype]

@@ -21,7 +21,6 @@ from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
-from vllm_omni.model_executor.streaming.replay import saved_chunks, still_visible
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import ChunkIndex, SavedTensors, read_scalars
 
@@ -32,16 +31,6 @@ class Kept(Protocol):
     def tensors(self) -> dict[str, torch.Tensor]: ...
 
     def to(self, device: torch.device | str) -> Self: ...
-
-
-class Remembered(Kept, Protocol):
-    """The inputs of a committed chunk's clean pass. `tensors` names them `past.frame{first frame}...`."""
-
-    @property
-    def frames(self) -> range: ...
-
-    @property
-    def latents(self) -> torch.Tensor: ...
 
 
 class DecoderLayout(Protocol):
@@ -62,12 +51,9 @@ class Windows(Protocol):
     @property
     def committed_frames(self) -> int: ...
 
-    @property
-    def written_from(self) -> int: ...
-
     def tensors(self, next_frames: int) -> dict[str, torch.Tensor]: ...
 
-    def restore(self, saved: SavedTensors, committed_frames: int, written_from: int, next_frames: int) -> None: ...
+    def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None: ...
 
     def fork(self) -> Self: ...
 
@@ -86,11 +72,14 @@ class SessionShape:
 
 
 class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `StreamingSession.scalars` returns, as a file may bring it back; a model adds its own."""
+    """What `StreamingSession.scalars` returns, as a file may bring it back; a model adds its own.
+
+    written_from: of older versions, 0 unless the window had been recomputed under another prompt.
+    """
 
     chunk_index: ChunkIndex
     committed_frames: int
-    written_from: int
+    written_from: int = 0
     prompt: Text
     seed: Seed
     height: int
@@ -102,30 +91,24 @@ Shape = TypeVar("Shape", bound=SessionShape)
 Window = TypeVar("Window", bound=Windows)
 Own = TypeVar("Own", bound=Kept)
 OwnLayout = TypeVar("OwnLayout")
-Past = TypeVar("Past", bound=Remembered)
 Scalars = TypeVar("Scalars", bound=SessionScalars)
 
 
 @dataclass(frozen=True)
 class StateLayouts(Generic[OwnLayout]):
-    """What a session keeps beside its K/V windows on this rank; None = nothing of that kind.
-
-    remembers: it keeps chunks that a prompt switch may recompute.
-    """
+    """What a session keeps beside its K/V windows on this rank; None = nothing of that kind."""
 
     decoder: DecoderLayout | None
     own: OwnLayout | None
-    remembers: bool
 
 
 @dataclass(eq=False, kw_only=True)
-class StreamingChunk(Generic[Window, Own, Past]):
+class StreamingChunk(Generic[Window, Own]):
     """One chunk in flight. The first group is made by `prepare_encode`, the second by later steps.
 
     latents: fp32 [16, F, h, w]. noise: what the first of them were, and what re-enters before steps 1, 2, ...; None
-    where no step is run. text: the encoded prompt, None if `cross_kv` is known. window: where the chunk writes its
-    K/V, the session's own or, after `replay` has filled it, the one that will replace it. The others are what the
-    session becomes when the chunk succeeds.
+    where no step is run. text: the encoded prompt, None if `cross_kv` is known. window: the session's,
+    where the chunk writes its K/V. The others are what the session becomes when the chunk succeeds.
     """
 
     frames: range
@@ -135,7 +118,6 @@ class StreamingChunk(Generic[Window, Own, Past]):
     rope: tuple[torch.Tensor, torch.Tensor]
     text: torch.Tensor | None
     window: Window
-    replay: tuple[Past, ...]
     prompt: str
     seed: int
     own: Own | None
@@ -168,24 +150,18 @@ class StreamingChunk(Generic[Window, Own, Past]):
             rope=(nothing, nothing),
             text=None,
             window=window,
-            replay=(),
             prompt=prompt,
             seed=seed,
             own=own,
             **others,
         )
 
-    def replayed(self, step: int) -> Past | None:
-        """Return the earlier chunk whose clean pass `step` runs again; None when the chunk itself is run."""
-        return self.replay[step] if step < len(self.replay) else None
-
     def denoise_index(self, step: int) -> int | None:
-        """Return which denoise step `step` is; None at a clean pass, the chunk's own or a replayed one."""
-        index = step - len(self.replay)
-        return index if 0 <= index < self.schedule.num_steps else None
+        """Return which denoise step `step` is; None at the clean pass."""
+        return step if step < self.schedule.num_steps else None
 
 
-class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Past, Scalars]):
+class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Scalars]):
     """See the module docstring. `None` in an optional field: this chunk has not happened, or not on this rank.
 
     reserved_bytes: the largest size of everything but the K/V windows.
@@ -214,8 +190,6 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Past
         """A function of `prompt`; kept so that it is computed once."""
         self.own: Own | None = None
         self.decoder_cache: Any = None
-        self.past: tuple[Past, ...] = ()
-        """Chunks still in the window; remembered only when a prompt switch may recompute it."""
 
     # -- of each model -------------------------------------------------------------------------------------------------
 
@@ -226,10 +200,6 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Past
     @abstractmethod
     def restore_own(self, kept: Scalars, saved: SavedTensors, device: torch.device) -> Own | None:
         """Take `own` out of a snapshot, whose chunk the session has already become. Raises `RequestFailed`."""
-
-    @abstractmethod
-    def restore_past(self, frames: range, saved: SavedTensors, device: torch.device) -> Past:
-        """Take the remembered chunk `frames` out of a snapshot. Raises `RequestFailed`."""
 
     def opening_options(self) -> dict[str, Any]:
         """The request options that `new_session` needs to make a session of this one's shape."""
@@ -245,28 +215,22 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Past
         """Return the latent frames of the next chunk."""
         return self.plan.frames(self.chunk_index)
 
-    def commit(self, chunk: StreamingChunk[Window, Own, Past], past: Past | None) -> None:
-        """Become what `chunk` makes of the session; its window has the chunk's frames already. past: to remember."""
-        self.window = chunk.window
+    def commit(self, chunk: StreamingChunk[Window, Own]) -> None:
+        """Become what `chunk` makes of the session; its window has the chunk's frames already."""
         self.prompt, self.seed = chunk.prompt, chunk.seed
         self.cross_kv, self.own, self.decoder_cache = chunk.cross_kv, chunk.own, chunk.decoder_cache
         self.chunk_index += 1
-        if past is not None:
-            self.past = still_visible((*self.past, past), self.plan, self.next_frames())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         named = self.window.tensors(len(self.next_frames()))
         if self.decoder_cache is not None:
             named |= {f"decoder.{name}": tensor for name, tensor in self.decoder_cache.tensors().items()}
-        for value in (self.own, *self.past):
-            named |= {} if value is None else value.tensors()
-        return named
+        return named if self.own is None else named | self.own.tensors()
 
     def scalars(self) -> dict[str, Any]:
         return {
             "chunk_index": self.chunk_index,
             "committed_frames": self.window.committed_frames,
-            "written_from": self.window.written_from,
             "prompt": self.prompt,
             "seed": self.seed,
             "height": self.shape.height,
@@ -292,12 +256,12 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Past
         frames = self.next_frames()
         if kept.committed_frames != frames.start:
             raise RequestFailed("invalid_snapshot", "the snapshot's chunk and frames do not belong together")
-        self.window.restore(saved, kept.committed_frames, kept.written_from, len(frames))
+        if kept.written_from:
+            raise RequestFailed("invalid_snapshot", "the snapshot's window was recomputed, which is not done any more")
+        self.window.restore(saved, kept.committed_frames, len(frames))
         if self.layouts.decoder is not None:
             self.decoder_cache = self.layouts.decoder.restore(saved.under("decoder."), device, frames.start)
         self.own = self.restore_own(kept, saved, device)
-        remembered = saved_chunks(saved, self.plan, self.chunk_index) if self.layouts.remembers else []
-        self.past = tuple(self.restore_past(self.plan.frames(index), saved, device) for index in remembered)
 
     def fork(self, session_id: str) -> Self:
         other = type(self)(session_id, self.shape, self.plan, self.window.fork(), self.layouts, self.reserved_bytes)
@@ -305,7 +269,7 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Past
         other.prompt, other.seed = self.prompt, self.seed
         # Immutable values: sharing them is as good as copying.
         other.cross_kv, other.own = self.cross_kv, self.own
-        other.decoder_cache, other.past = self.decoder_cache, self.past
+        other.decoder_cache = self.decoder_cache
         return other
 
     def to(self, device: torch.device | str) -> None:
@@ -313,9 +277,7 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Past
         self.cross_kv = None if self.cross_kv is None else self.cross_kv.to(device)
         self.own = None if self.own is None else self.own.to(device)
         self.decoder_cache = None if self.decoder_cache is None else self.decoder_cache.to(device)
-        self.past = tuple(chunk.to(device) for chunk in self.past)
 
     def close(self) -> None:
         self.window.close()
         self.cross_kv = self.own = self.decoder_cache = None
-        self.past = ()

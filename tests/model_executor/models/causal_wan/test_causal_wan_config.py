@@ -42,7 +42,6 @@ def test_what_is_not_implemented_is_an_error(values: dict[str, Any], message: st
         ({"window_frames": 0}, "window_frames must be"),
         ({"denoising_steps": [500, 1000]}, "increasing"),
         ({"denoising_steps": [999.5]}, "whole numbers"),
-        ({"cache": "noise_matched", "recache_on_prompt_switch": True}, "needs cache 'strict'"),
         ({"cache": "noise_matched", "video_denoising_steps": [700, 500]}, "equally long"),
         ({"video_denoising_steps": [700, 690, 400]}, "not above the second"),
     ],

@@ -211,31 +211,6 @@ def test_a_new_prompt_counts_from_its_chunk_on(model: CausalWan) -> None:
     assert switched.scalars()["prompt"] == "a town"
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 5])
-def test_recaching_sees_the_past_under_the_new_prompt(causal_wan: Path, chunks: int) -> None:
-    """After a switch the window holds what clean passes under the new prompt leave, whatever the sinks did."""
-    model = load_model(causal_wan, window_frames=9, sink_frames=3, recache_on_prompt_switch=True)
-    plain = load_model(causal_wan, window_frames=9, sink_frames=3)
-    a, b = open_session(model, "a"), open_session(plain, "b")
-    for _ in range(chunks):
-        x, y = run_chunk(model, a, prompt="a beach"), run_chunk(plain, b, prompt="a beach")
-        assert torch.equal(x[1]["frames"], y[1]["frames"])
-    request = make_request(a, prompt="a town")
-    model.prepare_encode(request)
-    replayed = min(chunks, 2)  # after five: the sinks' chunk, and the one before this
-    assert request.num_steps == replayed + 5
-    before = snapshot(a)
-    for _ in range(replayed + 2):
-        step(model, [request])
-    assert_same(a, before)
-    while request.step < request.num_steps:
-        step(model, [request])
-    x, y = finish(model, request), run_chunk(plain, b, prompt="a town")
-    assert not torch.equal(x[1]["frames"], y[1]["frames"])
-    assert all(torch.isfinite(tensor.float()).all() for tensor in a.tensors().values())
-    assert run_chunk(model, a)[0]["first_frame"] == 12 * (chunks + 1) - 3
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

@@ -142,7 +142,6 @@ def test_options_win_over_the_checkpoint_and_that_over_defaults(
         ({"residual_dtype": "model"}, "unknown field `residual_dtype`"),
         ({"later_condition": "second_chunk"}, "unknown field `later_condition`"),
         ({"convention": "fastvideo"}, "allowed values: 'original', 'pr3701', 'realtime', 'sglang', 'sglang_lazy'"),
-        ({"convention": "pr3701", "reprime_on_prompt_switch": True}, "convention 'pr3701' ignores later prompts"),
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:

@@ -116,23 +116,14 @@ class ChunkCache:
             for name, tensor in window.tensors(next_frames).items()
         }
 
-    @property
-    def written_from(self) -> int:
-        return self.clean.written_from
-
-    def restore(self, saved: SavedTensors, committed_frames: int, written_from: int, next_frames: int) -> None:
+    def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
         """Fill a new cache with what `tensors(next_frames)` of another one named. Raises `RequestFailed`."""
         for step, window in enumerate(self.windows):
             part = saved if len(self.windows) == 1 else saved.under(f"step{step}.")
-            window.restore(part, committed_frames, written_from, next_frames)
+            window.restore(part, committed_frames, next_frames)
 
     def fork(self) -> "ChunkCache":
         return ChunkCache([window.fork() for window in self.windows], self.has_sinks_per_step)
-
-    def rebuild(self, written_from: int) -> "ChunkCache":
-        """Return an empty cache of the same kind, to be filled again; strict only."""
-        assert len(self.windows) == 1
-        return ChunkCache.strict(self.clean.rebuild(written_from))
 
     def to(self, device: torch.device | str) -> None:
         for window in self.windows:
@@ -141,12 +132,6 @@ class ChunkCache:
     def close(self) -> None:
         for window in self.windows:
             window.close()
-
-    def keep_sinks(self, frames: range) -> None:
-        """Take over the sinks among `frames` from the buffers (a cache that is being rebuilt, after such a chunk)."""
-        for window in self._sink_windows(0):
-            if frames.start < window.sink_frames:
-                window.keep_sinks(frames)
 
     def _sink_windows(self, step: int) -> list[SinkWindow]:
         windows = [self.windows[min(step, len(self.windows) - 1)]] if self.has_sinks_per_step else self.windows

@@ -94,7 +94,6 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     sink_refresh_threshold: a frame that leaves the window replaces the sink it resembles least if their similarity is
         below this; None = sinks stay. Needs chunks of one frame.
     decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth`; much cheaper, not exact).
-    recache_on_prompt_switch: recompute the window's keys and values under a new prompt (`strict` only).
     """
 
     cache: CacheKind = "strict"
@@ -105,7 +104,6 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     sink_position: Literal["window", "absolute"] = "window"
     sink_refresh_threshold: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
     decoder: Literal["wan", "tiny"] = "wan"
-    recache_on_prompt_switch: bool = False
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "CausalWanOptions":
@@ -120,11 +118,6 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
             raise ValueError(
                 f"omni.model: a chunk can start at timestep {lowest}, not above the second of video_denoising_steps, "
                 f"{video.timesteps[1]:g}"
-            )
-        if parsed.cache != "strict" and parsed.recache_on_prompt_switch:
-            raise ValueError(
-                f"omni.model: recache_on_prompt_switch needs cache 'strict' (one window of clean frames), "
-                f"got {parsed.cache!r}"
             )
         if parsed.cache != "strict" and text.num_steps != video.num_steps:
             raise ValueError(
@@ -144,10 +137,6 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         """The video-to-video schedule, begun at `first_timestep` (None = its own). Raises ValueError."""
         steps = self.video_denoising_steps
         return nearest_schedule(_VIDEO_SHIFT, steps if first_timestep is None else [first_timestep, *steps[1:]])
-
-    @property
-    def replays_on_prompt_switch(self) -> bool:
-        return self.recache_on_prompt_switch
 
 
 def resolve_plan(config: CausalWanConfig, options: CausalWanOptions) -> ChunkPlan:

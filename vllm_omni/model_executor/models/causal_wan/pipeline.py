@@ -31,7 +31,7 @@ from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayo
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
 from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes
-from vllm_omni.model_executor.models.causal_wan.state import Chunk, PastChunk, StreamSession, StreamShape
+from vllm_omni.model_executor.models.causal_wan.state import Chunk, StreamSession, StreamShape
 from vllm_omni.model_executor.models.causal_wan.stream_setup import StreamSetup
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer, ChunkRow
 from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
@@ -45,7 +45,6 @@ from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import every_second_step
 from vllm_omni.model_executor.streaming.model import StreamingModel
-from vllm_omni.model_executor.streaming.replay import rebuilt_from
 from vllm_omni.model_executor.streaming.session import StateLayouts
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 from vllm_omni.outputs import RequestFailed
@@ -141,7 +140,6 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
         layouts = StateLayouts(
             None if decoder is None else decoder.state_layout(shape.height, shape.width),
             self.vae.encoder_cache_layout(shape.height, shape.width) if encodes else None,
-            self.remembers,
         )
         return StreamSession(session_id, shape, self.plan, self.sizes.new_cache(shape), layouts, reserved_bytes)
 
@@ -150,8 +148,6 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
         total = behind * self.transformer.cross_kv_nbytes
         if self.video is not None and shape.source == "video":
             total += (1 + behind) * self.video.state_nbytes(shape.height, shape.width)
-        if self.remembers:
-            total += self.sizes.past_nbytes(shape)
         return total
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
@@ -184,8 +180,6 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
         if inputs.video is not None and self.video is not None:
             with request.timer.stage("video"):
                 latents, schedule, video = self.video.noisy_latents(inputs.video, standing.video, latents)
-        replay = self.replayed_chunks(session, inputs.prompt)
-        cache = session.window.rebuild(rebuilt_from(replay)) if replay else session.window
         request.state = Chunk(
             frames=frames,
             schedule=every_second_step(schedule) if degradations.FEWER_STEPS in request.degradations else schedule,
@@ -193,8 +187,7 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
             noise=noise,
             rope=self.transformer.rope(frames, size),
             text=text,
-            window=cache,
-            replay=replay,
+            window=session.window,
             prompt=inputs.prompt,
             seed=inputs.seed,
             own=video,
@@ -203,7 +196,7 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
             index=standing.chunk_index,
         )
         request.clean_passes = int(self.options.cache != "noise_matched")
-        request.num_steps = len(replay) + request.state.schedule.num_steps + request.clean_passes
+        request.num_steps = request.state.schedule.num_steps + request.clean_passes
 
     def refuse_degradation(self, name: str) -> str | None:
         return degradations.refuse_degradation(name, self.options)
@@ -259,7 +252,7 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
             # Later chunks see the first one as the last step left it, at every step.
             self.transformer([self._row(request, chunk.schedule.num_steps - 1)], None, kv_only=True)
         chunk.window.commit(chunk.frames)
-        session.commit(chunk, PastChunk(chunk.frames, chunk.latents) if self.remembers else None)
+        session.commit(chunk)
 
     def warmup_inputs(self) -> list[Inputs]:
         """A first and a later chunk of the largest size: a later one decodes more frames."""
@@ -275,19 +268,15 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
     # -- parts of the above --------------------------------------------------------------------------------------------
 
     def _begin_step(self, request: Request) -> None:
-        """Before a chunk's first forward: the prompt's K/V (collective under tensor parallelism). Before a pass over
-        frames that stand elsewhere in the stream: the sinks' places.
+        """Before a chunk's first forward: the prompt's K/V (collective under tensor parallelism). Where
+        sinks are placed: there.
         """
         chunk = request.work
         if chunk.cross_kv is None:
             assert chunk.text is not None
             chunk.cross_kv = self.prompts.get(chunk.prompt, chunk.text)
-        if 0 < request.step <= len(chunk.replay):
-            chunk.window.keep_sinks(chunk.replay[request.step - 1].frames)
-        if chunk.window.has_sinks_per_step:
+        if chunk.window.has_sinks_per_step or request.step == 0:
             chunk.window.open(chunk.frames, request.step)
-        elif request.step <= len(chunk.replay):
-            chunk.window.open((chunk.replayed(request.step) or chunk).frames)
 
     def _end_step(self, request: Request) -> None:
         """After a forward that ends what sinks are decided by: which of them are renewed. Ranks that share the heads
@@ -309,12 +298,11 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
         chunk = request.work
         assert chunk.cross_kv is not None
         step, clean = chunk.denoise_index(request.step) if step is None else step, chunk.schedule.num_steps
-        past = chunk.replayed(request.step)
         return ChunkRow(
-            latents=chunk.latents if past is None else past.latents,
+            latents=chunk.latents,
             timestep=0.0 if step is None else chunk.schedule.timesteps[step],
-            frames=chunk.frames if past is None else past.frames,
-            rope=chunk.rope if past is None else self.transformer.rope(past.frames, past.latents.shape),
+            frames=chunk.frames,
+            rope=chunk.rope,
             cross_kv=chunk.cross_kv,
             window=chunk.window.at(clean if step is None else step),
         )

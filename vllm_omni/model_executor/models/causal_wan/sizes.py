@@ -16,8 +16,6 @@ from vllm_omni.model_executor.models.causal_wan.state import StreamShape
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 
-_FP32_BYTES = 4
-
 
 class StreamSizes:
     """spare_frames: of each window (`in_flight.spare_frames`). own_step: a stage's that owns one step."""
@@ -86,11 +84,6 @@ class StreamSizes:
         if options.cache == "noise_matched":
             return sum(full(spare) for spare in self._step_spares())
         return full(0)
-
-    def past_nbytes(self, shape: StreamShape) -> int:
-        """Return the most bytes of remembered clean latents: the window, and chunks that are partly in it."""
-        channels, frames, height, width = self.latent_shape(shape, self._plan.most_remembered_frames)
-        return _FP32_BYTES * channels * frames * height * width
 
     def _window_sizes(self, shape: StreamShape) -> dict[str, Any]:
         return {

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
-from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
 from vllm_omni.model_executor.streaming.session import SessionScalars, SessionShape, StreamingChunk, StreamingSession
 from vllm_omni.outputs import RequestFailed
@@ -57,20 +56,6 @@ class Standing:
     video: VideoInput | None
 
 
-@dataclass(frozen=True, eq=False)
-class PastChunk:
-    """A committed chunk's clean latents, fp32 [16, F, h, w]: enough to run its clean pass again. Shared by forks."""
-
-    frames: range
-    latents: torch.Tensor
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {f"past.frame{self.frames.start}": self.latents}
-
-    def to(self, device: torch.device | str) -> "PastChunk":
-        return PastChunk(self.frames, self.latents.to(device))
-
-
 class StreamScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What `StreamSession.scalars` returns, as a file may bring it back."""
 
@@ -78,7 +63,7 @@ class StreamScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_
     noise_scale: float | None
 
 
-class StreamSession(StreamingSession[StreamShape, ChunkCache, VideoInput, CacheLayout, PastChunk, StreamScalars]):
+class StreamSession(StreamingSession[StreamShape, ChunkCache, VideoInput, CacheLayout, StreamScalars]):
     """A causal Wan stream; `layouts.own` is the layout of the encoder's cache."""
 
     scalars_type: ClassVar[type[StreamScalars]] = StreamScalars
@@ -102,10 +87,6 @@ class StreamSession(StreamingSession[StreamShape, ChunkCache, VideoInput, CacheL
         last_frame = saved.take("video.last_frame", device, torch.uint8, [self.shape.height, self.shape.width, 3])
         return VideoInput(VAECache.restore(saved, "encoder.", device, encoder), last_frame, scale)
 
-    def restore_past(self, frames: range, saved: SavedTensors, device: torch.device) -> PastChunk:
-        cells = [LATENT_CHANNELS, len(frames), self.shape.height // VAE_SPATIAL, self.shape.width // VAE_SPATIAL]
-        return PastChunk(frames, saved.take(f"past.frame{frames.start}", device, torch.float32, cells))
-
 
 @dataclass(frozen=True)
 class ChunkInputs:
@@ -117,7 +98,7 @@ class ChunkInputs:
 
 
 @dataclass(eq=False, kw_only=True)
-class Chunk(StreamingChunk[ChunkCache, VideoInput, PastChunk]):
+class Chunk(StreamingChunk[ChunkCache, VideoInput]):
     """One chunk in flight; `own` is where the input video stands after it."""
 
     index: int

@@ -175,8 +175,6 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
         model's README lists them.
     shift, denoise_indices: override the version's schedule.
     decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth` in the checkpoint's directory; 25 times cheaper, not exact).
-    reprime_on_prompt_switch: recompute the window's keys and values under a new prompt (one extra pass for every
-        chunk in the window, and a second window buffer while that chunk runs).
     """
 
     version: Version | None = None
@@ -184,7 +182,6 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
     shift: Annotated[float, msgspec.Meta(gt=0)] | None = None
     denoise_indices: list[int] | None = None
     decoder: Literal["wan", "tiny"] = "wan"
-    reprime_on_prompt_switch: bool = False
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], checkpoint_version: Version = "v1") -> "LingBotOptions":
@@ -199,10 +196,6 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
             raise ValueError(
                 f"omni.model: convention {parsed.convention!r} restarts decoder 'wan' at each chunk, got 'tiny'"
             )
-        if choices.prompt_switch == "ignore" and parsed.reprime_on_prompt_switch:
-            raise ValueError(
-                f"omni.model: reprime_on_prompt_switch: convention {parsed.convention!r} ignores later prompts"
-            )
         return parsed
 
     def denoise_schedule(self) -> FewStepSchedule:
@@ -213,10 +206,6 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
     @property
     def choices(self) -> Choices:
         return CONVENTIONS[self.convention]
-
-    @property
-    def replays_on_prompt_switch(self) -> bool:
-        return self.reprime_on_prompt_switch
 
 
 def resolve_plan(config: LingBotWorldConfig, options: LingBotOptions) -> ChunkPlan:

@@ -29,7 +29,6 @@ from vllm_omni.model_executor.models.lingbot_world.camera import camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition, prepare_image
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig, resolve_plan
-from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk, past_nbytes
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, World
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
@@ -43,7 +42,6 @@ from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wa
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.streaming.model import StreamingModel
-from vllm_omni.model_executor.streaming.replay import rebuilt_from
 from vllm_omni.model_executor.streaming.session import SessionShape, StateLayouts
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 
@@ -140,7 +138,6 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
         layouts = StateLayouts(
             None if decoder is None else decoder.state_layout(shape.height, shape.width),
             None if self.condition is None else self.condition.state_layout(shape.height, shape.width),
-            self.remembers,
         )
         return LingBotSession(session_id, shape, self.plan, window, layouts, reserved_bytes)
 
@@ -155,14 +152,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
         }
 
     def own_bytes(self, shape: SessionShape) -> int:
-        total, channels = 0, self.config.out_channels
-        if self.condition is not None:
-            total += self.condition.state_nbytes(shape.height, shape.width)
-            channels += self.config.condition_channels
-        if self.remembers:
-            latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
-            total += past_nbytes(self.plan, 4 * channels * latent_height * latent_width)
-        return total
+        return 0 if self.condition is None else self.condition.state_nbytes(shape.height, shape.width)
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 
@@ -185,8 +175,6 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
                 own=World(inputs.tail, None),
                 y=None,
                 camera_map=None,
-                relative_F44=inputs.relative_F44,
-                intrinsics_F4=inputs.intrinsics_F4,
             )
             request.num_steps = 1  # the ranks with layers know
             return
@@ -198,7 +186,6 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
             y, condition = self._condition(inputs.image, session, frames)
         with request.timer.stage("camera"):
             rays = self._camera_map(inputs.relative_F44, inputs.intrinsics_F4, shape)
-        replay = self.replayed_chunks(session, inputs.prompt)
         request.state = Chunk(
             frames=frames,
             schedule=self.schedule,
@@ -208,15 +195,12 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
             rope=self.transformer.rope(frames, size),
             camera_map=rays,
             text=text,
-            window=session.window.rebuild(rebuilt_from(replay)) if replay else session.window,
-            replay=replay,
-            relative_F44=inputs.relative_F44,
-            intrinsics_F4=inputs.intrinsics_F4,
+            window=session.window,
             prompt=inputs.prompt,
             seed=inputs.seed,
             own=World(inputs.tail, condition),
         )
-        request.num_steps = len(replay) + self.schedule.num_steps + 1
+        request.num_steps = self.schedule.num_steps + 1
         request.clean_passes = 1
         request.decode_early = False  # several GiB of camera terms are held until the clean pass is over
 
@@ -247,10 +231,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
         session, chunk = request.session, request.work
         chunk.window.commit(chunk.frames.stop)
         chunk.camera = None  # a rank that does not decode, or did so early, lets go of it here
-        past = None
-        if self.remembers:
-            past = PastChunk(chunk.frames, chunk.latents, chunk.y, chunk.relative_F44, chunk.intrinsics_F4)
-        session.commit(chunk, past)
+        session.commit(chunk)
 
     def warmup_inputs(self) -> list[Inputs]:
         """A first and a later chunk of the largest size: a later one decodes more frames."""
@@ -286,9 +267,6 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
     def _row(self, request: Request) -> ChunkRow:
         chunk = request.work
         assert chunk.camera is not None and chunk.cross_kv is not None
-        past = chunk.replayed(request.step)
-        if past is not None:
-            return self._replay_row(request, past)
         step = chunk.denoise_index(request.step)
         return ChunkRow(
             latents=chunk.latents,
@@ -297,22 +275,6 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
             frames=chunk.frames,
             rope=chunk.rope,
             camera=chunk.camera,
-            cross_kv=chunk.cross_kv,
-            window=chunk.window,
-        )
-
-    def _replay_row(self, request: Request, past: PastChunk) -> ChunkRow:
-        """The clean-context pass of an earlier chunk, under this chunk's prompt."""
-        chunk, shape = request.work, request.session.shape
-        assert chunk.cross_kv is not None
-        rays = self._camera_map(past.relative_F44, past.intrinsics_F4, shape)
-        return ChunkRow(
-            latents=past.latents,
-            condition=past.y,
-            timestep=0.0,
-            frames=past.frames,
-            rope=self.transformer.rope(past.frames, past.latents.shape),
-            camera=self.transformer.camera_modulation(rays),
             cross_kv=chunk.cross_kv,
             window=chunk.window,
         )

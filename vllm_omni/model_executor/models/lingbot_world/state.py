@@ -15,7 +15,6 @@ import torch
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionLayout, ConditionState
-from vllm_omni.model_executor.models.lingbot_world.replay import PastChunk
 from vllm_omni.model_executor.streaming.session import SessionScalars, SessionShape, StreamingChunk, StreamingSession
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
@@ -49,7 +48,7 @@ class LingBotScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw
     condition_encoded: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
-class LingBotSession(StreamingSession[SessionShape, KVWindow, World, ConditionLayout, PastChunk, LingBotScalars]):
+class LingBotSession(StreamingSession[SessionShape, KVWindow, World, ConditionLayout, LingBotScalars]):
     """A LingBot World session; `layouts.own` is the layout of the condition stream."""
 
     scalars_type: ClassVar[type[LingBotScalars]] = LingBotScalars
@@ -85,10 +84,6 @@ class LingBotSession(StreamingSession[SessionShape, KVWindow, World, ConditionLa
         part = saved.under("condition.")
         return World(tail, layout.restore(part, device, settled=settled, num_encoded=kept.condition_encoded))
 
-    def restore_past(self, frames: range, saved: SavedTensors, device: torch.device) -> PastChunk:
-        size = (self.shape.height, self.shape.width)
-        return PastChunk.restore(saved, frames, size, device, with_condition=self.layouts.own is not None)
-
 
 @dataclass(frozen=True)
 class ChunkInputs:
@@ -106,16 +101,13 @@ class ChunkInputs:
 
 
 @dataclass(eq=False, kw_only=True)
-class Chunk(StreamingChunk[KVWindow, World, PastChunk]):
+class Chunk(StreamingChunk[KVWindow, World]):
     """One chunk in flight; `own` is where camera and condition stand after it.
 
     y: [20, F, h, w], None on stages that embed no patches. camera_map: [384, F, h, w], dropped once `camera` is there.
-    relative_F44, intrinsics_F4: the camera behind `camera_map`.
     """
 
     y: torch.Tensor | None
     camera_map: torch.Tensor | None
-    relative_F44: torch.Tensor
-    intrinsics_F4: torch.Tensor
 
     camera: torch.Tensor | None = None
