@@ -17,6 +17,7 @@ import msgspec
 
 PAGE = Path(__file__).parents[1] / "docs" / "user_guide" / "options.md"
 WORKER = "vllm_omni.config:OmniConfig"
+MODEL = "vllm_omni.model_executor.model_options:ModelOptions"
 STREAMING = "vllm_omni.model_executor.streaming.options:StreamingOptions"
 MODELS = {
     "LingBot World": "vllm_omni.model_executor.models.lingbot_world.config:LingBotOptions",
@@ -26,14 +27,15 @@ MODELS = {
     "Diffusers pipelines": "vllm_omni.model_executor.models.diffusers_pipeline.options:DiffusersOptions",
     "Qwen2.5-Omni": "vllm_omni.model_executor.models.qwen2_5_omni.options:StageOptions",
 }
-"""What takes `omni.model` -> the class that reads it; what it inherits from `STREAMING` is listed once."""
+"""What takes `omni.model` -> the class that reads it; what streaming models share is listed once."""
 
 HEAD = """# Options
 
 Written by `scripts/options.py` from the classes that read them; do not edit.
 
 All options of this package stand under `--additional-config '{{"omni": {{...}}}}'`, those of a model under its key
-`model`. A wrong name or a value out of range ends the start and says what is allowed. {total} options in all.
+`model`. A wrong name or a value out of range ends the start and says what is allowed. {total} options in all; one that
+several models have in the same words counts once.
 """
 
 
@@ -109,16 +111,19 @@ def _spelled(value: object) -> str:
 
 def tables() -> dict[str, list[tuple[str, str, str, str]]]:
     """Heading -> its rows."""
-    shared = rows(load(STREAMING))
-    out = {"The worker (`omni`)": rows(load(WORKER)), "Every streaming model (`omni.model`)": shared}
+    every = rows(load(MODEL))
+    streaming = [row for row in rows(load(STREAMING)) if row not in every]
+    shared = every + streaming
+    out = {"The worker (`omni`)": rows(load(WORKER)), "Every model but diffusers' own (`omni.model`)": every}
+    out["Every streaming model (`omni.model`)"] = streaming
     for title, path in MODELS.items():
         out[f"{title} (`omni.model`)"] = [row for row in rows(load(path)) if row not in shared]
     return out
 
 
 def total() -> int:
-    """Options in all; what streaming models share counts once."""
-    return sum(map(len, tables().values()))
+    """Options in all; one that several models have in the same words counts once."""
+    return len({(name, text) for lines in tables().values() for name, _, _, text in lines})
 
 
 def render() -> str:

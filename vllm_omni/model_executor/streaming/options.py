@@ -10,23 +10,20 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-import torch
 
 from vllm_omni.config import parse_options
+from vllm_omni.model_executor.model_options import ModelOptions
 
 
-class StreamingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Serving options of every streaming model.
+class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`ModelOptions`, and those of every streaming model.
 
     latent_frames_per_chunk: None = what the checkpoint says, else the model's default. first_chunk_latent_frames: of a
         session's first chunk; None = the same.
     window_frames: latent frames a chunk sees, sinks and itself included; -1 = all (global attention, 21 at most).
         None = what the checkpoint says, else the model's default. sink_frames: first frames kept for ever.
     text_encoder_device: None = beside the transformer; `cpu` saves device memory (10.6 GiB for umt5-xxl).
-    vae_dtype: type of the VAE; None = the transformer's.
-    sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead.
-    compile: fuse elementwise chains and the VAE's decoder with torch.compile, for every video size when it is first
-        seen (the largest at start). None = on CUDA, unless the engine runs with --enforce-eager.
+    decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth` in the checkpoint's directory; much cheaper, not exact).
     cuda_graphs: launch the forwards of a session whose window is full as CUDA graphs, one set per place in the ring and
         kind of pass. For where the host cannot keep up: ranks that share layers, small models.
     """
@@ -36,9 +33,7 @@ class StreamingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     window_frames: Annotated[int, msgspec.Meta(ge=-1, le=4096)] | None = None
     sink_frames: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
     text_encoder_device: Literal["cpu"] | None = None
-    vae_dtype: Literal["fp32", "bf16"] | None = None
-    sequence_parallel: bool = False
-    compile: bool | None = None
+    decoder: Literal["wan", "tiny"] = "wan"
     cuda_graphs: bool = False
 
     @classmethod
@@ -48,6 +43,3 @@ class StreamingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         if parsed.window_frames == 0:
             raise ValueError("omni.model: window_frames must be -1 (global) or >= 1, got 0")
         return parsed
-
-    def vae_torch_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        return {"fp32": torch.float32, "bf16": torch.bfloat16, None: model_dtype}[self.vae_dtype]

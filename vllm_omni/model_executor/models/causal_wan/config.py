@@ -93,7 +93,6 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         that no distance grows beyond the window; `absolute` leaves them where they were made (the original).
     sink_refresh_threshold: a frame that leaves the window replaces the sink it resembles least if their similarity is
         below this; None = sinks stay. Needs chunks of one frame.
-    decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth`; much cheaper, not exact).
     """
 
     cache: CacheKind = "strict"
@@ -103,7 +102,6 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     normalize_video_latent: bool = True
     sink_position: Literal["window", "absolute"] = "window"
     sink_refresh_threshold: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
-    decoder: Literal["wan", "tiny"] = "wan"
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "CausalWanOptions":

@@ -44,12 +44,14 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     component_dtypes: dtypes that differ from `--dtype`, by component (`{"vae": "float32"}`). variant: weight files with
     this infix (`fp16`).
     offload: `model` or `sequential` keep weights on the host and bring them to the accelerator in turn (accelerate).
-    vae_tiling: decode in tiles, and one picture at a time, for less memory. attention_backend: diffusers' name of one.
+    vae_tiling: decode in overlapping tiles, and one picture at a time, for less memory (not exact).
+    attention_backend: diffusers' name of one.
     interleave: requests that may be between two of their denoise steps at once; their steps take turns.
     defaults: what requests leave out: width, height, num_frames, fps (16), prompt_suffix (`auto` adds the quality
     phrase that the model's authors recommend for the prompt's language) and further arguments of the pipeline's
-    `__call__` (`{"true_cfg_scale": 4.0, "negative_prompt": " "}`). max_pixels, max_num_frames, max_num_inference_steps:
-    the largest request (max_pixels None: 2048x2048, 1280x720 for videos). loras: adapters by the name requests use.
+    `__call__` (`{"true_cfg_scale": 4.0, "negative_prompt": " "}`). max_pixels: the largest
+    picture (None: 2048x2048, 1280x720 for videos). max_num_frames: the longest video of a request.
+    max_num_inference_steps: the most steps of a request. loras: adapters by the name requests use.
     """
 
     pipeline_class: str | None = None

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-import torch
 
 from vllm_omni.config import parse_options
+from vllm_omni.model_executor.model_options import ModelOptions
 
 PIXELS_PER_LATENT = 16
 FRAMES_PER_LATENT = 4
@@ -268,17 +268,15 @@ CONVENTIONS: Final[dict[Convention, Choices]] = {
 }
 
 
-class LanceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`omni.model` of a Lance server.
+class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`ModelOptions`, and what is Lance's alone.
 
     convention: which public implementation's choices are served: those of the `original` (with references' means, and
     the vision tower of its own file), of the original's path without a cache (`original_uncached`), or `vllm_omni`'s;
     the model's README lists them.
-    max_image_pixels, max_video_pixels (width x height), max_num_frames: the largest drawing that is accepted; device
-    memory is planned for it. max_new_tokens: the longest text of one understanding request.
-    vae_dtype: of the autoencoder; None = the model's. compile: fuse elementwise chains with torch.compile; None = on
-    CUDA unless --enforce-eager.
-    sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism of latents instead.
+    max_image_pixels, max_video_pixels (width x height): the largest drawing that is accepted; device memory is planned
+    for it. max_num_frames: the longest video of a request. max_new_tokens: the longest text of one understanding
+    request.
     """
 
     convention: Convention = "original"
@@ -286,16 +284,10 @@ class LanceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_video_pixels: Positive = 480 * 848
     max_num_frames: Positive = 121
     max_new_tokens: Positive = 2048
-    vae_dtype: Literal["fp32", "bf16"] | None = None
-    compile: bool | None = None
-    sequence_parallel: bool = False
 
     @property
     def choices(self) -> Choices:
         return CONVENTIONS[self.convention]
-
-    def vae_torch_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
-        return {"fp32": torch.float32, "bf16": torch.bfloat16, None: model_dtype}[self.vae_dtype]
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "LanceOptions":

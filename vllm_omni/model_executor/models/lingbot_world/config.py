@@ -174,14 +174,12 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
         SGLang's (`sglang`, or `sglang_lazy` with its lazy encode) or vLLM-Omni's pull request 3701's (`pr3701`); the
         model's README lists them.
     shift, denoise_indices: override the version's schedule.
-    decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth` in the checkpoint's directory; 25 times cheaper, not exact).
     """
 
     version: Version | None = None
     convention: Convention = "realtime"
     shift: Annotated[float, msgspec.Meta(gt=0)] | None = None
     denoise_indices: list[int] | None = None
-    decoder: Literal["wan", "tiny"] = "wan"
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], checkpoint_version: Version = "v1") -> "LingBotOptions":

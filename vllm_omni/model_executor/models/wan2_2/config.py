@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-import torch
 
 from vllm_omni.config import parse_options
 from vllm_omni.inputs import Count
+from vllm_omni.model_executor.model_options import ModelOptions
 from vllm_omni.model_executor.models.wan.architecture import read_architecture
 
 TEXT_LEN = 512
@@ -173,29 +173,25 @@ class Wan22Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     flow_shift: Shift | None = None
 
 
-class Wan22Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Serving options. None = what the checkpoint says, or what its authors sample with.
+class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`ModelOptions`, and what is Wan 2.2's alone.
 
     defaults: num_inference_steps, guidance_scale, guidance_scale_2 (below the boundary), num_frames, fps,
     negative_prompt and flow_shift of requests that name none.
-    max_num_frames: the longest video; with `OmniConfig.height` x `width` it fixes the largest request, which is run
-    once at start. max_num_inference_steps: of one request.
-    text_encoder_device: None = beside the transformer; `cpu` saves 10.6 GiB of device memory.
-    vae_dtype: type of the VAE. vae_tiling: decode in overlapping tiles, for less memory (not exact).
-    sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead. cfg_parallel: use two of
-    them for the two branches of classifier-free guidance instead: each runs one, with all weights.
-    compile: fuse elementwise chains with torch.compile. None = on CUDA, unless the engine runs with --enforce-eager.
+    max_num_frames: the longest video of a request. max_num_inference_steps: the most steps of a request.
+    text_encoder_device: None = beside the transformer; `cpu` saves device memory (10.6 GiB for umt5-xxl).
+    vae_tiling: decode in overlapping tiles, and one picture at a time, for less memory (not exact).
+    cfg_parallel: use two of the tensor-parallel ranks for the two branches of classifier-free guidance instead: each
+    runs one, with all weights.
     """
 
     defaults: Wan22Defaults = Wan22Defaults()
     max_num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 200
     max_num_frames: Count = 121
     text_encoder_device: Literal["cpu"] | None = None
-    vae_dtype: Literal["fp32", "bf16"] = "fp32"
+    vae_dtype: Literal["fp32", "bf16"] | None = "fp32"
     vae_tiling: bool = False
-    sequence_parallel: bool = False
     cfg_parallel: bool = False
-    compile: bool | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "Wan22Options":
@@ -209,10 +205,6 @@ class Wan22Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 f"omni.model: defaults.num_frames {frames} is more than max_num_frames {parsed.max_num_frames}"
             )
         return parsed
-
-    @property
-    def vae_torch_dtype(self) -> torch.dtype:
-        return torch.float32 if self.vae_dtype == "fp32" else torch.bfloat16
 
 
 class Wan22RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

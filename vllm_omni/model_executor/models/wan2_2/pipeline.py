@@ -186,7 +186,8 @@ class Wan22(nn.Module):
         self.vae: VideoVAE | None = None
         encodes = self.checkpoint.kind != "t2v" and not parallel.is_vae_stage  # a picture, on every rank with layers
         if self.decodes or encodes:
-            self.vae = VideoVAE(setup.vae, dtype=self.options.vae_torch_dtype, tiling=self.options.vae_tiling)
+            vae_dtype = self.options.vae_torch_dtype(setup.dtype)
+            self.vae = VideoVAE(setup.vae, dtype=vae_dtype, tiling=self.options.vae_tiling)
         self.prompts = {
             (name, branch): SharedPrompts(self._expert(name).cross_attention_kv) for name in names for branch in (0, 1)
         }
