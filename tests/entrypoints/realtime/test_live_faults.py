@@ -2,6 +2,8 @@
 """Streaming doors and clients that leave, freeze, dawdle, lie or are too many: nobody else may notice."""
 
 import contextlib
+import ctypes
+import gc
 import itertools
 import os
 import signal
@@ -424,9 +426,14 @@ def test_abrupt_ends_leave_nothing_behind(make_door: MakeDoor, engine: FakeEngin
 
 @pytest.mark.nightly
 def test_churn_does_not_grow(make_door: MakeDoor, engine: FakeEngine) -> None:
-    """Two thousand short sessions, half of them cut: at most 1 KiB each after a warm-up, and no descriptor."""
+    """Thousands of short sessions, half of them cut: at most 256 bytes each after a warm-up, and no descriptor.
+
+    Memory is read after ``malloc_trim``: what the C library keeps free for later (5 MB here) is no leak. Nor is a
+    heap's last growth: a leak shows in each round of a thousand.
+    """
     door = make_door()
     process = psutil.Process()
+    trim = ctypes.CDLL(None).malloc_trim
     small_init = {"type": "init", "prompt": "p", "size": "32x32", "first_frame": png()}
 
     def churn(count: int) -> None:
@@ -442,9 +449,16 @@ def test_churn_does_not_grow(make_door: MakeDoor, engine: FakeEngine) -> None:
         wait_until(lambda: not len(door.manager) and not door.server.server_state.connections)
         engine.calls.clear()
         engine.aborted.clear()
+        gc.collect()
+        trim(0)
+
+    def used() -> tuple[int, int]:
+        return process.memory_info().rss, process.num_fds()
 
     churn(1000)
-    before, files = process.memory_info().rss, process.num_fds()
-    churn(2000)
-    assert process.memory_info().rss - before < 2000 * 1024 + 4e6
-    assert process.num_fds() <= files + 2
+    notes = [used()]
+    for _ in range(3):
+        churn(1000)
+        notes.append(used())
+    assert min(after[0] - before[0] for before, after in itertools.pairwise(notes)) < 1000 * 256, notes
+    assert notes[-1][1] <= notes[0][1] + 2, notes
