@@ -31,6 +31,8 @@ from realtime_clients import GENERATE_PATH
 
 HEIGHT, WIDTH = 64, 96
 NOTE_EVERY_S = 30.0
+NUM_PROMPTS = 64
+"""Of all visits: the text encoder keeps prompts' rows, 3 kB each here, up to a bound in bytes."""
 SETTLES_IN = 0.25
 """Of the time: caches and heaps fill."""
 
@@ -58,7 +60,8 @@ class Visitors:
     async def _visit(self, num_chunks: int, cut: bool) -> None:
         pack = msgspec.msgpack.encode
         async with connect(f"ws://127.0.0.1:{self._port}{GENERATE_PATH}", max_size=None) as socket:
-            init = {"type": "init", "prompt": f"visit {self._random.random()}", "size": f"{WIDTH}x{HEIGHT}"}
+            prompt = f"visit {self._random.randrange(NUM_PROMPTS)}"
+            init = {"type": "init", "prompt": prompt, "size": f"{WIDTH}x{HEIGHT}"}
             await socket.send(pack({**init, "extensions": ["credit", "receipts"]}))
             for number in range(num_chunks):
                 await socket.send(pack({"type": "credit", "chunks": 1}))

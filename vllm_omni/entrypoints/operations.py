@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Operations`: what operators get from every API server of this package, whatever it serves.
 
-`X-Request-Id` on every answer and in log lines, quotas of keys (`omni.quotas`), spans if vLLM exports its own. Attached
-by the endpoint plugins of video models, hidden states and speech. Held by tests/entrypoints/realtime/
-test_operators_served.py, tests/entrypoints/test_hidden_states_served.py and speech/test_speech_served.py.
+`X-Request-Id` on every answer and in log lines, quotas of keys (`omni.quotas`), spans if vLLM exports its own, memory
+that does not grow with visits. Attached by the endpoint plugins of video models, hidden states and speech. Held by
+tests/entrypoints/realtime/test_operators_served.py, tests/entrypoints/test_hidden_states_served.py and
+speech/test_speech_served.py.
 """
 
 from pathlib import Path
@@ -15,6 +16,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints import request_id, tracing
 from vllm_omni.entrypoints.quota_guard import QuotaGuard
 from vllm_omni.entrypoints.quotas import FileQuotas, QuotaFile, Quotas
+from vllm_omni.heap import collect_after_freeze
 
 
 class Operations:
@@ -30,6 +32,7 @@ class Operations:
     def attach(self, app: FastAPI) -> None:
         """Add the middleware, before the server starts."""
         request_id.attach(app)
+        collect_after_freeze(app)
         app.add_middleware(self._guard.around)
 
     async def start(self, engine_client: EngineClient, omni: OmniConfig) -> None:

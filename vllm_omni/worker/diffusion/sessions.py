@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vllm_omni.heap import HeapTrim
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.outputs import RequestFailed
@@ -38,6 +39,7 @@ class SessionStore:
         self._sessions: OrderedDict[str, SessionState] = OrderedDict()
         self._last_used: dict[str, float] = {}
         self._pins: dict[str, int] = {}
+        self._trim_heap = HeapTrim()
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._sessions
@@ -125,6 +127,7 @@ class SessionStore:
         self._last_used.pop(session_id, None)
         if session is not None:
             session.close()
+            self._trim_heap()
         return session is not None
 
     def close_all(self) -> None:
