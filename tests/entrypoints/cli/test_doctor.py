@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni doctor` recognises the faults it exists for, and its repairs hold."""
 
+import argparse
 import importlib.metadata
 import socket
 import subprocess
@@ -138,6 +139,19 @@ def test_a_busy_port_is_noticed() -> None:
     """The server's port is tried."""
     with socket.create_server(("", 0)) as busy:
         assert doctor.check_port(busy.getsockname()[1]).status == "warn"
+
+
+@pytest.mark.parametrize("faulty", [True, False])
+def test_fix_examines_again_only_what_it_has_mended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], faulty: bool
+) -> None:
+    """An examination takes seconds; what is reported is what there is after mending."""
+    fault = doctor.Finding("vllm", "fail", "no metadata", "write it", lambda: "written")
+    fine = doctor.Finding("vllm", "ok", "0.32.0")
+    examined = iter([[fault], [fine]] if faulty else [[fine]])
+    monkeypatch.setattr(doctor, "examine", lambda port: next(examined))
+    assert doctor.run(argparse.Namespace(port=0, fix=True)) == 0
+    assert list(examined) == [] and ("written" in capsys.readouterr().out) == faulty
 
 
 def test_exit_status_counts_faults_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

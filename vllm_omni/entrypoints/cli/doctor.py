@@ -51,10 +51,13 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     findings = examine(args.port)
     if args.fix:
+        mended = False
         for finding in findings:
             if finding.status != "ok" and finding.fix is not None:
                 print(f"fixing {finding.name}: {finding.detail}\n    {finding.fix()}", flush=True)
-        findings = examine(args.port)
+                mended = True
+        if mended:
+            findings = examine(args.port)
     for finding in findings:
         print(f"{finding.status:4}  {finding.name:12}  {finding.detail}")
         if finding.mend:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of `pytest -n` find the libraries imported, and are otherwise what xdist would have started."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import execnet
+import psutil
+import pytest
+import quick_workers
+import torch
+
+ASK = """
+import os, sys
+is_a_file = hasattr(sys.modules["__main__"], "__file__")
+channel.send(("wave" in sys.modules, is_a_file, os.getpid(), os.getppid(), os.environ.get("PYTHONPATH")))
+channel.send(channel.receive() + 1)
+"""
+
+
+class Config:
+    """What the plugin asks of pytest's."""
+
+    def __init__(self) -> None:
+        self.running = contextlib.ExitStack()
+        self.add_cleanup = self.running.callback
+
+
+@pytest.fixture
+def spec(monkeypatch: pytest.MonkeyPatch) -> Iterator[execnet.XSpec]:
+    """How a process is started, while the server runs."""
+    monkeypatch.setattr(quick_workers, "IMPORTED", ("no_such_module", "wave"))
+    config, spec = Config(), execnet.XSpec("execmodel=main_thread_only//popen")
+    with config.running:
+        quick_workers.pytest_xdist_setupnodes(config, [spec])
+        yield spec
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="with CUDA, processes start as ever")
+def test_processes_are_forked_from_one_that_has_imported(spec: execnet.XSpec) -> None:
+    """Through execnet, as xdist does it; a module that is not there is no reason not to start."""
+    group = execnet.Group()
+    answers = []
+    for _ in range(2):
+        channel = group.makegateway(spec).remote_exec(ASK)
+        answers.append(channel.receive(30))
+        channel.send(41)
+        assert channel.receive(30) == 42
+        spec.id = None
+    assert [answer[:2] for answer in answers] == [(True, False)] * 2
+    (*_, first, parent, path), (*_, second, same_parent, _) = answers
+    assert parent == same_parent != os.getpid() and first != second
+    assert path == os.environ.get("PYTHONPATH")
+    assert psutil.Process(parent).ppid() == os.getpid()
+    group.terminate(10)
+    assert not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE
+
+
+def test_nothing_is_left_of_the_server() -> None:
+    """Once whoever started it is done; also where it never forked."""
+    with quick_workers.server([]) as address:
+        assert os.path.exists(address)
+        [server] = [child for child in psutil.Process().children() if "serve" in " ".join(child.cmdline())]
+    assert not server.is_running() and not os.path.exists(address)
+
+
+def test_a_process_ends_as_its_program_does() -> None:
+    """What xdist started is there for as long as the process that was forked for it."""
+    with quick_workers.server([]) as address:
+        code = "import os, sys; sys.stdout.write('here'); sys.stderr.write('there'); sys.stdout.flush(); os._exit(3)"
+        done = subprocess.run(
+            quick_workers.command("join", address),
+            input=f"{code!r}\n",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    assert (done.stdout, done.stderr) == ("here", "there")
+
+
+def test_other_ways_to_start_processes_are_left_alone() -> None:
+    """`--tx` with another python, or on another machine."""
+    config = Config()
+    specs = [execnet.XSpec(text) for text in (f"popen//python={sys.executable}", "ssh=somewhere")]
+    with config.running:
+        quick_workers.pytest_xdist_setupnodes(config, specs)
+    assert [spec.python for spec in specs] == [sys.executable, None]
