@@ -2,7 +2,7 @@
 """Memory of processes that run for weeks: what is free goes back to the system. Held by tests/test_heap.py.
 
 Two things keep a server growing though nothing leaks. CPython runs a full collection only when the objects that wait
-for one are a quarter of those that outlived the last (`long_lived_pending` in CPython's gcmodule.c). vLLM freezes the
+for one are a quarter of those that outlived the last (long_lived_pending in CPython's gcmodule.c). vLLM freezes the
 heap of a started server right after a full collection, so that quarter is one of 770,000 objects that are out of reach
 since: cycles (tasks, their exceptions and frames; uvicorn's connections) pile up for hours. And glibc's `malloc` gives
 back only the end of its heap: tensors of many sizes leave holes that stay resident.
