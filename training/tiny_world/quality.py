@@ -5,8 +5,8 @@
 
 Every variant is measured as `score.py` does against a truth that is rendered once, and is one file in --out; a result
 that is there already, of the same walks, options and model, is not made again, so the command may be stopped and
-started, several may run at once with --only, and what needs more devices than there are may be made elsewhere. At the
-end `quality.json` holds all; --page writes the page and its plot (SVG), unless a variant is missing.
+started, several may run at once with --only, and what needs more devices than there are may be made elsewhere. --page
+writes the page and its plot (SVG), unless a variant is missing.
 Held by tests/training/tiny_world/test_quality.py.
 """
 
@@ -38,7 +38,22 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 fp32 unless a row says otherwise. What a late chunk may go without (`degradations`), here every chunk goes without.
 `vae_parallel` needs no row: it gives the exact decoder's frames, to rounding."""
 SHOWN = (1, 5, 20, 100)
-_COLOURS = ("#1b6ca8", "#c0392b", "#27824f", "#8e44ad", "#b9770e", "#117a8b", "#7f8c8d", "#d35400")
+LOSSES = {"PSNR": 1.0, "sharpness": 0.1, "turn": 0.1, "step": 0.02, "style": 0.1, "return": 1.0, "level": 0.1}
+"""How much worse than as shipped is a loss: in dB, of the truth's, of the command (twice), of the walks, in dB, of 2.
+Three times what the row that changes no arithmetic (snapshots) differs by, or more."""
+_COLOURS = [
+    "#1b6ca8",
+    "#c0392b",
+    "#27824f",
+    "#8e44ad",
+    "#b9770e",
+    "#117a8b",
+    "#7f8c8d",
+    "#d35400",
+    "#2c3e50",
+    "#e377c2",
+    "#000000",
+]
 
 
 def arguments(args: argparse.Namespace, name: str) -> list[str]:
@@ -96,7 +111,7 @@ def shown(chunks: int) -> list[int]:
 
 
 def row(result: Mapping[str, Any]) -> list[str]:
-    """A line of the table: PSNR / sharpness by chunk, turn, step, styles, loop, level, seconds."""
+    """A line of the table: PSNR / sharpness by chunk, turn, step, styles, return, level."""
     by_chunk = [
         f"{result['psnr'][chunk - 1]:.1f} / {result['sharpness'][chunk - 1]:.2f}" for chunk in shown(result["chunks"])
     ]
@@ -107,7 +122,36 @@ def row(result: Mapping[str, Any]) -> list[str]:
         f"{result['style'][0]:.0%}, {result['switch']['share'][1]:.0%}",
         f"{result['loop']['psnr']:.1f}",
         f"{result['level']['largest']:.2f}",
-        f"{result['seconds_per_chunk']['wall']:.2f}",
+    ]
+
+
+def measures(result: Mapping[str, Any]) -> dict[str, tuple[str, float, float]]:
+    """By what is measured: its key in `LOSSES`, the value, and how far it is from perfect (only differences count)."""
+    by_chunk: dict[str, tuple[str, float, float]] = {}
+    for chunk in shown(result["chunks"]):
+        psnr, sharpness = result["psnr"][chunk - 1], result["sharpness"][chunk - 1]
+        by_chunk[f"PSNR at chunk {chunk}"] = ("PSNR", psnr, -psnr)
+        by_chunk[f"sharpness at chunk {chunk}"] = ("sharpness", sharpness, abs(sharpness - 1))
+    turn, step, level = result["turn"]["ratio"], result["step"]["ratio"], result["level"]["largest"]
+    first, after = result["style"][0], result["switch"]["share"][1]
+    return by_chunk | {
+        "turn": ("turn", turn, abs(turn - 1)),
+        "step": ("step", step, abs(step - 1)),
+        "style": ("style", first, -first),
+        "style after a switch": ("style", after, -after),
+        "return": ("return", result["loop"]["psnr"], -result["loop"]["psnr"]),
+        "level": ("level", level, level),
+    }
+
+
+def losses(result: Mapping[str, Any], shipped: Mapping[str, Any]) -> list[str]:
+    """What is worse than `shipped` by more than `LOSSES`, each with both values."""
+    return [
+        f"{name} {value:.2f} for {other:.2f}"
+        for (name, (key, value, loss)), (_, other, before) in zip(
+            measures(result).items(), measures(shipped).values(), strict=True
+        )
+        if loss - before > LOSSES[key]
     ]
 
 
@@ -118,11 +162,12 @@ def page(quality: Mapping[str, Any], plot: str) -> str:
         raise ValueError(f"no result yet of: {', '.join(missing)}")
     some = quality["variants"]["as shipped"]
     chunks = [f"chunk {chunk}" for chunk in shown(quality["chunks"])]
-    heads = ["", *chunks, "turn (wrong)", "step", "style, after a switch", "return", "level", "s / chunk"]
+    heads = ["", *chunks, "turn (wrong)", "step", "style, after a switch", "return", "level"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for name, result in quality["variants"].items():
         elsewhere = "" if result["device"] == some["device"] else f" (on {result['device']})"
         lines.append("| " + " | ".join([name + elsewhere, *row(result)]) + " |")
+    worse = {name: losses(result, some) for name, result in quality["variants"].items() if name != "as shipped"}
     return "\n".join(
         [
             "# Quality of the options, on the village",
@@ -136,17 +181,25 @@ def page(quality: Mapping[str, Any], plot: str) -> str:
             "",
             f"![PSNR and sharpness by chunk]({plot})",
             "",
+            "Worse than as shipped, by more than repeated runs differ:",
+            "",
+            *(f"- {name}: {', '.join(found)}" for name, found in worse.items() if found),
+            "",
+            f"No worse in any column: {', '.join(name for name, found in worse.items() if not found)}.",
+            "",
+            "What the columns say:",
+            "",
             "- By chunk: PSNR in dB against the rendered truth / sharpness over the truth's. PSNR rewards blur.",
             "- Turn: of a held look key over the commanded 6 degrees, median; wrong: latent frames that turned the "
             "other way. Step: the same of `w`.",
             "- Style: walks named right by their mean colour at chunk 1, and two chunks after a new prompt.",
             "- Return: PSNR after turning away for 6 latent frames and back. Level: largest difference from a style's "
             "mean over the last tenth of the chunks, in a range of 2.",
-            "- Seconds a chunk: of an engine that makes several walks at once.",
             "- `vae_parallel` has no row: ranks that decode a frame in bands make the exact decoder's frames, to "
             "rounding (tests/model_executor/models/wan/test_split_decode.py).",
             "",
-            "Made by `python -m training.tiny_world.quality`; `quality.json` beside this page holds every value.",
+            "Made by `python -m training.tiny_world.quality`; every value is in "
+            "[its results](../../training/tiny_world/curves/quality).",
             "",
         ]
     )
@@ -195,16 +248,14 @@ def main() -> None:
     parser.add_argument(
         "--gpu-memory-utilization", type=float, default=0.6, help="of each run: several may share a GPU"
     )
-    parser.add_argument("--page", type=Path, help="Markdown file to write; its plot and quality.json lie beside it")
+    parser.add_argument("--page", type=Path, help="Markdown file to write; its plot (SVG) lies beside it")
     args = parser.parse_args()
     quality = run_all(args, score.own_stdout())
-    (args.out / "quality.json").write_text(json.dumps(quality))
     if args.page is not None:
         plot = args.page.with_suffix(".svg")
         text = page(quality, plot.name)
         args.page.write_text(text)
-        plot.write_text(svg(quality, list(VARIANTS)[:8]))
-        args.page.with_name("quality.json").write_text(json.dumps(quality))
+        plot.write_text(svg(quality, list(VARIANTS)))
 
 
 if __name__ == "__main__":

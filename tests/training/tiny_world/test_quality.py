@@ -23,7 +23,6 @@ RESULT = {
     "switch": {"share": [0.5, 0.75]},
     "loop": {"psnr": 25.0},
     "level": {"largest": 0.08},
-    "seconds_per_chunk": {"wall": 0.5},
 }
 
 
@@ -59,11 +58,12 @@ def test_a_page_is_written_of_all_variants(
     assert len(runs) == len(quality.VARIANTS)
     assert len({id(run.truth) for run in runs}) == 1, "what walks should look like is rendered once"
     text = (tmp_path / "quality.md").read_text()
-    line = "20.0 / 1.00 | 15.0 / 0.61 | 1.010 (2) | 0.980 | 100%, 75% | 25.0 | 0.08 | 0.50 |"
+    line = "20.0 / 1.00 | 15.0 / 0.61 | 1.010 (2) | 0.980 | 100%, 75% | 25.0 | 0.08 |"
     assert text.count(line) == len(quality.VARIANTS)
     plot = ElementTree.parse(tmp_path / "quality.svg").getroot()
-    assert sum("L" in path.get("d", "") for path in plot.iter("{http://www.w3.org/2000/svg}path")) == 16
-    assert set(json.loads((tmp_path / "quality.json").read_text())["variants"]) == set(quality.VARIANTS)
+    lines = [path for path in plot.iter("{http://www.w3.org/2000/svg}path") if "L" in path.get("d", "")]
+    assert len(lines) == 2 * len(quality.VARIANTS)
+    assert len({path.get("stroke") for path in lines}) == len(quality.VARIANTS)
 
 
 def test_what_was_run_is_not_run_again(
@@ -92,6 +92,37 @@ def test_a_row_from_another_device_says_so(
     text = (tmp_path / "quality.md").read_text()
     assert "| 1 step (on other) |" in text
     assert text.count("(on ") == 1
+
+
+def test_what_is_worse_is_named_with_both_values() -> None:
+    """In its own direction: a turn that is too small or too large, a level that is larger, a PSNR that is smaller."""
+    worse = RESULT | {
+        "psnr": [18.5, 19.0, 17.0, 16.0, 14.5],
+        "turn": {"ratio": 0.85, "wrong_sign": 0},
+        "switch": {"share": [0.5, 0.5]},
+        "level": {"largest": 0.2},
+    }
+    assert quality.losses(worse, RESULT) == [
+        "PSNR at chunk 1 18.50 for 20.00",
+        "turn 0.85 for 1.01",
+        "style after a switch 0.50 for 0.75",
+        "level 0.20 for 0.08",
+    ]
+    assert quality.losses(RESULT, worse) == quality.losses(RESULT, RESULT) == []
+
+
+def test_the_page_names_what_costs_and_what_does_not(
+    runs: list[argparse.Namespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _main(monkeypatch, tmp_path)
+    path = tmp_path / "out" / "window_9.json"
+    saved = json.loads(path.read_text())
+    saved["result"]["loop"] = {"psnr": 20.0}
+    path.write_text(json.dumps(saved))
+    _main(monkeypatch, tmp_path, "--page", str(tmp_path / "quality.md"))
+    text = (tmp_path / "quality.md").read_text()
+    assert "\n- window 9: return 20.00 for 25.00\n" in text
+    assert "No worse in any column: exact decoder, 2 steps, 1 step, window 12, no sink," in text
 
 
 def test_the_digest_is_of_the_weights(tmp_path: Path) -> None:
