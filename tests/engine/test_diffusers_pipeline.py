@@ -160,8 +160,6 @@ def test_sleep_and_wake_through_the_engine(client: EngineClient, loop: asyncio.A
         before = (await client.send(session_id="a", seed=3, **SMALL))[1]["images"].clone()
         for level in (1, 2):
             await client.engine.sleep(level)
-            info = (await client.engine.collective_rpc("pipeline_info"))[0]
-            assert info["asleep"] and (info["bytes"] == 0) == (level == 2)
             assert await client.engine.is_sleeping()
             await client.engine.wake_up()
             again = (await client.send(session_id="b", seed=3, **SMALL))[1]["images"]

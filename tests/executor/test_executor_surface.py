@@ -82,8 +82,7 @@ def test_start_up_answers(executor: Any) -> None:
     executor.initialize_from_config([])
     executor.compile_or_warm_up_model()
     executor.check_health()
-    info = executor.collective_rpc("pipeline_info")[0]
-    assert info["pipeline"] == "QwenImagePipeline" and info["requests_at_once"] == 1 and info["bytes"] > 0
+    assert executor.worker.runner.facts.class_name == "QwenImagePipeline" and executor.worker.runner.host.nbytes > 0
 
 
 def test_its_session_statistics_are_a_workers(executor: Any) -> None:
@@ -107,7 +106,7 @@ def test_sleep_and_wake_give_the_same_picture(executor: Any, level: int) -> None
     """Asleep, the executor says so and refuses requests; awake, it draws the same picture as before."""
     before = run(executor)[1]["images"]
     executor.sleep(level)
-    assert executor.is_sleeping and executor.collective_rpc("pipeline_info")[0]["asleep"]
+    assert executor.is_sleeping and (executor.worker.runner.host.nbytes == 0) == (level == 2)
     with pytest.raises(RequestFailed, match="asleep"):
         run(executor, "asleep")
     executor.wake_up()

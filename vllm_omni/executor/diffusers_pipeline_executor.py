@@ -166,19 +166,6 @@ class PipelineWorker:
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("plugin",)
 
-    def pipeline_info(self) -> dict[str, Any]:
-        """Class, bytes, device and options of the served pipeline."""
-        host = self.runner.host
-        return {
-            "pipeline": self.runner.facts.class_name,
-            "bytes": host.nbytes,
-            "device": str(host.device),
-            "offload": host.options.offload,
-            "requests_at_once": host.options.interleave,
-            "loras": host.adapters.names,
-            "asleep": host.asleep,
-        }
-
     # -- start -------------------------------------------------------------------------------------------------
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:

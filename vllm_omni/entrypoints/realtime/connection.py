@@ -55,7 +55,6 @@ class Connection:
         self._strikes: deque[float] = deque(maxlen=max_strikes)
         self._arrivals: deque[float] = deque(maxlen=limits.max_messages_per_s)
         self._values = TokenBucket(limits.max_values_per_s, max(_VALUES_BURST_S * limits.max_values_per_s, MAX_NODES))
-        self._last_heard_s = time.monotonic()
         self.principal = principal_of(websocket)
         """Who this is, for telling one client's sessions from another's: never the key itself."""
         self.client = client_of(websocket)

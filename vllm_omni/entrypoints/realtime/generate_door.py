@@ -26,6 +26,7 @@ from vllm_omni.entrypoints.realtime.images import load_image
 from vllm_omni.entrypoints.realtime.live import (
     UNSENT_CHUNKS,
     LiveClient,
+    LiveDoor,
     MediaClock,
     TextFrames,
     Throttle,
@@ -36,23 +37,9 @@ from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 PATHS: Final = ("/v1/realtime_video/generate", "/v1/realtime_video/generate/")
 
 _OFF_LOOP_BYTES: Final = 64 * 1024
-_MAX_STRIKES: Final = 100  # clients of this protocol expect an answer to each mistake; floods end all the same
 _POSE_POLICY: Final[PosePolicy] = "error"
 
 _pack = msgspec.msgpack.Encoder().encode
-
-
-class GenerateDoor:
-    """The door in one API server process; `serve` runs one connection."""
-
-    def __init__(self, manager: SessionManager) -> None:
-        self.manager = manager
-
-    async def serve(self, websocket: WebSocket) -> None:
-        """Run one connection from handshake to close."""
-        async with self.manager.gate.admit(websocket) as admitted:
-            if admitted:
-                await _Client(self.manager, websocket, _MAX_STRIKES).run()
 
 
 class _KeyedSource:
@@ -82,8 +69,8 @@ class _KeyedSource:
 class _Client(LiveClient):
     door = "realtime_video/generate"
 
-    def __init__(self, manager: SessionManager, websocket: WebSocket, max_strikes: int) -> None:
-        super().__init__(manager, websocket, max_strikes)
+    def __init__(self, manager: SessionManager, websocket: WebSocket) -> None:
+        super().__init__(manager, websocket)
         self._init: protocol.Init | None = None
         self._granted: tuple[str, ...] = ()
         self._size = (0, 0)
@@ -314,3 +301,7 @@ def _event_id(value: Any) -> int | None:
     """The id of an event that is about to be refused, if it has a usable one."""
     event_id = value.get("event_id") if isinstance(value, dict) else None
     return event_id if type(event_id) is int and 0 <= event_id < 1 << 32 else None
+
+
+class GenerateDoor(LiveDoor):
+    client = _Client

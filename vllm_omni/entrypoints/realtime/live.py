@@ -30,6 +30,7 @@ SUBPROTOCOL: Final = "omni.v1"
 UNSENT_CHUNKS: Final = 1
 """Finished chunks that wait for a reader while the next one is generated: whoever steers must see now, not then."""
 
+_MAX_STRIKES: Final = 100  # clients of these protocols expect an answer to each mistake; floods end all the same
 _SLOT_POLL_S: Final = 0.1
 _MAX_TEXT_FRAMES: Final = 3
 
@@ -40,9 +41,9 @@ class LiveClient(ABC):
     door: str
     """For the log and the metrics."""
 
-    def __init__(self, manager: SessionManager, websocket: WebSocket, max_strikes: int) -> None:
+    def __init__(self, manager: SessionManager, websocket: WebSocket) -> None:
         self.manager, self.limits, self.facts = manager, manager.limits, manager.facts
-        self.connection = Connection(websocket, manager.limits, max_strikes)
+        self.connection = Connection(websocket, manager.limits, _MAX_STRIKES)
         manager.connections.add(self.connection)
         self._offered: list[str] = websocket.scope.get("subprotocols") or []
         self.session: Session | None = None
@@ -171,6 +172,21 @@ class LiveClient(ABC):
             session.connections.discard(self)
             await session.reset()
             self.manager.forget_if_empty(session)
+
+
+class LiveDoor:
+    """A streaming door in one API server process; `serve` runs one connection."""
+
+    client: type[LiveClient]
+
+    def __init__(self, manager: SessionManager) -> None:
+        self.manager = manager
+
+    async def serve(self, websocket: WebSocket) -> None:
+        """Run one connection from handshake to close."""
+        async with self.manager.gate.admit(websocket) as admitted:
+            if admitted:
+                await self.client(self.manager, websocket).run()
 
 
 class TextFrames:

@@ -24,28 +24,14 @@ from vllm_omni.entrypoints.realtime.controls import ControlTrack, Script
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.images import load_image
-from vllm_omni.entrypoints.realtime.live import UNSENT_CHUNKS, LiveClient, MediaClock, TextFrames
+from vllm_omni.entrypoints.realtime.live import UNSENT_CHUNKS, LiveClient, LiveDoor, MediaClock, TextFrames
 from vllm_omni.entrypoints.realtime.pose_track import PoseTrack, Progress
 from vllm_omni.entrypoints.realtime.run import Controls, FinishedChunk, Job
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 
 PATHS: Final = ("/v1/realtime/video", "/v1/realtime/video/")
 
-_MAX_STRIKES: Final = 100
 _REMEMBERED_IDS: Final = 1024
-
-
-class VideoDoor:
-    """The door in one API server process; `serve` runs one connection."""
-
-    def __init__(self, manager: SessionManager) -> None:
-        self.manager = manager
-
-    async def serve(self, websocket: WebSocket) -> None:
-        """Run one connection from handshake to close."""
-        async with self.manager.gate.admit(websocket) as admitted:
-            if admitted:
-                await _Client(self.manager, websocket, _MAX_STRIKES).run()
 
 
 @dataclass(frozen=True)
@@ -133,8 +119,8 @@ class _CommandedSource:
 class _Client(LiveClient):
     door = "realtime/video"
 
-    def __init__(self, manager: SessionManager, websocket: WebSocket, max_strikes: int) -> None:
-        super().__init__(manager, websocket, max_strikes)
+    def __init__(self, manager: SessionManager, websocket: WebSocket) -> None:
+        super().__init__(manager, websocket)
         self._request_id: str | None = None
         self._source: _CommandedSource | None = None
         self._clock: MediaClock | None = None
@@ -308,3 +294,7 @@ class _Client(LiveClient):
 
 def _json(message: dict[str, Any]) -> str:
     return msgspec.json.encode(message).decode()
+
+
+class VideoDoor(LiveDoor):
+    client = _Client
