@@ -12,8 +12,8 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from vllm_omni.engine_arguments.refusals import SCHEDULER_CLS, WORKER_CLS
 from vllm_omni.model_executor.models.registry import get_family
-from vllm_omni.registration import SCHEDULER_CLS, WORKER_CLS
 
 PP2, PP3, TP2, TP3 = (
     {"pipeline_parallel_size": 2},

@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 
 from vllm_omni import registration
 from vllm_omni.engine_arguments.check import asked_in_config, asked_on_command_line, check_config, refusal_of
+from vllm_omni.engine_arguments.refusals import WORKER_CLS
 from vllm_omni.engine_arguments.table import ARGUMENTS, ROWS, Worker
 
 REPO = Path(__file__).parents[1]
@@ -201,7 +202,7 @@ def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
     config = configure_engine(
         null_world, load_format="safetensors", runner="pooling", model_impl="vllm", async_scheduling=False
     )
-    assert config.parallel_config.worker_cls == registration.WORKER_CLS
+    assert config.parallel_config.worker_cls == WORKER_CLS
     assert config.load_config.load_format == "safetensors"
 
 

@@ -20,6 +20,14 @@ from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.engine_arguments.check import check_config
+from vllm_omni.engine_arguments.refusals import (
+    CONFIG_FORMAT,
+    SCHEDULER_CLS,
+    WORKER_CLS,
+    check_backend,
+    check_chunks_ahead,
+    check_stages_scheduler,
+)
 from vllm_omni.engine_arguments.table import Worker
 from vllm_omni.entrypoints.logs import quiet_start
 from vllm_omni.model_executor.models.registry import (
@@ -37,9 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm." + __name__)
 
-CONFIG_FORMAT = "omni"
-WORKER_CLS = "vllm_omni.worker.DiffusionGPUWorker"
-SCHEDULER_CLS = "vllm_omni.core.sched.StreamBatchScheduler"
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """By its full name: what is called `uni` vLLM replaces by `mp` on a CPU."""
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
@@ -110,12 +115,9 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         if scheduler.scheduler_cls is None:
             scheduler.scheduler_cls = SCHEDULER_CLS
         scheduler.async_scheduling = False
-        if parallel.pipeline_parallel_size > 1 and not steps_one_at_a_time(vllm_config):
-            raise ValueError(
-                f"--pipeline-parallel-size {parallel.pipeline_parallel_size} needs one denoise step per engine step: "
-                f"pass --scheduler-cls {SCHEDULER_CLS} or drop --scheduler-cls"
-            )
-        check_steps(omni, vllm_config)
+        by_step, stages = steps_one_at_a_time(vllm_config), parallel.pipeline_parallel_size
+        check_stages_scheduler(stages, by_step=by_step)
+        check_chunks_ahead(omni, stages=stages, has_worker=executor_cls is None, by_step=by_step)
         vllm_config.cache_config.enable_prefix_caching = False
         if vllm_config.model_config.multimodal_config is not None:
             vllm_config.model_config.multimodal_config.mm_processor_cache_gb = 0  # no camera path ever comes twice
@@ -142,12 +144,9 @@ def heed_executor(model_config: "ModelConfig", backend: Any) -> None:
 def choose_executor(parallel: "ParallelConfig", executor_cls: str) -> None:
     """Give a family without workers its executor; raises ValueError for a backend that needs workers."""
     backend = parallel.distributed_executor_backend
+    check_backend(backend, executor_cls)
     if backend in (None, "uni", "mp"):  # vLLM's own choices for one process
         parallel.distributed_executor_backend = executor_cls
-    elif backend in ("ray", "external_launcher"):
-        raise ValueError(
-            f"--distributed-executor-backend {backend} needs workers; this checkpoint needs {executor_cls}"
-        )
 
 
 def stay_in_process(parallel: "ParallelConfig") -> None:
@@ -171,27 +170,6 @@ def check_options(hf_config: PreTrainedConfig, additional_config: Any) -> OmniCo
     if family.check_options is not None:
         family.check_options(hf_config.to_dict(), omni)
     return omni
-
-
-def check_steps(omni: OmniConfig, vllm_config: "VllmConfig") -> None:
-    """Raise ValueError, with the reason, unless chunks are scheduled step by step where the options need it.
-
-    Whether the model can do it, it says itself (`interfaces.check_chunks_in_flight`).
-    """
-    if omni.ahead is None:
-        return
-    if omni.pipeline == "temporal" and vllm_config.parallel_config.pipeline_parallel_size == 1:
-        raise ValueError(
-            "omni.pipeline 'temporal' gives every denoise step a stage of its own: "
-            "pass --pipeline-parallel-size, as many as there are steps"
-        )
-    if get_family(vllm_config.model_config.hf_config.omni_family).executor_cls is not None:
-        raise ValueError("omni.chunks_in_flight and omni.pipeline need a worker; this checkpoint runs without one")
-    if not steps_one_at_a_time(vllm_config):
-        raise ValueError(
-            f"omni.chunks_in_flight {omni.chunks_in_flight} needs one denoise step per engine step: "
-            f"pass --scheduler-cls {SCHEDULER_CLS} or drop --scheduler-cls"
-        )
 
 
 def steps_one_at_a_time(vllm_config: "VllmConfig") -> bool:

@@ -44,15 +44,6 @@ def test_what_the_user_gave_stays(world: str) -> None:
     assert planned.argv[-2:] == ["--config-format", "omni"]
 
 
-def test_the_names_are_those_the_config_hook_uses() -> None:
-    """The light command line and the registration with vLLM name the same classes."""
-    from vllm_omni import registration
-
-    assert serve.CONFIG_FORMAT == registration.CONFIG_FORMAT
-    assert serve.WORKER_CLS == registration.WORKER_CLS
-    assert serve.SCHEDULER_CLS == registration.SCHEDULER_CLS
-
-
 @pytest.mark.parametrize(
     ("given", "installed", "expected"),
     [

@@ -23,6 +23,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.engine_arguments.check import asked_on_command_line, refusal_of
+from vllm_omni.engine_arguments.refusals import (
+    CONFIG_FORMAT,
+    SCHEDULER_CLS,
+    WORKER_CLS,
+    check_async_scheduling,
+    check_backend,
+    check_config_format,
+    check_heads,
+    check_one_device,
+    check_runner,
+    check_stages_scheduler,
+)
 from vllm_omni.engine_arguments.table import Worker
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.tickets import SECRET_VARIABLE
@@ -32,9 +44,6 @@ if TYPE_CHECKING:
     from vllm_omni.model_executor.models.registry import ModelFamily
 
 PLUGIN = "vllm_omni"
-CONFIG_FORMAT = "omni"
-WORKER_CLS = "vllm_omni.worker.DiffusionGPUWorker"
-SCHEDULER_CLS = "vllm_omni.core.sched.StreamBatchScheduler"
 
 # Without it the CPU worker wants 92 % of the machine's memory to be free. It bounds what all sessions may hold.
 _CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -217,12 +226,12 @@ def check(flags: "ServeFlags") -> "ModelFamily":
         omni.check_ranks(flags.count("tensor-parallel-size", "tp"))
         if omni.quotas is not None:
             QuotaFile.read(Path(omni.quotas))
+        if family.executor_cls is not None:
+            _check_executor(flags, family.executor_cls)
+        if family.serve_flags is None:
+            _check_combinations(flags, hf_config)
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
-    if family.executor_cls is not None:
-        _check_executor(flags, family.executor_cls)
-    if family.serve_flags is None:
-        _check_combinations(flags, hf_config)
     check_tracing(flags)
     _check_port(flags)
     return family
@@ -240,39 +249,21 @@ def check_tracing(flags: "ServeFlags") -> None:
 
 
 def _check_combinations(flags: "ServeFlags", hf_config: Mapping[str, Any]) -> None:
-    config_format = flags.values.get("config-format", CONFIG_FORMAT)
-    if config_format != CONFIG_FORMAT:
-        raise CommandError(f"--config-format {config_format}: this checkpoint needs {CONFIG_FORMAT!r}; drop the flag")
-    if flags.is_on("async-scheduling"):
-        raise CommandError(
-            "--async-scheduling does not pay for diffusion (empty steps in flight, about 4x slower): remove it"
-        )
-    runner = flags.values.get("runner", "auto")
-    if runner not in ("auto", "pooling"):
-        raise CommandError(f"--runner {runner}: a world model is served as 'pooling'; drop the flag")
-    stages = flags.count("pipeline-parallel-size", "pp")
-    if stages > 1 and flags.values.get("scheduler-cls", SCHEDULER_CLS) == _STOCK_SCHEDULER:
-        raise CommandError(
-            f"--pipeline-parallel-size {stages} needs one denoise step per engine step, and the stock scheduler runs "
-            f"whole chunks: drop --scheduler-cls or pass {SCHEDULER_CLS}"
-        )
-    ranks = flags.count("tensor-parallel-size", "tp")
-    heads = hf_config.get("num_attention_heads") or hf_config.get("num_heads")
-    if heads and heads % ranks:
-        allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise CommandError(
-            f"--tensor-parallel-size {ranks} does not divide the model's {heads} heads; allowed: {allowed}"
-        )
+    check_config_format(flags.values.get("config-format", CONFIG_FORMAT))
+    check_async_scheduling(flags.is_on("async-scheduling"))
+    check_runner(flags.values.get("runner", "auto"))
+    by_step = flags.values.get("scheduler-cls", SCHEDULER_CLS) != _STOCK_SCHEDULER
+    check_stages_scheduler(flags.count("pipeline-parallel-size", "pp"), by_step=by_step)
+    check_heads(flags.count("tensor-parallel-size", "tp"), hf_config)
 
 
 def _check_executor(flags: "ServeFlags", executor_cls: str) -> None:
-    """A family with an executor of its own runs in one process on one device."""
-    for name, alias in (("tensor-parallel-size", "tp"), ("pipeline-parallel-size", "pp")):
-        if (ranks := flags.count(name, alias)) > 1:
-            raise CommandError(f"--{name} {ranks}: this checkpoint runs on one device ({executor_cls}); drop the flag")
+    named = (("tensor-parallel-size", "tp"), ("pipeline-parallel-size", "pp"))
+    check_one_device({f"--{name}": flags.count(name, alias) for name, alias in named}, executor_cls)
     backend = flags.values.get("distributed-executor-backend", executor_cls)
-    if backend in ("mp", "ray", "external_launcher"):
-        raise CommandError(f"--distributed-executor-backend {backend}: this checkpoint needs {executor_cls}")
+    if backend == "mp":
+        raise ValueError(f"--distributed-executor-backend {backend}: this checkpoint needs {executor_cls}")
+    check_backend(backend, executor_cls)
 
 
 def _check_port(flags: "ServeFlags") -> None:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combinations of vLLM's arguments that this package refuses, and the class names that a start is completed with.
+
+Both ways to start use them: `vllm serve --omni` on the flags as written (`entrypoints/cli/serve.py`), every other start
+on vLLM's config (`registration.py`). Each check raises ValueError with one line. Imports nothing of vLLM. Held by
+tests/entrypoints/cli/test_serve.py, tests/test_combinations.py and tests/docs/test_refusals.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from vllm_omni.config import OmniConfig
+
+CONFIG_FORMAT: Final = "omni"
+WORKER_CLS: Final = "vllm_omni.worker.DiffusionGPUWorker"
+SCHEDULER_CLS: Final = "vllm_omni.core.sched.StreamBatchScheduler"
+
+_SCHEDULER_ADVICE = (
+    f"needs one denoise step per engine step: pass --scheduler-cls {SCHEDULER_CLS} or drop --scheduler-cls"
+)
+
+
+def check_config_format(config_format: str) -> None:
+    if config_format != CONFIG_FORMAT:
+        raise ValueError(f"--config-format {config_format}: this checkpoint needs {CONFIG_FORMAT!r}; drop the flag")
+
+
+def check_async_scheduling(asked: bool) -> None:
+    if asked:
+        raise ValueError(
+            "--async-scheduling does not pay for diffusion (empty steps in flight, about 4x slower): remove it"
+        )
+
+
+def check_runner(runner: str) -> None:
+    """vLLM's `--runner`."""
+    if runner not in ("auto", "pooling"):
+        raise ValueError(f"--runner {runner}: a world model is served as 'pooling'; drop the flag")
+
+
+def check_heads(ranks: int, hf_config: Mapping[str, Any]) -> None:
+    """ranks: `--tensor-parallel-size`."""
+    heads = hf_config.get("num_attention_heads") or hf_config.get("num_heads")
+    if heads and heads % ranks:
+        allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ValueError(
+            f"--tensor-parallel-size {ranks} does not divide the model's {heads} heads; allowed: {allowed}"
+        )
+
+
+def check_one_device(sizes: Mapping[str, int], executor_cls: str) -> None:
+    """A family with an executor of its own runs in one process. sizes: flag -> ranks."""
+    for flag, ranks in sizes.items():
+        if ranks > 1:
+            raise ValueError(f"{flag} {ranks}: this checkpoint runs on one device ({executor_cls}); drop the flag")
+
+
+def check_backend(backend: Any, executor_cls: str) -> None:
+    """A family with an executor of its own has no workers for `backend` (`--distributed-executor-backend`) to start."""
+    if backend in ("ray", "external_launcher"):
+        raise ValueError(
+            f"--distributed-executor-backend {backend} needs workers; this checkpoint needs {executor_cls}"
+        )
+
+
+def check_stages_scheduler(stages: int, *, by_step: bool) -> None:
+    """stages: `--pipeline-parallel-size`. by_step: whether the scheduler runs one denoise step per engine step."""
+    if stages > 1 and not by_step:
+        raise ValueError(f"--pipeline-parallel-size {stages} {_SCHEDULER_ADVICE}")
+
+
+def check_chunks_ahead(omni: OmniConfig, *, stages: int, has_worker: bool, by_step: bool) -> None:
+    """`omni.chunks_in_flight` and `omni.pipeline` "temporal"; the model has checks of its own
+    (`interfaces.check_chunks_in_flight`).
+    """
+    if omni.ahead is None:
+        return
+    if omni.pipeline == "temporal" and stages == 1:
+        raise ValueError(
+            "omni.pipeline 'temporal' gives every denoise step a stage of its own: "
+            "pass --pipeline-parallel-size, as many as there are steps"
+        )
+    if not has_worker:
+        raise ValueError("omni.chunks_in_flight and omni.pipeline need a worker; this checkpoint runs without one")
+    if not by_step:
+        raise ValueError(f"omni.chunks_in_flight {omni.chunks_in_flight} {_SCHEDULER_ADVICE}")
