@@ -87,6 +87,12 @@ def test_spiece_model_alone_will_do(layout, tmp_path):
         assert open_tokenizer(tmp_path, limit).encode(PROMPT) == open_tokenizer(layout.tokenizer, limit).encode(PROMPT)
 
 
+def test_the_tiny_tokenizer_is_the_same_everywhere(layout):
+    """Whichever sentencepiece is installed: recordings of random checkpoints are of these ids."""
+    ids = open_tokenizer(layout.tokenizer, 512).encode("a path through green hills")
+    assert ids == [265, 302, 269, 338, 322, 312, 309, 379, 280, 385, 425, 263, 1]
+
+
 def test_the_tiny_tokenizer_is_one_that_transformers_reads(layout):
     """`AutoTokenizer` opens the written files offline and agrees on plain text."""
     tokenizer = AutoTokenizer.from_pretrained(layout.tokenizer, local_files_only=True)
