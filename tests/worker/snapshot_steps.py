@@ -60,7 +60,7 @@ class Worker:
         """All that can influence a later chunk."""
         session = self.runner.sessions.get(session_id)
         tensors = {name: tensor.contiguous().view(torch.uint8) for name, tensor in session.tensors().items()}
-        return session.scalars(), {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+        return session.scalars(), {name: tensor.cpu().numpy().tobytes() for name, tensor in tensors.items()}
 
 
 def world_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:

@@ -48,7 +48,7 @@ def count(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def state_of(runner: Any) -> tuple[Any, dict[str, bytes]]:
     session = runner.sessions.get("s")
-    return session.scalars(), {name: t.numpy().tobytes() for name, t in session.tensors().items()}
+    return session.scalars(), {name: t.cpu().numpy().tobytes() for name, t in session.tensors().items()}
 
 
 @OVERLAP

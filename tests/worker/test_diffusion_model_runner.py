@@ -26,7 +26,7 @@ def chunk(request_id: str, session: str, index: int, **fields: Any) -> Any:
 
 def state_of(runner: Any, session_id: str) -> tuple[Any, dict[str, bytes]]:
     session = runner.sessions.get(session_id)
-    return session.scalars(), {name: t.numpy().tobytes() for name, t in session.tensors().items()}
+    return session.scalars(), {name: t.cpu().numpy().tobytes() for name, t in session.tensors().items()}
 
 
 def latents(result: Any) -> torch.Tensor:

@@ -195,6 +195,7 @@ def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for(monkeypatch: pytest
     assert made == [] and pacer.before_s is None and not pacer.unfinished
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is made up, beside a runner on the CPU")
 def test_a_ready_result_shortens_the_wait_for_the_device(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 60 ms are waited for, but not before a result goes out: the client would get it a step later."""
     device = Device(60.0)
