@@ -4,6 +4,7 @@
 # make test          set up and run the test suite, without the nightly tests
 # make nightly       the slow tests; SHARD=3/8 runs the third of eight shards of them
 # make lint          ruff and mypy
+# make docs          build the documentation site into build/site
 # make mutants       change access, codec, scheduling and parts of the worker in every small way; what no test notices is listed
 # make turn          commit which nightly shard CI runs next; once for each submission, at its end
 # .ci/run            what CI runs: lint, test, and the nightly shard whose turn it is
@@ -21,7 +22,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 MUTANTS ?=
 
-.PHONY: setup demo check engineless test nightly lint turn mutants clean
+.PHONY: setup demo check engineless test nightly lint docs turn mutants clean
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -42,13 +43,17 @@ test: setup
 	@$(VENV)/bin/python -m pytest -n auto -m "not nightly" $(PYTEST_ARGS)
 
 nightly: setup
-	@$(PYTHON) scripts/setup_env.py $(VENV) ray
+	@$(PYTHON) scripts/setup_env.py $(VENV) ray docs
 	@$(VENV)/bin/python -m pytest -m nightly $(if $(SHARD),--shard=$(SHARD)) $(PYTEST_ARGS)
 
 lint: setup
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+
+docs: setup
+	@$(PYTHON) scripts/setup_env.py $(VENV) docs
+	@$(VENV)/bin/python scripts/docs_site.py
 
 turn:
 	@$(PYTHON) scripts/nightly_turn.py --advance

@@ -141,6 +141,11 @@ def cache_facts(options: Mapping[str, Any], chunks_in_flight: int) -> dict[str, 
         facts["clean"] = 0
     if "first_chunk_latent_frames" in options:
         facts["first_chunk"] = options["first_chunk_latent_frames"]
+    if "latent_frames_per_chunk" in options:
+        facts["chunk"] = options["latent_frames_per_chunk"]
+        facts.setdefault("first_chunk", facts["chunk"])
+    if options.get("video_input"):
+        facts["video_input"] = True
     if "cuda_graphs" in options:
         facts["cuda_graphs"] = options["cuda_graphs"]
     return facts

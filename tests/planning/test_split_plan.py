@@ -39,6 +39,7 @@ def test_every_measured_run_is_predicted_within_20_percent() -> None:
     wan = "pipeline_parallel_causal_wan_1_3b"
     assert {row.run for row in rows} >= {
         *("lingbot_world", "lingbot_world_ulysses2", "lingbot_world_ulysses4", "lingbot_world_pp2"),
+        *("streaming_wan_window_21", "streaming_wan_video", "streaming_wan_video_cuda_graphs"),
         *("streaming_wan_1_3b", "streaming_wan_1_3b_cuda_graphs", f"{wan}_cuda_graphs: vae_stage"),
         *(f"{wan}: {name}" for name in ("vae_stage", "ulysses", "matched2_temporal2", "pp2_2_sessions")),
         *(f"{wan}_cuda_graphs: {name}" for name in ("ulysses4_vae_parallel", "vae_stage_2_replicas")),
@@ -227,6 +228,9 @@ def test_the_command_prints_the_best_split_and_its_flags(capsys: pytest.CaptureF
     matched = plan(capsys, "causal_wan_14b", "--n", "4", "--window", "9", "--matched-steps", "4")
     assert "noise-matched, 4 steps, 4 chunks in flight" in matched and "temporal 4" in matched
     assert "--additional-config.omni.chunks_in_flight 4" in matched
+    video = plan(capsys, "causal_wan_1_3b", "--window", "9", "--latent-frames", "1", "--video-input")
+    assert "4 frames a chunk" in video and "video to video" in video
+    assert "model.video_input true --additional-config.omni.model.latent_frames_per_chunk 1" in video
     assert "FPS" in plan(capsys, "causal_wan_14b", "--gpu", "H200", "--n", "2", "--sessions", "2", "--window", "9")
 
 
@@ -245,6 +249,8 @@ def test_a_checkpoint_directory_can_be_planned(capsys: pytest.CaptureFixture[str
         (["lingbot_world", "--matched-steps", "4"], "no noise-matched cache"),
         (["lingbot_world", "--host-launch-ms", "0"], "from 0.05 to 100"),
         (["causal_wan_1_3b", "--matched-steps", "0"], "from 1 to 64"),
+        (["lingbot_world", "--video-input"], "takes no video"),
+        (["causal_wan_1_3b", "--latent-frames", "0"], "from 1 to 32"),
         (["causal_wan_1_3b", "--chunks-in-flight", "2"], "needs --matched-steps"),
     ],
 )

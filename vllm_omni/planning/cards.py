@@ -15,6 +15,7 @@ class Card:
     gemm_tflops: (width of a layer, TFLOP/s) pairs, interpolated. attention_tflops: FlashAttention 3, head size 128.
     cross_attention_tflops: few keys. elementwise_bytes_per_s, elementwise_passes: a block's elementwise chains read or
     write its activations so many times. vae_tflops: of the compiled decoder and encoder, 3x3x3 convolutions.
+    video_encode_tflops: of the encoder when a video's frames arrive with each chunk, their upload in it.
     link_bytes_per_s, link_latency_s: between two GPUs. sync_s: what a collective costs besides its transfer, launch
     and waiting for each other. pack_s: rearranging for Ulysses in a layer, over the tokens per rank (of 4680 x 5120
     activations on one rank).
@@ -35,6 +36,7 @@ class Card:
     elementwise_bytes_per_s: float
     elementwise_passes: float
     vae_tflops: float
+    video_encode_tflops: float
     link_bytes_per_s: float
     link_latency_s: float
     sync_s: float
@@ -72,6 +74,7 @@ SOURCES = {
     "elementwise_bytes_per_s": "assumed: 4.0 TB/s of the card's 4.8",
     "elementwise_passes": "measured: 24 ms of a LingBot step of 343 ms",
     "vae_tflops": "measured: a chunk's decode, 147.5 ms for 40.65 TFLOP",
+    "video_encode_tflops": "measured: one latent frame's video, 50.1 ms for 8.05 TFLOP",
     "link_bytes_per_s": "measured: all-to-all of 48 MB over 4 GPUs in 0.14 ms",
     "link_latency_s": "measured: ring send of 0.6 MB in 0.07 ms, less its transfer",
     "sync_s": "fitted to the steps of LingBot's two Ulysses rows",
@@ -98,6 +101,7 @@ H200 = Card(
     elementwise_bytes_per_s=4.0e12,
     elementwise_passes=50.0,
     vae_tflops=276.0,
+    video_encode_tflops=161.0,
     link_bytes_per_s=340e9,
     link_latency_s=70e-6,
     sync_s=0.07e-3,

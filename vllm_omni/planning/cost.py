@@ -41,7 +41,8 @@ class StreamModel:
     after them, 1 with the strict cache, 0 where each step keeps a window of its own (noise-matched). waits_for_clean:
     frames come after the clean pass, not before it; with a VAE stage they never do. in_flight: chunks of one session at
     work at once. cuda_graphs: full windows are launched as graphs. camera: has camera layers, and an image condition
-    with an encoder stream. moving_sinks: sinks are kept twice. text_on_cpu: the text encoder is on the host.
+    with an encoder stream. video_input: each chunk brings its video, which is encoded first. moving_sinks: sinks are
+    kept twice. text_on_cpu: the text encoder is on the host.
     """
 
     name: str
@@ -62,6 +63,7 @@ class StreamModel:
     in_flight: int = 1
     cuda_graphs: bool = False
     camera: bool = False
+    video_input: bool = False
     moving_sinks: bool = False
     text_on_cpu: bool = False
 
@@ -254,6 +256,14 @@ def setup_ms(model: StreamModel, card: Card) -> float:
     return setup
 
 
+def encode_ms(model: StreamModel, card: Card, frames: int, *, first: bool = False) -> float:
+    """The video frames of a chunk of `frames` latent frames through the VAE's encoder; 0 without video input."""
+    if not model.video_input:
+        return 0.0
+    pixel_frames = 4 * frames - 3 * first
+    return 1e3 * _ENCODE_TFLOP * pixel_frames / 4 * model.area / card.video_encode_tflops
+
+
 def until_result_ms(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> float:
     """From a first chunk's last pass before its decode to its frames, when its session's next chunk is asked for.
 
@@ -314,7 +324,7 @@ def session_bytes(model: StreamModel, split: Split) -> float:
     windows = 1 if model.clean or split.temporal else model.denoise
     window = windows * window_bytes(model, frames) / (split.ranks * split.layer_parts)
     decoder = 0.0 if split.vae_stage else _DECODER_CACHE / split.decode_ranks
-    caches = (decoder + (_ENCODER_CACHE if model.camera else 0)) * model.area
+    caches = (decoder + (_ENCODER_CACHE if model.camera or model.video_input else 0)) * model.area
     return window + cross_kv_bytes(model, split) + caches
 
 
@@ -341,7 +351,7 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
             fps=one.fps * split.replicas,
         )
     steps, decode = chunk_steps_ms(model, card, split, model.window), decode_ms(model, card, split)
-    request = 1e3 * card.request_s
+    request = 1e3 * card.request_s + encode_ms(model, card, model.chunk)
     decode_beside = 0.0 if split.vae_stage else decode
     camera = camera_ms(model, card) / split.ranks
     one_pass = pass_latency_ms(model, card, split, model.window)
@@ -355,7 +365,8 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     # Sessions that begin together are set up one after the other, before the first of their steps.
     before_decode = model.passes if model.waits_for_clean and not split.vae_stage else model.denoise
     first_pass = step_ms(card, split, pass_latency_ms(model, card, split, model.first_chunk))
-    first = sessions * (setup_ms(model, card) + request) + before_decode * first_pass + camera
+    setup = setup_ms(model, card) + encode_ms(model, card, model.first_chunk, first=True) + 1e3 * card.request_s
+    first = sessions * setup + before_decode * first_pass + camera
     first += until_result_ms(model, card, split, sessions) + 1e3 * card.first_frame_s
     each = session_bytes(model, split)
     workspace = card.workspace_bytes * model.area / split.decode_ranks

@@ -39,6 +39,8 @@ def model_of(name: str, **changes: Any) -> StreamModel:
 def _lingbot(config: LingBotWorldConfig, changes: dict[str, Any]) -> StreamModel:
     if changes.get("in_flight", 1) > 1 or changes.get("clean", 1) == 0:
         raise ValueError("lingbot_world has no noise-matched cache; causal Wan has")
+    if changes.get("video_input"):
+        raise ValueError("lingbot_world takes no video; causal Wan does")
     fields = {
         "window": config.window_frames or 18,
         "sinks": config.sink_frames or 9,

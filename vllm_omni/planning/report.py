@@ -47,6 +47,7 @@ def _served(model: StreamModel) -> str:
     """What of the model is not as by default."""
     parts = [] if model.clean else [f"noise-matched, {model.denoise} steps"]
     parts += [f"{model.in_flight} chunks in flight"] if model.in_flight > 1 else []
+    parts += ["video to video"] if model.video_input else []
     parts += ["CUDA graphs"] if model.launches_graphs else []
     return "".join(f", {part}" for part in parts)
 
@@ -72,6 +73,10 @@ def _flags(model: StreamModel, split: Split) -> list[str]:
         options["chunks_in_flight"] = str(model.in_flight)
     if not model.clean:
         options["model.cache"] = "noise_matched"
+    if model.video_input:
+        options["model.video_input"] = "true"
+    if model.chunk != StreamModel.chunk:
+        options["model.latent_frames_per_chunk"] = str(model.chunk)
     if model.launches_graphs:
         options["model.cuda_graphs"] = "true"
     return flags + [f"--additional-config.omni.{name} {value}" for name, value in options.items()]

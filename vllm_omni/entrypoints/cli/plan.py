@@ -16,6 +16,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--height", type=int, help="pixels (default: 480)")
     parser.add_argument("--width", type=int, help="pixels (default: 832)")
     parser.add_argument("--window", type=int, help="latent frames a chunk sees (default: the model's)")
+    parser.add_argument("--latent-frames", type=int, help="of a chunk, four frames each (default: 3)")
+    parser.add_argument("--video-input", action="store_true", help="each chunk brings its video (causal Wan)")
     parser.add_argument("--cuda-graphs", action="store_true", help="as served with omni.model.cuda_graphs")
     parser.add_argument(
         "--host-launch-ms",
@@ -41,6 +43,12 @@ def run(args: argparse.Namespace) -> int:
     changes = {name: value for name, value in sizes.items() if value is not None}
     if any(value < 1 for value in changes.values()) or any(changes.get(side, 16) % 16 for side in ("height", "width")):
         raise CommandError("--height and --width must be positive multiples of 16, --window at least 1")
+    if args.latent_frames is not None:
+        if not 1 <= args.latent_frames <= 32:
+            raise CommandError(f"--latent-frames must be from 1 to 32, got {args.latent_frames}")
+        changes["chunk"] = changes["first_chunk"] = args.latent_frames
+    if args.video_input:
+        changes["video_input"] = True
     changes |= _cache(args)
     card = CARDS[args.gpu]
     if args.host_launch_ms is not None:

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the documentation site: `make docs`, or `python scripts/docs_site.py [FOLDER]` (build/site).
+
+Pages stay where they are in the repository (guides under docs/, a model's notes beside its code), and so do the links
+between them. MkDocs wants one folder: the pages, and the files that they link to, are laid out in one. A link to a
+folder becomes one to its README, or plain text if it has none. Held by tests/docs/test_docs_site.py.
+"""
+
+import functools
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+REPO = Path(__file__).parents[1]
+PAGES = ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/**/*.md", "training/**/*.md", "vllm_omni/**/*.md")
+_LINK = re.compile(r"\[(?P<text>[^\]]*(?:\[[^\]]*\][^\]]*)?)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
+_FENCE = "```"
+
+
+@functools.cache
+def pages() -> tuple[Path, ...]:
+    return tuple(sorted(path for pattern in PAGES for path in REPO.glob(pattern)))
+
+
+def lay_out(folder: Path) -> None:
+    """Write every page, and every file of the repository that one links to, to its own place below `folder`."""
+    for page in pages():
+        out = folder / page.relative_to(REPO)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text("".join(_lines(page, folder)))
+
+
+def _lines(page: Path, folder: Path) -> Iterator[str]:
+    for line, is_prose in _prose(page.read_text()):
+        yield _LINK.sub(lambda link: _linked(link, page, folder), line) if is_prose else line
+
+
+def links(text: str) -> Iterator[re.Match[str]]:
+    """The links of a page to other files of the repository; groups `text`, `target`, `anchor`."""
+    for line, is_prose in _prose(text):
+        if is_prose:
+            yield from (link for link in _LINK.finditer(line) if _is_file(link["target"]))
+
+
+def _prose(text: str) -> Iterator[tuple[str, bool]]:
+    """Each line, and whether it lies outside of fenced code."""
+    fenced = False
+    for line in text.splitlines(keepends=True):
+        fenced ^= line.lstrip().startswith(_FENCE)
+        yield line, not fenced
+
+
+def _is_file(target: str) -> bool:
+    return bool(target) and ":" not in target
+
+
+def _linked(link: re.Match[str], page: Path, folder: Path) -> str:
+    """The link as it is on the site; a file that it leads to is brought along."""
+    text, target, anchor = link["text"], link["target"], link["anchor"] or ""
+    if not _is_file(target):
+        return link[0]
+    path = Path(os.path.normpath(page.parent / target))
+    if path.is_dir():
+        if not (path / "README.md").is_file() or (path / "README.md") not in pages():
+            return text
+        path /= "README.md"
+    elif path.suffix != ".md":
+        out = folder / path.relative_to(REPO)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, out)
+    elif path not in pages():
+        return text
+    return f"[{text}]({os.path.relpath(path, page.parent)}{anchor})"
+
+
+def main(site: Path) -> int:
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+    from mkdocs.exceptions import Abort
+
+    with tempfile.TemporaryDirectory() as folder:
+        lay_out(Path(folder))
+        try:
+            build(load_config(str(REPO / "mkdocs.yml"), docs_dir=folder, site_dir=str(site), strict=True))
+        except Abort as warned:
+            return warned.code if isinstance(warned.code, int) else 1
+    print(f"wrote {site}/index.html")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else REPO / "build" / "site").resolve()))
