@@ -15,12 +15,13 @@ from PIL import Image
 
 from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES
 from vllm_omni.entrypoints.realtime import video_protocol
+from vllm_omni.entrypoints.realtime.chunk_source import PlannedChunks
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.images import load_image
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.pace import ReaderPace
-from vllm_omni.entrypoints.realtime.run import Reply, Run
+from vllm_omni.entrypoints.realtime.run import Job, Reply, ReplyOptions, Run
 from vllm_omni.model_executor.models.registry import get_family
 
 LIMITS = DoorLimits(max_image_bytes=1 << 20, max_image_pixels=1 << 20)
@@ -160,10 +161,7 @@ def test_what_is_no_allowed_image_is_refused_by_content(data: Any, code: str) ->
 
 
 def make_run() -> Run:
-    from vllm_omni.entrypoints.realtime.run import Job
-
-    fields = dict.fromkeys(Job.__dataclass_fields__)
-    return Run(Job(**{**fields, "request_id": "r", "digest": b""}))
+    return Run(Job(request_id="r", source=PlannedChunks(), replies=ReplyOptions(render=lambda chunk: [])))
 
 
 def test_a_slow_reader_holds_the_producer_back() -> None:

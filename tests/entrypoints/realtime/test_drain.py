@@ -8,8 +8,8 @@ import pytest
 from fake_engine import FIRST, LATER, FakeEngine
 from test_session import ended, job, payloads, scenario, until
 
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls, LiveChunks
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
-from vllm_omni.entrypoints.realtime.run import Controls
 from vllm_omni.entrypoints.realtime.session import Session
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 
@@ -29,22 +29,26 @@ class Keeper:
         self.saved.append((session.session_id, session.next_chunk))
 
 
-class Source:
+class Source(LiveChunks):
     """Steers a live run; paused = it waits for its client."""
 
     def __init__(self, paused: bool = False) -> None:
-        self.ready = not paused
+        self.paused = paused
+
+    @property
+    def ready(self) -> bool:
+        return not self.paused
 
     async def wait_until_ready(self) -> None:
-        if not self.ready:
+        if self.paused:
             await asyncio.Event().wait()
 
-    def sample(self, chunk_index: int, pixel_frames: int, latent_frames: int) -> Controls:
-        return Controls(actions=[[]] * latent_frames, prompt="a" if chunk_index == 0 else None)
+    def sample(self, span: ChunkSpan) -> Controls:
+        return Controls(actions=[[]] * span.num_latents, prompt="a" if span.chunk_index == 0 else None)
 
 
 def live(request_id: str, source: Source) -> Any:
-    return job(FIRST, request_id, image=True, camera=None, source=source)
+    return job(FIRST, request_id, image=True, source=source)
 
 
 def test_chunks_in_flight_are_finished_and_no_other_is_begun() -> None:
@@ -99,7 +103,7 @@ def test_a_live_stream_ends_after_its_chunk_and_is_saved_before_its_client_hears
 
         following = asyncio.create_task(run.follow(deliver, object(), manager.pace(None)))
         await until(lambda: run.completed == 2)
-        source.ready = not paused
+        source.paused = paused
         await until(lambda: not paused or engine.running == 0)
         await manager.drain.run(manager)
         with pytest.raises(DoorError, match="stopping"):

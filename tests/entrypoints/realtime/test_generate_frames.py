@@ -17,6 +17,8 @@ from fake_engine import FIRST, LATER, DoorServer, FakeEngine
 from live_clients import HEIGHT, WIDTH, GenerateClient, webui_unpack
 from PIL import Image
 
+from vllm_omni.entrypoints.realtime.chunk_source import Controls
+from vllm_omni.entrypoints.realtime.controls import Sample
 from vllm_omni.entrypoints.realtime.generate_frames import FrameBatcher
 
 MakeDoor = Callable[..., DoorServer]
@@ -140,7 +142,7 @@ def test_deltas_of_a_chunk_in_several_messages_refer_to_the_frame_before(num_fra
     """The first of a message: the last of the message before, and the header says so; each chunk starts anew."""
     frames_THWC = np.random.default_rng(0).integers(0, 256, (num_frames, 4, 6, 3), dtype=np.uint8)
     result = SimpleNamespace(frames_THWC=frames_THWC, wall_ms=1.0)
-    chunk: Any = SimpleNamespace(result=result, controls=None, session_id="s", chunk_index=3)
+    chunk: Any = SimpleNamespace(result=result, controls=Controls(mark=Sample()), session_id="s", chunk_index=3)
     sent = [webui_unpack(b"".join(message.parts)) for message in FrameBatcher("delta_gzip")(chunk)]
     assert [message["num_frames"] for message in sent] == {16: [16], 17: [16, 1], 40: [16, 16, 8]}[num_frames]
     assert [message.get("delta_reference") for message in sent] == [None, *["previous-frame"] * (len(sent) - 1)]

@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import MISSING
-from dataclasses import fields as fields_of
 from typing import Any
 
 import numpy as np
@@ -15,37 +13,41 @@ import pytest
 from fake_engine import FIRST, LATER, FakeEngine, camera
 
 from vllm_omni.entrypoints.realtime.camera import CameraPath
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkSource, PlannedChunks
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, Run
+from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, ReplyOptions, Run, WorldStart
 from vllm_omni.entrypoints.realtime.session import Session
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.inputs import DiffusionParams
 
 
 def job(
-    num_frames: int, request_id: str, image: bool = False, render_after: threading.Event | None = None, **fields: Any
+    num_frames: int,
+    request_id: str,
+    image: bool = False,
+    render_after: threading.Event | None = None,
+    source: ChunkSource | None = None,
+    restart: bool = False,
+    fps: float | None = None,
 ) -> Job:
-    """A request whose replies are its chunks' indices as text."""
+    """A request whose replies are its chunks' indices as text. source: None = a camera path of `num_frames` poses."""
 
     def render(chunk: FinishedChunk) -> list[bytes]:
         if render_after is not None:
             assert render_after.wait(10)
         return [str(chunk.chunk_index).encode()]
 
-    values = {item.name: None for item in fields_of(Job) if item.default is MISSING} | {
-        "request_id": request_id,
-        "digest": request_id.encode(),
-        "camera": CameraPath.parse(*camera(num_frames).values(), max_poses=1000),
-        "pose_policy": "error",
-        "load_image": (lambda height, width: np.zeros((height, width, 3), np.uint8)) if image else None,
-        "restart": False,
-        "options": {},
-        "render": render,
-    }
-    return Job(**{**values, **fields})
+    load_image = (lambda height, width: np.zeros((height, width, 3), np.uint8)) if image else None
+    return Job(
+        request_id=request_id,
+        digest=request_id.encode(),
+        source=source or PlannedChunks(camera=CameraPath.parse(*camera(num_frames).values(), max_poses=1000)),
+        start=WorldStart(load_image=load_image, restart=restart),
+        replies=ReplyOptions(render=render, fps=fps),
+    )
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -177,8 +179,10 @@ def test_inputs_are_let_go_when_a_request_ends() -> None:
     """Sixty-four remembered requests must not hold sixty-four start images."""
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
-        run = session.submit(job(FIRST, "r", image=True))
+        asked = job(FIRST, "r", image=True)
+        run = session.submit(asked)
         await ended(run)
-        assert (run.job.load_image, run.job.camera) == (None, None)
+        assert run.job.start.load_image is None
+        assert run.job.source is not asked.source
 
     scenario(test)

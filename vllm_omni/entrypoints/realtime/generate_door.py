@@ -17,7 +17,7 @@ import numpy as np
 from starlette.websockets import WebSocket
 
 from vllm_omni.entrypoints.realtime import generate_protocol as protocol
-from vllm_omni.entrypoints.realtime.camera import PosePolicy
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls, LiveChunks
 from vllm_omni.entrypoints.realtime.codec import CodecError, decode
 from vllm_omni.entrypoints.realtime.controls import ControlTrack
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
@@ -31,22 +31,24 @@ from vllm_omni.entrypoints.realtime.live import (
     TextFrames,
     Throttle,
 )
-from vllm_omni.entrypoints.realtime.run import Controls, Job
+from vllm_omni.entrypoints.realtime.run import Job, ReplyOptions, WorldStart
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 
 PATHS: Final = ("/v1/realtime_video/generate", "/v1/realtime_video/generate/")
 
 _OFF_LOOP_BYTES: Final = 64 * 1024
-_POSE_POLICY: Final[PosePolicy] = "error"
 
 _pack = msgspec.msgpack.Encoder().encode
 
 
-class _KeyedSource:
-    """Steers the session's chunks by what its client has asked for (`ChunkSource`)."""
+class _KeyedSource(LiveChunks):
+    """Steers the session's chunks by what its client has asked for."""
 
-    def __init__(self, prompt: str, track: ControlTrack, throttle: Throttle, *, camera: bool) -> None:
+    def __init__(
+        self, prompt: str, track: ControlTrack, throttle: Throttle, *, camera: bool, num_chunks: int | None
+    ) -> None:
         self._prompt, self._track, self._throttle, self._camera = prompt, track, throttle, camera
+        self.num_chunks = num_chunks
 
     @property
     def ready(self) -> bool:
@@ -55,13 +57,13 @@ class _KeyedSource:
     async def wait_until_ready(self) -> None:
         await self._throttle.wait_until_ready()
 
-    def sample(self, chunk_index: int, pixel_frames: int, latent_frames: int) -> Controls:
+    def sample(self, span: ChunkSpan) -> Controls:
         self._throttle.take()
-        sample = self._track.sample(latent_frames, with_prompt=chunk_index > 0)
-        actions = sample.actions if sample.actions is not None else [[] for _ in range(latent_frames)]
+        sample = self._track.sample(span.num_latents, with_prompt=span.chunk_index > 0)
+        actions = sample.actions if sample.actions is not None else [[] for _ in range(span.num_latents)]
         return Controls(
             actions=actions if self._camera else None,
-            prompt=self._prompt if chunk_index == 0 else sample.prompt,
+            prompt=self._prompt if span.chunk_index == 0 else sample.prompt,
             mark=sample,
         )
 
@@ -164,26 +166,22 @@ class _Client(LiveClient):
         image = self._image
         return Job(
             request_id=uuid.uuid4().hex,
-            digest=b"",
-            camera=None,
-            actions=None,
-            num_frames=None,
-            pose_policy=_POSE_POLICY,
-            load_image=None if image is None else lambda height, width: image,
-            prompt=init.prompt,
-            seed=init.seed,
-            height=self._size[0],
-            width=self._size[1],
-            restart=False,
-            chunk_index=None,
-            options={},
-            render=FrameBatcher(kind, init.output_compression, init.realtime_preview_max_width),
-            source=_KeyedSource(init.prompt, self._track, self._throttle, camera=self.facts.camera),
-            num_chunks=init.max_chunks,
-            render_inline=kind == "raw",
-            keep_replies=False,
-            unsent_chunks=UNSENT_CHUNKS,
-            fps=init.fps,
+            source=_KeyedSource(
+                init.prompt, self._track, self._throttle, camera=self.facts.camera, num_chunks=init.max_chunks
+            ),
+            start=WorldStart(
+                load_image=None if image is None else lambda height, width: image,
+                seed=init.seed,
+                height=self._size[0],
+                width=self._size[1],
+            ),
+            replies=ReplyOptions(
+                render=FrameBatcher(kind, init.output_compression, init.realtime_preview_max_width),
+                inline=kind == "raw",
+                keep=False,
+                unsent_chunks=UNSENT_CHUNKS,
+                fps=init.fps,
+            ),
         )
 
     async def _take_event(self, event: protocol.Event) -> None:

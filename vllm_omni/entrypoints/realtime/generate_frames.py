@@ -85,7 +85,7 @@ class FrameBatcher:
         """Return the chunk's messages in order."""
         started_s = time.perf_counter()
         frames_THWC = chunk.result.frames_THWC
-        sample: Sample = chunk.controls.mark if chunk.controls is not None else Sample()
+        sample: Sample = chunk.controls.mark
         request_id = f"{chunk.session_id}_{uuid.uuid4().hex}"
         step = ENCODED_FRAMES_PER_MESSAGE if self.format in _DEFAULT_QUALITY else RAW_FRAMES_PER_MESSAGE
         starts = range(0, len(frames_THWC), step)

@@ -130,7 +130,7 @@ class LiveClient(ABC):
         try:
             run = session.submit(job)
             try:
-                await run.follow(self._count_and_deliver, self, self.manager.pace(job.fps))
+                await run.follow(self._count_and_deliver, self, self.manager.pace(job.replies.fps))
             finally:
                 if not run.finished:
                     session.cancel([run])

@@ -2,26 +2,27 @@
 """`Job` and `Run`: one request, what it asks for and what has been answered so far.
 
 A run outlives the connection that asked for it: its replies are numbered and kept (within the session's journal), so a
-client that comes back can have them again, or take over while it still runs. A run is planned (its chunks are known
-when it begins) or live: it goes on chunk by chunk, each steered by what its `ChunkSource` says at that moment. Knows no
-message format and no sockets. Held by tests/entrypoints/realtime/{test_session,test_generate_door,test_live_faults}.py.
+client that comes back can have them again, or take over while it still runs. A job's `ChunkSource` says which chunks
+it makes. Knows no message format and no sockets.
+Held by tests/entrypoints/realtime/{test_session,test_generate_door,test_live_faults}.py.
 """
 
 import asyncio
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence, Sized
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from typing import Any, Protocol
+from itertools import count, islice
+from typing import Any
 
 import numpy as np
 
-from vllm_omni.entrypoints.realtime.camera import CameraPath, PosePolicy
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkSource, ChunkSpan, Controls, PlannedChunks
 from vllm_omni.entrypoints.realtime.engine import ChunkResult
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.pace import ReaderPace
 from vllm_omni.entrypoints.tracing import ChunkTrace
 
@@ -30,37 +31,11 @@ Deliver = Callable[[Any], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Controls:
-    """What steers one chunk: held keys per latent frame, or a pose per pixel frame, or nothing; and the prompt.
-
-    prompt: None = as before. mark: whatever the door wants to find again in the finished chunk.
-    """
-
-    actions: Sequence[list[str]] | None = None
-    camera: CameraPath | None = None
-    prompt: str | None = None
-    mark: Any = None
-
-
-class ChunkSource(Protocol):
-    """Steers a live run. `ready` may be false (paused, no credit): then no further chunk is begun."""
-
-    @property
-    def ready(self) -> bool: ...
-
-    async def wait_until_ready(self) -> None: ...
-
-    def sample(self, chunk_index: int, pixel_frames: int, latent_frames: int) -> Controls:
-        """Return the controls of the chunk that is about to be generated; called once for each chunk."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
 class FinishedChunk:
     """A chunk with all that a door's replies say about it.
 
     sizes: pixel frames of each chunk of the request (of a live one: of this chunk alone); number: chunks before it.
-    chunk_index, first_frame: its place in the session. controls: what steered it, if the run is live.
+    chunk_index, first_frame: its place in the session.
     """
 
     session_id: str
@@ -73,45 +48,56 @@ class FinishedChunk:
     seed: int | None
     prompt_applied: bool
     warnings: tuple[str, ...]
-    controls: Controls | None = None
+    controls: Controls
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldStart:
+    """How the request's world begins, if it does not yet exist.
+
+    load_image: `(height, width)` -> uint8 `[H, W, 3]`; called off the event loop. height, width: pixels, None = as the
+    session or the server has them. restart: an existing world is given up for this one.
+    """
+
+    load_image: Callable[[int, int], np.ndarray] | None = None
+    seed: int | None = None
+    height: int | None = None
+    width: int | None = None
+    restart: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyOptions:
+    """How finished chunks become replies.
+
+    render: turns a chunk into encoded replies, each with a length in bytes; called off the event loop, unless `inline`
+    says that it takes less time than a change of threads. keep: whether delivered replies stay in the session's
+    journal. unsent_chunks: finished chunks that may wait for the reader; None = as the limits say. fps: the rate the
+    client plays at; None = the server's target.
+    """
+
+    render: Callable[[FinishedChunk], Sequence[Sized]]
+    inline: bool = False
+    keep: bool = True
+    unsent_chunks: int | None = None
+    fps: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """The checked inputs of one request.
 
-    digest: names the content, so that a repeated `request_id` is known to be a repetition.
-    load_image: `(height, width)` -> uint8 `[H, W, 3]`; called off the event loop, only if the world starts here.
-    Exactly one of `camera` (a pose per pixel frame), `actions` (held keys per latent frame) and `source` is set.
-    source: steers a live run; num_chunks: where that ends, None = when it is cancelled.
-    chunk_index: the chunk that must be next; None = whichever is.
-    render: turns a chunk into encoded replies, each with a length in bytes; called off the event loop, unless
-    `render_inline` says that it takes less time than a change of threads.
-    keep_replies: whether delivered replies stay in the session's journal. unsent_chunks: finished chunks that may wait
-    for the reader; None = as the limits say. fps: the rate the client plays at; None = the server's target.
+    digest: names the content, so that a repeated `request_id` is known to be a repetition. chunk_index: the chunk that
+    must be next; None = whichever is. options: of the model, for every chunk.
     """
 
     request_id: str
-    digest: bytes
-    camera: CameraPath | None
-    actions: Sequence[list[str]] | None
-    num_frames: int | None
-    pose_policy: PosePolicy
-    load_image: Callable[[int, int], np.ndarray] | None
-    prompt: str | None
-    seed: int | None
-    height: int | None
-    width: int | None
-    restart: bool
-    chunk_index: int | None
-    options: dict[str, Any]
-    render: Callable[[FinishedChunk], Sequence[Sized]]
-    source: ChunkSource | None = None
-    num_chunks: int | None = None
-    render_inline: bool = False
-    keep_replies: bool = True
-    unsent_chunks: int | None = None
-    fps: float | None = None
+    source: ChunkSource
+    replies: ReplyOptions
+    start: WorldStart = WorldStart()
+    digest: bytes = b""
+    chunk_index: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -138,8 +124,8 @@ class _Follower:
 class Run:
     """One request's plan, replies and end.
 
-    sizes: pixel frames of its chunks, set when its turn comes (empty for a live run). controls: of a live run's chunks
-    that the engine has. completed: chunks done. first_kept: replies before this number have been dropped. delivered:
+    sizes: pixel frames of its chunks, set when its turn comes (empty for a live run). controls: of the chunks that the
+    engine has. completed: chunks done. first_kept: replies before this number have been dropped. delivered:
     replies the current follower has. account: told of each change of `kept_bytes`. dropped: told of frames that are
     let go undelivered.
     """
@@ -171,6 +157,29 @@ class Run:
     def has_follower(self) -> bool:
         return self._follower is not None
 
+    @property
+    def num_chunks(self) -> int | None:
+        """Chunks until its end; None = until it is cancelled."""
+        return len(self.sizes) or self.job.source.num_chunks
+
+    def spans(self, facts: WorldFacts) -> Iterator[ChunkSpan]:
+        """Of the chunks from the first incomplete one on; after the last of a plan there is none to ask for."""
+        frame = sum(self.sizes[: self.completed])
+        latent = sum(map(facts.latent_frames, self.sizes[: self.completed]))
+        for number in count(self.completed):
+            index = self.first_chunk + number
+            size = self.sizes[number] if self.sizes else facts.chunk_frames if index else facts.first_chunk_frames
+            span = ChunkSpan(
+                chunk_index=index,
+                number=number,
+                first_frame=frame,
+                num_frames=size,
+                first_latent=latent,
+                num_latents=facts.latent_frames(size),
+            )
+            frame, latent = frame + size, latent + span.num_latents
+            yield span
+
     def append(self, reply: Reply) -> None:
         self.replies.append(reply)
         self._grow(len(reply.payload))
@@ -183,7 +192,8 @@ class Run:
     def finish(self, error: DoorError | None = None) -> None:
         """Mark the end and let go of the inputs: a repetition brings them again."""
         self.finished, self.error = True, error
-        self.job = dataclasses.replace(self.job, camera=None, actions=None, load_image=None, source=None)
+        self.controls.clear()
+        self.job = dataclasses.replace(self.job, source=PlannedChunks(), start=WorldStart())
         self._notify()
 
     def discard(self) -> None:
@@ -231,7 +241,7 @@ class Run:
                         reply.trace.sent(started_ns)
                     if self._follower is me:
                         self.delivered = position
-                        if not self.job.keep_replies:
+                        if not self.job.replies.keep:
                             self.drop_oldest()
                         self._notify()
                 elif self.finished:
@@ -254,8 +264,8 @@ class Run:
             await self._changed.wait()
 
     def _num_unsent_chunks(self) -> int:
-        count = self.num_replies - max(self.delivered, self.first_kept)
-        return len({reply.chunk_index for reply in islice(reversed(self.replies), count)})
+        unsent = self.num_replies - max(self.delivered, self.first_kept)
+        return len({reply.chunk_index for reply in islice(reversed(self.replies), unsent)})
 
     def drop_oldest(self) -> int:
         """Forget the oldest reply if it was delivered; returns the bytes freed (0: nothing to forget)."""

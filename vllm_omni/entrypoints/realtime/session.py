@@ -13,7 +13,6 @@ Held by tests/entrypoints/realtime/test_session.py.
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import logging
 import secrets
 import time
@@ -26,7 +25,7 @@ import numpy as np
 from vllm_omni import log_context
 from vllm_omni.entrypoints.metrics import SessionMeter
 from vllm_omni.entrypoints.quotas import Quotas
-from vllm_omni.entrypoints.realtime.camera import plan_frames
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls
 from vllm_omni.entrypoints.realtime.drain import SessionDrain
 from vllm_omni.entrypoints.realtime.engine import ChunkResult, WorldEngine
 from vllm_omni.entrypoints.realtime.errors import DoorError
@@ -34,7 +33,7 @@ from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.journal import Journal
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.play_clock import Due, PlayClock
-from vllm_omni.entrypoints.realtime.run import Controls, FinishedChunk, Job, Reply, Run
+from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, Reply, Run
 from vllm_omni.entrypoints.tracing import tracing
 from vllm_omni.inputs import DiffusionParams
 
@@ -210,44 +209,42 @@ class Session:
         once, so that controls are taken as late as possible; the next one is begun before this one is rendered and
         sent.
         """
-        limits, job, drain = self._manager.limits, run.job, self._manager.drain
+        limits, facts, drain = self._manager.limits, self._manager.facts, self._manager.drain
+        source, unsent_chunks = run.job.source, run.job.replies.unsent_chunks
         drain.check()  # before the world may be restarted
         self.allowance.check_chunk()
         self.meter.request_started()
         image, warnings = await self._begin(run)
-        self.allowance.charge_chunks(max(0, len(run.sizes) - run.completed))  # a live run is charged chunk by chunk
+        planned = len(run.sizes)
+        self.allowance.charge_chunks(max(0, planned - run.completed))  # a live run is charged chunk by chunk
         in_flight: deque[asyncio.Task[ChunkResult]] = deque()
-        numbers: Iterator[int] = iter(range(run.completed, len(run.sizes)))
-        at_work = self._manager.facts.chunks_in_flight
-        most_in_flight = max(limits.chunks_in_flight, at_work + 1 if at_work > 1 else 1)
-        if job.source is not None:
-            numbers = itertools.count() if job.num_chunks is None else iter(range(job.num_chunks))
-            most_in_flight = at_work
-        unsent_chunks = limits.unsent_chunks if job.unsent_chunks is None else job.unsent_chunks
+        spans = run.spans(facts)
+        most_in_flight = source.most_in_flight(facts, limits)
+        unsent_chunks = limits.unsent_chunks if unsent_chunks is None else unsent_chunks
 
         def fill() -> bool:
             """Returns whether a quota holds the next chunk of a live run back."""
             # Until the position is certain, one chunk at a time: its answer tells where the engine is.
-            if drain.is_draining:
-                return False
-            while len(in_flight) < (most_in_flight if self.in_step else 1) and (job.source is None or job.source.ready):
-                if job.source is not None and not self.allowance.has_chunk():
-                    return True
-                number = next(numbers, None)
-                if number is None:
+            while not drain.is_draining and len(in_flight) < (most_in_flight if self.in_step else 1) and source.ready:
+                begun = run.completed + len(in_flight)
+                if begun == run.num_chunks:
                     break
-                if job.source is not None:
+                if begun >= planned:
+                    if not self.allowance.has_chunk():
+                        return True
                     self.allowance.charge_chunks(1)
-                controls = self._sample(run, number)
-                in_flight.append(self._manager.spawn(self._request_chunk(run, number, image, controls)))
+                span = next(spans)
+                controls = source.sample(span)
+                run.controls.append(controls)
+                in_flight.append(self._manager.spawn(self._request_chunk(run, span, image, controls)))
             return False
 
         try:
             while True:
-                if job.source is not None and not in_flight and run.completed != job.num_chunks:
-                    await drain.unless_draining(job.source.wait_until_ready())
+                if not in_flight and not source.ready and run.completed != run.num_chunks:
+                    await drain.unless_draining(source.wait_until_ready())
                 is_held_back = fill()
-                if not in_flight and is_held_back and run.completed != job.num_chunks:
+                if not in_flight and is_held_back:
                     self.allowance.check_chunk()
                     continue  # there is one now
                 if not in_flight:
@@ -272,37 +269,17 @@ class Session:
                 self.meter.chunks_aborted(error.code)
             await self._abort(run, in_flight, refused)
             raise
-        planned = len(run.sizes) if job.source is None else job.num_chunks
-        if drain.is_draining and run.completed != planned:
+        if drain.is_draining and run.completed != run.num_chunks:
             await drain.save(self)  # now: a live client's world goes with its connection
             drain.check(next_chunk_index=self.next_chunk)
-
-    def _sample(self, run: Run, number: int) -> Controls:
-        """Return what steers chunk `number`: the job's own plan, or what the source of a live run says now."""
-        job, facts = run.job, self._manager.facts
-        if job.source is not None:
-            size = facts.first_chunk_frames if run.first_chunk + number == 0 else facts.chunk_frames
-            controls = job.source.sample(run.first_chunk + number, size, facts.latent_frames(size))
-            run.controls.append(controls)
-            return controls
-        start = sum(run.sizes[:number])
-        camera, actions = None, None
-        if job.camera is not None:
-            camera = job.camera.resized(sum(run.sizes)).slice(start, start + run.sizes[number])
-        elif job.actions is not None:
-            latent_start = sum(facts.latent_frames(size) for size in run.sizes[:number])
-            count = facts.latent_frames(run.sizes[number])
-            actions = [list(keys) for keys in job.actions[latent_start : latent_start + count]]
-            actions += [[] for _ in range(count - len(actions))]
-        return Controls(actions=actions, camera=camera, prompt=job.prompt if number == 0 else None)
 
     async def _begin(self, run: Run) -> tuple[np.ndarray | None, tuple[str, ...]]:
         """The run's turn has come: check it against where the session is, set its plan, load the start image.
 
         Returns `(image, warnings)`; the image only if the world starts here.
         """
-        job, facts = run.job, self._manager.facts
-        if job.restart and self.started and not run.completed:
+        job, start, facts = run.job, run.job.start, self._manager.facts
+        if start.restart and self.started and not run.completed:
             self.forget_world()
         if run.completed:
             if self.in_step and self.next_chunk != run.first_chunk + run.completed:
@@ -317,7 +294,7 @@ class Session:
                 param="chunk_index",
                 expected=self.next_chunk,
             )
-        if not self.started and job.load_image is None and facts.needs_image:
+        if not self.started and start.load_image is None and facts.needs_image:
             if self._manager.was_evicted(self.key):
                 raise DoorError("session_evicted", "the session was closed to make room; send it again with an image")
             raise DoorError(
@@ -326,9 +303,9 @@ class Session:
                 param="image",
             )
         run.first_chunk = self.next_chunk if job.chunk_index is None else job.chunk_index
-        run.sizes = () if job.source is not None else self._plan(job)
+        run.sizes = job.source.plan(facts, self._manager.limits, starts_world=not self.started)
         warnings = []
-        size = (job.height or self.height, job.width or self.width)
+        size = (start.height or self.height, start.width or self.width)
         if self.started:
             if size != (self.height, self.width):
                 raise DoorError(
@@ -336,54 +313,39 @@ class Session:
                     f"{size[1]}x{size[0]} arrived, the session's frames are {self.width}x{self.height}; reset it first",
                     param="extra_body",
                 )
-            if job.load_image is not None:
+            if start.load_image is not None:
                 warnings.append("image ignored: the session has begun; send restart to begin again")
-            if job.seed not in (None, self.seed):
+            if start.seed not in (None, self.seed):
                 warnings.append("seed ignored: it is fixed when a session begins")
             return None, tuple(warnings)
         facts.check_size(*size)
-        image = None if job.load_image is None else await self._manager.off_loop(job.load_image, *size)
+        image = None if start.load_image is None else await self._manager.off_loop(start.load_image, *size)
         await self._manager.worlds_closed()
         self.height, self.width = size
-        self.prompt, self.seed = None, job.seed
+        self.prompt, self.seed = None, start.seed
         untrained = None if facts.card is None else facts.card.untrained_size(width=size[1], height=size[0])
         return image, () if untrained is None else (untrained,)
 
-    def _plan(self, job: Job) -> tuple[int, ...]:
-        """Pixel frames of the request's chunks."""
-        facts, first, most = self._manager.facts, not self.started, self._manager.limits.max_frames_per_request
-        if job.camera is not None:
-            poses = len(job.camera)
-        else:
-            assert job.actions is not None
-            poses = max(0, facts.vae_stride[0] * len(job.actions) - (facts.vae_stride[0] - 1 if first else 0))
-        sizes = plan_frames(poses, job.num_frames, job.pose_policy, facts, first)
-        if sum(sizes) > most:
-            raise DoorError(
-                "invalid_request",
-                f"{sum(sizes)} frames asked for; one request makes at most {most}",
-                param="poses",
-            )
-        return tuple(sizes)
-
-    async def _request_chunk(self, run: Run, number: int, image: np.ndarray | None, controls: Controls) -> ChunkResult:
-        """Ask the engine for chunk `number` of the run. Raises `DoorError`."""
+    async def _request_chunk(
+        self, run: Run, span: ChunkSpan, image: np.ndarray | None, controls: Controls
+    ) -> ChunkResult:
+        """Ask the engine for one chunk of the run. Raises `DoorError`."""
         job = run.job
         arrays: dict[str, np.ndarray] = {}
         if controls.camera is not None:
             arrays |= {"poses": controls.camera.poses_N44, "intrinsics": controls.camera.intrinsics_N4}
-        is_start = not self.started and number == 0
+        is_start = not self.started and span.number == 0
         if image is not None and is_start:
             arrays["image"] = image
         # After an abort only the engine knows its position: a new request takes whatever comes next, one that was
         # cut off, or that names its chunk, insists.
         insists = self.in_step or run.attempt > 1 or job.chunk_index is not None
-        due = self._due(run, number)
+        due = self._due(run, span)
         params = DiffusionParams(
             session_id=self.engine_id,
-            chunk_index=run.first_chunk + number if insists else None,
+            chunk_index=span.chunk_index if insists else None,
             prompt=controls.prompt if is_start or controls.prompt != self.prompt else None,
-            seed=job.seed if is_start else None,
+            seed=job.start.seed if is_start else None,
             height=self.height if is_start else None,
             width=self.width if is_start else None,
             actions=None if controls.actions is None else list(controls.actions),
@@ -391,7 +353,7 @@ class Session:
             chunk_period_s=None if due is None else due.period_s,
             options=job.options,
         )
-        trace = self.trace.chunk(run.first_chunk + number)
+        trace = self.trace.chunk(span.chunk_index)
         try:
             with trace.until_answered():
                 result = await self._manager.engine.generate(params, arrays)
@@ -402,14 +364,12 @@ class Session:
                 raise self._lost(error) from error
             raise
 
-    def _due(self, run: Run, number: int) -> Due | None:
-        """When chunk `number` of the run is wanted; None if the engine does not go by that."""
+    def _due(self, run: Run, span: ChunkSpan) -> Due | None:
+        """Deadline of a chunk; None if the engine does not schedule by deadlines."""
         facts = self._manager.facts
         if not facts.by_deadline:
             return None
-        size = facts.first_chunk_frames if run.first_chunk + number == 0 else facts.chunk_frames
-        num_frames = size if run.job.source is not None else run.sizes[number]
-        return self._clock.ask(num_frames, run.job.fps or facts.target_fps or facts.fps, time.monotonic())
+        return self._clock.ask(span.num_frames, run.job.replies.fps or facts.target_fps or facts.fps, time.monotonic())
 
     def _lost(self, error: DoorError) -> DoorError:
         """The engine is not where this session thinks: say what the client can do about it."""
@@ -427,10 +387,9 @@ class Session:
         first_frame = int(result.meta.get("first_frame", self.next_frame))
         if number == 0:
             run.first_chunk = index
-        controls = run.controls.popleft() if job.source is not None else None
-        prompt = controls.prompt if controls is not None else (job.prompt if number == 0 else None)
-        prompt_applied = prompt is not None and (not self.started or prompt != self.prompt)
-        self.prompt = prompt if prompt_applied else self.prompt
+        controls = run.controls.popleft()
+        prompt_applied = controls.prompt is not None and (not self.started or controls.prompt != self.prompt)
+        self.prompt = controls.prompt if prompt_applied else self.prompt
         self.started, self.in_step = True, True
         num_frames = len(result.frames_THWC)
         self.next_chunk, self.next_frame = index + 1, first_frame + num_frames
@@ -440,7 +399,7 @@ class Session:
         return FinishedChunk(
             session_id=self.session_id,
             request_id=job.request_id,
-            sizes=run.sizes if job.source is None else (len(result.frames_THWC),),
+            sizes=run.sizes or (num_frames,),
             number=number,
             result=result,
             chunk_index=index,
@@ -454,12 +413,13 @@ class Session:
     async def _render(self, run: Run, chunk: FinishedChunk) -> None:
         """Encode a chunk into the journal; a cancellation waits for it, since the chunk is part of the world."""
         started_ns = time.time_ns()
-        if run.job.render_inline:
-            payloads = run.job.render(chunk)
+        replies = run.job.replies
+        if replies.inline:
+            payloads = replies.render(chunk)
             chunk.result.trace.rendered(started_ns)
             self._keep(run, chunk, payloads)
             return
-        rendering = asyncio.ensure_future(self._manager.off_loop(run.job.render, chunk))
+        rendering = asyncio.ensure_future(self._manager.off_loop(replies.render, chunk))
         try:
             await asyncio.shield(rendering)
         finally:

@@ -20,13 +20,14 @@ from starlette.websockets import WebSocket
 from vllm_omni.entrypoints.fmp4 import FragmentEncoder
 from vllm_omni.entrypoints.realtime import video_protocol as protocol
 from vllm_omni.entrypoints.realtime.camera import CameraPath
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls, LiveChunks
 from vllm_omni.entrypoints.realtime.controls import ControlTrack, Script
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.images import load_image
 from vllm_omni.entrypoints.realtime.live import UNSENT_CHUNKS, LiveClient, LiveDoor, MediaClock, TextFrames
 from vllm_omni.entrypoints.realtime.pose_track import PoseTrack, Progress
-from vllm_omni.entrypoints.realtime.run import Controls, FinishedChunk, Job
+from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, ReplyOptions, WorldStart
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 
 PATHS: Final = ("/v1/realtime/video", "/v1/realtime/video/")
@@ -54,7 +55,6 @@ class _FragmentRenderer:
         self._request_id = request_id
 
     def __call__(self, chunk: FinishedChunk) -> list[_Media]:
-        assert chunk.controls is not None
         progress: Progress = chunk.controls.mark
         is_first = self._encoder.mime_type is None
         data = self._encoder.encode(chunk.result.frames_THWC)
@@ -74,13 +74,18 @@ class _FragmentRenderer:
         return [_Media(metadata, data, is_answer=bool(progress.started))]
 
 
-class _CommandedSource:
-    """Steers the session's chunks by its client's interactions (`ChunkSource`); always ready."""
+class _CommandedSource(LiveChunks):
+    """Steers the session's chunks by its client's interactions."""
 
-    ready = True
-
-    def __init__(self, prompt: str, script: Script | None, facts: WorldFacts, size: tuple[int, int]) -> None:
-        self._prompt, self._facts = prompt, facts
+    def __init__(
+        self,
+        prompt: str,
+        script: Script | None,
+        facts: WorldFacts,
+        size: tuple[int, int],
+        num_chunks: int | None,
+    ) -> None:
+        self._prompt, self._facts, self.num_chunks = prompt, facts, num_chunks
         self._intrinsics_4 = np.array(facts.key_intrinsics(size[1], size[0]), np.float32)  # commands, the same view
         self._new_prompt: tuple[str, str] | None = None
         self._keys = ControlTrack()
@@ -90,9 +95,6 @@ class _CommandedSource:
         self._poses = PoseTrack()
         self._uses_poses = False
 
-    async def wait_until_ready(self) -> None:
-        return
-
     def take(self, interaction: protocol.Interaction) -> None:
         if interaction.prompt is not None:
             self._new_prompt = (interaction.prompt, interaction.event_id)
@@ -100,14 +102,14 @@ class _CommandedSource:
             self._poses.push(interaction.command)
             self._uses_poses = True
 
-    def sample(self, chunk_index: int, pixel_frames: int, latent_frames: int) -> Controls:
+    def sample(self, span: ChunkSpan) -> Controls:
         prompt, progress, camera, actions = None, Progress(), None, None
         if self._uses_poses:
-            poses_N44, progress = self._poses.sample(pixel_frames, latent_frames)
-            camera = CameraPath(poses_N44, np.tile(self._intrinsics_4, (pixel_frames, 1)))
+            poses_N44, progress = self._poses.sample(span.num_frames, span.num_latents)
+            camera = CameraPath(poses_N44, np.tile(self._intrinsics_4, (span.num_frames, 1)))
         elif self._facts.camera:
-            actions = self._keys.sample(latent_frames).actions or [[] for _ in range(latent_frames)]
-        if chunk_index == 0:
+            actions = self._keys.sample(span.num_latents).actions or [[] for _ in range(span.num_latents)]
+        if span.chunk_index == 0:
             prompt = self._prompt
         elif self._new_prompt is not None:
             (prompt, event_id), self._new_prompt = self._new_prompt, None
@@ -174,29 +176,24 @@ class _Client(LiveClient):
         config |= {"num_frames": start.num_frames, "seed": start.seed, "session_id": session.session_id}
         await self._send({"type": "video.start", "request_id": request_id, "format": protocol.FORMAT, "config": config})
         script = start.script()
-        self._source = _CommandedSource(start.prompt, None if script is None else Script(tuple(script)), facts, size)
+        keys = None if script is None else Script(tuple(script))
+        self._source = _CommandedSource(start.prompt, keys, facts, size, num_chunks)
         self.start(
             Job(
                 request_id=request_id,
-                digest=b"",
-                camera=None,
-                actions=None,
-                num_frames=None,
-                pose_policy="error",
-                load_image=None if image is None else lambda height, width: image,
-                prompt=start.prompt,
-                seed=start.seed,
-                height=size[0],
-                width=size[1],
-                restart=False,
-                chunk_index=None,
-                options={},
-                render=_FragmentRenderer(fps, request_id),
                 source=self._source,
-                num_chunks=num_chunks,
-                keep_replies=False,
-                unsent_chunks=UNSENT_CHUNKS,
-                fps=start.fps,
+                start=WorldStart(
+                    load_image=None if image is None else lambda height, width: image,
+                    seed=start.seed,
+                    height=size[0],
+                    width=size[1],
+                ),
+                replies=ReplyOptions(
+                    render=_FragmentRenderer(fps, request_id),
+                    keep=False,
+                    unsent_chunks=UNSENT_CHUNKS,
+                    fps=start.fps,
+                ),
             )
         )
 

@@ -22,12 +22,13 @@ from starlette.websockets import WebSocket
 from vllm_omni import log_context
 from vllm_omni.entrypoints.metrics import door_metrics
 from vllm_omni.entrypoints.realtime import protocol
+from vllm_omni.entrypoints.realtime.chunk_source import PlannedChunks
 from vllm_omni.entrypoints.realtime.codec import CodecError, Decoded, Dialect, decode, encode
 from vllm_omni.entrypoints.realtime.connection import Connection
 from vllm_omni.entrypoints.realtime.errors import ClientGone, Close, DoorError
 from vllm_omni.entrypoints.realtime.images import load_image
 from vllm_omni.entrypoints.realtime.render import FrameRenderer
-from vllm_omni.entrypoints.realtime.run import Job, Run
+from vllm_omni.entrypoints.realtime.run import Job, ReplyOptions, Run, WorldStart
 from vllm_omni.entrypoints.realtime.session import Session, SessionKey, new_session_id
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 
@@ -240,7 +241,7 @@ class _Client:
     async def _follow(self, session: Session, run: Run, start: int = 0) -> bool:
         """Deliver a run's replies; when this connection leaves and nobody has taken over, the run is cancelled."""
         try:
-            return await run.follow(self._connection.send, self, self._manager.pace(run.job.fps), start)
+            return await run.follow(self._connection.send, self, self._manager.pace(run.job.replies.fps), start)
         finally:
             if not run.finished and not run.has_follower:
                 session.cancel([run])
@@ -258,27 +259,33 @@ class _Client:
         return Job(
             request_id=message.request_id or uuid.uuid4().hex,
             digest=digest,
-            camera=message.camera_path(max_poses=limits.max_frames_per_request),
-            actions=message.actions,
-            num_frames=extra.num_frames,
-            pose_policy=extra.pose_policy or ("trim" if first_version else "error"),
-            load_image=load if image is not None else None,
-            prompt=message.prompt,
-            seed=extra.seed,
-            height=extra.height,
-            width=extra.width,
-            restart=message.restart,
+            source=PlannedChunks(
+                camera=message.camera_path(max_poses=limits.max_frames_per_request),
+                actions=message.actions,
+                num_frames=extra.num_frames,
+                policy=extra.pose_policy or ("trim" if first_version else "error"),
+                prompt=message.prompt,
+            ),
+            start=WorldStart(
+                load_image=load if image is not None else None,
+                seed=extra.seed,
+                height=extra.height,
+                width=extra.width,
+                restart=message.restart,
+            ),
             chunk_index=message.chunk_index,
             options=extra.model_options(),
-            render=FrameRenderer(
-                codec=codec,
-                fps=extra.fps or facts.fps,
-                quality=extra.quality,
-                frames_per_message=extra.frames_per_chunk,
-                dialect=dialect or Dialect.OPENPI,
-                with_mp4=extra.with_mp4,
+            replies=ReplyOptions(
+                render=FrameRenderer(
+                    codec=codec,
+                    fps=extra.fps or facts.fps,
+                    quality=extra.quality,
+                    frames_per_message=extra.frames_per_chunk,
+                    dialect=dialect or Dialect.OPENPI,
+                    with_mp4=extra.with_mp4,
+                ),
+                fps=extra.fps,
             ),
-            fps=extra.fps,
         )
 
     async def _reset(self, message: protocol.Reset) -> None:

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan is cut into chunks as its client wrote it; a live request has no end unless it names one."""
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FIRST, LATER, camera
+
+from vllm_omni.entrypoints.realtime.camera import CameraPath
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkSource, ChunkSpan, Controls, LiveChunks, PlannedChunks
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.entrypoints.realtime.run import Job, ReplyOptions, Run
+
+FACTS = WorldFacts()
+LIMITS = DoorLimits()
+
+
+class Live(LiveChunks):
+    def sample(self, span: ChunkSpan) -> Controls:
+        return Controls()
+
+
+def path(num_poses: int) -> CameraPath:
+    return CameraPath.parse(*camera(num_poses).values(), max_poses=1000)
+
+
+def run_of(source: ChunkSource, *, starts_world: bool = True, first_chunk: int = 0, completed: int = 0) -> Run:
+    run = Run(Job(request_id="r", source=source, replies=ReplyOptions(render=lambda chunk: [])))
+    run.sizes = source.plan(FACTS, LIMITS, starts_world=starts_world)
+    run.first_chunk, run.completed = first_chunk, completed
+    return run
+
+
+def test_the_chunks_of_a_camera_path_are_the_path() -> None:
+    camera_path = path(FIRST + 2 * LATER)
+    source = PlannedChunks(camera=camera_path, prompt="dusk")
+    run = run_of(source)
+    assert (run.sizes, run.num_chunks) == ((FIRST, LATER, LATER), 3)
+    chunks = [source.sample(span) for span in islice(run.spans(FACTS), 3)]
+    assert [chunk.prompt for chunk in chunks] == ["dusk", None, None]
+    for name in ("poses_N44", "intrinsics_N4"):
+        joined = np.concatenate([getattr(chunk.camera, name) for chunk in chunks])
+        np.testing.assert_array_equal(joined, getattr(camera_path, name))
+
+
+def test_a_path_that_ends_within_a_chunk_holds_its_last_pose() -> None:
+    camera_path = path(FIRST + 1)
+    source = PlannedChunks(camera=camera_path, policy="hold_last")
+    *_, last = islice(run_of(source).spans(FACTS), 2)
+    held = source.sample(last).camera
+    assert held is not None and len(held) == LATER
+    assert (held.poses_N44 == camera_path.poses_N44[-1]).all()
+
+
+def test_a_request_that_was_cut_goes_on_in_the_middle_of_its_script() -> None:
+    """Keys are per latent frame; what the script does not reach is held by no key."""
+    script = [[key] for key in "wasdwas"]
+    source = PlannedChunks(actions=script, num_frames=FIRST + 2 * LATER, policy="hold_last", prompt="dusk")
+    spans = list(islice(run_of(source, first_chunk=4, completed=1).spans(FACTS), 2))
+    assert [(span.chunk_index, span.number, span.first_latent, span.first_frame) for span in spans] == [
+        (5, 1, 3, FIRST),
+        (6, 2, 6, FIRST + LATER),
+    ]
+    assert [source.sample(span) for span in spans] == [
+        Controls(actions=[["d"], ["w"], ["a"]]),
+        Controls(actions=[["s"], [], []]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "code"),
+    [
+        ({"camera": FIRST + 1}, "invalid_camera"),
+        ({"actions": []}, "invalid_camera"),
+        ({"actions": [["w"]] * 3 * 1000}, "invalid_request"),
+    ],
+)
+def test_a_plan_that_is_no_whole_number_of_chunks_or_too_long_is_refused(plan: dict[str, Any], code: str) -> None:
+    fields = {**plan, "camera": path(plan["camera"])} if "camera" in plan else plan
+    with pytest.raises(DoorError) as refused:
+        PlannedChunks(**fields).plan(FACTS, LIMITS, starts_world=True)
+    assert refused.value.code == code
+
+
+def test_a_live_request_goes_on_until_it_is_cancelled() -> None:
+    run = run_of(Live())
+    assert (run.sizes, run.num_chunks) == ((), None)
+    spans = list(islice(run.spans(FACTS), 100))
+    assert [span.num_frames for span in spans] == [FIRST] + [LATER] * 99
+    assert [span.chunk_index for span in spans] == list(range(100))
+
+
+def test_a_live_request_that_continues_a_world_begins_with_a_later_chunk() -> None:
+    assert next(run_of(Live(), starts_world=False, first_chunk=3).spans(FACTS)).num_frames == LATER
+
+
+def test_controls_of_a_live_request_are_taken_as_late_as_the_engine_allows() -> None:
+    planned, live = PlannedChunks(), Live()
+    assert live.most_in_flight(FACTS, LIMITS) == 1 < planned.most_in_flight(FACTS, LIMITS)
+    several = WorldFacts(chunks_in_flight=3)
+    assert (live.most_in_flight(several, LIMITS), planned.most_in_flight(several, LIMITS)) == (3, 4)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ChunkSource`: which chunks a request asks for, and the controls of each.
+
+A planned request (`PlannedChunks`) brings its whole camera path or key script, so its chunks are known when its turn
+comes. A live request (`LiveChunks`, which the doors extend) takes the controls of each chunk when that chunk begins.
+Knows no message format, no sockets and no engine.
+Held by tests/entrypoints/realtime/{test_chunk_source,test_session,test_generate_door}.py.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_omni.entrypoints.realtime.camera import CameraPath, PosePolicy, plan_frames
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controls:
+    """Held keys per latent frame, or a pose per pixel frame, or neither, for one chunk; and the prompt.
+
+    prompt: None = as before. mark: whatever the door wants to find again in the finished chunk.
+    """
+
+    actions: Sequence[list[str]] | None = None
+    camera: CameraPath | None = None
+    prompt: str | None = None
+    mark: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkSpan:
+    """Place of one chunk: `chunk_index` in the session, the rest in its request.
+
+    number: chunks of the request before it. first_frame, num_frames: pixel frames. first_latent, num_latents: latent
+    frames.
+    """
+
+    chunk_index: int
+    number: int
+    first_frame: int
+    num_frames: int
+    first_latent: int
+    num_latents: int
+
+
+class ChunkSource(ABC):
+    """The chunks of one request. `num_chunks`: where a live request ends, None = when it is cancelled."""
+
+    num_chunks: int | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next chunk may begin (not paused, credit left)."""
+        return True
+
+    async def wait_until_ready(self) -> None:
+        return
+
+    @abstractmethod
+    def plan(self, facts: WorldFacts, limits: DoorLimits, *, starts_world: bool) -> tuple[int, ...]:
+        """Return the pixel frames of all chunks, () for a live request. Raises `DoorError`."""
+
+    @abstractmethod
+    def most_in_flight(self, facts: WorldFacts, limits: DoorLimits) -> int:
+        """Return how many chunks may be in the engine at once."""
+
+    @abstractmethod
+    def sample(self, span: ChunkSpan) -> Controls:
+        """Return the controls of the chunk that is about to be generated; called once for each chunk, in order."""
+
+
+class PlannedChunks(ChunkSource):
+    """A camera path (a pose per pixel frame) or a key script (held keys per latent frame), cut into chunks.
+
+    num_frames: pixel frames asked for besides the poses, None = as many as poses. policy: what to do with a number of
+    frames that does not fill chunks. prompt: of the first chunk.
+    """
+
+    def __init__(
+        self,
+        *,
+        camera: CameraPath | None = None,
+        actions: Sequence[list[str]] | None = None,
+        num_frames: int | None = None,
+        policy: PosePolicy = "error",
+        prompt: str | None = None,
+    ) -> None:
+        self._camera, self._actions = camera, actions
+        self._num_frames, self._policy, self._prompt = num_frames, policy, prompt
+
+    def plan(self, facts: WorldFacts, limits: DoorLimits, *, starts_world: bool) -> tuple[int, ...]:
+        if self._camera is not None:
+            poses = len(self._camera)
+        else:
+            stride = facts.vae_stride[0]
+            poses = max(0, stride * len(self._actions or ()) - (stride - 1 if starts_world else 0))
+        sizes = plan_frames(poses, self._num_frames, self._policy, facts, starts_world)
+        if sum(sizes) > limits.max_frames_per_request:
+            raise DoorError(
+                "invalid_request",
+                f"{sum(sizes)} frames asked for; one request makes at most {limits.max_frames_per_request}",
+                param="poses",
+            )
+        return tuple(sizes)
+
+    def most_in_flight(self, facts: WorldFacts, limits: DoorLimits) -> int:
+        """One waits in the engine while as many as it takes are at work."""
+        at_work = facts.chunks_in_flight
+        return max(limits.chunks_in_flight, at_work + 1 if at_work > 1 else 1)
+
+    def sample(self, span: ChunkSpan) -> Controls:
+        camera, actions = None, None
+        if self._camera is not None:
+            end = span.first_frame + span.num_frames
+            camera = self._camera.resized(end).slice(span.first_frame, end)
+        elif self._actions is not None:
+            held = self._actions[span.first_latent : span.first_latent + span.num_latents]
+            actions = [*map(list, held), *([] for _ in range(span.num_latents - len(held)))]
+        return Controls(actions=actions, camera=camera, prompt=self._prompt if span.number == 0 else None)
+
+
+class LiveChunks(ChunkSource):
+    """Steered while it runs: as few chunks in the engine as keep it at work, so that controls are taken late."""
+
+    def plan(self, facts: WorldFacts, limits: DoorLimits, *, starts_world: bool) -> tuple[int, ...]:
+        return ()
+
+    def most_in_flight(self, facts: WorldFacts, limits: DoorLimits) -> int:
+        return facts.chunks_in_flight
