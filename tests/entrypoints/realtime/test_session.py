@@ -13,7 +13,7 @@ import pytest
 from fake_engine import FIRST, LATER, FakeEngine, camera
 
 from vllm_omni.entrypoints.realtime.camera import CameraPath
-from vllm_omni.entrypoints.realtime.chunk_source import ChunkSource, PlannedChunks
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkSource, ChunkSpan, Controls, LiveChunks, PlannedChunks
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
@@ -184,5 +184,32 @@ def test_inputs_are_let_go_when_a_request_ends() -> None:
         await ended(run)
         assert run.job.start.load_image is None
         assert run.job.source is not asked.source
+
+    scenario(test)
+
+
+def test_a_live_request_paused_again_before_its_chunk_begins_goes_on_when_it_may() -> None:
+    """It had ended, as if it were complete."""
+
+    class PausedAgain(LiveChunks):
+        """Ready, and not any more when it is looked at; then ready."""
+
+        num_chunks = 2
+        waits = 0
+
+        @property
+        def ready(self) -> bool:
+            return self.waits >= 2
+
+        async def wait_until_ready(self) -> None:
+            self.waits += 1
+
+        def sample(self, span: ChunkSpan) -> Controls:
+            return Controls(actions=[[]] * span.num_latents, prompt="a" if span.number == 0 else None)
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        run = session.submit(job(FIRST, "r", image=True, source=PausedAgain()))
+        assert await ended(run) is None
+        assert run.completed == 2
 
     scenario(test)

@@ -240,15 +240,16 @@ class Session:
             return False
 
         try:
-            while True:
-                if not in_flight and not source.ready and run.completed != run.num_chunks:
+            while run.completed != run.num_chunks:
+                if not in_flight and not source.ready:
                     await drain.unless_draining(source.wait_until_ready())
                 is_held_back = fill()
-                if not in_flight and is_held_back:
-                    self.allowance.check_chunk()
-                    continue  # there is one now
-                if not in_flight:
+                if not in_flight and drain.is_draining:
                     break
+                if not in_flight:
+                    if is_held_back:
+                        self.allowance.check_chunk()
+                    continue  # there is a chunk in the quota now, or the client has paused again
                 async with asyncio.timeout(limits.chunk_timeout_s):
                     await asyncio.wait([in_flight[0]])
                 result = in_flight.popleft().result()
