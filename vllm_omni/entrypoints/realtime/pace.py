@@ -7,7 +7,6 @@ Held by tests/entrypoints/realtime/test_pace.py.
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -44,14 +43,15 @@ class ReaderPace:
         if self._timeout_s == 0:
             await delivery
             return
-        started_s = time.monotonic()
+        now = asyncio.get_running_loop().time
+        started_s = now()
         if started_s - self._last_behind_s > _PAUSE * self._timeout_s:
             self._behind_since_s = None
         if self._behind_since_s is None:  # what almost every delivery meets, so without a timer
             await delivery
         else:
             await self._within(self._too_slow_at_s(self._behind_since_s) - started_s, delivery)
-        now_s = time.monotonic()
+        now_s = now()
         self._taken.append((now_s, num_frames))
         self._num_taken += num_frames
         while self._taken[0][0] + self._timeout_s < now_s:

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`run_in_virtual_time`: a coroutine whose waits take no time, and exactly as long as they say by the loop's clock."""
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _Selector(selectors.DefaultSelector):
+    """Where the loop would wait for the next timer, the clock is put forward to it."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        ready = super().select(0)
+        if not ready:
+            assert timeout is not None, "nothing is left that could happen"
+            self.now_s += max(0.0, timeout)
+        return ready
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._clock = _Selector()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now_s
+
+
+def run_in_virtual_time(scenario: Coroutine[Any, Any, T]) -> T:
+    """For scenarios that wait for timers only, not for threads, sockets or processes."""
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        return runner.run(scenario)
