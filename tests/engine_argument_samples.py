@@ -30,7 +30,7 @@ TOGETHER: dict[str, Any] = {
     "allow_deprecated_quantization": True,
     "kv_cache_memory_bytes": 1 << 30,
     "gpu_memory_utilization": 0.5,
-    "kv_cache_dtype": "fp8",
+    "kv_cache_dtype": "fp8_e5m2",
     "num_gpu_blocks_override": 7,
     "kv_offloading_size": 1.0,
     "enable_prefix_caching": True,

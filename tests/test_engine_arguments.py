@@ -185,7 +185,7 @@ def test_a_meaningless_argument_costs_a_warning(
     [
         ({"quantization": "fp8"}, "--quantization fp8: weights are served in the type that --dtype names: drop it"),
         ({"enable_lora": True}, "--enable-lora: adapters are not served: merge the adapter into the checkpoint"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: sessions keep keys and values"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2: sessions keep keys and values as --dtype says or"),
         ({"cpu_offload_gb": 2}, "--cpu-offload-gb 2.*: split the weights over GPUs"),
         ({"attention_backend": "FLEX_ATTENTION"}, "--attention-backend FLEX_ATTENTION: attention is torch's"),
         ({"enable_prefix_caching": True}, "--enable-prefix-caching: always off"),
@@ -195,6 +195,11 @@ def test_a_start_is_refused_with_one_line(null_world: Path, arguments: dict[str,
     """Through vLLM's own way to a config, before any process starts."""
     with pytest.raises(ValueError, match=f"the diffusion worker cannot honour {line}"):
         configure_engine(null_world, **arguments)
+
+
+def test_fp8_is_refused_where_no_session_keeps_keys_and_values(null_world: Path) -> None:
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8: this checkpoint's sessions hold no keys"):
+        configure_engine(null_world, kv_cache_dtype="fp8")
 
 
 def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:

@@ -26,6 +26,7 @@ from vllm_omni.engine_arguments.refusals import (
     WORKER_CLS,
     check_backend,
     check_chunks_ahead,
+    check_kv_cache_dtype,
     check_stages_scheduler,
 )
 from vllm_omni.engine_arguments.table import Worker
@@ -95,6 +96,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         heed_executor(vllm_config.model_config, parallel.distributed_executor_backend)
         family = get_family(vllm_config.model_config.hf_config.omni_family)
         check_config(Worker.DIFFUSION if family.executor_cls is None else Worker.DIFFUSERS, vllm_config)
+        check_kv_cache_dtype(vllm_config.cache_config.cache_dtype, family.kv_cache_dtypes)
         card = world_card(vllm_config.model_config.hf_config)
         vllm_config.additional_config = with_defaults(vllm_config.additional_config, card)
         omni = check_options(vllm_config.model_config.hf_config, vllm_config.additional_config)

@@ -72,6 +72,24 @@ def test_a_session_goes_on_on_another_engine(lingbot_world: Path, tmp_path: Path
 
 
 @pytest.mark.nightly
+def test_a_session_of_fp8_keys_and_values_goes_on(lingbot_world: Path, tmp_path: Path) -> None:
+    """In a file of fewer bytes; an engine that keeps them as they are refuses it."""
+    asyncio.run(walk_and_move(lingbot_world, tmp_path, kv_cache_dtype="fp8"))
+
+    async def refused() -> None:
+        async with running_engine(lingbot_world, OPTIONS, dtype="float32") as client:
+            with pytest.raises(RequestFailed, match="or its dtype differ"):
+                await restore(client, "moved", tmp_path / "walk.safetensors")
+            for index in range(CHUNKS):
+                await chunk(client, "walk", index)
+            await save(client, "walk", tmp_path / "plain.safetensors")
+
+    asyncio.run(refused())
+    fp8, plain = ((tmp_path / f"{name}.safetensors").stat().st_size for name in ("walk", "plain"))
+    assert fp8 < plain
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_a_session_of_several_ranks_goes_on(lingbot_world: Path, tmp_path: Path, parallel: str) -> None:
     """Each rank saves and takes its own part of one file; another split, or other weights, refuse it."""

@@ -231,6 +231,8 @@ def test_the_command_prints_the_best_split_and_its_flags(capsys: pytest.CaptureF
     video = plan(capsys, "causal_wan_1_3b", "--window", "9", "--latent-frames", "1", "--video-input")
     assert "4 frames a chunk" in video and "video to video" in video
     assert "model.video_input true --additional-config.omni.model.latent_frames_per_chunk 1" in video
+    fp8 = plan(capsys, "lingbot_world", "--kv-cache-dtype", "fp8")
+    assert "FP8 keys and values" in fp8 and fp8.rstrip().endswith("--kv-cache-dtype fp8")
     assert "FPS" in plan(capsys, "causal_wan_14b", "--gpu", "H200", "--n", "2", "--sessions", "2", "--window", "9")
 
 
@@ -258,3 +260,10 @@ def test_what_cannot_be_planned_is_refused(argv: list[str], words: str) -> None:
     args = make_parser().parse_args(["plan", *argv])
     with pytest.raises(CommandError, match=words):
         args.run(args)
+
+
+def test_fp8_keys_and_values_make_room_for_sessions() -> None:
+    """LingBot's window is 21.4 GiB in bf16; the rest of a session is no smaller."""
+    plain, fp8 = (predict(model_of("lingbot_world", kv_itemsize=size), H200, Split()) for size in (2, 1))
+    assert plain.session_bytes - fp8.session_bytes == pytest.approx(28_080 * 400 * 1024)
+    assert fp8.max_sessions > plain.max_sessions

@@ -6,7 +6,7 @@ on vLLM's config (`registration.py`). Each check raises ValueError with one line
 tests/entrypoints/cli/test_serve.py, tests/test_combinations.py and tests/docs/test_refusals.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from vllm_omni.config import OmniConfig
@@ -36,6 +36,12 @@ def check_runner(runner: str) -> None:
     """vLLM's `--runner`."""
     if runner not in ("auto", "pooling"):
         raise ValueError(f"--runner {runner}: a world model is served as 'pooling'; drop the flag")
+
+
+def check_kv_cache_dtype(name: str, allowed: Sequence[str]) -> None:
+    """vLLM's `--kv-cache-dtype`. allowed: by the family."""
+    if name not in allowed:
+        raise ValueError(f"--kv-cache-dtype {name}: this checkpoint's sessions hold no keys and values in it; drop it")
 
 
 def check_heads(ranks: int, hf_config: Mapping[str, Any]) -> None:

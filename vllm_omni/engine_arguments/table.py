@@ -151,7 +151,7 @@ ROWS = (
     Row("kv_cache_memory_bytes", honoured("bytes that the sessions of a rank may hold together"), _EMPTY_POOL),
     Row(
         "kv_cache_dtype",
-        refused("sessions keep keys and values in the type of --dtype: drop it"),
+        refused("sessions keep keys and values as --dtype says or as fp8 (e4m3)", "auto", "fp8", "fp8_e4m3"),
         refused("a pipeline keeps no keys and values between requests: drop it"),
     ),
     Row(

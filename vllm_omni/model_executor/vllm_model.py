@@ -20,6 +20,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.dtypes import kv_cache_dtype
 from vllm_omni.multimodal import NamedTensorsInfo, NamedTensorsProcessor, NoDummyInputs
 
 
@@ -57,13 +58,17 @@ Layout = TypeVar("Layout")
 
 @dataclass(frozen=True)
 class ServedCheckpoint(Generic[Layout]):
-    """Everything the engine says of the checkpoint it serves. eager: it was told not to compile anything."""
+    """Everything the engine says of the checkpoint it serves.
+
+    eager: it was told not to compile anything. kv_dtype: of sessions' keys and values, None = `dtype`.
+    """
 
     hf_config: Any
     layout: Layout
     omni: OmniConfig
     dtype: torch.dtype
     eager: bool
+    kv_dtype: torch.dtype | None = None
 
 
 class CheckpointPipeline(StepPipeline, Generic[Layout]):
@@ -80,7 +85,10 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
         assert isinstance(self.model_config.dtype, torch.dtype)
         omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         config, eager = self.model_config.hf_config, self.model_config.enforce_eager
-        self.build_served(ServedCheckpoint(config, self.served_layout(), omni, self.model_config.dtype, eager))
+        kv_dtype = kv_cache_dtype(vllm_config.cache_config.cache_dtype)
+        self.build_served(
+            ServedCheckpoint(config, self.served_layout(), omni, self.model_config.dtype, eager, kv_dtype)
+        )
 
     def find_layout(self, path: Path) -> Layout:
         """Find the pieces of the checkpoint below `path`. Raises ValueError."""

@@ -42,7 +42,7 @@ class StreamModel:
     frames come after the clean pass, not before it; with a VAE stage they never do. in_flight: chunks of one session at
     work at once. cuda_graphs: full windows are launched as graphs. camera: has camera layers, and an image condition
     with an encoder stream. video_input: each chunk brings its video, which is encoded first. moving_sinks: sinks are
-    kept twice. text_on_cpu: the text encoder is on the host.
+    kept twice. text_on_cpu: the text encoder is on the host. kv_itemsize: bytes of a stored key or value's number.
     """
 
     name: str
@@ -66,6 +66,7 @@ class StreamModel:
     video_input: bool = False
     moving_sinks: bool = False
     text_on_cpu: bool = False
+    kv_itemsize: int = _BF16
 
     @property
     def passes(self) -> int:
@@ -301,7 +302,7 @@ def chunk_steps_ms(model: StreamModel, card: Card, split: Split, window: int) ->
 
 def window_bytes(model: StreamModel, frames: int) -> float:
     """K/V of so many latent frames, all layers and heads."""
-    return 2 * _BF16 * frames * model.tokens_per_frame * model.dim * model.layers
+    return 2 * model.kv_itemsize * frames * model.tokens_per_frame * model.dim * model.layers
 
 
 def decode_ms(model: StreamModel, card: Card, split: Split, *, first: bool = False) -> float:

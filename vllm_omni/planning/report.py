@@ -48,6 +48,7 @@ def _served(model: StreamModel) -> str:
     parts = [] if model.clean else [f"noise-matched, {model.denoise} steps"]
     parts += [f"{model.in_flight} chunks in flight"] if model.in_flight > 1 else []
     parts += ["video to video"] if model.video_input else []
+    parts += ["FP8 keys and values"] if model.kv_itemsize == 1 else []
     parts += ["CUDA graphs"] if model.launches_graphs else []
     return "".join(f", {part}" for part in parts)
 
@@ -79,4 +80,6 @@ def _flags(model: StreamModel, split: Split) -> list[str]:
         options["model.latent_frames_per_chunk"] = str(model.chunk)
     if model.launches_graphs:
         options["model.cuda_graphs"] = "true"
+    if model.kv_itemsize == 1:
+        flags.append("--kv-cache-dtype fp8")
     return flags + [f"--additional-config.omni.{name} {value}" for name, value in options.items()]

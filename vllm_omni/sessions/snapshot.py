@@ -46,6 +46,7 @@ _DTYPES: Final = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 _TORCH_DTYPES: Final = {name: dtype for dtype, name in _DTYPES.items()}
 SIZES: Final = {name: dtype.itemsize for dtype, name in _DTYPES.items()}

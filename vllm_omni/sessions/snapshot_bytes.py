@@ -18,7 +18,7 @@ import torch
 
 _MAX_VECTORS: Final = 1024  # the kernel's limit of one pwritev or preadv
 _STAGING_BYTES: Final = 64 << 20
-_NUMPY_KNOWS: Final = {torch.bfloat16: torch.int16}
+_NUMPY_KNOWS: Final = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 Place = tuple[int, torch.Tensor]
 """A position in a file, and the tensor whose bytes belong there."""

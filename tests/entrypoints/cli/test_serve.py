@@ -107,8 +107,8 @@ def test_what_the_worker_would_ignore_is_refused_and_nothing_else(world: str) ->
         serve.refuse_ignored(worker, parser.parse_args(["serve", world, "--kv-cache-dtype", "auto"]), empty)
     planned = plan(world)
     serve.refuse_ignored(planned.worker, parser.parse_args(["serve", *planned.argv]), empty)
-    given = parser.parse_args(["serve", *planned.argv, "--kv-cache-dtype", "fp8", "--max-logprobs", "3"])
-    with pytest.raises(CommandError, match=r"^the diffusion worker cannot honour --kv-cache-dtype fp8: [^;]*$"):
+    given = parser.parse_args(["serve", *planned.argv, "--kv-cache-dtype", "fp8_e5m2", "--max-logprobs", "3"])
+    with pytest.raises(CommandError, match=r"^the diffusion worker cannot honour --kv-cache-dtype fp8_e5m2: [^;]*$"):
         serve.refuse_ignored(planned.worker, given, empty)
 
 

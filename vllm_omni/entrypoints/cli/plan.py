@@ -18,6 +18,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--window", type=int, help="latent frames a chunk sees (default: the model's)")
     parser.add_argument("--latent-frames", type=int, help="of a chunk, four frames each (default: 3)")
     parser.add_argument("--video-input", action="store_true", help="each chunk brings its video (causal Wan)")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="as vLLM's (default: auto)")
     parser.add_argument("--cuda-graphs", action="store_true", help="as served with omni.model.cuda_graphs")
     parser.add_argument(
         "--host-launch-ms",
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         changes["chunk"] = changes["first_chunk"] = args.latent_frames
     if args.video_input:
         changes["video_input"] = True
+    if args.kv_cache_dtype == "fp8":
+        changes["kv_itemsize"] = 1
     changes |= _cache(args)
     card = CARDS[args.gpu]
     if args.host_launch_ms is not None:

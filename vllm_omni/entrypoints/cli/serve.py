@@ -31,6 +31,7 @@ from vllm_omni.engine_arguments.refusals import (
     check_backend,
     check_config_format,
     check_heads,
+    check_kv_cache_dtype,
     check_one_device,
     check_runner,
     check_stages_scheduler,
@@ -230,6 +231,7 @@ def check(flags: "ServeFlags") -> "ModelFamily":
             _check_executor(flags, family.executor_cls)
         if family.serve_flags is None:
             _check_combinations(flags, hf_config)
+            check_kv_cache_dtype(flags.values.get("kv-cache-dtype", "auto"), family.kv_cache_dtypes)
     except (ValueError, OSError) as error:
         raise CommandError(str(error)) from error
     check_tracing(flags)

@@ -14,8 +14,9 @@ frame indices, so the only state is the number of committed frames:
   spare frames, a full window is copied into the order that it would have without them, so that results keep their bits.
 
 This shows each chunk exactly the keys that the original's roll-to-the-left buffer shows it; `chronological` rebuilds
-that buffer for comparison. `sink_frames == window_frames` means global attention: nothing is evicted and a session
-that outgrows its buffer is told so. Held by tests/model_executor/layers/test_kv_cache.py.
+that buffer for comparison. `sink_frames == window_frames` means global attention: nothing is evicted and a session that
+outgrows its buffer is told so. The number type of the buffer is the matter of `kv_format.py`.
+Held by tests/model_executor/layers/test_kv_cache.py.
 """
 
 # T tokens of a chunk, S visible tokens, N heads, H head dim
@@ -26,6 +27,7 @@ from typing import Self
 import torch
 
 from vllm_omni.model_executor.layers.forward_graphs import identity
+from vllm_omni.model_executor.layers.kv_format import kv_format, kv_nbytes
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
 
@@ -33,6 +35,7 @@ from vllm_omni.sessions.snapshot import SavedTensors
 class KVWindow:
     """Buffers `[layers, 2, (window_frames + spare_frames) * tokens_per_frame, heads, head_dim]`, allocated once.
 
+    dtype: of what is written and read. storage: of the buffer, None = `dtype`.
     max_attention_tokens: if set, a chunk sees only that many of the newest visible tokens in chronological order
     (dropping sinks first, as the original does when its attention size is below its cache size).
     """
@@ -48,6 +51,7 @@ class KVWindow:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        storage: torch.dtype | None = None,
         max_attention_tokens: int | None = None,
         spare_frames: int = 0,
     ) -> None:
@@ -62,7 +66,8 @@ class KVWindow:
         self.spare_frames = spare_frames if sink_frames < window_frames else 0  # global attention overwrites nothing
         self.committed_frames = 0
         shape = (num_layers, 2, (window_frames + self.spare_frames) * tokens_per_frame, num_heads, head_dim)
-        self.buffer = torch.zeros(shape, dtype=dtype, device=device)
+        self.format = kv_format(dtype, storage, num_layers=num_layers, num_heads=num_heads, device=device)
+        self.buffer = torch.zeros(shape, dtype=self.format.storage, device=device)
         self._seen: tuple[int, torch.Tensor] | None = None
 
     @property
@@ -71,7 +76,7 @@ class KVWindow:
 
     @property
     def nbytes(self) -> int:
-        return self.buffer.numel() * self.buffer.element_size()
+        return self.buffer.nbytes + self.format.nbytes
 
     @property
     def device(self) -> torch.device:
@@ -107,20 +112,25 @@ class KVWindow:
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
         """Put a chunk's keys and values into its own slots; overwrites what an earlier step of it wrote."""
         size = self.tokens_per_frame
+        if frames.start == 0:
+            self.format.fit(layer, k_TNH, v_TNH)
         for offset, slot, count in self._runs(frames):
             source = slice(offset * size, (offset + count) * size)
             target = slice(slot * size, (slot + count) * size)
-            self.buffer[layer, 0, target].copy_(k_TNH[source])
-            self.buffer[layer, 1, target].copy_(v_TNH[source])
+            self.format.store(layer, 0, k_TNH[source], self.buffer[layer, 0, target])
+            self.format.store(layer, 1, v_TNH[source], self.buffer[layer, 1, target])
 
     def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `(k_SNH, v_SNH)` that chunk `frames`, already written, attends to: views, in slot order."""
-        k, v = self.buffer[layer].unbind(0)
+        """Return `(k_SNH, v_SNH)` that chunk `frames`, already written, attends to, in slot order.
+
+        Views, where the buffer holds them as they are and they follow each other.
+        """
         span = self._span(frames)
         if span is not None:
-            return k[span], v[span]
-        index = self._seen_tokens(frames.stop)
-        return k.index_select(0, index), v.index_select(0, index)
+            k, v = self.buffer[layer, :, span]
+        else:
+            k, v = self.buffer[layer].index_select(1, self._seen_tokens(frames.stop))
+        return self.format.load(layer, 0, k), self.format.load(layer, 1, v)
 
     def _span(self, frames: range) -> slice | None:
         """Return where the tokens that chunk `frames` sees lie, or None if that is no slice."""
@@ -158,10 +168,17 @@ class KVWindow:
         end = self.committed_frames + next_frames
         size = self.tokens_per_frame
         live = [frame for frame in self.visible_frames(end) if frame < self.committed_frames]
-        return {
+        named = {
             f"kv.frame{frame}": self.buffer[:, :, self.slot(frame) * size : (self.slot(frame) + 1) * size]
             for frame in live
         }
+        return {**named, **self.format.tensors()} if live else named
+
+    def take_first_frames(self, other: Self, num_frames: int) -> None:
+        """Hold the stream's first `num_frames` frames as another window of the same sizes does."""
+        part = slice(0, num_frames * self.tokens_per_frame)
+        self.buffer[:, :, part].copy_(other.buffer[:, :, part])
+        self.format.take_scales(other.format)
 
     def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
         """Fill a new window with what `tensors(next_frames)` of another one named. Raises `RequestFailed`."""
@@ -173,10 +190,12 @@ class KVWindow:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.buffer = self.buffer.clone()
+        other.format = self.format.fork()
         return other
 
     def to(self, device: torch.device | str) -> None:
         self.buffer = self.buffer.to(device)
+        self.format.to(device)
         self._seen = None
 
     def close(self) -> None:
@@ -225,7 +244,15 @@ class KVWindow:
 
 
 def kv_window_nbytes(
-    *, num_layers: int, window_frames: int, tokens_per_frame: int, num_heads: int, head_dim: int, dtype: torch.dtype
+    *,
+    num_layers: int,
+    window_frames: int,
+    tokens_per_frame: int,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    storage: torch.dtype | None = None,
 ) -> int:
     """Return the bytes a `KVWindow` of these sizes will hold. window_frames: its spare frames included."""
-    return 2 * num_layers * window_frames * tokens_per_frame * num_heads * head_dim * dtype.itemsize
+    numel = 2 * num_layers * window_frames * tokens_per_frame * num_heads * head_dim
+    return kv_nbytes(dtype, storage, num_layers=num_layers, num_heads=num_heads, numel=numel)

@@ -89,7 +89,8 @@ class SinkWindow(KVWindow):
             turned = keys[: self.sinks.shape[2], :, :lanes].unflatten(0, (self.sink_frames, -1))  # [S, T, N, 2C]
             even, odd = turned.float().unflatten(-1, (-1, 2)).unbind(-1)
             cos, sin = cos_SC[:, None, None], sin_SC[:, None, None]
-            turned.copy_(torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2))
+            placed = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+            turned.copy_(self.format.rounded(placed))
 
     def resemblance(self, end_frame: int) -> torch.Tensor | None:
         """Return sums [L, S, 2, 3] (dot product and both squares, of K and V) of this rank's heads, or None.
@@ -100,14 +101,21 @@ class SinkWindow(KVWindow):
         leaving = end_frame - self.ring_frames
         if self.refresh_threshold is None or leaving < self.sink_frames:
             return None
-        mean_LKS = self.sinks.unflatten(2, (self.sink_frames, -1)).float().mean(3).flatten(3)  # [L, 2, S, N * H]
+        mean_LKS = self._token_means(self.sinks.unflatten(2, (self.sink_frames, -1)))  # [L, 2, S, N * H]
         for end, renewed_LS in self._renewals:
             if end < end_frame:
-                newer_LK = self._frame(end - self.ring_frames).float().mean(2).flatten(2).unsqueeze(2)
+                newer_LK = self._token_means(self._frame(end - self.ring_frames).unsqueeze(2))
                 mean_LKS = torch.where(renewed_LS[:, None, :, None], newer_LK, mean_LKS)
-        frame_LK = self._frame(leaving).float().mean(2).flatten(2).unsqueeze(2)
+        frame_LK = self._token_means(self._frame(leaving).unsqueeze(2))
         sums = (mean_LKS * frame_LK, mean_LKS.square(), frame_LK.square().expand_as(mean_LKS))
         return torch.stack([values.sum(-1) for values in sums], dim=-1).transpose(1, 2)
+
+    def _token_means(self, stored: torch.Tensor) -> torch.Tensor:
+        """Mean of each frame's tokens: stored [L, 2, S, T, N, H] -> fp32 [L, 2, S, N * H]."""
+        mean_LKSNH, scales_LKN = stored.float().mean(3), self.format.scales()
+        if scales_LKN is not None:
+            mean_LKSNH = mean_LKSNH * scales_LKN[:, :, None, :, None]
+        return mean_LKSNH.flatten(3)
 
     def decide(self, end_frame: int, sums_LSK3: torch.Tensor) -> None:
         """Take the full sums of `resemblance`; `commit(end_frame)` will renew accordingly."""
@@ -181,7 +189,15 @@ class SinkWindow(KVWindow):
 
 
 def sink_window_extra_nbytes(
-    *, num_layers: int, sink_frames: int, tokens_per_frame: int, num_heads: int, head_dim: int, dtype: torch.dtype
+    *,
+    num_layers: int,
+    sink_frames: int,
+    tokens_per_frame: int,
+    num_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    storage: torch.dtype | None = None,
 ) -> int:
     """Return the bytes a `SinkWindow` holds beyond a `KVWindow` of the same sizes."""
-    return 2 * num_layers * sink_frames * tokens_per_frame * num_heads * head_dim * dtype.itemsize
+    itemsize = (storage or dtype).itemsize
+    return 2 * num_layers * sink_frames * tokens_per_frame * num_heads * head_dim * itemsize

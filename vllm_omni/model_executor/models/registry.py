@@ -61,6 +61,7 @@ class ModelFamily:
     check_options: (hf_config as a dict, parsed options) -> None, or ValueError in one line; must be cheap.
     check_parallel: (hf_config as a dict, parsed options, --tensor-parallel-size, --pipeline-parallel-size) -> None, or
     ValueError in one line, before any process starts; None = the worker finds out.
+    kv_cache_dtypes: those of `--kv-cache-dtype` that sessions can be kept in.
     executor_cls: the executor that serves the family in one process, without a worker; None = workers.
     serve_flags: (directory, whether on CPU) -> the flags `vllm serve --omni` adds, for a family that vLLM serves by an
     autoregressive engine; None = the diffusion worker's. endpoint_plugins: what else it names in VLLM_PLUGINS.
@@ -76,6 +77,7 @@ class ModelFamily:
     check_parallel: Callable[[dict[str, Any], OmniConfig, int, int], None] | None = None
     world_facts: Callable[[dict[str, Any], OmniConfig], dict[str, Any]] | None = None
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None
+    kv_cache_dtypes: tuple[str, ...] = ("auto",)
     executor_cls: str | None = None
     serve_flags: Callable[[Path, bool], dict[str, str]] | None = None
     endpoint_plugins: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.dtypes import KV_CACHE_DTYPES
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.registry import ModelFamily
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
@@ -80,4 +81,5 @@ def streaming_family(
         check_parallel=check_split,
         world_facts=world_facts,
         capabilities=capabilities,
+        kv_cache_dtypes=KV_CACHE_DTYPES,
     )

@@ -168,6 +168,8 @@ def model_identity(vllm_config: "VllmConfig", shares_decode: bool, partition: Se
         "options": options,
         "dtype": str(vllm_config.model_config.dtype),
     }
+    if vllm_config.cache_config.cache_dtype != "auto":
+        described["kv_cache_dtype"] = vllm_config.cache_config.cache_dtype
     stages = {name: omni[name] for name in ("vae_stage", "pipeline") if omni.get(name)}
     if partition:
         stages["pipeline_partition"] = list(partition)

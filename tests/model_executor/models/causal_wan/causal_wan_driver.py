@@ -24,12 +24,14 @@ def load_model(
     parallel: ParallelContext | None = None,
     dtype: torch.dtype = torch.float32,
     serving: Mapping[str, Any] | None = None,
+    kv_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> CausalWan:
     """serving: `OmniConfig`'s own options."""
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options, **(serving or {}))
     layout = find_layout(checkpoint)
-    setup = StreamSetup.of(hf_config(checkpoint)["causal_wan"], layout, omni, dtype, parallel or ParallelContext())
+    values = hf_config(checkpoint)["causal_wan"]
+    setup = StreamSetup.of(values, layout, omni, dtype, parallel or ParallelContext(), kv_dtype=kv_dtype)
     model = CausalWan(setup)
     model.load_checkpoint(layout)
     return model

@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sinks of two chunks": {**MATCHED, **FRAMES, "window_frames": 4, "sink_frames": 3},
     "sinks stay put": {**MATCHED, **FRAMES, "window_frames": 5, "sink_frames": 2, "sink_position": "absolute"},
     "sinks renewed": {**MATCHED, **FRAMES, "window_frames": 5, "sink_frames": 2, "sink_refresh_threshold": 0.999},
+    "FP8 keys and values": {**MATCHED, **FRAMES, "window_frames": 5, "sink_frames": 2, "kv_dtype": torch.float8_e4m3fn},
     "global": {**MATCHED, **FRAMES, "window_frames": -1},
 }
 CHUNKS = 9

@@ -24,11 +24,16 @@ Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 
 def load_world(
-    checkpoint: Path, parallel: ParallelContext | None = None, dtype: torch.dtype = torch.float32, **options: Any
+    checkpoint: Path,
+    parallel: ParallelContext | None = None,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> LingBotWorld:
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options)
     layout = find_layout(checkpoint)
-    setup = WorldSetup.of(hf_config(checkpoint)["lingbot_world"], layout, omni, dtype, parallel or ParallelContext())
+    values = hf_config(checkpoint)["lingbot_world"]
+    setup = WorldSetup.of(values, layout, omni, dtype, parallel or ParallelContext(), kv_dtype=kv_dtype)
     world = LingBotWorld(setup)
     world.load_checkpoint(layout)
     return world

@@ -41,9 +41,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module", params=[None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
+def any_world(request: pytest.FixtureRequest, checkpoint: Path) -> LingBotWorld:
+    """Window 7, sink 2: full after three chunks."""
+    return load_world(checkpoint, window_frames=7, sink_frames=2, kv_dtype=request.param)
+
+
 @pytest.fixture(scope="module")
 def world(checkpoint: Path) -> LingBotWorld:
-    """Window 7, sink 2: full after three chunks."""
+    """The same with the keys and values as they are."""
     return load_world(checkpoint, window_frames=7, sink_frames=2)
 
 
@@ -86,8 +92,8 @@ def test_a_session_streams_9_then_12_frames(world: LingBotWorld) -> None:
     assert session.chunk_index == 5
 
 
-def test_a_replayed_session_is_bit_identical(world: LingBotWorld) -> None:
-    for first, again in zip(run_chunks(world, 4), run_chunks(world, 4), strict=True):
+def test_a_replayed_session_is_bit_identical(any_world: LingBotWorld) -> None:
+    for first, again in zip(run_chunks(any_world, 4), run_chunks(any_world, 4), strict=True):
         assert torch.equal(first, again)
 
 
@@ -194,44 +200,44 @@ def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(wor
 
 @pytest.mark.parametrize("steps", range(6))
 @pytest.mark.parametrize("chunks", [1, 4])
-def test_an_aborted_chunk_leaves_the_session_byte_identical(world: LingBotWorld, chunks: int, steps: int) -> None:
+def test_an_aborted_chunk_leaves_the_session_byte_identical(any_world: LingBotWorld, chunks: int, steps: int) -> None:
     """Abandoned before, between and after denoise steps, even after decoding; then the chunk comes out as if new."""
-    session = open_session(world)
+    session = open_session(any_world)
     for _ in range(chunks):
-        run_chunk(world, session, prompt="a beach")
+        run_chunk(any_world, session, prompt="a beach")
     twin = session.fork("twin")
     before = snapshot(session)
-    abandoned = make_request(world, session, {"image": start_image(3)}, prompt="a volcano", seed=9, actions=[["k"]])
-    world.prepare_encode(abandoned)
+    abandoned = make_request(any_world, session, {"image": start_image(3)}, prompt="a volcano", seed=9, actions=[["k"]])
+    any_world.prepare_encode(abandoned)
     for _ in range(steps):
-        step(world, [abandoned])
+        step(any_world, [abandoned])
     if steps == abandoned.num_steps:
-        world.post_decode(abandoned)
+        any_world.post_decode(abandoned)
     assert_same(session, before)
-    assert torch.equal(frames_of(run_chunk(world, session)), frames_of(run_chunk(world, twin)))
+    assert torch.equal(frames_of(run_chunk(any_world, session)), frames_of(run_chunk(any_world, twin)))
 
 
-def test_an_aborted_first_chunk_leaves_a_new_session(world: LingBotWorld) -> None:
-    session = open_session(world)
+def test_an_aborted_first_chunk_leaves_a_new_session(any_world: LingBotWorld) -> None:
+    session = open_session(any_world)
     before = snapshot(session)
-    request = make_request(world, session, prompt="a beach")
-    world.prepare_encode(request)
-    step(world, [request])
+    request = make_request(any_world, session, prompt="a beach")
+    any_world.prepare_encode(request)
+    step(any_world, [request])
     assert_same(session, before)
-    assert torch.equal(frames_of(run_chunk(world, session, prompt="a beach")), run_chunks(world, 1)[0])
+    assert torch.equal(frames_of(run_chunk(any_world, session, prompt="a beach")), run_chunks(any_world, 1)[0])
 
 
-def test_a_fork_goes_its_own_way(world: LingBotWorld) -> None:
-    session = open_session(world)
+def test_a_fork_goes_its_own_way(any_world: LingBotWorld) -> None:
+    session = open_session(any_world)
     for _ in range(4):
-        run_chunk(world, session, prompt="a beach")
+        run_chunk(any_world, session, prompt="a beach")
     fork = session.fork("b")
     assert fork.nbytes == session.nbytes
     assert_same(fork, snapshot(session))
     before = snapshot(session)
-    other = frames_of(run_chunk(world, fork, actions=[["s"]] * 3))
+    other = frames_of(run_chunk(any_world, fork, actions=[["s"]] * 3))
     assert_same(session, before)
-    assert not torch.equal(frames_of(run_chunk(world, session)), other)
+    assert not torch.equal(frames_of(run_chunk(any_world, session)), other)
 
 
 def test_a_prompt_switch_takes_effect_from_its_chunk_on(world: LingBotWorld) -> None:
@@ -274,13 +280,13 @@ def test_the_decoder_streams_across_chunks(world: LingBotWorld) -> None:
     assert frames_of(run_chunk(world, fork)).shape[0] != frames_of(run_chunk(world, session)).shape[0]
 
 
-def test_bytes_are_known_beforehand_and_never_change(world: LingBotWorld) -> None:
+def test_bytes_are_known_beforehand_and_never_change(any_world: LingBotWorld) -> None:
     params = DiffusionParams(session_id="a", prompt="a beach")
-    session = open_session(world)
-    assert session.nbytes == world.session_nbytes(params)
+    session = open_session(any_world)
+    assert session.nbytes == any_world.session_nbytes(params)
     for _ in range(6):
-        run_chunk(world, session, prompt="a beach")
-        assert session.nbytes == world.session_nbytes(params)
+        run_chunk(any_world, session, prompt="a beach")
+        assert session.nbytes == any_world.session_nbytes(params)
         assert isinstance(session, LingBotSession)
         assert session.decoder_cache is not None
         held = session.window.nbytes + session.decoder_cache.nbytes
@@ -301,9 +307,9 @@ def test_a_session_of_full_size_holds_what_the_arithmetic_says() -> None:
     assert size == 28_080 * 800 * 1024
 
 
-def test_moving_a_session_away_and_back_changes_nothing(world: LingBotWorld) -> None:
-    session = open_session(world)
-    run_chunk(world, session, prompt="a beach")
+def test_moving_a_session_away_and_back_changes_nothing(any_world: LingBotWorld) -> None:
+    session = open_session(any_world)
+    run_chunk(any_world, session, prompt="a beach")
     before = snapshot(session)
     session.to("cpu")
     assert_same(session, before)
@@ -327,19 +333,31 @@ def test_a_first_chunk_of_one_latent_frame(checkpoint: Path) -> None:
     assert counts == [1, 12, 12]
 
 
+def test_fp8_keys_and_values_take_a_quarter_and_change_little(checkpoint: Path, world: LingBotWorld) -> None:
+    """Of fp32; latents of four chunks of random weights."""
+    fp8 = load_world(checkpoint, window_frames=7, sink_frames=2, kv_dtype=torch.float8_e4m3fn)
+    sessions = [open_session(model, output="latents") for model in (fp8, world)]
+    held = [session.window.nbytes for session in sessions if isinstance(session, LingBotSession)]
+    assert held[0] == pytest.approx(held[1] / 4, rel=0.02)
+    for _ in range(4):
+        kept, wanted = (
+            run_chunk(model, session, prompt="a beach", output="latents")[1]["latents"]
+            for model, session in zip((fp8, world), sessions, strict=True)
+        )
+        assert 0 < (kept - wanted).norm() / wanted.norm() < 0.01
+
+
 # -- parallel ----------------------------------------------------------------------------------------------------------
 
 
-def test_pipeline_stages_equal_one_rank_bit_for_bit(checkpoint: Path, world: LingBotWorld) -> None:
+def test_pipeline_stages_equal_one_rank_bit_for_bit(checkpoint: Path, any_world: LingBotWorld) -> None:
     """The runner's part is played by hand: hidden states forward, latents back."""
-    stages = [
-        load_world(checkpoint, ParallelContext(stage=stage, num_stages=2), window_frames=7, sink_frames=2)
-        for stage in range(2)
-    ]
+    options = {"window_frames": 7, "sink_frames": 2, "kv_dtype": any_world.kv_dtype}
+    stages = [load_world(checkpoint, ParallelContext(stage=stage, num_stages=2), **options) for stage in range(2)]
     assert not stages[0].vae.has_decoder
     assert not stages[1].vae.has_encoder
     sessions = [open_session(stage) for stage in stages]
-    for expected in run_chunks(world, 4):
+    for expected in run_chunks(any_world, 4):
         requests = [
             make_request(stage, session, prompt="a beach") for stage, session in zip(stages, sessions, strict=True)
         ]

@@ -100,9 +100,8 @@ class ChunkCache:
         """Make chunk `frames` part of the stream."""
         first = frames.start == 0
         if self.has_sinks_per_step and first:
-            part = slice(0, frames.stop * self.clean.tokens_per_frame)
             for window in self.windows[:-1]:
-                window.buffer[:, :, part].copy_(self.clean.buffer[:, :, part])
+                window.take_first_frames(self.clean, frames.stop)
         for window in self.windows:
             window.commit(frames.stop, sinks_kept=self.has_sinks_per_step and not first)
 

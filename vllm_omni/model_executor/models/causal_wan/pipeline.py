@@ -111,7 +111,9 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
             self.decoder = ChunkDecoder(self.vae, self.tiny_vae)
         self.video = VideoEncoder(self.vae, options) if self.vae.has_encoder else None
         spare = in_flight.spare_frames(options, self.plan, setup.omni, parallel)
-        self.sizes = StreamSizes(self.config, options, self.plan, self.transformer, spare, self._own_step)
+        self.sizes = StreamSizes(
+            self.config, options, self.plan, self.transformer, spare, self._own_step, setup.kv_dtype
+        )
         self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
@@ -321,7 +323,11 @@ class CausalWanPipeline(CheckpointPipeline[CheckpointLayout], CausalWan):
 
     def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
         values = served.hf_config.causal_wan
-        self.build(StreamSetup.of(values, served.layout, served.omni, served.dtype, eager=served.eager))
+        self.build(
+            StreamSetup.of(
+                values, served.layout, served.omni, served.dtype, eager=served.eager, kv_dtype=served.kv_dtype
+            )
+        )
 
 
 if TYPE_CHECKING:

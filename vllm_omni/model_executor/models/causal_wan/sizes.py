@@ -8,6 +8,8 @@ Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.layers.sink_window import SinkWindow, sink_window_extra_nbytes
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
@@ -18,7 +20,10 @@ from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 
 
 class StreamSizes:
-    """spare_frames: of each window (`in_flight.spare_frames`). own_step: a stage's that owns one step."""
+    """spare_frames: of each window (`in_flight.spare_frames`). own_step: a stage's that owns one step.
+
+    kv_dtype: in which windows are stored, None = the transformer's.
+    """
 
     def __init__(
         self,
@@ -28,7 +33,9 @@ class StreamSizes:
         transformer: CausalWanTransformer,
         spare_frames: Sequence[int] | None = None,
         own_step: int | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        self._kv_dtype = kv_dtype
         self._config, self._options, self._plan, self._transformer = config, options, plan, transformer
         passes = options.text_schedule().num_steps + 1
         self._spare_frames = list(spare_frames or [0] * passes)
@@ -92,4 +99,5 @@ class StreamSizes:
             "num_heads": self._transformer.num_cache_heads,
             "head_dim": self._config.head_dim,
             "dtype": self._transformer.dtype,
+            "storage": self._kv_dtype,
         }

@@ -64,6 +64,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
         self.options = setup.options
         self.omni = setup.omni
         self.parallel = setup.parallel
+        self.kv_dtype = setup.kv_dtype
         self.plan = resolve_plan(setup.config, setup.options)
         self.schedule = setup.options.denoise_schedule()
         self.text_encoder: TextEncoder | None = None
@@ -149,6 +150,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
             "num_heads": self.transformer.num_cache_heads,
             "head_dim": self.config.head_dim,
             "dtype": self.transformer.dtype,
+            "storage": self.kv_dtype,
         }
 
     def own_bytes(self, shape: SessionShape) -> int:
@@ -288,7 +290,11 @@ class LingBotWorldPipeline(CheckpointPipeline[CheckpointLayout], LingBotWorld):
 
     def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
         values = served.hf_config.lingbot_world
-        self.build(WorldSetup.of(values, served.layout, served.omni, served.dtype, eager=served.eager))
+        self.build(
+            WorldSetup.of(
+                values, served.layout, served.omni, served.dtype, eager=served.eager, kv_dtype=served.kv_dtype
+            )
+        )
 
 
 if TYPE_CHECKING:

@@ -38,7 +38,8 @@ Layout = TypeVar("Layout", bound=WanComponents)
 class WanChunkSetup(Generic[Config, Options, Layout]):
     """Everything such a pipeline is built from, resolved and checked. layout: where the checkpoint's pieces are.
 
-    dtype: the transformer's. compiled: what `options.compile` comes to.
+    dtype: the transformer's. compiled: what `options.compile` comes to. kv_dtype: the stored keys and values', None =
+    `dtype`.
     """
 
     config: Config
@@ -50,6 +51,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
     parallel: ParallelContext
     dtype: torch.dtype
     compiled: bool
+    kv_dtype: torch.dtype | None = None
 
     @classmethod
     def of(
@@ -60,6 +62,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
         dtype: torch.dtype,
         parallel: ParallelContext | None = None,
         eager: bool = True,
+        kv_dtype: torch.dtype | None = None,
     ) -> Self:
         """Read what a family's `hf_config` says of a checkpoint; `parallel` None = vLLM's groups. Raises ValueError.
 
@@ -78,6 +81,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
             or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel),
             dtype=dtype,
             compiled=compiles(options.compile, eager),
+            kv_dtype=kv_dtype,
         )
 
     @property
