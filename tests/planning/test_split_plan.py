@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni plan`: closed forms, errors against measured runs, the docs page, the command."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -260,6 +261,14 @@ def test_what_cannot_be_planned_is_refused(argv: list[str], words: str) -> None:
     args = make_parser().parse_args(["plan", *argv])
     with pytest.raises(CommandError, match=words):
         args.run(args)
+
+
+def test_it_says_which_card_holds_a_session(capsys: pytest.CaptureFixture[str]) -> None:
+    """LingBot's 37 GB of weights fit no card of 32 GB; a larger card holds no fewer sessions."""
+    line = next(line for line in plan(capsys, "lingbot_world").splitlines() if line.startswith("sessions that one GPU"))
+    counts = [0 if count == "none" else int(count) for count in re.findall(r"GB: (\w+)", line)]
+    assert len(counts) == 6 and counts[:2] == [0, 0] and counts[-1] >= 2
+    assert counts == sorted(counts)
 
 
 def test_fp8_keys_and_values_make_room_for_sessions() -> None:

@@ -7,6 +7,8 @@ from vllm_omni.planning.cards import Card
 from vllm_omni.planning.cost import Prediction, Split, StreamModel, predict, splits
 
 _HOST = "  host"
+_CARDS_GB = (24, 32, 48, 80, 96, 141)
+"""Memory of common cards."""
 
 
 def candidates(model: StreamModel, card: Card, gpus: int, sessions: int) -> list[Prediction]:
@@ -39,8 +41,17 @@ def plan_text(model: StreamModel, card: Card, gpus: int, sessions: int) -> str:
         helps = not model.cuda_graphs and replace(model, cuda_graphs=True).launches_graphs
         graphs = "; --cuda-graphs takes most of that away" if helps else ""
         lines.append(f"{_HOST.strip()}: passes wait for the host that launches their kernels{graphs}")
+    lines.append(room(model, card))
     lines.append(f"best: {found[0].split} {' '.join(_flags(model, found[0].split))}".rstrip())
     return "\n".join(lines)
+
+
+def room(model: StreamModel, card: Card) -> str:
+    """How many sessions one GPU of each common size holds, at 10^9 bytes a GB."""
+    sized = [replace(card, memory_bytes=size * 1e9) for size in _CARDS_GB]
+    counts = [predict(model, each, Split()).max_sessions for each in sized]
+    held = ", ".join(f"{size} GB: {count or 'none'}" for size, count in zip(_CARDS_GB, counts, strict=True))
+    return f"sessions that one GPU holds: {held}"
 
 
 def _served(model: StreamModel) -> str:
