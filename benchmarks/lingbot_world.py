@@ -29,7 +29,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, add_serving_arguments, run_request, running_engine, save
+from common import add_output_arguments, add_serving_arguments, precision_of, run_request, running_engine, save
 
 ORIGINAL_MS = 3073
 """The original code on an H200: denoise and context passes of one chunk at 480x832, window 18, sink 9."""
@@ -100,6 +100,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         distributed_executor_backend=args.executor,
         disable_custom_all_reduce=args.disable_custom_all_reduce,
         gpu_memory_utilization=args.gpu_memory_utilization,
+        **precision_of(args),
     ) as engine:
         load_s = time.perf_counter() - loading
         runs = await asyncio.gather(
@@ -150,6 +151,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "device_memory": memory,
         "session_bytes": sessions[0]["bytes"],
         "eager": args.eager,
+        **precision_of(args),
         "latents_digests": [record["digest"] for record in latents["records"]],
     }
 

@@ -47,7 +47,7 @@ class Compared:
 def rows() -> list[Compared]:
     """Of every run on H200 that ended a chunk.
 
-    But of code that is no longer (`_before_` in its name), and of ranks that shared GPUs.
+    But of code that is no longer (`_before_` in its name), of ranks that shared GPUs, and of quantized weights.
     """
     found: list[Compared] = []
     for path in sorted((REPO / "benchmarks" / "results").glob("*.json")):
@@ -57,7 +57,7 @@ def rows() -> list[Compared]:
         result = run.get("result")
         if not isinstance(result, dict) or not {"chunk_interval_ms", "rows"} & set(result) or not _is_streaming(run):
             continue
-        if all("H200" in gpu for gpu in run["hardware"]["gpus"]):
+        if result.get("quantization") is None and all("H200" in gpu for gpu in run["hardware"]["gpus"]):
             found += compare(path.stem.split("_", 1)[1], result, H200)
     return found
 
@@ -92,6 +92,7 @@ def _compare_one(run: str, result: Mapping[str, Any], parallel: Mapping[str, int
         "text_on_cpu": options.get("text_encoder_device") == "cpu",
         **{ours: options[theirs] for ours, theirs in _OPTIONS.items() if theirs in options},
         **cache_facts(options, result.get("chunks_in_flight", 1)),
+        **({"kv_itemsize": 1} if result.get("kv_cache_dtype", "auto") != "auto" else {}),
     }
     name = result.get("model", "lingbot_world")
     model = model_of(_NAMES.get(name, name), **changes)

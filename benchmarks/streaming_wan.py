@@ -32,7 +32,17 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import HUGE_PAGES, IDLE_S, add_output_arguments, restart_with, run_request, running_engine, save
+from common import (
+    HUGE_PAGES,
+    IDLE_S,
+    add_output_arguments,
+    add_serving_arguments,
+    precision_of,
+    restart_with,
+    run_request,
+    running_engine,
+    save,
+)
 
 SIZES: dict[str, dict[str, int]] = {
     "1.3B": {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30},
@@ -136,6 +146,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             "max_sessions": args.streams + 1,
             "chunks_in_flight": args.chunks_in_flight,
             "pipeline": args.pipeline,
+            **json.loads(args.omni_options),
         },
         dtype="bfloat16",
         enforce_eager=args.eager,
@@ -143,6 +154,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         tensor_parallel_size=ranks,
         pipeline_parallel_size=args.pipeline_parallel,
         gpu_memory_utilization=args.gpu_memory_utilization,
+        **precision_of(args),
     ) as engine:
         load_s = time.perf_counter() - loading
         first = await one_stream(engine, "first", argparse.Namespace(**{**vars(args), "chunks": 2}), plan)
@@ -175,6 +187,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "chunks_in_flight": args.chunks_in_flight,
         "model_options": options,
         "eager": args.eager,
+        **precision_of(args),
         "chunks": args.chunks,
         "frames_per_chunk": frames,
         "load_and_warm_up_s": round(load_s, 1),
@@ -211,9 +224,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--pipeline", choices=["blocks", "temporal"], default="blocks", help="what a stage owns")
     parser.add_argument("--chunks-in-flight", type=int, default=1, help="of one stream at work at once")
-    parser.add_argument("--eager", action="store_true", help="no torch.compile")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
+    add_serving_arguments(parser)
     parser.add_argument("--name", default="streaming_wan", help="name of the result file")
     add_output_arguments(parser)
     return parser
