@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Job` and `Run`: one request, what it asks for and what has been answered so far.
+"""`Job` and `Run`: one request: its checked inputs, and its replies so far.
 
-A run outlives the connection that asked for it: its replies are numbered and kept (within the session's journal), so a
-client that comes back can have them again, or take over while it still runs. A run is planned (its chunks are known
-when it begins) or live: it goes on chunk by chunk, each steered by what its `ChunkSource` says at that moment. Knows no
+A run outlives its connection: its replies are numbered and kept (within the session's journal), so a client that
+reconnects can have them again, or take over while it still runs. A run is planned (its chunks are known when it
+begins) or live: it goes on chunk by chunk, each with controls sampled from its `ChunkSource` at that moment. Knows no
 message format and no sockets. Held by tests/entrypoints/realtime/{test_session,test_generate_door,test_live_faults}.py.
 """
 
@@ -31,9 +31,9 @@ Deliver = Callable[[Any], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Controls:
-    """What steers one chunk: held keys per latent frame, or a pose per pixel frame, or nothing; and the prompt.
+    """Controls of one chunk: held keys per latent frame, or a pose per pixel frame, or neither; and the prompt.
 
-    prompt: None = as before. mark: whatever the door wants to find again in the finished chunk.
+    prompt: None = as before. mark: the door's own data, returned unchanged in the finished chunk.
     """
 
     actions: Sequence[list[str]] | None = None
@@ -57,10 +57,10 @@ class ChunkSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedChunk:
-    """A chunk with all that a door's replies say about it.
+    """A chunk with all metadata that a door's replies carry.
 
     sizes: pixel frames of each chunk of the request (of a live one: of this chunk alone); number: chunks before it.
-    chunk_index, first_frame: its place in the session. controls: what steered it, if the run is live.
+    chunk_index, first_frame: its place in the session. controls: those of a live run's chunk, else None.
     """
 
     session_id: str
@@ -84,7 +84,7 @@ class Job:
     load_image: `(height, width)` -> uint8 `[H, W, 3]`; called off the event loop, only if the world starts here.
     Exactly one of `camera` (a pose per pixel frame), `actions` (held keys per latent frame) and `source` is set.
     source: steers a live run; num_chunks: where that ends, None = when it is cancelled.
-    chunk_index: the chunk that must be next; None = whichever is.
+    chunk_index: the chunk that must be the session's next; None = any.
     render: turns a chunk into encoded replies, each with a length in bytes; called off the event loop, unless
     `render_inline` says that it takes less time than a change of threads.
     keep_replies: whether delivered replies stay in the session's journal. unsent_chunks: finished chunks that may wait
@@ -118,8 +118,8 @@ class Job:
 class Reply:
     """One encoded message; `part` counts the messages of its chunk. `len(payload)` is its size in bytes.
 
-    num_frames: of the whole chunk with its first part, 0 with the others. trace: told when this, the chunk's last
-    part, has been delivered.
+    num_frames: of the whole chunk with its first part, 0 with the others. trace: spans of the chunk, set with its last
+    part only; the delivery of that part ends the `transport` span.
     """
 
     chunk_index: int
@@ -140,8 +140,8 @@ class Run:
 
     sizes: pixel frames of its chunks, set when its turn comes (empty for a live run). controls: of a live run's chunks
     that the engine has. completed: chunks done. first_kept: replies before this number have been dropped. delivered:
-    replies the current follower has. account: told of each change of `kept_bytes`. dropped: told of frames that are
-    let go undelivered.
+    replies the current follower has. account: called with each change of `kept_bytes`. dropped: called with the number
+    of frames that are dropped undelivered.
     """
 
     job: Job
@@ -181,13 +181,13 @@ class Run:
         self.account(num_bytes)
 
     def finish(self, error: DoorError | None = None) -> None:
-        """Mark the end and let go of the inputs: a repetition brings them again."""
+        """Mark the end and drop the inputs: a repeated request sends them again."""
         self.finished, self.error = True, error
         self.job = dataclasses.replace(self.job, camera=None, actions=None, load_image=None, source=None)
         self._notify()
 
     def discard(self) -> None:
-        """Let go of every reply; nobody will ask for them."""
+        """Drop every reply: no client can ask for them any more."""
         undelivered = islice(self.replies, max(0, self.delivered - self.first_kept), None)
         self.dropped(sum(reply.num_frames for reply in undelivered))
         self.first_kept = self.num_replies
@@ -195,7 +195,7 @@ class Run:
         self._grow(-self.kept_bytes)
 
     def reopen(self, job: Job) -> None:
-        """Go on after a cut; what is complete stays."""
+        """Continue a cut run with the repeated request's job; finished chunks and their replies stay."""
         self.job, self.finished, self.error, self.attempt = job, False, None, self.attempt + 1
         self.started_s = time.monotonic()
 
