@@ -43,7 +43,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class _KeyedSource:
-    """Steers the session's chunks by what its client has asked for (`ChunkSource`)."""
+    """Steers the session's chunks by its client's controls (`ChunkSource`)."""
 
     def __init__(self, prompt: str, track: ControlTrack, throttle: Throttle, *, camera: bool) -> None:
         self._prompt, self._track, self._throttle, self._camera = prompt, track, throttle, camera
