@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm." + __name__)
 class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
     """From the environment, as `DoorLimits`.
 
-    body_grace_s: what any HTTP body may take. min_body_bytes_per_s: the rate at which more of it buys more time.
+    body_grace_s: seconds any HTTP body may take. min_body_bytes_per_s: the rate at which more of it buys more time.
     """
 
     body_grace_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 10.0

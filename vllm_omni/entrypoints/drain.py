@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GracefulStop`: what happens between SIGTERM and the end of an API server process.
+"""`GracefulStop`: draining of an API server process between SIGTERM and its end.
 
 Stock vLLM answers SIGTERM by stopping the engine at once (or, with `--shutdown-timeout`, after its requests), which is
 too late for anything that needs the engine: chunks in flight, snapshots. This installs another handler for the signal
@@ -33,7 +33,7 @@ _LEAST_CLOSING_S: Final = 3.0
 
 
 class GracefulStop:
-    """`attach` while the application is built; `start` once it is known what has to be finished."""
+    """`attach` while the application is built; `start` once the doors to finish are known."""
 
     def __init__(self) -> None:
         self.is_draining = False
@@ -97,7 +97,7 @@ class GracefulStop:
 
 
 class DrainGuard:
-    """ASGI middleware: while draining, what would begin work is answered 503, and the readiness probe `draining`."""
+    """ASGI middleware: while draining, new work is answered 503, and the readiness probe `draining`."""
 
     def __init__(self, app: ASGIApp, stop: GracefulStop) -> None:
         self._app, self._stop = app, stop

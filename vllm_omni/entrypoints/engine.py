@@ -7,7 +7,7 @@ whose queue is full), and three more made here: `cancelled` (the engine ended th
 on it) and `engine_dead` (nothing will be answered any more). Held by tests/entrypoints/test_engine_refusals.py.
 
 With data parallelism a request is sent to the rank that `SessionRanks` names (`AsyncLLM.add_request`, because stock
-`encode` takes no rank), and what the workers say is gathered over all ranks.
+`encode` takes no rank), and the workers' answers are gathered over all ranks.
 """
 
 import asyncio
@@ -216,12 +216,12 @@ class OmniEngine:
         return [dict(answers[0]) for answers in await self._ask_everybody(method)]
 
     async def _ask_everybody(self, method: str) -> list[list[Any]]:
-        """Ask all workers of every data-parallel rank: for each rank, what its workers answer."""
+        """Ask all workers of every data-parallel rank: for each rank, its workers' answers."""
         try:
             if self._ranks is None:
                 return [await self._client.collective_rpc(method)]
             assert isinstance(self._client, AsyncLLM) and isinstance(self._client.engine_core, AsyncMPClient)
-            # Stock `collective_rpc` asks every rank and returns what the first one says.
+            # Stock `collective_rpc` asks every rank and returns the first one's answer.
             core = self._client.engine_core
             answers: list[list[Any]] = await core.call_utility_all_async("collective_rpc", method, None, (), None)
             return answers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EngineWatch`: what an API server process does when its engine dies or stands still.
+"""`EngineWatch`: ends an API server process when its engine dies or stands still.
 
 It looks twenty times a second whether the engine lives. When it does not, the doors tell every client, the server ends,
 and its exit status is `ENGINE_DIED`: stock vLLM looks every 5 s, closes sockets as for a planned stop and exits with 0,
@@ -128,7 +128,7 @@ def _end_stopped(pid: int, timeout_s: float) -> None:
 
 
 async def _exit_with(status: int) -> None:
-    """Wait for the end of the event loop, which cancels what still runs, and make it the end of the process."""
+    """Wait for the end of the event loop, which cancels running tasks, and make it the end of the process."""
     try:
         await asyncio.Event().wait()
     except asyncio.CancelledError:

@@ -64,7 +64,7 @@ class FragmentEncoder:
 
     @property
     def mime_type(self) -> str | None:
-        """What `MediaSource.addSourceBuffer` wants to hear; None before the first fragment."""
+        """MIME type for `MediaSource.addSourceBuffer`; None before the first fragment."""
         if self._init_segment is None:
             return None
         profile = self._init_segment.index(b"avcC") + 5

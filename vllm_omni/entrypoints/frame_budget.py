@@ -32,7 +32,7 @@ _LINGER_S: Final = 1.0
 
 @dataclass(frozen=True)
 class FrameBudget:
-    """small_frames_per_s: what one connection may send on average; `BURST_S` seconds' worth of them at once."""
+    """small_frames_per_s: small frames one connection may send on average; `BURST_S` seconds' worth of them at once."""
 
     small_frames_per_s: float = 400.0
 
@@ -42,7 +42,7 @@ class FrameBudget:
 
     @property
     def reason(self) -> str:
-        """What a connection is told that is over it."""
+        """Close reason for a connection over the budget."""
         return f"more than {self.small_frames_per_s:g} frames under {SMALL_BYTES} bytes a second"
 
     def bucket(self) -> TokenBucket:
@@ -84,7 +84,7 @@ class BudgetedProtocol(WebSocketsSansIOProtocol):
             self._give_up()
 
     def _give_up(self) -> None:
-        """Close with 1008, and discard what still arrives until the peer has read it."""
+        """Close with 1008, and discard further data until the peer has read it."""
         self._is_over = True
         self.stop_keepalive()
         self.frames.clear()

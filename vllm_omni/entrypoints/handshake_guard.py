@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HandshakeGuard`: a socket that connects and then does not say what it wants is closed.
+"""`HandshakeGuard`: closes a socket whose first request does not arrive in time.
 
 uvicorn waits for a connection's first request for ever, so strangers could hold all descriptors with silent sockets or
 half-sent headers. Knows no route. Held by tests/entrypoints/test_handshake_guard.py.

@@ -60,7 +60,7 @@ class HiddenStatesStore:
         self._running[request_id] = self._running.get(request_id, 0) + 1
 
     def end(self, request_id: str, completions: dict[int, HiddenStates], num_completions: int = 1) -> None:
-        """Keep a finished request's rows, by completion index; drop what has expired and the oldest over the limit.
+        """Keep a finished request's rows, by completion index; drop expired entries and the oldest over the limit.
 
         num_completions: `n` of the request; a completion may have no rows.
         """

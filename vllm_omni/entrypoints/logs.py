@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package asks of the handlers and loggers that vLLM and uvicorn have set up: ids in, known noise out.
+"""Changes to the handlers and loggers that vLLM and uvicorn have set up: ids in, known noise out.
 
 `add_ids` gives the handlers of an API server process the request's and session's id. A logging configuration of the
 user's own (`--log-config-file`, VLLM_LOGGING_CONFIG_PATH) is left as it is: it may name `vllm_omni.log_context`'s

@@ -36,7 +36,7 @@ def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
 
     frames_THWC: uint8 RGB, T >= 1. H.264 in yuv420p has even sides: an odd last row or column is repeated once, so the
     video may be one pixel larger than the frames. fps: pictures per second, > 0; kept exact to 1/1001.
-    Raises ValueError naming what arrived when the frames have another shape or dtype.
+    Raises ValueError naming the shape and dtype when they are others.
     """
     buffer = io.BytesIO()
     with av.open(
@@ -44,7 +44,7 @@ def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
         mode="w",
         format="mp4",
         options={"movflags": "faststart"},
-        # faststart moves the index to the front by re-reading what was written
+        # faststart moves the index to the front by re-reading the written bytes
         io_open=lambda url, flags, options: io.BytesIO(buffer.getbuffer()),
     ) as container:
         stream = _add_stream(container, frames_THWC, fps)
@@ -68,7 +68,7 @@ class Mp4Writer:
             mode="w",
             format="mp4",
             options={"movflags": "faststart"},
-            io_open=lambda url, flags, options: path.open("rb"),  # faststart copies what was written behind the index
+            io_open=lambda url, flags, options: path.open("rb"),  # faststart copies the written data behind the index
         )
         self._stream: VideoStream | None = None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Operations`: what operators get from every API server of this package, whatever it serves.
+"""`Operations`: operators' features of every API server of this package, for every kind of model.
 
 `X-Request-Id` on every answer and in log lines, quotas of keys (`omni.quotas`), spans if vLLM exports its own, memory
 that does not grow with visits. Attached by the endpoint plugins of video models, hidden states and speech. Held by
@@ -36,7 +36,7 @@ class Operations:
         app.add_middleware(self._guard.around)
 
     async def start(self, engine_client: EngineClient, omni: OmniConfig) -> None:
-        """Read what the options say, before the server serves. Raises ValueError, naming the file of quotas."""
+        """Apply the options, before the server serves. Raises ValueError, naming the file of quotas."""
         if await engine_client.is_tracing_enabled():
             tracing.start()
         if omni.quotas is not None:

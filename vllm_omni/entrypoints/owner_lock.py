@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that belong to one server process, in directories that several share: who lives, and what the dead have left.
+"""Files that belong to one server process, in directories that several share: which live, and files of dead ones.
 
 A process holds a lock on a file of its own while it lives; the system lets go of it however the process ends.
 Held by tests/entrypoints/test_owner_lock.py.
@@ -61,7 +61,7 @@ class Spool:
         return self.folder / f"{_PREFIX}{self.owner}-{uuid.uuid4().hex}.safetensors"
 
     def sweep(self) -> set[str]:
-        """Remove what servers have left that were killed; returns their names, as in `owner`."""
+        """Remove files of killed servers; returns their names, as in `owner`."""
         dead = set()
         for path in self.folder.glob(f"{_PREFIX}*.owner"):
             if is_locked(path):

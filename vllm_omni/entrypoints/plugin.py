@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _CODEC_THREADS: Final = 4
 _HEADER_BYTES: Final = 16 << 20
-"""What a snapshot may hold besides its tensors."""
+"""Bound of a snapshot's bytes besides its tensors."""
 
 logger = logging.getLogger("vllm." + __name__)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`QuotaGuard`: quotas over HTTP: a request beyond them is answered with 429, what goes out is charged.
+"""`QuotaGuard`: quotas over HTTP: a request beyond them is answered with 429, bytes sent are charged.
 
 Sessions at the WebSockets charge themselves (`realtime/session.py`). Open paths, tickets, `OPTIONS` and `DELETE` cost
 nothing and are never refused. Stands behind the checks of the key. Held by tests/entrypoints/test_quotas.py.

@@ -12,9 +12,9 @@ The file (`omni.quotas`) is TOML. It names keys by their SHA-256, so it holds no
     chunks_per_minute = 120    # of live sessions; an HTTP request that makes something counts as one
     bytes_per_minute = 500_000_000
 
-What is not named is not limited. The last two are buckets that fill steadily and hold a minute's worth: a client that
-was quiet may spend that at once. A request begins when one chunk and one byte are there, and is finished and charged
-even if it takes a bucket below zero; the next one then waits longer. Each API server process counts for itself.
+A bound that is not set is no limit. The last two are token buckets that hold a minute's worth: a client that was idle
+may spend that at once. A request begins when one chunk and one byte are available, and is finished and charged even
+if it takes a bucket below zero; the next one then waits longer. Each API server process counts for itself.
 
 Knows no route and no door: `of` gives each client's `Allowance`, whose refusals are `DoorError` `quota_exceeded`. Held
 by tests/entrypoints/test_quotas.py and realtime/test_quotas_at_doors.py.
@@ -37,7 +37,7 @@ from vllm_omni.entrypoints.token_bucket import TokenBucket
 CODE: Final = "quota_exceeded"
 DEFAULT: Final = "default"
 _PRINCIPAL_CHARS: Final = 16
-"""Of a key's SHA-256, in what names a client (`connection.principal_of`)."""
+"""Hexadecimal digits of a key's SHA-256 in a client's principal (`connection.principal_of`)."""
 _REMEMBERED: Final = 4096
 _MINUTE_S: Final = 60.0
 _SESSION_RETRY_S: Final = 1.0
@@ -47,7 +47,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one client may have; None = as much as the server has."""
+    """Bounds of one client; None = only the server's own."""
 
     sessions: Count | None = None
     chunks_per_minute: Count | None = None
@@ -103,7 +103,7 @@ def _per_minute(count: int | None, clock: Callable[[], float]) -> TokenBucket:
 
 
 class Allowance:
-    """What one client may still have. This class has no bound: the allowance of a server without quotas."""
+    """One client's remaining quota. This class has no bound: the allowance of a server without quotas."""
 
     def check_session(self) -> None:
         """Raise `DoorError` unless one more session may be live."""

@@ -66,7 +66,7 @@ class SessionRanks:
         return list(self._held)
 
     async def route(self, params: DiffusionParams, ask: "Ask[T]") -> T:
-        """Send a request to the rank it belongs to, through `ask`. Raises what `ask` raises."""
+        """Send a request to the rank it belongs to, through `ask`. Raises `ask`'s exceptions."""
         if params.op == "close":
             return await self._close(params.session_id, ask)
         placement = self._placements.get(params.session_id)

@@ -50,7 +50,7 @@ class ReadyReply(BaseModel):
 
 
 class Readiness:
-    """has_room: what the doors of this process say. media_bytes: of files kept (called on a thread); reply_bytes: of
+    """has_room: asks the doors of this process. media_bytes: of files kept (called on a thread); reply_bytes: of
     the realtime doors' replies.
 
     can_make_room: whether a session could be closed for a new one; None: sessions do not matter, since requests of a

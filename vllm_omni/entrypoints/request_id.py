@@ -23,7 +23,7 @@ from vllm_omni.entrypoints import logs
 
 HEADER: Final = "X-Request-Id"
 _ACCEPTABLE: Final = re.compile(r"[!#-\[\]-~]{1,128}")
-"""What may stand in a log line and in a header as it came."""
+"""Request ids that log lines and headers may repeat unchanged."""
 _TRACE_HEADERS: Final = ("traceparent", "tracestate")
 _STARTS: Final = frozenset({"http.response.start", "websocket.accept", "websocket.http.response.start"})
 

@@ -48,7 +48,7 @@ _UPLOADS: Final = 8
 """Bodies on their way in at once, each as large as a session may be; and of one client:"""
 _UPLOADS_PER_CLIENT: Final = 2
 _SENT_BYTES: Final = 64 << 10
-"""What a reader must take within the send deadline: 22 KB/s with the default."""
+"""Bytes a reader must take within the send deadline: 22 KB/s with the default."""
 _STATUS: Final = {
     "unknown_session": 404,
     "session_exists": 409,

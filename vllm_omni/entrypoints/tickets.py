@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets: what a browser shows instead of an API key when it opens a WebSocket, whose headers it cannot set.
+"""Tickets: a browser's credential instead of an API key when it opens a WebSocket, whose headers it cannot set.
 
 A ticket stands for one of the server's API keys and one `Origin`, lives for seconds and is used once. It is signed, not
 stored, so every API server process with the same secret takes every ticket; that a ticket was used is known to the
@@ -33,7 +33,7 @@ class TicketError(Exception):
 
 
 def derive_secret(keys: Sequence[str], environ: Mapping[str, str]) -> bytes:
-    """Return what signs the tickets of every process that was started with these keys and this environment.
+    """Return the key that signs the tickets of every process that was started with these keys and this environment.
 
     Without the variable (plain `vllm serve`) it comes from the keys alone, slowly (scrypt), so that a ticket seen on
     the wire is no quick test of a guessed key.

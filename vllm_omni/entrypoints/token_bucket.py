@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 _ROUNDING: Final = 1e-6
-"""Of what is left: who waits as long as was said is served."""
+"""Tolerance in tokens: a caller that waits exactly `wait_s` seconds is served."""
 
 
 class TokenBucket:
@@ -26,7 +26,7 @@ class TokenBucket:
         self._counted_s = now_s
 
     def take(self, count: float) -> bool:
-        """Take so many; returns whether they were there. What was not there is still owed."""
+        """Take `count` tokens; returns whether they were there. Missing ones are a debt."""
         self._refill()
         self._left -= count
         return self._left >= 0

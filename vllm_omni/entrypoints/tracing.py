@@ -8,11 +8,11 @@
         render                    frames into messages
         transport                 handing them to the network, pacing included
     speech                        one spoken reply; parent: the `traceparent` of the request
-      thinker talker token2wav    what its stages did (`pipeline/stage.py`)
+      thinker talker token2wav    work of its stages (`pipeline/stage.py`)
 
 On when the server has vLLM's `--otlp-traces-endpoint`: vLLM then has set up the exporter of this process, and these
 spans go through it. Off, every object here does nothing. The engine reports how long its stages took, not when: they
-are drawn one after the other up to the answer, and what is left before them is `queue`.
+are drawn one after the other up to the answer, and the time left before them is `queue`.
 Held by tests/entrypoints/realtime/test_operators_served.py and test_tracing.py.
 """
 
@@ -72,7 +72,7 @@ class Tracing:
         return NO_SESSION
 
     def engine_headers(self) -> Mapping[str, str] | None:
-        """What stock vLLM is to make its own span of an engine request a child of; None = no span."""
+        """Trace headers of the parent for stock vLLM's own span of an engine request; None = no span."""
         return None
 
 

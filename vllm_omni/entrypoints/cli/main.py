@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm-omni` command, and what stock vLLM calls when `--omni` is among its arguments.
+"""The `vllm-omni` command, and the function stock vLLM calls when `--omni` is among its arguments.
 
-Subcommands live one to a module and import what is heavy only when they run: `vllm-omni --version` and `--help` load
+Subcommands live one to a module and import heavy modules only when they run: `vllm-omni --version` and `--help` load
 neither torch nor vLLM (tests/entrypoints/cli/test_main.py).
 """
 

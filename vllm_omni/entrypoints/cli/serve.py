@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve MODEL --omni`: check the command in a second, add what a world model needs, run vLLM's own server.
+"""`vllm serve MODEL --omni`: check the command in a second, add the model family's flags, run vLLM's own server.
 
-`plan` is pure and light: it reads the flags that matter here, finds the model family, refuses what cannot work with one
-line, and returns the plain `vllm serve` command this stands for. `launch` parses that with vLLM's parser and a few more
-flags for WebSockets, refuses what the worker would ignore (`vllm_omni.engine_arguments`) and hands it to vLLM's
-`ServeSubcommand`. Nothing heavier than the family's own module is imported before the checks of `plan` are done.
+`plan` is pure and light: it reads the flags that matter here, finds the model family, refuses unusable arguments with
+one line, and returns the plain `vllm serve` command this stands for. `launch` parses that with vLLM's parser and a few
+more flags for WebSockets, refuses arguments that the worker would ignore (`vllm_omni.engine_arguments`) and hands it to
+vLLM's `ServeSubcommand`. Nothing heavier than the family's own module is imported before the checks of `plan` are done.
 Held by tests/entrypoints/cli/test_serve.py.
 """
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 PLUGIN = "vllm_omni"
 
-# Without it the CPU worker wants 92 % of the machine's memory to be free. It bounds what all sessions may hold.
+# Without it the CPU worker wants 92 % of the machine's memory to be free. It bounds the memory of all sessions.
 _CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_SPACE_GIB = "4"
 
@@ -79,9 +79,9 @@ def run(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What will run: `argv` behind `vllm serve`, with the variables `environ` set.
+    """The command to run: `argv` behind `vllm serve`, with the variables `environ` set.
 
-    page: the web page's URL. worker: who will serve.
+    page: the web page's URL. worker: the worker that will serve.
     """
 
     title: str
@@ -135,7 +135,7 @@ def _worker(family: "ModelFamily") -> Worker:
 def launch(argv: list[str], worker: Worker | None) -> None:
     """Parse with vLLM's parser and run vLLM's server; returns when the server has stopped.
 
-    worker: who will serve; raises CommandError for what it would ignore. None = nothing is served (`--help`).
+    worker: the worker that will serve; raises CommandError for arguments it would ignore. None = only `--help`.
     """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.logger import configure_logging_from_args
@@ -191,7 +191,7 @@ def is_cpu_build() -> bool:
 
 
 def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterable[str] = ()) -> str:
-    """Return VLLM_PLUGINS: what the user named (or, unset, all that would load anyway) and ours."""
+    """Return VLLM_PLUGINS: the user's plugins (or, unset, all that vLLM loads by default), ours and `more`."""
     names = installed if user_value is None else [name for name in user_value.split(",") if name]
     return ",".join(dict.fromkeys([*names, PLUGIN, *more]))
 
@@ -200,7 +200,7 @@ def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterabl
 
 
 def check(flags: "ServeFlags") -> "ModelFamily":
-    """Refuse what cannot work, cheapest first; return the model family. Raises CommandError."""
+    """Check arguments and checkpoint, cheapest check first; return the model family. Raises CommandError."""
     from vllm_omni.config import OmniConfig
     from vllm_omni.entrypoints.quotas import QuotaFile
     from vllm_omni.model_executor.hub import check_complete
@@ -321,7 +321,7 @@ class ServeFlags:
     def scan(cls, argv: Sequence[str]) -> "ServeFlags":
         """Read `argv` by vLLM's rules: the model comes first, `_` equals `-`, `--flag=x` equals `--flag x`.
 
-        A `--config` file supplies what the command line does not; raises CommandError if it cannot be read.
+        A `--config` file supplies flags that the command line lacks; raises CommandError if it cannot be read.
         """
         flags = cls()
         index = 0
@@ -423,7 +423,7 @@ def _without_keys(argv: Sequence[str]) -> list[str]:
 
 
 def _without_websocket_flags(argv: Sequence[str]) -> list[str]:
-    """Drop what plain `vllm serve` does not know."""
+    """Drop the WebSocket flags, which plain `vllm serve` does not know."""
     kept: list[str] = []
     skip_value = False
     for argument in argv:

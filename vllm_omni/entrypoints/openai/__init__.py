@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenAI-compatible image and video routes: `/v1/images/generations`, `/v1/images/edits`, `/v1/videos`.
 
-Contract between these routes and whatever serves a model (our worker, or an executor without workers).
+Contract between these routes and the model's server (our worker, or an executor without workers).
 
-What may be asked is the family's `Capabilities` (`ModelFamily.capabilities`); a route refuses the rest with 400. What
-is left reaches the engine as stock pooling requests, `DiffusionParams(...).to_pooling_params(tensors)` through
+The family's `Capabilities` (`ModelFamily.capabilities`) bound requests; a route refuses others with 400. Accepted
+requests reach the engine as stock pooling requests, `DiffusionParams(...).to_pooling_params(tensors)` through
 `EngineClient.encode`, and each is answered by one envelope (`outputs.py`).
 
 One-shot models (`"world" not in tasks`). One image call is `ceil(n / images_per_request)` requests, one video is one
@@ -30,7 +30,7 @@ length follow it, whatever height and width say. `mask` uint8 [H, W], 255 = pain
 `image`; only if `Capabilities.mask`.
 
 Result tensors: `images` uint8 [num_images, H, W, 3], or `frames` uint8 [num_frames, H, W, 3]; `audio` fp32 [S] with
-meta `sample_rate` may come along and is not used yet. H and W may differ from what was asked (the reply tells).
+meta `sample_rate` may come along and is not used yet. H and W may differ from the request (the reply states them).
 Meta the routes read if present: `fps` (of the frames), `timings_ms`. Image i of a request is drawn with `seed + i`,
 so that n pictures are the same however they are cut into requests.
 

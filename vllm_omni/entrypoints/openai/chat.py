@@ -49,7 +49,7 @@ _PIECE_TOKENS: Final = 8
 
 @dataclass(frozen=True)
 class _Call:
-    """One call: what is asked, and the picture or clip it is about, if any."""
+    """One call: the request, and the picture or clip it is about, if any."""
 
     request: ChatRequest
     model: str

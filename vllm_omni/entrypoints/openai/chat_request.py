@@ -2,7 +2,7 @@
 """A chat completion's request: its fields, and the conversation that its messages are. Knows no engine and no model.
 
 General clients send many fields with values that ask for nothing (`presence_penalty` 0, `tools` []): those are taken.
-What asks for something that these models cannot do is an error that names the field.
+A value that asks for a function these models lack is an error that names the field.
 Held by tests/entrypoints/openai/test_chat_request.py.
 """
 
@@ -111,7 +111,7 @@ class ChatRequest(_Strict):
     metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted, not used.")
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted, not used.")
-    # What these models cannot do: only the values that ask for nothing are taken (`_UNSUPPORTED`).
+    # Functions these models lack: only values that ask for nothing are taken (`_UNSUPPORTED`).
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
@@ -143,7 +143,7 @@ _UNSUPPORTED: Final = {
 
 
 def read_chat(fields: Mapping[str, Any], model: str) -> ChatRequest:
-    """Check a body. Raises `ApiError` 400; `unsupported_parameter` for what OpenAI's models do and these do not."""
+    """Check a body. Raises `ApiError` 400; `unsupported_parameter` for functions that only OpenAI's models have."""
     try:
         return read_request(ChatRequest, fields)
     except ApiError as error:

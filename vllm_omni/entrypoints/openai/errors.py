@@ -79,7 +79,7 @@ def not_found(message: str, param: str | None = None, code: str = "not_found") -
 
 
 def from_failure(failure: RequestFailed | DoorError, param: str | None = None) -> ApiError:
-    """What a failure of the engine, the model or the image reader means over HTTP."""
+    """HTTP error for a failure of the engine, the model or the image reader."""
     status = _STATUS.get(failure.code, 400)
     retry_after_s: float | None = _RETRY_AFTER_S.get(failure.code)
     if isinstance(failure, DoorError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures between files and arrays: what clients upload, what they get back.
+"""Pictures between files and arrays: client uploads and replies.
 
 Uploads are read by `realtime/images.py` (format and size from the header before a pixel is decoded). All of it takes
 milliseconds of CPU: call it off the event loop. Held by tests/entrypoints/openai/test_openai_parts.py.
@@ -43,7 +43,7 @@ def read_mask(data: bytes, height: int, width: int, limits: DoorLimits) -> np.nd
 
     The file is a PNG or WebP with an alpha channel, of the picture's size.
     """
-    shown = read_upload(data, "mask", limits)  # refuses what is no image, or too large, before the alpha is decoded
+    shown = read_upload(data, "mask", limits)  # refuses non-images and oversized ones before the alpha is decoded
     if shown.shape[:2] != (height, width):
         raise invalid(
             f"mask is {shown.shape[1]}x{shown.shape[0]}, the image {width}x{height}: they must be equal", "mask"

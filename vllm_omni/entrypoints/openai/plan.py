@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a valid request to engine requests: sizes, lengths, seeds and defaults of the served model, or a refusal.
 
-Pure: no I/O, no engine. Every refusal is an `ApiError` 400 (404 for another model's name) that names the field, what
-arrived and what is allowed. Held by tests/entrypoints/openai/test_plan.py.
+Pure: no I/O, no engine. Every refusal is an `ApiError` 400 (404 for another model's name) that names the field, the
+value received and the values allowed. Held by tests/entrypoints/openai/test_plan.py.
 """
 
 import math
@@ -19,13 +19,13 @@ from vllm_omni.inputs import DiffusionParams
 
 _MAX_OPTIONS_BYTES: Final = 64 << 10
 _OPENAI_SECONDS: Final = (4, 8, 12)
-"""What the type of `seconds` in OpenAI's client names."""
-_MIN_SIDE = 8  # what `DiffusionParams` takes
+"""Values of `seconds` in OpenAI's client type."""
+_MIN_SIDE = 8  # lower bound of height and width in `DiffusionParams`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What pictures and videos have in common. steps, guidance: None = fixed in the model."""
+    """Sampling parameters common to pictures and videos. steps, guidance: None = fixed in the model."""
 
     model: str
     prompt: str
@@ -38,7 +38,7 @@ class Sampling:
     options: dict[str, Any]
 
     def params(self, session_id: str, **fields: Any) -> DiffusionParams:
-        """A one-shot request of these; `fields` add to it or replace."""
+        """A one-shot request with these parameters; `fields` add to them or replace them."""
         common: dict[str, Any] = {
             "session_id": session_id,
             "one_shot": True,
@@ -71,7 +71,7 @@ class PicturePlan:
 
 @dataclass(frozen=True)
 class VideoPlan:
-    """num_frames: what the file will hold. actions: of a world, per latent frame; may be shorter than the video."""
+    """num_frames: of the file. actions: held keys of a world, per latent frame; may be shorter than the video."""
 
     sampling: Sampling
     num_frames: int
@@ -123,7 +123,7 @@ def plan_video(request: VideoRequest, served: ServedModel, has_image: bool) -> V
 
 
 def check_video_edit(request: VideoRequest, served: ServedModel) -> None:
-    """Refuse, before the clip is decoded, what an edit of a clip cannot honour."""
+    """Refuse, before the clip is decoded, fields that an edit of a clip cannot honour."""
     if "video_edit" not in served.capabilities.tasks:
         raise unsupported(served, "edit a video", "input_reference")
     follows = {"num_frames": request.num_frames, "seconds": request.seconds, "fps": request.fps}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests and replies of the OpenAI routes as pydantic models: names, types, ranges; nothing depends on a model.
 
-Field names and reply shapes are OpenAI's (openai-python 3.x types); ours are marked "extension". What a served model
-can do with a valid request is `plan.py`'s. Held by tests/entrypoints/openai/test_openai_parts.py.
+Field names and reply shapes are OpenAI's (openai-python 3.x types); ours are marked "extension". Checks against the
+served model's capabilities are `plan.py`'s. Held by tests/entrypoints/openai/test_openai_parts.py.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ Format = Literal["png", "jpeg", "webp"]
 
 
 def _no_boolean(value: Any) -> Any:
-    """Refuse what Python, but nobody else, takes for 0 and 1; text stays welcome, since forms have nothing else."""
+    """Refuse booleans, which Python counts as 0 and 1; text is allowed, since form fields are text."""
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "Input should be a valid number")
     return value
@@ -169,7 +169,7 @@ class VideoDeleted(BaseModel):
 
 
 def read_request(cls: type[M], fields: Mapping[str, Any]) -> M:
-    """Check a body's fields. Raises `ApiError` 400 naming the first wrong one, what arrived and what is allowed."""
+    """Check a body's fields. Raises `ApiError` 400 naming the first wrong one, its value and the allowed values."""
     try:
         return cls.model_validate(dict(fields))
     except ValidationError as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OpenAIRoutes`: attaches the image and video routes to the server, with their OpenAPI description.
 
-Bodies are read by the routes themselves (one route takes JSON and forms, and errors have OpenAI's shape), so what a
-body looks like is described here from the same pydantic models that check it. Held by
+Bodies are read by the routes themselves (one route takes JSON and forms, and errors have OpenAI's shape), so the
+body's schema is described here from the same pydantic models that check it. Held by
 tests/entrypoints/openai/test_openai_served.py and test_openai_schema.py.
 """
 
@@ -86,7 +86,7 @@ class OpenAIRoutes:
         executor: Executor,
         ranks: SessionRanks | None = None,
     ) -> None:
-        """names: what clients may call the served model, the first in replies. ranks: shared with the other doors."""
+        """names: the served model's names, the first in replies. ranks: shared with the other doors."""
         limits = read_struct(MediaLimits)
         engine = OmniEngine(client, ranks)
         self.served = ServedModel.from_vllm_config(client.vllm_config, names)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ServedModel`: names, capabilities and (of a world) geometry of the model behind the OpenAI routes, fully resolved.
 
-What a family leaves open (default size, largest area) is filled in from the deployment here, so that routes compare
+Fields a family leaves open (default size, largest area) is filled in from the deployment here, so that routes compare
 numbers and never ask twice.
 """
 
@@ -34,7 +34,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """names: what clients may call it, the first in replies. width, height, max_pixels: never None here.
+    """names: the served model's names, the first in replies. width, height, max_pixels: never None here.
 
     max_sessions: over all data-parallel ranks.
     """

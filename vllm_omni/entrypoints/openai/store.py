@@ -117,7 +117,7 @@ class MediaStore:
             raise
 
     def _remove_parts(self) -> None:
-        """What servers that were killed had not finished."""
+        """Remove unfinished and lock files of killed servers."""
         for part in self.root.glob("*.part"):
             owner = part.name.split(".")[-2]
             if owner != self.owner and not is_locked(self.root / f"{owner}.owner"):
@@ -207,7 +207,7 @@ class MediaStore:
                     yield path.stat().st_size, path
 
     def prune(self) -> None:
-        """Remove what has expired, and the oldest finished jobs and files beyond the bounds."""
+        """Remove expired jobs and files, and the oldest finished jobs and files beyond the bounds."""
         now = time.time()
         kept = []
         for path in self.root.glob("video_*.json"):

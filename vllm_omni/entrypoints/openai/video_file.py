@@ -43,7 +43,7 @@ class VideoFile:
         return sum(self._stem.with_suffix(suffix).stat().st_size for suffix in (".mp4", ".webp", ".jpg"))
 
     def abandon(self) -> None:
-        """Remove what was written; idempotent."""
+        """Remove the written files; idempotent."""
         self._writer.abandon()
         for suffix in (".mp4", ".webp", ".jpg"):
             self._stem.with_suffix(suffix).unlink(missing_ok=True)

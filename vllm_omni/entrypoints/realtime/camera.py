@@ -34,10 +34,10 @@ class CameraPath:
 
     @classmethod
     def parse(cls, poses: Any, intrinsics: Any, max_poses: int) -> "CameraPath":
-        """Check what a client sent: arrays or nested lists, intrinsics `[N,4]`, `[N,3,3]`, `[N,4,4]` or one for all.
+        """Check a client's arrays or nested lists; intrinsics are `[N,4]`, `[N,3,3]`, `[N,4,4]` or one for all.
 
         Rotations within rounding of orthonormal are made exactly so. Raises `DoorError` `invalid_camera` or
-        `non_finite_pose`, naming what arrived and what is allowed.
+        `non_finite_pose`, naming the value received and the values allowed.
         """
         poses_N44 = _numbers(poses, "poses")
         if poses_N44.ndim != 3 or poses_N44.shape[1:] != (4, 4) or len(poses_N44) == 0:
@@ -75,8 +75,8 @@ def plan_frames(
 ) -> list[int]:
     """Decide the chunk sizes (pixel frames) of one request.
 
-    num_frames: what the client asked for besides the poses; None = as many as poses. `error` wants whole chunks and
-    equal numbers, `trim` drops what does not fill a chunk, `hold_last` repeats the last pose to fill one.
+    num_frames: pixel frames that the request names; None = as many as poses. `error` wants whole chunks and equal
+    numbers, `trim` drops frames that do not fill a chunk, `hold_last` repeats the last pose to fill one.
     """
     grid = f"{facts.first_chunk_frames} + {facts.chunk_frames}k" if first else f"{facts.chunk_frames}k"
     where = "a session's first request" if first else "a later request"
@@ -144,7 +144,7 @@ def _per_frame(intrinsics: np.ndarray, count: int) -> np.ndarray:
 
 
 def _with_exact_rotations(poses_N44: np.ndarray) -> np.ndarray:
-    """Replace each rotation by the nearest orthonormal one (SVD); refuse what is not a rigid pose."""
+    """Replace each rotation by the nearest orthonormal one (SVD); refuse poses that are not rigid."""
     if np.abs(poses_N44[:, 3] - np.array([0.0, 0.0, 0.0, 1.0])).max() > _LAST_ROW_TOLERANCE:
         raise DoorError("invalid_camera", "the last row of every pose must be [0, 0, 0, 1]", param="poses")
     rotation_N33 = poses_N44[:, :3, :3]

@@ -4,7 +4,7 @@
 One session at a time, the one that has waited longest, and only if it has finished a chunk since. After each, the
 engine is left alone for so long that checkpoints take no more than `_SHARE` of its time, whatever they cost on this
 machine. A checkpoint that cannot be written costs nothing but itself: the one before it stays. A world's checkpoint
-goes when the world does; what a dead engine held stays for the next server.
+goes when the world does; those of a dead engine's worlds stay for the next server.
 Held by tests/entrypoints/realtime/test_world_checkpoints.py and test_checkpoints_served.py.
 """
 
@@ -25,7 +25,7 @@ from vllm_omni.sessions.snapshot import SnapshotHeader
 logger = logging.getLogger("vllm." + __name__)
 
 _SHARE: Final = 0.015
-"""Of the engine's time, for all checkpoints; what chunks may grow by is 2 %."""
+"""Of the engine's time, for all checkpoints; chunk time may grow by 2 %."""
 _LONGEST_TICK_S: Final = 0.25
 
 
@@ -98,7 +98,7 @@ class Checkpoints:
         return min(due, key=lambda item: item[0], default=(0.0, None))[1]
 
     async def _save(self, session: Session) -> float:
-        """Write one checkpoint; returns what it cost the engine, in seconds."""
+        """Write one checkpoint; returns the seconds of engine time it took."""
         engine_id, now_s = session.engine_id, time.monotonic()
         saved = self._saved.setdefault(engine_id, _Saved(0, now_s))
         self._note_pace(now_s - saved.tried_s)
@@ -122,7 +122,7 @@ class Checkpoints:
         return cost_s
 
     def _note_trouble(self, session: Session, error: DoorError | OSError) -> None:
-        """Log what keeps a checkpoint from being written, once until it changes."""
+        """Log why a checkpoint could not be written, once until the reason changes."""
         if not session.started or self._manager.engine.is_dead:
             return  # it ended meanwhile
         trouble = error.code if isinstance(error, DoorError) else type(error).__name__

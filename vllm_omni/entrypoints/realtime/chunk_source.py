@@ -20,9 +20,9 @@ from vllm_omni.entrypoints.realtime.limits import DoorLimits
 
 @dataclass(frozen=True, kw_only=True)
 class Controls:
-    """Held keys per latent frame, or a pose per pixel frame, or neither, for one chunk; and the prompt.
+    """Controls of one chunk: held keys per latent frame, or a pose per pixel frame, or neither; and the prompt.
 
-    prompt: None = as before. mark: whatever the door wants to find again in the finished chunk.
+    prompt: None = as before. mark: the door's own data, returned unchanged in the finished chunk.
     """
 
     actions: Sequence[list[str]] | None = None

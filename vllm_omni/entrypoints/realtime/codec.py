@@ -33,7 +33,7 @@ _SPLICE_BYTES: Final = 4096  # binary values from here on are joined into the me
 
 
 class CodecError(Exception):
-    """The bytes are not a message of this protocol; the text says what is wrong and what is allowed."""
+    """The bytes are not a message of this protocol; the text names the fault and the bound."""
 
 
 class TooManyValues(CodecError):
@@ -50,7 +50,7 @@ class Decoded(NamedTuple):
     dialect: Dialect | None
     """The array dialect the message used; None if it held no marked array."""
     num_values: int
-    """Values of the message as it arrived: what decoding it cost."""
+    """Values of the message as it arrived: the cost of decoding it."""
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

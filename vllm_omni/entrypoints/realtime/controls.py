@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ControlTrack`: what a client has asked for, and what of it steers the next chunk.
+"""`ControlTrack`: a client's pending controls, and the controls of the next chunk.
 
 Held keys come in two ways. A script is a timeline, one list of keys per latent frame, consumed in order and then idle.
 States are transitions ("now these keys are held"); the newest is held until it changes, so there is never a backlog,
@@ -45,10 +45,10 @@ Update = Script | States | Prompt
 
 @dataclass(frozen=True)
 class Sample:
-    """What steers one chunk.
+    """Controls of one chunk.
 
     actions: one entry per latent frame, None if no key was ever spoken of. prompt: a new one, or None. event_id: of the
-    newest event at work in this chunk. is_new: whether no earlier chunk was told of that event. applied: ids of the
+    newest event at work in this chunk. is_new: whether no earlier sample named that event. applied: ids of the
     events that act in this chunk for the first time.
     """
 
@@ -139,7 +139,7 @@ class ControlTrack:
         return replaced
 
     def sample(self, latent_frames: int, with_prompt: bool = True) -> Sample:
-        """Return what steers the next chunk of `latent_frames` and consume it. with_prompt: whether it may switch."""
+        """Return and consume the next chunk's controls. with_prompt: whether the prompt may switch."""
         events: list[_Event] = []
         actions = self._sample_keys(latent_frames, events) if self._any_keys else None
         prompt = None

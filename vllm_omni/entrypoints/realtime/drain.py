@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionDrain`: the realtime doors' part of stopping gracefully, and where sessions are saved when that happens.
 
-Once draining, no chunk is begun. What the engine has is finished, rendered and delivered; then every request ends with
+Once draining, no chunk begins. Chunks in the engine are finished, rendered and delivered; then every request ends with
 `draining` (close code 1013) unless it was complete. If `save_to` is set, each world is saved exactly once: where its
 run ends, because a live client's world goes with its connection, or else when nobody uses it. Knows no signals and no
 engine. Held by tests/entrypoints/realtime/test_drain.py.
@@ -104,7 +104,7 @@ class SessionDrain(Generic[S]):
     async def run(self, manager: SessionTable[S]) -> None:
         """Stop taking work, and return when all that was begun is done, delivered and saved, and connections closed.
 
-        Whoever is told `draining` is closed with 1013 by the task that tells him, not by the server's end (1012).
+        A client told `draining` is closed with 1013 by its notifying task, not by the server's end (1012).
         """
         self._begun.set()
         manager.gate.is_draining = True

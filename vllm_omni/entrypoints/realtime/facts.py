@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorldFacts`: what a door must know of the served model, so that no door names a model.
+"""`WorldFacts`: properties of the served model that doors need, so that no door names a model.
 
-A family states what differs from the defaults (`ModelFamily.world_facts`); sizes and session limits come from
+A family states its differences from the defaults (`ModelFamily.world_facts`); sizes and session limits come from
 `OmniConfig`.
 """
 
@@ -49,10 +49,10 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     chunks_in_flight: int = 1
     """Chunks of a session that the engine works on at once (`OmniConfig`)."""
     target_fps: float | None = None
-    """What a stream plays at if its client names no rate; None = the model's rate."""
+    """Frame rate of a stream whose client names none; None = the model's rate."""
     model: str = ""
     card: WorldCard | None = None
-    """What the checkpoint says of its world, if it says anything."""
+    """The checkpoint's world card, if it has one."""
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig", model: str) -> "WorldFacts":

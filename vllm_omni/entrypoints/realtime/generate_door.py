@@ -42,7 +42,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class _KeyedSource(LiveChunks):
-    """Steers the session's chunks by what its client has asked for."""
+    """Steers the session's chunks by its client's controls."""
 
     def __init__(
         self, prompt: str, track: ControlTrack, throttle: Throttle, *, camera: bool, num_chunks: int | None

@@ -42,7 +42,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True)
 class ChunkReport:
-    """What `chunk_stats` says of a chunk, as far as it is known before the chunk is sent. Times in milliseconds."""
+    """Fields of a chunk's `chunk_stats` that are known before it is sent. Times in milliseconds."""
 
     session_id: str
     request_id: str

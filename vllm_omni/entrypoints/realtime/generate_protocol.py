@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The typed messages of `/v1/realtime_video/generate`, wire-compatible with SGLang 0.5.23.
 
-Reads what a client says (msgpack maps, already decoded) and writes errors. Integers of the server stay within 32 bits
+Reads client messages (msgpack maps, already decoded) and writes errors. Integers of the server stay within 32 bits
 and its strings below 64 KiB, because the WebUI's own decoder reads nothing larger. Held by
 tests/entrypoints/realtime/{test_generate_door,test_fuzz_doors}.py.
 """
@@ -17,7 +17,7 @@ from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.protocol import with_whole_numbers
 
 EXTENSIONS: Final = ("receipts", "credit", "control", "ping")
-"""What a client may opt into with `init.extensions`; a client that does not never sees another message type."""
+"""Extensions a client may enable with `init.extensions`; others never see another message type."""
 
 INVALID_INIT: Final = "invalid generate request"
 INVALID_EVENT: Final = "invalid event"

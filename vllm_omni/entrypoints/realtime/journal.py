@@ -21,7 +21,7 @@ class Journal:
         self.runs: OrderedDict[str, Run] = OrderedDict()
 
     def missed_since(self, last_chunk: int | None, next_chunk: int) -> list[tuple[Run, int]]:
-        """Runs and reply numbers from which to replay what came after `last_chunk` (None: from the beginning).
+        """Runs and reply numbers from which to replay the chunks after `last_chunk` (None: from the beginning).
 
         next_chunk: where the session stands. Raises `DoorError("resync_required", next_chunk_index=...)` if a part of
         it is no longer kept.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionMobility`: sessions of this API server process that are written to files and made of files.
+"""`SessionMobility`: saves sessions of this API server process to files and restores them.
 
-A session saved while a request runs is saved as its last finished chunk left it. A restored one belongs to whoever
-restored it and goes on at every door that continues sessions, at the same chunk. Files in transit lie in `spool`, those
-that outlive their server in `kept`; neither is readable by others. Knows no HTTP. Held by
+A session saved while a request runs is saved in the state after its last finished chunk. A restored one belongs to the
+client that restored it and goes on at every door that continues sessions, at the same chunk. Files in transit lie in
+`spool`, those that outlive their server in `kept`; neither is readable by others. Knows no HTTP. Held by
 tests/entrypoints/realtime/test_session_api.py and test_drain_served.py.
 """
 
@@ -33,7 +33,7 @@ _PAUSE_S: Final = 0.05
 
 
 class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whose a drained server's session was. principal: a digest of its API key, or `anonymous`."""
+    """Owner of a drained server's session. principal: a digest of its API key, or `anonymous`."""
 
     principal: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]{1,32}$")]
     session_id: SessionId
@@ -41,7 +41,7 @@ class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorldScalars(msgspec.Struct, frozen=True):
-    """What every world's session says of itself; the rest is its model's own."""
+    """Scalars in every world session's snapshot; the other scalars are the model's own."""
 
     prompt: str
     seed: int | None = None
@@ -50,7 +50,7 @@ class WorldScalars(msgspec.Struct, frozen=True):
 class SessionMobility:
     """spool: in a directory that the workers see as well. kept: where sessions outlive this server, or None.
 
-    checkpoint_s: how often they are saved there while they live; None = only when it is told to stop.
+    checkpoint_s: seconds between checkpoints of a live session; None = saved only when the server drains.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SessionMobility:
         if kept is None:
             return
         kept.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # A checkpoint is its process's while that lives: other servers of the same directory must see that it does.
+        # A checkpoint belongs to its process while that lives: other servers of the directory see its lock in `kept`.
         self._kept_spool = spool if checkpoint_s is None else Spool(kept)
         self.kept = KeptSessions(kept, self._kept_spool.owner)
         manager.drain.save_to = self._keep
@@ -111,7 +111,7 @@ class SessionMobility:
         return session
 
     async def _check(self, path: Path) -> None:
-        """Refuse what no door would take, before the workers read the file. Raises `DoorError`."""
+        """Refuse a damaged file, or a prompt or seed no door would take, before workers read it. Raises `DoorError`."""
         try:
             header = await asyncio.to_thread(read_header, path)
             await asyncio.to_thread(check_table, path)
@@ -132,7 +132,7 @@ class SessionMobility:
                 raise DoorError("invalid_request", f"the snapshot's seed: {error}", param="seed") from error
 
     async def take_over(self) -> int:
-        """Restore what ended servers left in `kept`; returns how many. What does not fit stays, and is logged."""
+        """Restore ended servers' sessions from `kept`; returns how many. Failed and surplus ones stay, logged."""
         if self.kept is None:
             return 0
         count, room = 0, self.manager.facts.max_sessions - len(self.manager)
@@ -159,13 +159,13 @@ class SessionMobility:
         return count
 
     def sweep(self) -> None:
-        """Remove what servers have left that were killed while a snapshot was on its way, or was being kept."""
+        """Remove files of killed servers: snapshots in transit, and snapshots that were being written to `kept`."""
         dead = self.spool.sweep()
         if self.kept is not None:
             self.kept.sweep(dead | self._kept_spool.sweep())
 
     async def checkpoint(self, session: Session, path: Path) -> tuple[SnapshotHeader, float]:
-        """Write a session to the new file `path` while it goes on, unheld: `(header, what it cost the engine)`.
+        """Write a session to the new file `path` while it goes on, unheld: `(header, seconds of engine time)`.
 
         Raises `DoorError` and OSError.
         """

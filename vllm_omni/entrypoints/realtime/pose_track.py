@@ -62,7 +62,7 @@ class PoseTrack:
         self._pending.append(command)
 
     def sample(self, pixel_frames: int, latent_frames: int) -> tuple[np.ndarray, Progress]:
-        """Return float32 poses `[pixel_frames, 4, 4]` of the next chunk and what became of the commands."""
+        """Return float32 poses `[pixel_frames, 4, 4]` of the next chunk and the commands' progress."""
         started = [command.event_id for command in self._pending]
         completed = []
         while self._pending:

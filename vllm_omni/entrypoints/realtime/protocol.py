@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typed messages of `/v1/realtime/world/camera`: what a client may say, and the replies' fixed shapes.
+"""The typed messages of `/v1/realtime/world/camera`: the client's requests, and the replies' fixed shapes.
 
 A message is a map with `endpoint` (`infer` if absent). Unknown keys are ignored (other clients of this protocol send
 some); known keys of a wrong type or out of range are refused with a text that names the key. Arrays stay `Any` here and
@@ -32,8 +32,8 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
 
     frames_per_chunk: frames in one reply message; None = a whole chunk (4 for `ndarray_f32`).
     video_format: one of `CODECS`. with_mp4: each message also carries its frames as an MP4 file, in `mp4`.
-    quality: JPEG quality. pose_policy: what to do when the poses do not fill whole
-    chunks. options: options of the model itself (JSON types), checked by the model.
+    quality: JPEG quality. pose_policy: how poses that do not fill whole chunks are handled.
+    options: options of the model itself (JSON types), checked by the model.
     """
 
     height: Annotated[int, msgspec.Meta(ge=8, le=8192)] | None = None
@@ -104,7 +104,7 @@ class Infer(Message, frozen=True, kw_only=True):
 
 
 class Reset(Message, frozen=True, kw_only=True):
-    """Forget a session's world; its id stays usable. Cancels what runs."""
+    """Forget a session's world; its id stays usable. Cancels its running requests."""
 
     endpoint: ClassVar[str] = "reset"
 
@@ -138,7 +138,7 @@ class Branch(Message, frozen=True, kw_only=True):
 
 
 class Resume(Message, frozen=True, kw_only=True):
-    """Take a session over on this connection and send again what came after chunk `last_chunk_id`."""
+    """Take a session over on this connection and replay the replies after chunk `last_chunk_id`."""
 
     endpoint: ClassVar[str] = "resume"
 
@@ -222,7 +222,7 @@ def _kind(value: Any) -> str:
 
 
 def hello(facts: WorldFacts, limits: DoorLimits, session_id: str, max_message_bytes: int) -> dict[str, Any]:
-    """The first message to every client: the model's geometry, what is accepted, and the bounds."""
+    """The first message to every client: the model's geometry, accepted formats, and the limits."""
     return {
         "patch_size": list(facts.patch_size),
         "vae_stride": list(facts.vae_stride),

@@ -70,7 +70,7 @@ class Recorder:
             await asyncio.wrap_future(writing)
 
     def cancelled(self, params: DiffusionParams, arrays: dict[str, np.ndarray]) -> None:
-        """A chunk was cancelled, or nobody knows what became of it."""
+        """A chunk was cancelled, or its outcome is unknown."""
         self._submit(params, arrays, lambda: None)
 
     def forked(self, session_id: str, fork_to: str) -> None:
@@ -148,7 +148,7 @@ def _new_file(path: Path) -> BinaryIO:
 
 
 def recording_header(vllm_config: "VllmConfig") -> RecordingHeader:
-    """What a replay must know of the served model."""
+    """Configuration of the served model, for a replay."""
     config, parallel = vllm_config.model_config, vllm_config.parallel_config
     additional = vllm_config.additional_config
     return RecordingHeader(

@@ -28,7 +28,7 @@ class FrameRenderer:
 
     codec: `mp4` (a file in each message), `jpeg` (a list of files), `ndarray_u8` (one array `[T, H, W, 3]`) or
     `ndarray_f32` (a list of arrays `[H, W, 3]` in [0, 1]). frames_per_message: None = a whole chunk, but 4 for
-    `ndarray_f32`, which is what clients of that codec expect. with_mp4: the frames also come as a file, in `mp4`, for
+    `ndarray_f32`, as clients of that codec expect. with_mp4: the frames also come as a file, in `mp4`, for
     clients that show pictures and record video.
     """
 
@@ -98,7 +98,7 @@ class FrameRenderer:
 
 
 def _timing(chunk: FinishedChunk, mux_ms: float) -> dict[str, float]:
-    """Milliseconds. `queue` is what the request waited for its turn in the engine and on the way there and back."""
+    """Milliseconds. `queue` is the request's wait for its turn in the engine and on the way there and back."""
     stages: dict[str, list[float]] = chunk.result.meta.get("timings_ms", {})
     spent_ms = {name: sum(times) for name, times in stages.items()}
     names = {"encode": "encode_ms", "steps": "denoise_ms", "decode": "decode_ms"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Job` and `Run`: one request, what it asks for and what has been answered so far.
+"""`Job` and `Run`: one request: its checked inputs, and its replies so far.
 
 A run outlives the connection that asked for it: its replies are numbered and kept (within the session's journal), so a
 client that comes back can have them again, or take over while it still runs. A job's `ChunkSource` says which chunks
@@ -32,7 +32,7 @@ Deliver = Callable[[Any], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedChunk:
-    """A chunk with all that a door's replies say about it.
+    """A chunk with all metadata that a door's replies carry.
 
     sizes: pixel frames of each chunk of the request (of a live one: of this chunk alone); number: chunks before it.
     chunk_index, first_frame: its place in the session.
@@ -88,7 +88,7 @@ class Job:
     """The checked inputs of one request.
 
     digest: names the content, so that a repeated `request_id` is known to be a repetition. chunk_index: the chunk that
-    must be next; None = whichever is. options: of the model, for every chunk.
+    must be the session's next; None = any. options: of the model, for every chunk.
     """
 
     request_id: str
@@ -104,8 +104,8 @@ class Job:
 class Reply:
     """One encoded message; `part` counts the messages of its chunk. `len(payload)` is its size in bytes.
 
-    num_frames: of the whole chunk with its first part, 0 with the others. trace: told when this, the chunk's last
-    part, has been delivered.
+    num_frames: of the whole chunk with its first part, 0 with the others. trace: spans of the chunk, set with its last
+    part only; the delivery of that part ends the `transport` span.
     """
 
     chunk_index: int
@@ -126,8 +126,8 @@ class Run:
 
     sizes: pixel frames of its chunks, set when its turn comes (empty for a live run). controls: of the chunks that the
     engine has. completed: chunks done. first_kept: replies before this number have been dropped. delivered:
-    replies the current follower has. account: told of each change of `kept_bytes`. dropped: told of frames that are
-    let go undelivered.
+    replies the current follower has. account: called with each change of `kept_bytes`. dropped: called with the
+    number of frames that are dropped undelivered.
     """
 
     job: Job
@@ -190,14 +190,14 @@ class Run:
         self.account(num_bytes)
 
     def finish(self, error: DoorError | None = None) -> None:
-        """Mark the end and let go of the inputs: a repetition brings them again."""
+        """Mark the end and drop the inputs: a repeated request sends them again."""
         self.finished, self.error = True, error
         self.controls.clear()
         self.job = dataclasses.replace(self.job, source=PlannedChunks(), start=WorldStart())
         self._notify()
 
     def discard(self) -> None:
-        """Let go of every reply; nobody will ask for them."""
+        """Drop every reply: no client can ask for them any more."""
         undelivered = islice(self.replies, max(0, self.delivered - self.first_kept), None)
         self.dropped(sum(reply.num_frames for reply in undelivered))
         self.first_kept = self.num_replies
@@ -205,7 +205,7 @@ class Run:
         self._grow(-self.kept_bytes)
 
     def reopen(self, job: Job) -> None:
-        """Go on after a cut; what is complete stays."""
+        """Continue a cut run with the repeated request's job; finished chunks and their replies stay."""
         self.job, self.finished, self.error, self.attempt = job, False, None, self.attempt + 1
         self.started_s = time.monotonic()
 

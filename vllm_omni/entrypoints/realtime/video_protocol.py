@@ -101,7 +101,7 @@ def max_start_bytes(limits: DoorLimits) -> int:
 
 
 def decode(text: str, max_bytes: int, name: str) -> dict[str, Any]:
-    """Return the JSON object of one message. Raises `DoorError`; `name` is what the message should be."""
+    """Return the JSON object of one message. Raises `DoorError`; `name` is the expected message."""
     if len(text) > max_bytes:
         raise DoorError("invalid_request", f"{name} too large: {len(text)} characters, at most {max_bytes}")
     if has_too_many_values(text):

@@ -33,7 +33,7 @@ SESSION_HEADER: Final = "X-Session-Id"
 COOKIE: Final = "vllm_omni_rank"
 _TICKET_PATH: Final = "/v1/omni/ticket"
 _KEPT_THINGS: Final = re.compile(r"^/v1/(videos|files)/[^/]+")
-"""What lies on the disk of one server: asked of all of them until one has it."""
+"""Files on the disk of one server: all servers are asked until one has it."""
 
 _HOP_BY_HOP: Final = frozenset(
     (
@@ -57,7 +57,7 @@ _CLOSE_TIMEOUT_S: Final = 2.0
 class Router:
     """max_message_bytes: the largest WebSocket message taken from a client. heartbeat_s: a server whose socket is
     silent for this long and does not answer a ping is gone. send_timeout_s: a reader that takes longer for one message
-    is let go. frames: what one client's socket may send of small frames.
+    is let go. frames: budget of small frames of one client's socket.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Backends`: the servers behind the router: which of them live, which have room, who gets what.
+"""`Backends`: the servers behind the router: which live, which have room, and the choice of server for a request.
 
 A server is asked for `/omni/ready` every `interval_s`; it is down from the first refused connection on, up again with
-the first answer. What has a home goes there while it lives: a rank that is named, or a session that was seen before.
+the first answer. A request for a named rank, or a session seen before, goes to that server while it lives.
 Everything else goes to a server with room: a named session by rendezvous hash (so that several routers, or one that was
 started again, choose alike), the rest to the one with the fewest open requests. Knows no sockets of clients.
 Held by tests/entrypoints/test_router.py.
@@ -66,7 +66,7 @@ class Backends:
     def up(self) -> list[Backend]:
         return [backend for backend in self.all if backend.is_up]
 
-    # -- who gets what -------------------------------------------------------------------------------------------
+    # -- choice of server ----------------------------------------------------------------------------------------
 
     def choose(
         self, session: str | None = None, rank: str | None = None, but: Sequence[Backend] = ()

@@ -3,7 +3,7 @@
 
 It stands between a connection's transport and aiohttp's protocol, reads the headers of frames and keeps none of them.
 A client over its `FrameBudget` is not listened to any more, and `over` says so. A client has to wait for the answer to
-its handshake (RFC 6455, 4.1): what arrives earlier is discarded and noted. Held by tests/entrypoints/test_router.py.
+its handshake (RFC 6455, 4.1): earlier data is discarded and noted. Held by tests/entrypoints/test_router.py.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sound to bytes, piece by piece: PCM and WAV by hand, MP3, Opus, AAC and FLAC by PyAV.
 
-What the pieces of one encoder say, joined, is one valid file; a WAV written as a stream carries the length "unknown".
+The joined pieces of one encoder are one valid file; a WAV written as a stream carries the length "unknown".
 Held by tests/entrypoints/speech/test_encode.py.
 """
 
@@ -33,7 +33,7 @@ MEDIA_TYPES = {
 
 class SoundEncoder(Protocol):
     def feed(self, samples: torch.Tensor) -> bytes:
-        """Take fp32 samples [S] in [-1, 1]; return what is ready of the file, perhaps nothing yet."""
+        """Take fp32 samples [S] in [-1, 1]; return the next finished bytes of the file, perhaps none."""
 
     def finish(self) -> bytes:
         """Return the rest of the file; the encoder is done."""

@@ -78,7 +78,7 @@ _CLIENT_FAULTS = {"invalid_request", "too_long", "too_large"}
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """HTTP status and OpenAI-shaped body for what a composition raises; never a library's own text."""
+    """HTTP status and OpenAI-shaped body for a composition's exceptions; never a library's own text."""
     if isinstance(error, RequestFailed):
         status = HTTPStatus.BAD_REQUEST if error.code in _CLIENT_FAULTS else HTTPStatus.INTERNAL_SERVER_ERROR
         kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "InternalServerError"

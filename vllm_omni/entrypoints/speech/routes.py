@@ -92,7 +92,7 @@ class SpeechRoutes:
             answer = await self._chat_with_sound(request, audio)
             return answer
 
-        await serve(request, raw_request)  # versions of vLLM differ in what it returns for a client that has left
+        await serve(request, raw_request)  # its result for a client that has left differs between vLLM versions
         return answer
 
     async def _chat_with_sound(self, request: ChatCompletionRequest, audio: AudioParams) -> Response:
