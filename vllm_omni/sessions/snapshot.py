@@ -76,7 +76,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a session fits. config: digest of the checkpoint's configuration, the model's options and the dtype."""
+    """The model a session fits. config: digest of the checkpoint's configuration, the model's options and the dtype."""
 
     family: str
     config: str
@@ -108,7 +108,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `describe_session` answers: the rank's part without its bytes. tensors: name -> (dtype, shape)."""
+    """Result of `describe_session`: the rank's part without its bytes. tensors: name -> (dtype, shape)."""
 
     model: ModelIdentity
     chunk_index: int
@@ -118,7 +118,7 @@ class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class StagedRank(msgspec.Struct, frozen=True):
-    """What `stage_checkpoint` answers. held_s: how long the copy held up the engine."""
+    """Result of `stage_checkpoint`. held_s: seconds for which the copy held up the engine."""
 
     described: RankDescription
     held_s: float
@@ -283,7 +283,7 @@ class OpenSnapshot:
 
 
 def check_table(path: Path) -> None:
-    """Check where a file says that its tensors are, as every worker will. Raises `RequestFailed`."""
+    """Check the tensor offsets in a file's table, as every worker will. Raises `RequestFailed`."""
     with OpenSnapshot.open(path) as snapshot:
         snapshot.check_table()
 
@@ -291,7 +291,7 @@ def check_table(path: Path) -> None:
 def _check_places(table: Mapping[str, StoredTensor], nbytes: int) -> None:
     """Tensors lie one behind the other without gaps, each as long as its shape says, and fill the file exactly.
 
-    Raises EOFError. What the safetensors library checks as well; tests/worker/test_snapshot_table.py compares.
+    Raises EOFError. The safetensors library makes the same checks; tests/worker/test_snapshot_table.py compares.
     """
     position = 0
     for stored in sorted(table.values(), key=_PLACE):
@@ -305,7 +305,7 @@ def _check_places(table: Mapping[str, StoredTensor], nbytes: int) -> None:
 
 
 class SavedTensors:
-    """One rank's tensors of an open snapshot, to be taken one by one; what is left over is an error.
+    """One rank's tensors of an open snapshot, to be taken one by one; tensors left over are an error.
 
     Made by `OpenSnapshot.rank`. A tensor is checked when it is asked for; bytes are read together by `read` and
     `finish`, until when a new tensor holds nothing. Nothing refers to the file afterwards.
@@ -347,7 +347,7 @@ class SavedTensors:
     def take(self, name: str, device: torch.device | str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return a new tensor on `device`, in the memory layout it was saved in, to be filled by `read`.
 
-        Raises `RequestFailed("invalid_snapshot")` if what was saved has another shape or dtype.
+        Raises `RequestFailed("invalid_snapshot")` if the saved tensor has another shape or dtype.
         """
         position = self._claim(name, dtype, list(shape))
         memory_format = torch.contiguous_format
@@ -363,7 +363,7 @@ class SavedTensors:
             del self._left[self._prefix + name]
 
     def read(self) -> None:
-        """Fill everything that has been asked for. Raises OSError and EOFError."""
+        """Fill all tensors requested by `fill` and `take`. Raises OSError and EOFError."""
         read_at(self._file, sorted(self._pending, key=operator.itemgetter(0)))
         self._pending.clear()
 
