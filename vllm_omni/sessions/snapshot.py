@@ -4,7 +4,7 @@
 A snapshot is one safetensors file. Its metadata carries a versioned JSON header (`SnapshotHeader`); its tensors are
 those that every rank's session names, as `rank0.kv.frame3`. It is written in place: the front end creates the file,
 then each rank copies its tensors from its device straight to where they belong, so that a snapshot costs one copy of
-its bytes; so does restoring it. (The safetensors library writes only what lies contiguous in host memory and reads
+its bytes; so does restoring it. (The safetensors library writes only contiguous tensors in host memory and reads
 only into memory of its own; hence our own reader here and our own writer in `snapshot_writing.py`. A file is checked by
 the library's rules, and nothing is unpickled.)
 
@@ -214,7 +214,7 @@ def _checked_header(metadata: Mapping[str, str]) -> SnapshotHeader:
 
 
 def check_fits(header: SnapshotHeader, model: ModelIdentity, rank: int, weights: str) -> RankPart:
-    """Return this rank's part of a snapshot. Raises `RequestFailed("foreign_snapshot")` naming what differs."""
+    """Return this rank's part of a snapshot. Raises `RequestFailed("foreign_snapshot")` naming the difference."""
     for what, theirs, ours in (
         ("the model", header.model.family, model.family),
         ("the split over ranks", str(header.model.parallel), str(model.parallel)),
@@ -374,7 +374,7 @@ class SavedTensors:
         self.read()
 
     def _claim(self, name: str, dtype: torch.dtype, shape: list[int]) -> int:
-        """Check a tensor against what is expected, take it off the list and return where its bytes begin."""
+        """Check a tensor's dtype and shape, take it off the list and return its position in the file, in bytes."""
         stored = self._left.pop(self._prefix + name, None)
         if stored is None:
             raise RequestFailed("invalid_snapshot", f"the snapshot lacks the tensor {self._prefix}{name}")
