@@ -165,7 +165,7 @@ def client_options(args: argparse.Namespace, port: int, **changes: Any) -> dict[
 
 
 def bad_clients(args: argparse.Namespace, scenario: str, port: int) -> dict[str, Any]:
-    """Run a scenario's badly behaved clients; they begin after all others."""
+    """Options of a scenario's badly behaved clients, which begin after all others."""
     rate = args.fps * args.width * args.height * 3
     behaviour = {"slow": rate / 4, "trickle": 4096.0, "never-reads": 0.0, "frozen": None}[scenario]
     small = {"receive_buffer": 65536} if scenario == "trickle" else {}
