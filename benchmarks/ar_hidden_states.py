@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hidden states cost: our AR worker beside vLLM's own, in pairs.
+"""Cost of hidden states: our AR worker beside vLLM's own, in pairs.
 
     python benchmarks/ar_hidden_states.py                 a tiny model on CPU
     python benchmarks/ar_hidden_states.py --model large   about a billion random weights, for a GPU
 
     python benchmarks/ar_hidden_states.py --starts 4 --pairs 300      the figure to quote from a CPU: about 8 minutes
-    python benchmarks/ar_hidden_states.py --control       stock vLLM beside stock vLLM: what the method itself sees
+    python benchmarks/ar_hidden_states.py --control       stock vLLM beside stock vLLM: the method's own error
 
 Two engines live at the same time, each in one process of its own without helpers (front end, scheduler, worker and
 model), so that the processor time of the process is the whole cost of its requests and nobody waits by spinning. They
@@ -195,8 +195,8 @@ def stats(llm: Any) -> dict[str, Any]:
 def check_rows(llm: Any, args: argparse.Namespace, model: Path, dtype: str) -> dict[str, Any]:
     """Rows of every request against a plain fp32 forward; ends the benchmark if they are missing or wrong.
 
-    bf16 rounds after every operation and the error grows with depth, so transformers' own bf16 rows tell what rounding
-    does to this model: ours may be 1.5 times as far from the fp32 rows. fp32 rows agree to 1e-4.
+    bf16 rounds after every operation and the error grows with depth, so transformers' own bf16 rows give this model's
+    rounding error: ours may be 1.5 times as far from the fp32 rows. fp32 rows agree to 1e-4.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -229,7 +229,7 @@ def check_rows(llm: Any, args: argparse.Namespace, model: Path, dtype: str) -> d
 
 
 def slice_of_traffic(llm: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """One run of requests that do not ask: what it took, and its tokens."""
+    """One run of requests without hidden states: times, and tokens."""
     gc.collect()
     before = time.process_time()
     elapsed, outputs = run(llm, None, args)
@@ -241,7 +241,7 @@ def slice_of_traffic(llm: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def freeze(llm: Any, args: argparse.Namespace) -> None:
-    """What lives now is never looked at by the garbage collector again."""
+    """The garbage collector never scans the objects that exist now again."""
     gc.collect()
     gc.freeze()
 

@@ -2,8 +2,8 @@
 """The yardstick of realtime_load.py: the least that uvicorn and `websockets` need to send the same messages.
 
 A process of its own, an ASGI application without a framework. Each connection gets a chunk's messages, as
-they were recorded at the door, as often as the model makes chunks, with the moment each was due written into it; what
-clients send is read and thrown away. `GET /state` says that it listens.
+they were recorded at the door, as often as the model makes chunks, with the moment each was due written into it;
+clients' messages are read and discarded. `GET /state` says that it listens.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `omni.checkpoint_s` costs the chunks of a session: the same engine with and without it, in turn.
+"""Cost of `omni.checkpoint_s` to the chunks of a session: the same engine with and without it, in turn.
 
     python benchmarks/checkpoints.py                              # the tiny LingBot World on this machine
     python benchmarks/checkpoints.py --height 480 --width 832     # the same with more bytes
@@ -134,7 +134,7 @@ async def run(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, 
 
 
 def cost_of_one(pairs: list[dict[str, Any]], name: str, period_s: float) -> dict[str, float]:
-    """Milliseconds that one checkpoint adds, over pairs of blocks, and what chunks grow by at one in `period_s`.
+    """Milliseconds that one checkpoint adds, over pairs of blocks, and the chunks' growth at one in `period_s`.
 
     standard_error: of the mean. growth_percent_at_most: for the mean and two standard errors.
     """

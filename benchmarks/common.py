@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark shares: where results go and what they must say about the machine."""
+"""Shared by all benchmarks: the directory of results, and each result's description of the machine."""
 
 import argparse
 import asyncio
@@ -44,8 +44,8 @@ def precision_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 IDLE_S = 1.0
-"""Before measured streams: the last clean pass of a warm-up goes on behind its last frames, and a first frame on an
-idle device is what is reported."""
+"""Pause before measured streams: the last clean pass of a warm-up goes on behind its last frames, and the reported
+first frame is one of an idle device."""
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Lets malloc ask for huge pages: a 14.4 MB result otherwise costs thousands of page faults in every process."""

@@ -27,7 +27,7 @@ HEIGHT, WIDTH = 64, 96
 
 
 async def fill(model: Path, num_ranks: int, max_session_bytes: int) -> dict[str, Any]:
-    """Begin sessions until none fits; what each rank holds then, and how long a chunk of all of them takes."""
+    """Begin sessions until none fits; return each rank's sessions and bytes, and the time of a chunk of all of them."""
     import numpy as np
 
     from vllm_omni.entrypoints.engine import OmniEngine

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `DiffusersPipelineExecutor` costs: the same request through the engine and by calling diffusers, in pairs.
+"""Cost of `DiffusersPipelineExecutor`: the same request through the engine and by calling diffusers, in pairs.
 
     python benchmarks/diffusers_executor.py                      # tiny Qwen-Image on the CPU, about a second of work
     python benchmarks/diffusers_executor.py --full-size          # the released model's sizes, random weights, on CUDA

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one chunk costs beyond the model: engine steps, transport of the result, everything between client and runner.
+"""One chunk's overhead over the model: engine steps, transport of the result, everything between client and runner.
 
 A world that does nothing is served by a real engine (front end, EngineCore and worker are three processes). For
 every chunk of five denoise steps the client's wall time is measured from request to unpacked result; the model's own
-time (what it reports for encode, denoise and decode) is subtracted.
+time (reported for encode, denoise and decode) is subtracted.
 
     python benchmarks/engine_overhead.py
 
@@ -42,7 +42,7 @@ EXECUTORS = {
     "in-process": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
     "mp": "mp",
 }
-"""in-process: what vLLM uses on one GPU (the worker lives in the EngineCore process); mp: a process per worker."""
+"""in-process: vLLM's default on one GPU (the worker lives in the EngineCore process); mp: a process per worker."""
 
 
 async def measure(model: Path, height: int, width: int, chunks: int, executor: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Client:
         self.picture = torch.randint(0, 256, (768, 768, 3), dtype=torch.uint8, generator=generator)
 
     async def send(self, tensors: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-        """One request; returns seconds and what the runner measured."""
+        """One request; returns seconds and the runner's timings."""
         from vllm_omni.inputs import DiffusionParams
 
         self._number += 1
@@ -165,7 +165,7 @@ async def mixed_load(client: Client, size: tuple[int, int], tokens: int) -> dict
 
 
 def measurements(client: Client, engine: Any) -> dict[str, Callable[[], Awaitable[Any]]]:
-    """Name of each section of the result -> what measures it, in the order of their worth."""
+    """Name of each section of the result -> its measurement, in the order of their worth."""
     args = client.args
     large, small = ((128, 128), (64, 64)) if args.tiny else ((1024, 1024), (768, 768))
     video = (64, 96, 9) if args.tiny else (480, 768, 25)
@@ -198,7 +198,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     ranks = args.tensor_parallel
     options: dict[str, Any] = json.loads(args.model_options)
     if args.variant == "video" and not args.tiny:
-        options.setdefault("max_num_frames", 25)  # what is measured; the start-up run then takes no longer than that
+        options.setdefault("max_num_frames", 25)  # the measured length; the start-up run then takes no longer
     if args.tiny:
         options |= {"max_image_pixels": 128 * 128, "max_video_pixels": 64 * 96, "max_num_frames": 9}
     omni = {
@@ -231,7 +231,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         for name in args.sections or sections:
             result[name] = await sections[name]()
             print(f"{name}: {json.dumps(result[name])}", flush=True)
-            save(args.name, {"result": result}, args)  # what is measured stays, whatever becomes of the next
+            save(args.name, {"result": result}, args)  # finished sections are kept if the next one fails
     return result
 
 

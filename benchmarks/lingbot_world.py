@@ -110,7 +110,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         sessions = await engine.collective_rpc("session_stats")
         for n in range(args.sessions):
             await engine.collective_rpc("close_session", args=(f"world{n}",))
-        # What can be compared between runs on any number of GPUs: two chunks' latents, bit by bit.
+        # For comparison between runs on any number of GPUs, bit by bit: two chunks' latents.
         latents = await one_session(engine, "latents", args, 2, "latents")
 
     records = runs[0]["records"]

@@ -131,7 +131,7 @@ def _table(rows: int, width: int) -> Any:
 
 
 def _merged(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """`sizes` over `config`; what a config class derived from the sizes before is left out."""
+    """`sizes` over `config`, without the fields that a config class derived from the previous sizes."""
     merged = {name: value for name, value in config.items() if name not in ("layer_types", "max_window_layers")}
     for name, value in sizes.items():
         merged[name] = _merged(config.get(name) or {}, value) if isinstance(value, dict) else value

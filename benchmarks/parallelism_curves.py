@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames per second over GPUs: measured rows, what `plan` predicts, simulated schedules; as a plot and as tables.
+"""Frames per second over GPUs: measured rows, predictions of `plan`, simulated schedules; as a plot and as tables.
 
     python benchmarks/parallelism_curves.py                # print the tables
     python benchmarks/parallelism_curves.py --write        # and write docs/user_guide/parallelism.svg and its page
@@ -177,7 +177,7 @@ _TITLES = {"causal_wan_1_3b": "causal Wan 1.3B", "causal_wan_14b": "causal Wan 1
 
 
 class _Figures:
-    """What a reason may say of a measured row, from its result."""
+    """Figures of a measured row for its reason's text, from its result."""
 
     def __init__(self, row: MeasuredRow, one_gpu_pass_ms: float) -> None:
         self.a_pass, self.decode, self.each_chunk = row.pass_ms, row.decode_ms, row.chunk_ms / row.sessions
@@ -187,7 +187,7 @@ class _Figures:
 
 
 def _table_rows() -> dict[tuple[str, str], dict[str, Any]]:
-    """(model, row) -> what benchmarks/pipeline_parallel.py measured on H200, the newest of each."""
+    """(model, row) -> the newest measurement of benchmarks/pipeline_parallel.py on H200."""
     found = {}
     for path in sorted(path for path in RESULTS.glob("*_pipeline_parallel_*.json") if "_before_" not in path.stem):
         run = json.loads(path.read_text())

@@ -2,8 +2,8 @@
 """A small discrete-event model of one or more streams on pipeline stages and a VAE: schedules that need not exist yet.
 
 A chunk is `denoise` passes, a clean one more if strict, and a decode; a pass visits the stages in order. Ranks are
-serial and take, of what can start earliest, the oldest chunk first. `strict`: a chunk needs the clean pass of the one
-before, stage by stage. `matched`: step j needs step j of the chunk before. Held by tests/planning/test_simulate.py.
+serial; of the passes that can start earliest, they take the oldest chunk's. `strict`: a chunk needs the previous one's
+clean pass, stage by stage. `matched`: step j needs step j of the chunk before. Held by tests/planning/test_simulate.py.
 """
 
 from collections.abc import Sequence

@@ -5,12 +5,12 @@
     python benchmarks/ray_two_nodes.py --no-gpu -- --chunks 4 --warm-chunks 2   # the tiny model, to try the script
 
 Each node is a Ray node of its own with one GPU, so two ranks are on two nodes: control messages go over TCP, tensors
-over NCCL. Runs benchmarks/lingbot_world.py once per way to split and executor; what is behind `--` goes to it. The
+over NCCL. Runs benchmarks/lingbot_world.py once per way to split and executor, with the arguments behind `--`. The
 latents of both executors must be equal bit for bit. Needs the extra `[ray]`.
 
 Real nodes are not on one machine, and vLLM notices: ranks that share its memory try the all-reduces that are made for
 one machine, for which each needs to see the other's GPU. So both executors run with NCCL's alone. Ray's memory monitor
-is off: two nodes on one machine share its memory, and it kills workers by what the kernel counts as total, which on a
+is off: two nodes on one machine share its memory, and it kills workers by the kernel's total memory, which on a
 virtual machine may grow only as it is used. Needs no network: nodes on a machine without one speak over 127.0.0.1.
 """
 
@@ -40,7 +40,7 @@ RUNS = {
 }
 
 TINY = ["--tiny", "--height", "64", "--width", "96", "--eager"]
-"""What runs without GPUs: two ranks of the full-size model, if only two layers of it, fill 24 GiB of host memory."""
+"""Options without GPUs: two ranks of the full-size model, if only two layers of it, fill 24 GiB of host memory."""
 
 OBJECT_STORE_BYTES = 96 << 20
 """vLLM's executor sends nothing through Ray's object store but its configuration."""
@@ -92,7 +92,7 @@ def ray_errors(folder: Path, since: float) -> str:
 
 
 def dump_stacks(group: int, cluster: Any) -> None:
-    """End what hangs, the engine's processes and Ray's workers, so that each writes to its log where it was."""
+    """End the hanging processes (engine and Ray workers) by SIGABRT, so that each logs its stack."""
     os.killpg(group, signal.SIGABRT)
     for node in cluster.list_all_nodes():
         raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
@@ -136,7 +136,7 @@ def measure(
 
 
 def explain(run: str, executor: str, failed: dict[str, Any]) -> None:
-    """Print how a run ended, its first error and the end of its log, and what Ray's logs say."""
+    """Print how a run ended, its first error, the end of its log, and Ray's logs."""
     lines = [line for line in failed["log"].splitlines() if not line.startswith("Extension modules")]
     errors = [line[:400] for line in lines if ERROR.search(line)]
     print(f"{run}: {executor} failed ({failed['failed']}); its errors:", *errors[:6], "its end:", sep="\n")

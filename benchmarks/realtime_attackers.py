@@ -17,7 +17,7 @@ import msgspec
 from realtime_clients import GENERATE_PATH
 
 _MASK = bytes(4)
-"""Clients mask what they send; zeroes leave it as it is."""
+"""Clients mask their frames; a mask of zeroes leaves the payload as it is."""
 _AGAIN_S = 0.25
 
 
@@ -34,7 +34,7 @@ def frame(first_byte: int, payload: bytes) -> bytes:
 
 
 def flood(kind: str) -> bytes:
-    """What one socket of an attack sends, all at once."""
+    """The bytes that one socket of an attack sends, all at once."""
     if kind == "fragments":
         return frame(0x02, b"") + frame(0x00, b"x") * 1_000_000
     if kind == "pings":

@@ -19,7 +19,7 @@ from typing import Any, cast
 import msgspec
 
 STAMP = struct.Struct("<dI")
-"""What the first pixels of a chunk hold: when it was due (`time.monotonic`), and its chunk index."""
+"""Content of a chunk's first pixels: when it was due (`time.monotonic`), and its chunk index."""
 
 GENERATE_PATH = "/v1/realtime_video/generate"
 _pack = msgspec.msgpack.Encoder().encode
@@ -110,7 +110,7 @@ class Session(asyncio.Protocol):
 
 
 def init_message(width: int, height: int) -> dict[str, Any]:
-    """What begins a session."""
+    """The message that begins a session."""
     return {"type": "init", "prompt": "walk", "size": f"{width}x{height}"}
 
 

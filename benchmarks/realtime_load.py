@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many live sessions at once: does everyone get every frame on time, and what do badly behaved clients change?
+"""Many live sessions at once: does every client get every frame on time, also beside badly behaved clients?
 
 A server process with this package's door `/v1/realtime_video/generate` and a model that only keeps time; a load
 generator in a process of its own on another core; for the scenarios, badly behaved clients in a third one. A frame's
@@ -7,7 +7,7 @@ added latency runs from the moment the model has it to the moment the client has
 frames due.
 
 Attacks (`fragments`, `pings`, `values`) are sockets that flood the server and come again when they are closed; how long
-an HTTP route takes to answer meanwhile is noted too. `cost` asks what a frame costs the server's processor beside a
+an HTTP route takes to answer meanwhile is noted too. `cost` compares the server's processor time per frame with a
 bare uvicorn with `websockets` that sends the same messages to the same clients, one after the other and several times:
 a ratio that another machine should give too.
 
@@ -112,7 +112,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = _GONE_TIMEOUT_S) -
 
 
 def recorded_messages(args: argparse.Namespace) -> list[bytes]:
-    """What a client of the door gets for one chunk, in order."""
+    """The door's messages to a client for one chunk, in order."""
     with process("realtime_server.py", server_options(args), None) as child, contextlib.ExitStack() as stack:
         socket = stack.enter_context(connect(f"ws://127.0.0.1:{Server(child).port}{GENERATE_PATH}", max_size=None))
         socket.send(msgspec.msgpack.encode(init_message(args.width, args.height)))
@@ -165,7 +165,7 @@ def client_options(args: argparse.Namespace, port: int, **changes: Any) -> dict[
 
 
 def bad_clients(args: argparse.Namespace, scenario: str, port: int) -> dict[str, Any]:
-    """What a scenario's badly behaved clients do; they begin after everyone else."""
+    """Options of a scenario's badly behaved clients, which begin after all others."""
     rate = args.fps * args.width * args.height * 3
     behaviour = {"slow": rate / 4, "trickle": 4096.0, "never-reads": 0.0, "frozen": None}[scenario]
     small = {"receive_buffer": 65536} if scenario == "trickle" else {}

@@ -3,8 +3,8 @@
 
 A process of its own. `TimerModel` stands where vLLM's engine client does and makes chunks of `chunk_frames`: chunk n of
 a session is due n times their playing time after its first, and is answered exactly then, stamped with that moment.
-Everything between that moment and the client's socket is the door's doing. `GET /state` says who is connected and what
-the model works on.
+All time between that moment and the client's socket is the door's. `GET /state` lists connections and the model's
+current work.
 """
 
 import asyncio

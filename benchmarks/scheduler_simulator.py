@@ -59,7 +59,7 @@ class Load:
 
 @dataclass
 class Outcome:
-    """What one viewer got. gaps_s: between deliveries of consecutive chunks; misses: chunks later than due."""
+    """One viewer's deliveries. gaps_s: between deliveries of consecutive chunks; misses: chunks later than due."""
 
     viewer: Viewer
     refused: bool = False

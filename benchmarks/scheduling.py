@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduling: FIFO against deadline-first in virtual time, and what a decision of the real scheduler costs.
+"""Scheduling: FIFO against deadline-first in virtual time, and the cost of a decision of the real scheduler.
 
     python benchmarks/scheduling.py            # both; no GPU needed
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to save a session to a file and to restore it, against copying its bytes.
+"""Cost of saving a session to a file and of restoring it, against copying its bytes.
 
     python benchmarks/session_snapshot.py                       # the tiny LingBot World on this machine
     python benchmarks/session_snapshot.py --height 480 --width 832   # the same with more bytes
@@ -17,7 +17,7 @@ same bytes from and to the same device and folder, without names, header and che
 
 A ratio is the whole snapshot's time without transport, the front end's share included, over the copy's; a median of
 pairs taken in turn. The file lies in a RAM disk if there is one (`--folder`), because the cost of a disk is not ours.
-What was measured is reported on stderr and is in the result file (`complete`: false) when an operation ends, at most
+Measurements are reported on stderr and saved in the result file (`complete`: false) when an operation ends, at most
 once a second, so that a run that is cut off leaves its numbers.
 """
 
@@ -140,7 +140,7 @@ RATIO_NAMES = {"plain": "ratio", "one_buffer": "one_buffer_ratio", "memory": "me
 
 
 class Progress:
-    """What has been measured so far, written down after every operation. samples: ms of each, by name."""
+    """Measurements so far, saved after every operation. samples: ms of each, by name."""
 
     def __init__(self, args: argparse.Namespace, facts: dict[str, Any], name: str) -> None:
         self.args, self.facts, self.name = args, facts, name
@@ -159,7 +159,7 @@ class Progress:
         for name, value in values.items():
             (self.warm_up if warm_up else self.samples).setdefault(name, []).append(value)
         if time.perf_counter() - self._noted < _QUIET_S:
-            return  # small sessions: writing would disturb what is measured
+            return  # small sessions: writing would disturb the measurement
         self.say(", ".join(f"{name} {value:.1f} ms" for name, value in values.items()) + " (warm-up)" * warm_up)
         save_quietly(self.name, {"result": self.result(complete=False)}, self.args)
         self._noted = time.perf_counter()

@@ -219,7 +219,7 @@ async def measure_policy(model: Path, policy: str, args: argparse.Namespace, row
             first = {"prompt": "a coast road in the evening", "seed": 1} if index == 0 else {}
             return {"height": args.height, "width": args.width, **first}, None
 
-        # Alone and as fast as it goes: what the engine could do, and every shape has been seen once.
+        # Alone and as fast as it goes: the engine's upper bound; it also compiles every shape.
         alone = await run_chunks(engine, "alone", args.warm_chunks + 2, request)
         await engine.collective_rpc("close_session", args=("alone",))
         done_s = [record["done"] for record in alone.records]
@@ -296,7 +296,7 @@ def main() -> None:
         for policy in args.policies:
             try:
                 asyncio.run(measure_policy(model, policy, args, rows, keep))
-            except Exception as error:  # too many sessions for the memory, say: what was measured stays
+            except Exception as error:  # too many sessions for the memory, say: earlier measurements are kept
                 rows.append({"policy": policy, "held": False, "error": f"{type(error).__name__}: {error}"})
                 keep()
     for row in rows:

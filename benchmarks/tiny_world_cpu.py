@@ -2,7 +2,7 @@
 """A small LingBot World on a CPU: time and processor time of a chunk, in this process and through the real engine.
 
     python benchmarks/tiny_world_cpu.py                      # both chunk lengths, both decoders, in process
-    python benchmarks/tiny_world_cpu.py --engine             # also through the engine: what a step costs beside it
+    python benchmarks/tiny_world_cpu.py --engine             # also through the engine: its overhead per step
     python benchmarks/tiny_world_cpu.py --model DIR --size 160x96
 
 Without `--model` it writes random weights of the shipped world's sizes, which take the time of trained ones. Prints one
@@ -142,7 +142,7 @@ def in_process(model: Path, size: tuple[int, int], options: dict[str, Any], chun
 async def through_engine(
     model: Path, size: tuple[int, int], options: dict[str, Any], chunks: int, steady: int
 ) -> dict[str, Any]:
-    """One client's chunks, one after the other; `beside` is what the request took beyond the runner's own stages."""
+    """One client's chunks, one after the other; `beside` is a request's time beyond the runner's own stages."""
     import torch
 
     from vllm_omni.inputs import DiffusionParams

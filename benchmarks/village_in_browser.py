@@ -10,7 +10,7 @@ condition settles, the playback buffer learns) the numbers that the page itself 
 
     shown_fps            frames drawn, over the time; the world's own rate is the most there is to show
     chunk_ms             from asking for a chunk to having it
-    server_fps           frames of a chunk over the median of that: what the server could do
+    server_fps           frames of a chunk over the median of that: the server's upper bound
     stages_ms            the server's own timing of the last chunk
     input_to_photon_ms   from a change of keys to the first frame made under it being drawn; a key changes every 1.3 s
     stalls               times that playback waited for a chunk

@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 class Outcomes:
-    """A pytest plugin: what became of the marked tests, all parameters of a test together.
+    """A pytest plugin: outcomes of the marked tests, all parameters of a test together.
 
     keep: called with a test's outcome as soon as it stands, so that a run that is cut short keeps those it has seen.
     """

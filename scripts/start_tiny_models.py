@@ -5,8 +5,8 @@
     python scripts/start_tiny_models.py                    # the world, the stream, the language model
     python scripts/start_tiny_models.py ar --limit-s 120   # one of them
 
-Each runs in a process of its own and prints one line: versions, device, runner, seconds, and a digest of what came
-back (equal digests on two versions mean equal bits; different ones need not mean a fault). Checked are only shapes,
+Each runs in a process of its own and prints one line: versions, device, runner, seconds, and a digest of its result
+(equal digests on two versions mean equal bits; different ones need not mean a fault). Checked are only shapes,
 finiteness and, for the language model, that its rows are those of transformers' forward within bf16. Exit status 1 if
 one failed. Rows of docs/architecture/compatibility.md come from here.
 """

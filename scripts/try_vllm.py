@@ -14,12 +14,12 @@ next run in `.try_vllm/` (`make clean` removes it; about 0.6 GB a version):
     1 wheel         download vllm==VERSION
     2 environment   create a virtual environment that sees the packages of the one this script runs in
     3 overlay       the wheel's files without its libraries, the CPU build's libraries, metadata for VERSION+cpu
-    4 requirements  install there what VERSION requires and the project's environment lacks, or has too old a version
-                    of, as far as a CPU run can use it; a newer version that the index does not have is reported
+    4 requirements  install there VERSION's requirements that the project's environment lacks or has too old, as far as
+                    a CPU run can use them; a newer version that the index does not have is reported
 
 It can say nothing about compiled code: an operator of VERSION that the older libraries lack, or have with other
-arguments, fails here and works in a real build; what is right here can still be wrong on CUDA.
-docs/architecture/compatibility.md holds what was seen. Pure parts: tests/test_try_vllm.py.
+arguments, fails here and works in a real build; code that works here can still fail on CUDA.
+docs/architecture/compatibility.md holds the results. Pure parts: tests/test_try_vllm.py.
 """
 
 import argparse
@@ -57,7 +57,7 @@ NOT_ON_CPU = (
 
 
 class TryError(Exception):
-    """What failed and what to do, in one line."""
+    """The failure and its remedy, in one line."""
 
 
 # ---- pure parts -------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def to_install(
 ) -> tuple[list[str], list[str]]:
     """Of the wheel's `Requires-Dist` lines, those that a CPU run can use: (missing, present in another version).
 
-    installed: normalised name -> version. environment: what markers are evaluated against.
+    installed: normalised name -> version. environment: values for evaluating markers.
     """
     missing, other_version = [], []
     for line in required:
@@ -248,7 +248,7 @@ def check_environment() -> None:
 
 
 def environment_key(venv: Path) -> str:
-    """A digest of what an overlay is made of: this script, the interpreter, every installed package, and its place,
+    """A digest of an overlay's inputs: this script, the interpreter, every installed package, and its place,
     which the first line of each of its programs names."""
     packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions())
     digest = hashlib.sha256("\n".join([sys.version, str(Path(sys.prefix).resolve()), str(venv), *packages]).encode())
@@ -266,7 +266,7 @@ def own_packages(venv: Path) -> Path:
 
 
 def run_quietly(command: Sequence[object], complaint: str) -> str:
-    """Run a command and return what it printed; raises TryError with `complaint` and the command's last error line."""
+    """Run a command and return its output; raises TryError with `complaint` and the command's last error line."""
     result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         lines = (result.stderr.strip() or result.stdout.strip()).splitlines() or [f"exit status {result.returncode}"]

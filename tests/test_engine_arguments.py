@@ -45,7 +45,7 @@ IGNORED = sorted(
 
 
 class AtTheHook(Exception):
-    """Carries what vLLM has made of the arguments when it asks our hook."""
+    """Carries vLLM's config at the time of our hook."""
 
     def __init__(self, worker: Worker, vllm_config: VllmConfig) -> None:
         self.worker, self.vllm_config = worker, vllm_config
@@ -107,7 +107,7 @@ def test_every_argument_that_is_not_honoured_is_tried_here() -> None:
     assert set(IGNORED) - tried - (set(ARGUMENTS) - known_to(vllm.__version__)) == set()
 
 
-# ---- what a user asked for, read from vLLM's config -----------------------------------------------------------------
+# ---- a user's arguments, read from vLLM's config --------------------------------------------------------------------
 
 
 def test_a_plain_start_has_asked_for_nothing(at_the_hook: Any) -> None:
@@ -145,7 +145,7 @@ def test_vllm_itself_refuses_the_rest(null_world: Path, name: str) -> None:
         configure_engine(null_world, **{name: BY_VLLM[name]})
 
 
-# ---- what becomes of it -------------------------------------------------------------------------------------------
+# ---- refusals and warnings ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("worker", PIPELINES)

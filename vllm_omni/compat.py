@@ -3,7 +3,7 @@
 
 Supported are the last two minors (`MIN_VLLM` up to, not including, `NEXT_VLLM`; pyproject.toml says the same). A
 difference belongs here if code would otherwise ask for a version or for an attribute's existence; nothing else of the
-package does. What both versions take as it is needs no entry: a method that only the newer one calls, or a parameter
+package does. Code that both versions accept needs no entry: a method that only the newer one calls, or a parameter
 with a default that only the newer one passes, is simply there. docs/architecture/compatibility.md lists those, and
 how the versions were tried. Nothing of vLLM is changed. Held by tests/test_compat.py and tests/seams/.
 """
@@ -57,7 +57,7 @@ def share_memory_nodes(parallel_config: Any) -> None:
     """Let a data-parallel rank on a CPU use any memory node if the machine has none of those it was given.
 
     Why: vLLM gives the n-th rank the n-th node. 0.33's CPU worker uses no other and dies with IndexError where there
-    are more ranks than nodes; 0.32's never read what it was given. Call it before vLLM's CPU worker is set up.
+    are more ranks than nodes; 0.32's never read its node. Call it before vLLM's CPU worker is set up.
     Remove when vLLM's CPU worker starts there by itself.
     """
     from vllm.utils.cpu_resource_utils import get_memory_affinity

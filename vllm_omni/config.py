@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniConfig`: everything a user may set under `--additional-config '{"omni": {...}}'`.
 
-Parsed once in each process, frozen, and never written back. Unknown keys and values out of range are errors that say
-what is allowed, and which names are near. Options of one model live under `omni.model` and are parsed by that model's
-own frozen dataclass.
+Parsed once in each process, frozen, and never written back. Unknown keys and values out of range are errors that list
+the allowed values and near names. Options of one model live under `omni.model` and are parsed by that model's own
+frozen dataclass.
 Held by tests/test_config.py.
 """
 
@@ -24,11 +24,11 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     height, width: the default and the largest request, in pixels (any height and width whose product is not larger).
     max_sessions: live sessions kept; one more is refused with `capacity`.
-    max_session_bytes: bytes all sessions together may hold; None = what the device has left after loading.
+    max_session_bytes: bytes all sessions together may hold; None = the device's free memory after loading.
     session_idle_s: a session unused for this many seconds may be closed to make room.
     max_requests_per_step: requests that may take their denoise step in one engine step.
-    batch_invariant: run those requests' forwards one by one, so that a session's result is bit for bit the same whoever
-    else is served. False = one forward for all of equal shape: results then agree within float tolerance, and small
+    batch_invariant: run those requests' forwards one by one, so that other sessions never change a session's result by
+    a bit. False = one forward for all of equal shape: results then agree within float tolerance, and small
     models run faster (at thousands of tokens per request a forward is limited by arithmetic, not by its batch).
     overlap_decode: decode a finished chunk while its session's next one is denoised; the result comes with a later
     step. None = on CUDA with several ranks: on one GPU, which denoising fills, it gains 0.4 % and costs 3 GiB.
@@ -38,12 +38,12 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     vae_parallel: the ranks of `--tensor-parallel-size` (Ulysses too) decode each frame together, a band of rows each.
     False = the first of them decodes alone, which keeps frames bit for bit those of one GPU.
     chunks_in_flight: chunks of one session that may be at work at once, each a step behind the one before it; for
-    models whose chunks see earlier ones as noisy as themselves (docs/user_guide/parallelism.md). pipeline: what a stage
-    of `--pipeline-parallel-size` owns: `blocks` of the network's layers, or (`temporal`) one denoise step.
+    models whose chunks see earlier ones as noisy as themselves (docs/user_guide/parallelism.md). pipeline: each stage
+    of `--pipeline-parallel-size` owns `blocks` of the network's layers, or (`temporal`) one denoise step.
     scheduling: whose turn it is. `fifo`: in order of arrival, chunk after chunk. `deadline`: whose result is due first
     takes the next denoise step, in batches no larger than deadlines allow (docs/user_guide/scheduling.md).
     target_fps: frames a second that realtime doors hold for a client who names no rate; a stream that cannot be held
-    is refused with `capacity`. degradations: what a chunk that would be late may go without, cheapest loss first.
+    is refused with `capacity`. degradations: quality losses allowed for a chunk that would be late, cheapest first.
     snapshot_dir: where snapshots of sessions lie on their way to and from clients; every rank must see it. None = the
     system's directory for temporary files. record_dir: record every session of the realtime doors in this directory,
     for `vllm-omni replay`; None = nothing is recorded.
@@ -51,7 +51,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     stopped, cut off), until all of them end and the engine is reported dead; None = for as long as vLLM waits.
     drain_timeout_s: how long a server that is told to stop (SIGTERM) may finish the chunks in flight; 0 = stop at once.
     drain_snapshot_dir: it saves its sessions there, and a server that starts takes them over; None = they are lost.
-    quotas: a TOML file with what each API key may have (docs/user_guide/operators.md); None = all share what there is.
+    quotas: a TOML file with limits per API key (docs/user_guide/operators.md); None = all keys share the capacity.
     checkpoint_s: also save there, every so many seconds, each session that has moved on, for a server that starts
     after a crash; less often if that would cost the engine more than 1.5 % of its time. None = only when told to stop.
     max_hidden_states_bytes: rows one request of a language model may ask for. hidden_state_layers: those whose rows may
@@ -177,11 +177,11 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 _PARSED: dict[bytes, OmniConfig] = {}
-"""Options of this process's engines, as MessagePack -> what they say."""
+"""Options of this process's engines, as MessagePack -> parsed options."""
 
 
 def parse_options(cls: type[T], options: Mapping[str, Any], where: str) -> T:
-    """Convert `options` into the Struct `cls`; raises ValueError saying what arrived, what is allowed, where."""
+    """Convert `options` into the Struct `cls`; raises ValueError with the value, the allowed ones and the place."""
     try:
         return msgspec.convert(dict(options), cls)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
@@ -198,7 +198,7 @@ def _near_names(names: list[str], error: str) -> str:
 
 
 def _named_values(cls: type[msgspec.Struct], error: str) -> str:
-    """What the field that an error points at may be named, as an addition to it; "" if it takes no names."""
+    """Allowed names of the field in an error message, as an addition to that message; "" if it takes no names."""
     place = re.search(r"`\$\.(\w+)(\[\d+\])?`$", error)
     field = next((field for field in msgspec.structs.fields(cls) if place and field.name == place[1]), None)
     if field is None:

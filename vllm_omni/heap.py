@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of processes that run for weeks: what is free goes back to the system. Held by tests/test_heap.py.
+"""Memory of processes that run for weeks: free memory goes back to the system. Held by tests/test_heap.py.
 
 Two things keep a server growing though nothing leaks. CPython runs a full collection only when the objects that wait
 for one are a quarter of those that outlived the last (long_lived_pending in CPython's gcmodule.c). vLLM freezes the
@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 
 def collect_after_freeze(app: FastAPI) -> None:
-    """Have full collections of a started server, whose heap vLLM has frozen, look at what it made since.
+    """Run full collections of a started server, whose heap vLLM has frozen, over the objects made since.
 
     They are cheap then (1 ms for 4,000 objects), so they come after 23,000 new objects and no longer after 85,000.
     """

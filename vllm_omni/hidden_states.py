@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EXTRA_ARGS_KEY: Final = "omni"
 FINAL: Final = -1
-"""The last layer: what the model's output head reads, after the final norm."""
+"""The last layer: the input of the model's output head, after the final norm."""
 
 _ERROR_PREFIX: Final = "hidden_states: "
 _MAGIC: Final = b"VOHS"
@@ -123,7 +123,7 @@ class HiddenStates(Mapping[int, torch.Tensor]):
 def hidden_states_of(output: "RequestOutput | CompletionOutput", index: int = 0) -> HiddenStates | None:
     """Return the hidden states that came with a completion.
 
-    output: what `LLM.generate` or `AsyncLLM.generate` returned; `index` picks one of `n` completions. A streamed delta
+    output: result of `LLM.generate` or `AsyncLLM.generate`; `index` picks one of `n` completions. A streamed delta
     holds the rows that became known with it (the first one all rows of the prompt); `CUMULATIVE` and `FINAL_ONLY`
     outputs hold all rows, once, when the request has finished. None where no rows came.
     Raises `RequestFailed(code, message)` when the request failed because of its hidden states.

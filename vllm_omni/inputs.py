@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client sends with one diffusion request, and how it travels through stock vLLM.
+"""A client's diffusion request: its parameters and tensors, and how they travel through stock vLLM.
 
 Scalars and text travel in `PoolingParams.extra_kwargs["omni"]` as JSON types, tensors in
 `extra_kwargs["omni_tensors"]` as the bytes of an envelope (an array there would kill the engine). This one channel
@@ -40,8 +40,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     `[T, H, W, 3]`, `latents` = the model's latents as they are.
     fork_to: the new session's id, for `op="fork"`.
     one_shot: the session is made for this request and closed with it, however it ends (one image, one video).
-    negative_prompt, num_frames (pixel frames), num_inference_steps, guidance_scale, num_images, fps: what image and
-    video models understand; None = the model's default, and a model refuses what it has no use for.
+    negative_prompt, num_frames (pixel frames), num_inference_steps, guidance_scale, num_images, fps: for image and
+    video models; None = the model's default, and a model refuses parameters it does not use.
     deadline_s: seconds after the engine has received the request by which its result is wanted; chunk_period_s: the
     stream wants a chunk that often. Both only matter to a server that schedules by deadline (`omni.scheduling`).
     options: model-specific, checked by the model.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 MODALITIES: Final = ("image", "video", "audio", "camera", "tensors")
-"""What `multi_modal_data` may hold; `tensors` is a map of whatever else a model takes. One item of each a request."""
+"""Keys of `multi_modal_data`; `tensors` is a map of a model's other tensors. One item of each a request."""
 
 
 class NamedTensors(ModalityDataItems[dict[str, torch.Tensor], dict[str, torch.Tensor]]):

@@ -24,7 +24,7 @@ from vllm_omni.exit_codes import ENGINE_DIED
 logger = logging.getLogger("vllm." + __name__)
 
 _MAIN: Final = "MainProcess"
-"""What `multiprocessing` calls a process that it did not start."""
+"""`multiprocessing`'s name for a process that it did not start."""
 _lock = threading.Lock()
 _watching: list[threading.Thread] = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `register()` adds to vLLM's registries: model classes, one config parser, one config hook per architecture.
+"""`register()`: adds to vLLM's registries model classes, one config parser, one config hook per architecture.
 
 Only additive and idempotent; nothing of vLLM is replaced. The exact list of touched registries is asserted by
 tests/test_import_purity.py.
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)
 
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""By its full name: what is called `uni` vLLM replaces by `mp` on a CPU."""
+"""By its full name: on a CPU vLLM replaces the name `uni` by `mp`."""
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's own variable: cores of each rank."""
 
@@ -87,7 +87,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         model_config.skip_tokenizer_init = True
         stored = getattr(torch, str(model_config.hf_config.dtype).removeprefix("torch."))
         if model_config.dtype == torch.float16 and stored != torch.float16:
-            # `--dtype auto` makes fp16 of fp32 weights; that overflows in video transformers: keep what is stored.
+            # `--dtype auto` makes fp16 of fp32 weights; that overflows in video transformers: keep the stored dtype.
             model_config.dtype = stored
 
     @staticmethod

@@ -15,7 +15,7 @@ _headers: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.Context
 class Span:
     """An open span, begun below this task's trace. This class is none.
 
-    headers: what names it as the parent of other spans; None = what they would have without it.
+    headers: trace headers that name it as the parent of other spans; None = those spans keep their parent.
     """
 
     headers: Mapping[str, str] | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deadline policy as decision tables, and what holds for any live requests (hypothesis)."""
+"""The deadline policy as decision tables, and properties for any live requests (hypothesis)."""
 
 import dataclasses
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams: turns within a session, due times, what is learnt of chunks, who counts as live."""
+"""Streams: turns within a session, due times, steps and sizes learnt from chunks, live streams."""
 
 import math
 

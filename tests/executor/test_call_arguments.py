@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request may ask of a pipeline and how it reaches `__call__`; every mistake a client can make is named."""
+"""A request's options as arguments of a pipeline's `__call__`; every mistake a client can make is named."""
 
 from collections.abc import Callable
 from functools import cache
@@ -94,7 +94,7 @@ def test_aspect_ratios_and_suffixes_of_qwen_image(facts: Callable[..., PipelineF
 
 
 def test_deployment_defaults_yield_to_the_request(facts: Callable[..., PipelineFacts]) -> None:
-    """defaults fill what a request leaves out, and nothing else."""
+    """defaults fill the fields that a request leaves out, and nothing else."""
     deployment = {"defaults": {"true_cfg_scale": 4.0, "negative_prompt": " ", "num_inference_steps": 7}}
     plain = call(facts("qwen_image"), deployment=deployment)
     assert (plain.arguments["true_cfg_scale"], plain.arguments["negative_prompt"], plain.num_steps) == (4.0, " ", 7)
@@ -103,7 +103,7 @@ def test_deployment_defaults_yield_to_the_request(facts: Callable[..., PipelineF
 
 
 def test_defaults_of_ours_are_checked_at_start() -> None:
-    """A wrong value ends the start and says what is allowed."""
+    """A wrong value ends the start and names the allowed ones."""
     with pytest.raises(ValueError, match="allowed values: 'auto', 'off'"):
         DiffusersOptions.parse({"defaults": {"prompt_suffix": "zh"}})
     with pytest.raises(ValueError, match=r"omni\.model\.defaults: .*width"):
@@ -111,7 +111,7 @@ def test_defaults_of_ours_are_checked_at_start() -> None:
 
 
 def test_a_missing_seed_is_drawn_and_told(facts: Callable[..., PipelineFacts]) -> None:
-    """Two requests without a seed differ, and each can be repeated from what it reports."""
+    """Two requests without a seed differ, and each can be repeated with the seed in its result."""
     assert call(facts("sd3")).seed != call(facts("sd3")).seed
     assert call(facts("sd3"), seed=0).seed == 0
 
@@ -148,7 +148,7 @@ LATER_TENSORS = {"prompt_embeds": torch.zeros(4, 32), "prompt_embeds_mask": torc
 def test_refusals(
     facts: Callable[..., PipelineFacts], layout: str, fields: dict[str, Any], code: str, words: str
 ) -> None:
-    """Each says what is wrong and what is allowed, before anything runs."""
+    """Each error names the mistake and the allowed values, before anything runs."""
     failure = refused(facts(layout), **fields)
     assert failure.code == code and words in failure.message
 

@@ -385,7 +385,7 @@ def test_fault_5_the_documented_modes_are_the_modes() -> None:
     assert explained == allowed and "`last` = the newest only" in textwrap.dedent(HiddenStatesRequest.__doc__ or "")
 
 
-# ---- what the pretended runners pretend --------------------------------------------------------------------------
+# ---- do the pretended runners behave like vLLM's -----------------------------------------------------------------
 
 
 def test_v1_has_what_the_mixin_uses() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SchedulerNote`: what the scheduler tells the runner about one request, beside stock vLLM's fields.
+"""`SchedulerNote`: message of the scheduler to the runner about one request, beside stock vLLM's fields.
 
-The way back is `StepOutput`. It travels in the request's own `PoolingParams.extra_kwargs`, under a key that clients
-cannot set: the scheduler removes what they send there. Held by tests/core/test_stream_batch_scheduler.py.
+Messages back are `StepOutput`s. It travels in the request's own `PoolingParams.extra_kwargs`, under a key that clients
+cannot set: the scheduler removes their value. Held by tests/core/test_stream_batch_scheduler.py.
 """
 
 import copy
@@ -18,7 +18,7 @@ _KEY = "omni_scheduler"
 
 
 class SchedulerNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """refused: why this request is not served (it ends with `capacity`). degradations: what its chunk goes without."""
+    """refused: why this request is not served (it ends with `capacity`). degradations: to apply to its chunk."""
 
     refused: str | None = None
     degradations: list[str] = []
@@ -36,7 +36,7 @@ class SchedulerNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 def without_note(params: "PoolingParams") -> "PoolingParams":
-    """Return `params` without what a client may have put where the note goes."""
+    """Return `params` without a client's own value under the note's key."""
     if not params.extra_kwargs or _KEY not in params.extra_kwargs:
         return params
     bare = copy.copy(params)

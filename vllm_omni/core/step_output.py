@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StepOutput`: what the diffusion runner tells the scheduler after one engine step, beside stock vLLM's fields.
+"""`StepOutput`: the diffusion runner's message to the scheduler after one engine step, beside stock vLLM's fields.
 
-It travels where a `ModelRunnerOutput` does, worker process to engine. Schedulers that do not know it read it as stock.
+It travels as a `ModelRunnerOutput`, from worker process to engine. Stock schedulers read only vLLM's fields.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 
 class ChunkProgress(NamedTuple):
-    """Where a chunk stands after a step. size: elements of its latents, what its forward's cost goes by."""
+    """A chunk's progress after a step. size: elements of its latents, to which its forward's cost is proportional."""
 
     step: int
     num_steps: int
@@ -20,14 +20,14 @@ class ChunkProgress(NamedTuple):
 
 @dataclass
 class StepOutput(ModelRunnerOutput):
-    """denoised: requests whose chunk is part of its session now, while its result is still being decoded or copied.
+    """denoised: requests whose chunk is committed, while its result is still being decoded or copied.
 
     Such a request is scheduled once more to deliver its result; its session's next chunk may start at once.
 
-    progress: of this step's chunks that are not done. committed: requests whose chunk became part of its session now.
+    progress: of this step's chunks that are not done. committed: requests whose chunk was committed in this step.
     steps_behind: how many steps a chunk stays behind the one before it (`omni.chunks_in_flight`).
-    before_s: device time of the step that was launched before this one; None = the device and the host keep pace, or
-    nobody knows. unfinished: the host is ahead, the device is still at this step.
+    before_s: device time of the step launched before this one; None = device and host keep pace, or it is not known.
+    unfinished: the host is ahead, the device still runs this step.
     """
 
     denoised: tuple[str, ...] = ()

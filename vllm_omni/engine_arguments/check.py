@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares a start with the table: a refused argument ends it with one line, a meaningless one costs a warning.
 
-What a user asked for is read in two places. `vllm serve --omni` has the parsed command line, where a value that differs
+A user's arguments are read in two places. `vllm serve --omni` has the parsed command line, where a value that differs
 from vLLM's default was given (`asked_on_command_line`). Plain `vllm serve` and `LLM(...)` leave only a `VllmConfig`
 (`asked_in_config`): every argument has a place in it, and the config hook runs before platform, model and optimisation
 level fill anything in. Where vLLM has decided even earlier, `_DECIDED_BY_VLLM` says how. A value equal to vLLM's own is
@@ -67,11 +67,11 @@ _DECIDED_BY_VLLM: dict[str, Callable[["VllmConfig"], Any]] = {
     "mamba_cache_mode": lambda config: "none",  # 0.33 has None as the argument's default
     "disable_cascade_attn": lambda config: True,
     "disable_custom_all_reduce": lambda config: config.parallel_config.disable_custom_all_reduce,
-    # Off where the processor cannot do it, whatever was given.
+    # Off where the processor cannot do it, with any value given.
     "mm_device_do_normalize": lambda config: _look_up(config, "mm_device_do_normalize")[1],
     "pooler_config": lambda config: _own_pooler(config.model_config.pooler_config),
 }
-"""What stands in the config of a user who gave nothing, where that is not the field's default."""
+"""Values in the config of a user who gave no argument, where they are not the field's default."""
 
 _PARTS = {
     "attention_config": {"attention_backend"},
@@ -92,7 +92,7 @@ _PARTS = {
 
 
 def check_config(worker: Worker, vllm_config: "VllmConfig") -> None:
-    """Raise ValueError, one line, for what `worker` must not ignore; warn of what means nothing to it."""
+    """Raise ValueError, one line, for arguments that `worker` refuses; warn of arguments meaningless to it."""
     from vllm.logger import init_logger
 
     asked = asked_in_config(vllm_config, _not_honoured(worker))
@@ -106,7 +106,7 @@ def check_config(worker: Worker, vllm_config: "VllmConfig") -> None:
 
 
 def refusal_of(worker: Worker, asked: Mapping[str, Any]) -> str | None:
-    """One line that names what would be ignored and says what to do instead; None if nothing would be."""
+    """One line that names the refused arguments, each with an alternative; None if there are none."""
     refused = [
         f"the {worker} cannot honour {_shown(argument, value)}: {argument.verdicts[worker].why}"
         for argument, value in _judged(worker, asked, "refused")
@@ -117,7 +117,7 @@ def refusal_of(worker: Worker, asked: Mapping[str, Any]) -> str | None:
 def asked_on_command_line(parsed: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
     """The engine's arguments among `parsed`, a namespace of vLLM's parser, that differ from vLLM's defaults.
 
-    plain: what the parser makes of an empty command line; a few of its defaults are not those of the engine.
+    plain: the parser's namespace for an empty command line; a few of its defaults are not those of the engine.
     """
     defaults = _defaults()
     return {
@@ -174,7 +174,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _look_up(vllm_config: "VllmConfig", name: str) -> tuple[bool, Any]:
-    """(whether the config has a place for the argument, what is there)."""
+    """(whether the config has a place for the argument, its value)."""
     if name in _PLACES:
         return _follow(vllm_config, _PLACES[name])
     for section in _SECTIONS:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table: fields of vLLM's `AsyncEngineArgs` x workers of this package -> `Verdict`. It imports nothing of vLLM.
 
-A field is *honoured* if it does here what vLLM says of it, *meaningless* if the thing it sets does not exist here (it
-costs a warning), *refused* if it promises memory, speed, precision, data or a split that would not come. A refusal says
-what to do instead. Held by tests/test_engine_arguments.py: the fields are those of the installed vLLM, and each that is
-not honoured is noticed.
+A field is *honoured* if it works here as vLLM documents it, *meaningless* if the thing it sets does not exist here (it
+costs a warning), *refused* if it promises memory, speed, precision, data or a split that would not come. A refusal
+names an alternative. Held by tests/test_engine_arguments.py: the fields are those of the installed vLLM, and each that
+is not honoured is noticed.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class Worker(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: see above. why: half a sentence; of a refusal, what to do instead. unless: values that are honoured."""
+    """kind: see above. why: half a sentence; of a refusal, the alternative. unless: values that are honoured."""
 
     kind: Literal["honoured", "meaningless", "refused"]
     why: str = ""
@@ -341,7 +341,7 @@ ROWS = (
         ar=honoured("as a consumer; a producer runs the encoder alone, which is refused"),
     ),
     Row("weight_transfer_config", refused("use the RPC reload_weights with a directory")),
-    # ---- what is seen ---------------------------------------------------------------------------------------------
+    # ---- logs and metrics -----------------------------------------------------------------------------------------
     Row(
         "disable_log_stats aggregate_engine_logging enable_log_requests logging_config log_level log_config_file "
         "show_hidden_metrics_for_version otlp_traces_endpoint custom_histogram_buckets "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Adapters`: the LoRA adapters of one pipeline by name: loaded from directories, switched per request, unloaded.
 
-An adapter is loaded into the pipeline's modules once and stays there switched off; a request names those it wants, with
-strengths. Without a name the modules compute exactly what they would without adapters. Held by
+An adapter is loaded into the pipeline's modules once and stays there switched off; a request names its adapters, with
+strengths. A request that names none gets exactly the result of a pipeline without adapters. Held by
 tests/executor/test_adapters.py.
 """
 
@@ -70,7 +70,7 @@ class Adapters:
         return True
 
     def remove_number(self, pipeline: Any, number: int) -> bool:
-        """Unload what `add` got this number for."""
+        """Unload the adapter that `add` loaded under this number."""
         return number in self._ids and self.remove(pipeline, self._ids[number])
 
     def select(self, wanted: Any) -> Selection:

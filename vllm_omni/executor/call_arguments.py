@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One request as the arguments of a pipeline's `__call__`; everything a client can get wrong is refused here.
 
-The signature of the pipeline's class decides what exists: a request field or option it has no argument for is an error
-that lists what there is, never ignored. Values are checked as far as they can be without running anything. It names
-no model. Held by tests/executor/test_call_arguments.py.
+The signature of the pipeline's class defines the options: a request field or option without an argument in it is an
+error that lists the valid ones, never ignored. Values are checked as far as possible without running the pipeline. It
+names no model. Held by tests/executor/test_call_arguments.py.
 """
 
 import json
@@ -49,7 +49,7 @@ _MAX_SEQUENCE_LENGTH = 4096
 
 @dataclass(frozen=True)
 class PipelineFacts:
-    """What requests are checked against; read from a loaded pipeline once.
+    """Properties of a loaded pipeline, read once; requests are checked against them.
 
     size_multiple: height and width must be multiples of it. frame_stride: num_frames must be 1 + a multiple of it.
     text_widths: widths of a text embedding this transformer takes (empty = not known). encodes_text: False if the
@@ -207,7 +207,7 @@ def _texts(
     facts: PipelineFacts,
     options: DiffusersOptions,
 ) -> dict[str, Any]:
-    """Prompts, with the suffix of the prompt's language if asked for; returns what to tell about it."""
+    """Prompts, with the suffix of the prompt's language if asked for; returns metadata for the result."""
     meta: dict[str, Any] = {}
     prompt = params.prompt
     if "prompt_embeds" in arguments:

@@ -17,10 +17,10 @@ _KEYS = ("images", "frames", "videos")
 
 
 def result_tensors(output: Mapping[str, Any], *, video: bool) -> dict[str, torch.Tensor]:
-    """Convert what a pipeline returned for decoded output.
+    """Convert a pipeline's decoded output.
 
     output: diffusers' output object (a map) with float tensors in [0, 1], float arrays, or PIL images. Raises TypeError
-    for anything else, naming what came.
+    for any other type, naming it.
     """
     value = _main_value(output)
     pixels = _to_uint8(value)

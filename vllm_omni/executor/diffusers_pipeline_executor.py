@@ -3,8 +3,8 @@
 
     vllm serve DIR --distributed-executor-backend vllm_omni.executor.DiffusersPipelineExecutor --config-format omni
 
-There is no worker, no model runner of vLLM, no KV cache and one device. What vLLM asks of workers through
-`collective_rpc` is answered by `PipelineWorker`; what a pipeline does not have is refused by name.
+There is no worker, no model runner of vLLM, no KV cache and one device. `PipelineWorker` answers vLLM's
+`collective_rpc` calls to workers; features that a pipeline does not have are refused by name.
 Held by tests/executor/test_executor_surface.py and tests/engine/test_diffusers_pipeline.py.
 """
 
@@ -119,7 +119,7 @@ def _done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput]:
 
 
 class PipelineWorker:
-    """What `collective_rpc` reaches. Return values are JSON types where clients may call."""
+    """Methods for `collective_rpc`. Return values are JSON types where clients may call."""
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
         end_with_parent()

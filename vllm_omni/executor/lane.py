@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Lane`: one thread that runs work which stops at gates, so that somebody else decides when it goes on.
+"""`Lane`: one thread whose work stops at gates, until its owner lets it continue.
 
 A pipeline's `__call__` cannot be left in the middle, so it runs on a thread of its own; its step callback passes a gate
 and the engine lets it through once per engine step. Exactly one of the two threads runs at any time, so neither needs
@@ -47,7 +47,7 @@ class Lane(Generic[T]):
         self._work = work
 
     def advance(self) -> tuple[bool, T | None]:
-        """Let the work run to its next gate or its end: `(finished, result)`; raises what the work raises."""
+        """Let the work run to its next gate or its end: `(finished, result)`; raises the work's exception."""
         assert self._work is not None, "the lane has no work"
         self._go.release()
         self._stopped.acquire()
@@ -75,7 +75,7 @@ class Lane(Generic[T]):
             self._cancelling = False
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run a function on the lane's thread, whether it is idle or waits at a gate; raises what it raises."""
+        """Run a function on the lane's thread, whether it is idle or waits at a gate; raises its exception."""
         self._errand = function
         self._go.release()
         self._stopped.acquire()

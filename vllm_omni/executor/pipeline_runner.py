@@ -263,10 +263,10 @@ def _session_operation(state: RequestState) -> dict[str, Any]:
 
 
 def _as_failure(error: Exception, *, started: bool) -> RequestFailed:
-    """What the client may read. Re-raises errors after which the device is of no use: they end the engine.
+    """The error for the client. Re-raises errors after which the device is unusable: they end the engine.
 
-    A pipeline checks its arguments before its first step and says what is wrong in a ValueError or TypeError; its text
-    is passed on if it is short and shows no path, address or tensor.
+    A pipeline checks its arguments before its first step and raises ValueError or TypeError; the text is passed on if
+    it is short and shows no path, address or tensor.
     """
     if isinstance(error, RequestFailed):
         return error

@@ -22,7 +22,7 @@ class _End:
 
 
 async def run_flow(steps: list[Step], max_pending: int = 8) -> AsyncGenerator[Any, None]:
-    """Yield what the steps emit, in order of emission, until all have returned."""
+    """Yield the steps' items, in order of emission, until all have returned."""
     queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=max_pending)
 
     async def supervise() -> None:
@@ -54,7 +54,7 @@ async def _call(step: Step, emit: Emit) -> None:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The exception that came first; the others are what its cancellation caused."""
+    """The exception that came first; its cancellation caused the others."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -77,7 +77,7 @@ class Stage:
     async def encode(
         self, params: DiffusionParams, tensors: Mapping[str, torch.Tensor], request_id: str
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Run a diffusion request to its end; returns `(meta, tensors)`. Raises what the envelope carries."""
+        """Run a diffusion request to its end; returns `(meta, tensors)`. Raises the envelope's `RequestFailed`."""
         last: PoolingRequestOutput[Any] | None = None
         span = trace_context.begin(self.name)
         trace = await self._below(span)
@@ -101,7 +101,7 @@ class Stage:
         return unpack(last.outputs.data)
 
     async def _below(self, span: trace_context.Span) -> dict[str, Any]:
-        """What has the engine, if it traces, make its own span below this one."""
+        """Arguments that make the engine, if it traces, open its own span below this one."""
         if span.headers is None or not await self.engine.is_tracing_enabled():
             return {}
         return {"trace_headers": span.headers}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one GPU of a kind, and the host beside it, do: measured rates and what was fitted, each with its source.
+"""Measured and fitted rates of one kind of GPU and of its host, each with its source.
 
 Knows no model. Held by tests/planning/test_split_plan.py.
 """
@@ -16,13 +16,13 @@ class Card:
     cross_attention_tflops: few keys. elementwise_bytes_per_s, elementwise_passes: a block's elementwise chains read or
     write its activations so many times. vae_tflops: of the compiled decoder and encoder, 3x3x3 convolutions.
     video_encode_tflops: of the encoder when a video's frames arrive with each chunk, their upload in it.
-    link_bytes_per_s, link_latency_s: between two GPUs. sync_s: what a collective costs besides its transfer, launch
+    link_bytes_per_s, link_latency_s: between two GPUs. sync_s: a collective's cost besides transfer, launch
     and waiting for each other. pack_s: rearranging for Ulysses in a layer, over the tokens per rank (of 4680 x 5120
     activations on one rank).
     launch_s: the host launches one layer's kernels of one pass. collective_launch_s: and one collective between its
-    ranks, with the rearranging around it. graph_launch_s: the host launches such a collective and a CUDA graph of what
-    is around it. stage_step_s: one engine step's way through one process of several (message in, schedule, message
-    out). These four are the host's: a pass takes the longer of what the device and what the host needs.
+    ranks, with the rearranging around it. graph_launch_s: the host launches such a collective and a CUDA graph of the
+    kernels around it. stage_step_s: one engine step's way through one process of several (message in, schedule, message
+    out). These four are the host's: a pass takes the longer of device time and host time.
     text_encoder_cpu_s: umt5-xxl on the host, a prompt not seen before. request_s: scheduler, transport and first noise
     of a chunk. first_frame_s: the same for a session's first chunk, besides its stages. first_decode_s: of a stream's
     first decode, besides its arithmetic. memory_bytes. workspace_bytes: the largest transient, decoding a chunk at

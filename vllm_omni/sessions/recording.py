@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings of sessions: everything that went into each chunk, and a digest of what came out.
+"""Recordings of sessions: each chunk's complete request, and a digest of its frames.
 
 A file is a magic line, then records: a length (8 bytes, little endian) and an envelope of `outputs.py`. The first
 record says which model and options it is of; each further one holds a chunk's request (its parameters, its arrays) and
@@ -47,7 +47,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 @dataclass(frozen=True)
 class RecordedChunk:
-    """One request of a session and what became of it; outcome None: it was cancelled."""
+    """One request of a session and its outcome; None: it was cancelled."""
 
     params: DiffusionParams
     arrays: dict[str, np.ndarray]

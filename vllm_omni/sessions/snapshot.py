@@ -4,7 +4,7 @@
 A snapshot is one safetensors file. Its metadata carries a versioned JSON header (`SnapshotHeader`); its tensors are
 those that every rank's session names, as `rank0.kv.frame3`. It is written in place: the front end creates the file,
 then each rank copies its tensors from its device straight to where they belong, so that a snapshot costs one copy of
-its bytes; so does restoring it. (The safetensors library writes only what lies contiguous in host memory and reads
+its bytes; so does restoring it. (The safetensors library writes only contiguous tensors in host memory and reads
 only into memory of its own; hence our own reader here and our own writer in `snapshot_writing.py`. A file is checked by
 the library's rules, and nothing is unpickled.)
 
@@ -77,7 +77,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a session fits. config: digest of the checkpoint's configuration, the model's options and the dtype."""
+    """The model a session fits. config: digest of the checkpoint's configuration, the model's options and the dtype."""
 
     family: str
     config: str
@@ -109,7 +109,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `describe_session` answers: the rank's part without its bytes. tensors: name -> (dtype, shape)."""
+    """Result of `describe_session`: the rank's part without its bytes. tensors: name -> (dtype, shape)."""
 
     model: ModelIdentity
     chunk_index: int
@@ -119,7 +119,7 @@ class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class StagedRank(msgspec.Struct, frozen=True):
-    """What `stage_checkpoint` answers. held_s: how long the copy held up the engine."""
+    """Result of `stage_checkpoint`. held_s: seconds for which the copy held up the engine."""
 
     described: RankDescription
     held_s: float
@@ -215,7 +215,7 @@ def _checked_header(metadata: Mapping[str, str]) -> SnapshotHeader:
 
 
 def check_fits(header: SnapshotHeader, model: ModelIdentity, rank: int, weights: str) -> RankPart:
-    """Return this rank's part of a snapshot. Raises `RequestFailed("foreign_snapshot")` naming what differs."""
+    """Return this rank's part of a snapshot. Raises `RequestFailed("foreign_snapshot")` naming the difference."""
     for what, theirs, ours in (
         ("the model", header.model.family, model.family),
         ("the split over ranks", str(header.model.parallel), str(model.parallel)),
@@ -284,7 +284,7 @@ class OpenSnapshot:
 
 
 def check_table(path: Path) -> None:
-    """Check where a file says that its tensors are, as every worker will. Raises `RequestFailed`."""
+    """Check the tensor offsets in a file's table, as every worker will. Raises `RequestFailed`."""
     with OpenSnapshot.open(path) as snapshot:
         snapshot.check_table()
 
@@ -292,7 +292,7 @@ def check_table(path: Path) -> None:
 def _check_places(table: Mapping[str, StoredTensor], nbytes: int) -> None:
     """Tensors lie one behind the other without gaps, each as long as its shape says, and fill the file exactly.
 
-    Raises EOFError. What the safetensors library checks as well; tests/worker/test_snapshot_table.py compares.
+    Raises EOFError. The safetensors library makes the same checks; tests/worker/test_snapshot_table.py compares.
     """
     position = 0
     for stored in sorted(table.values(), key=_PLACE):
@@ -306,7 +306,7 @@ def _check_places(table: Mapping[str, StoredTensor], nbytes: int) -> None:
 
 
 class SavedTensors:
-    """One rank's tensors of an open snapshot, to be taken one by one; what is left over is an error.
+    """One rank's tensors of an open snapshot, to be taken one by one; tensors left over are an error.
 
     Made by `OpenSnapshot.rank`. A tensor is checked when it is asked for; bytes are read together by `read` and
     `finish`, until when a new tensor holds nothing. Nothing refers to the file afterwards.
@@ -348,7 +348,7 @@ class SavedTensors:
     def take(self, name: str, device: torch.device | str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return a new tensor on `device`, in the memory layout it was saved in, to be filled by `read`.
 
-        Raises `RequestFailed("invalid_snapshot")` if what was saved has another shape or dtype.
+        Raises `RequestFailed("invalid_snapshot")` if the saved tensor has another shape or dtype.
         """
         position = self._claim(name, dtype, list(shape))
         memory_format = torch.contiguous_format
@@ -364,7 +364,7 @@ class SavedTensors:
             del self._left[self._prefix + name]
 
     def read(self) -> None:
-        """Fill everything that has been asked for. Raises OSError and EOFError."""
+        """Fill all tensors requested by `fill` and `take`. Raises OSError and EOFError."""
         read_at(self._file, sorted(self._pending, key=operator.itemgetter(0)))
         self._pending.clear()
 
@@ -375,7 +375,7 @@ class SavedTensors:
         self.read()
 
     def _claim(self, name: str, dtype: torch.dtype, shape: list[int]) -> int:
-        """Check a tensor against what is expected, take it off the list and return where its bytes begin."""
+        """Check a tensor's dtype and shape, take it off the list and return its position in the file, in bytes."""
         stored = self._left.pop(self._prefix + name, None)
         if stored is None:
             raise RequestFailed("invalid_snapshot", f"the snapshot lacks the tensor {self._prefix}{name}")

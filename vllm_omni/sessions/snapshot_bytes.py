@@ -117,7 +117,7 @@ def _numpy(tensor: torch.Tensor) -> Array:
 
 @dataclass(frozen=True)
 class _Load:
-    """What goes through a staging buffer at a time: bytes that follow each other in the file."""
+    """One staging buffer's content: bytes that follow each other in the file."""
 
     position: int
     nbytes: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`world.json` of a checkpoint directory: for what the world was trained, and what a visitor is offered in it.
+"""`world.json` of a checkpoint directory: a world's training sizes, and the prompts and pictures offered to visitors.
 
 Any model's checkpoint may have one. The config parser carries it to the doors (`CONFIG_KEY`), its sizes and model
 options are the defaults of `vllm serve`, its pictures are served beside the web page. Knows no model and no socket.
@@ -25,7 +25,7 @@ Side = Annotated[int, msgspec.Meta(ge=16, le=4096)]
 
 
 class WorldPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt that is offered as a button. name: what the button says."""
+    """A prompt that is offered as a button. name: the button's text."""
 
     name: Name
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
@@ -66,10 +66,10 @@ class Tour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class WorldCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a world is.
+    """Description of a world.
 
-    domain: its name for programs. title: its name for people. about: what it can show, and what becomes of pictures
-    from elsewhere. sizes: (width, height) it was trained at, the default first. metres_per_unit: length of a unit of
+    domain: its name for programs. title: its name for people. about: its contents, and its response to pictures from
+    elsewhere. sizes: (width, height) it was trained at, the default first. metres_per_unit: length of a unit of
     camera translation. model: defaults of `omni.model`.
     """
 
@@ -105,7 +105,7 @@ class WorldCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return next(prompt.text for prompt in self.prompts if prompt.name == name)
 
     def untrained_size(self, width: int, height: int) -> str | None:
-        """What to tell somebody who asks for a size that the world was not trained for; None = it was."""
+        """Warning for a client that asks for a size at which the world was not trained; None = it was."""
         if (width, height) in self.sizes:
             return None
         trained = " or ".join(f"{w}x{h}" for w, h in self.sizes)
@@ -114,7 +114,7 @@ class WorldCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         )
 
     def as_hello(self) -> dict[str, Any]:
-        """What a door tells its clients about the world."""
+        """The world's part of a door's hello message."""
         told = msgspec.to_builtins(self)
         return {name: told[name] for name in ("title", "about", "sizes", "metres_per_unit", "prompts", "starts", "map")}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve DIR --omni`: what is added, what is refused, and how fast; no server runs here."""
+"""`vllm serve DIR --omni`: added and refused arguments, and the time it takes; no server runs here."""
 
 import json
 import resource
@@ -30,7 +30,7 @@ def plan(*argv: str, environ: dict[str, str] | None = None, plugins: Sequence[st
 
 
 def test_a_directory_is_all_it_takes(world: str) -> None:
-    """Config format, worker, scheduler and no tokenizer are added behind what the user wrote."""
+    """Config format, worker, scheduler and no tokenizer are added behind the user's arguments."""
     assert plan(world).argv == [
         *(world, "--port", "0", "--config-format", "omni"),
         *("--worker-cls", "vllm_omni.worker.DiffusionGPUWorker"),
@@ -139,7 +139,7 @@ def test_what_the_worker_would_ignore_is_refused_and_nothing_else(world: str) ->
     ],
 )
 def test_what_cannot_work_is_refused(world: str, argv: list[str], complaint: str) -> None:
-    """One line: what arrived, what is allowed, what to do."""
+    """One line: the value, the allowed ones, the remedy."""
     with pytest.raises(CommandError, match=complaint) as refused:
         plan(world, *argv)
     assert "\n" not in str(refused.value)

@@ -3,7 +3,7 @@
 
 To stock vLLM a tensor in `ModelRunnerOutput.pooler_output` ends a request and replaces its text. This scheduler takes
 the tensors out before stock code sees them, keeps each request's rows until tokens leave the engine, and lets them
-leave together (`vllm_omni.hidden_states.encode_rows`). What it adds to the stock policy, and nothing else:
+leave together (`vllm_omni.hidden_states.encode_rows`). Its only additions to the stock policy:
 
 - a request that wants all rows does not read the prefix cache: a cached token is not computed and would have no row;
 - each token's row leaves once, in order of position, also after a preemption that computes tokens again;
@@ -34,7 +34,7 @@ from vllm_omni.processes import end_with_parent
 
 @dataclass
 class _Rows:
-    """One request's rows: where its computation stands and what has not left the engine yet."""
+    """One request's progress, and its rows that have not left the engine yet."""
 
     request: Request
     asked: HiddenStatesRequest
@@ -98,7 +98,7 @@ class ARHiddenStatesScheduler(Scheduler):
         model_runner_output: ModelRunnerOutput,
         entries: list[torch.Tensor | None] | None,
     ) -> tuple[dict[str, _Rows], dict[str, RequestFailed]]:
-        """Add this step's rows to what is held. Returns the requests concerned, and those that must end."""
+        """Add this step's rows to the held ones. Returns the requests in this step, and those that failed."""
         restarts = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs
         for req_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
@@ -128,7 +128,7 @@ class ARHiddenStatesScheduler(Scheduler):
         return concerned, failed
 
     def _hold(self, rows: _Rows, entry: torch.Tensor) -> RequestFailed | None:
-        """Keep the rows not seen before; the entry is the end of what this step computed."""
+        """Keep the rows not seen before; the entry is the last part of the rows that this step computed."""
         first = rows.computed - len(entry)
         entry = entry[max(0, rows.next_position - first) :]
         if not len(entry):
@@ -151,7 +151,7 @@ class ARHiddenStatesScheduler(Scheduler):
         return None
 
     def _finish_failed(self, failed: dict[str, RequestFailed], outputs: dict[int, EngineCoreOutputs]) -> None:
-        """End these requests with an error; what this step sampled for them still leaves."""
+        """End these requests with an error; tokens that this step sampled for them are still delivered."""
         requests = {req_id: self.requests[req_id] for req_id in failed if req_id in self.requests}
         self.finish_requests(requests, RequestStatus.FINISHED_ERROR)
         for req_id, request in requests.items():
@@ -174,7 +174,7 @@ class _AsyncARHiddenStatesScheduler(ARHiddenStatesScheduler, AsyncScheduler):
 
 
 def _asked_by(request: Request) -> HiddenStatesRequest | None:
-    """What a request asks for; None too if it is malformed: the worker refuses it, with the reason."""
+    """A request's `HiddenStatesRequest`; None if it has none or a malformed one, which the worker refuses."""
     if request.sampling_params is None:
         return None
     try:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StepCostModel`: what a step takes, fitted to measured step durations while the engine serves.
+"""`StepCostModel`: predicts a step's duration; fitted to measured step durations while the engine serves.
 
 Duration is modelled as linear in features of a batch (see `StepCosts`): four, and for each degradation level how much
-less (or more) a chunk's end takes there than at the level before, which is nothing until one has been seen. The fit is
-least squares over the last `_WINDOW` steps, drawn towards the estimate before, so that what the last steps say nothing
-about (larger batches, when only one stream is live) keeps its value; steps far from prediction count less (Huber), so
-that a hiccup of seconds does not move it, while a lasting change does. Knows no clock and no vLLM.
+less (or more) a chunk's end takes there than at the level before (0 until one has been seen). The fit is least squares
+over the last `_WINDOW` steps, regularised towards the previous estimate, so that costs absent from the window (larger
+batches, when only one stream is live) keep their value; steps far from prediction count less (Huber), so that a hiccup
+of seconds does not move it, while a lasting change does. Knows no clock and no vLLM.
 Held by tests/core/test_step_cost_model.py.
 """
 

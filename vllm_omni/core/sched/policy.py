@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The deadline policy: which requests take their next denoise step together, whom to refuse, when to give up quality.
 
-Pure functions of what they are handed: no clock, no vLLM, no state. `StreamBatchScheduler` calls them in an engine,
+Pure functions of their arguments: no clock, no vLLM, no state. `StreamBatchScheduler` calls them in an engine,
 `benchmarks/scheduler_simulator.py` in virtual time. Every request has a due time: its own deadline; or, without one, a
 time by which its next step is due, which keeps it from starving, and from running through while others are late.
 Held by tests/core/test_scheduling_policy.py.
@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_UTILISATION = 0.95
-"""Share of the engine's time that admitted streams may need, by prediction; the rest is for what prediction misses."""
+"""Share of the engine's time that admitted streams may need, by prediction; the rest absorbs prediction errors."""
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """One request that could take a step now.
 
-    due_s: absolute; what requests are ordered by. has_deadline: it is when the request must be done; else it only says
-    when the request's next step is due, and nobody counts on it.
+    due_s: absolute; requests are ordered by it. has_deadline: `due_s` is the deadline of the whole request; else only a
+    target for its next step.
     steps_left: forward passes it still needs, >= 1, a guess before its first one. started: it has had one.
     size: how large its forward is, in any unit that `StepCosts` uses too. order: unique; decides between equals.
     step: steps it has been given so far, those in flight included. level: its chunk's degradation, 0 = full quality; a
@@ -43,8 +43,8 @@ class LiveRequest:
 class StepCosts:
     """How long a step takes: `step_s + size_s x sizes + first_s x sizes that begin + last_s x sizes that end`.
 
-    All zero = nothing is known yet. `first_s` is what encoding adds, `last_s` what decoding adds. degraded_last_s: the
-    latter at each degradation level from 1 on; () = as at full quality.
+    All zero = nothing measured yet. `first_s` is the cost of encoding, `last_s` that of decoding. degraded_last_s:
+    `last_s` at each degradation level from 1 on; () = as at full quality.
     """
 
     step_s: float = 0.0
@@ -77,9 +77,9 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
 
     Of the batches made of the first k requests by due time, k <= max_requests, the largest is taken that keeps every
     deadline which can still be kept: its members get their step when the whole batch is done, the others wait for that
-    long, and from then on everybody is reckoned with as served one by one in order of due time. For requests that are
-    late in any case, the batch is taken that makes them wait least in sum; equal ones again give the larger. If most
-    requests with a deadline are late by that reckoning, this alone decides.
+    long, and from then on all requests are assumed to be served one by one in order of due time. For requests that are
+    late in any case, the batch with the least total waiting time is taken; of equal ones the larger. If most requests
+    with a deadline are late by that prediction, the total waiting time alone decides.
 
     Never empty if `live` is not. O(n log n).
     """
@@ -109,7 +109,7 @@ def choose_batch(now_s: float, live: Iterable[LiveRequest], costs: StepCosts, ma
         if slack < 0.0:
             late_behind += 1
     if 2 * late_behind > num_deadlines:
-        # Overloaded, or only batches can make it: what counts is that everybody waits less.
+        # Overloaded, or only batches can make it: minimise the total waiting time.
         slack_s = [-1.0 if request.has_deadline else math.inf for request in queue]
         late_behind = num_deadlines
 
@@ -142,7 +142,7 @@ _urgency: Callable[[LiveRequest], tuple[float, int]] = operator.attrgetter("due_
 
 
 def predicted_end_s(now_s: float, request: LiveRequest, live: Iterable[LiveRequest], costs: StepCosts) -> float:
-    """When `request` is done if it and all that is due before it are served one by one."""
+    """When `request` is done if it and all requests due before it are served one by one."""
     own = _urgency(request)
     ahead = (other for other in live if _urgency(other) <= own)
     return now_s + sum(
@@ -155,14 +155,14 @@ def predicted_end_s(now_s: float, request: LiveRequest, live: Iterable[LiveReque
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A stream that wants a chunk every `period_s`, and what one takes alone (0.0 = not known)."""
+    """A stream that requests a chunk every `period_s`. chunk_s: duration of one chunk alone (0.0 = not known)."""
 
     period_s: float
     chunk_s: float
 
 
 def refuses(demands: Sequence[Demand], new: Demand) -> str | None:
-    """Why a new stream cannot be held beside `demands`, or None if it can (or if nothing is known of what it takes)."""
+    """Why a new stream cannot be held beside `demands`, or None if it can (or if its chunk duration is not known)."""
     if new.chunk_s <= 0.0:
         return None
     own = new.chunk_s / new.period_s
@@ -179,9 +179,9 @@ def refuses(demands: Sequence[Demand], new: Demand) -> str | None:
 def choose_level(level: int, costs_s: Sequence[float], due_s: float, start_s: float, period_s: float) -> int:
     """Return the degradation level of a chunk that is about to begin: the best quality that is done in time.
 
-    level: the stream's last one. costs_s: what a chunk takes at each level, 0 = full quality. start_s: when its turn
-    comes; due_s: its deadline. Better quality than last time is taken only if it leaves a tenth of `period_s`, so that
-    a stream does not flicker between two levels. If no level is in time, the last (cheapest) is taken.
+    level: the stream's last one. costs_s: a chunk's duration at each level, 0 = full quality. start_s: predicted start;
+    due_s: its deadline. Better quality than last time is taken only if it leaves a tenth of `period_s`, so that a
+    stream does not flicker between two levels. If no level is in time, the last (cheapest) is taken.
     """
     for candidate, chunk_s in enumerate(costs_s):
         margin_s = 0.1 * period_s if candidate < level else 0.0

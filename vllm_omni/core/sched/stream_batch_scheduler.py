@@ -3,7 +3,7 @@
 
 To stock vLLM a pooling request is finished by its first output and has nothing left to compute until then. This
 scheduler gives a request that returned no output its one token back, so that it is scheduled again: one token is
-one micro-step. What it adds to the stock policy, and nothing else:
+one micro-step. Its only additions to the stock policy:
 
 - a request never has two micro-steps in flight (the token comes back only with the output);
 - within a session, chunks run in the order of their chunk index (arrival decides between equals): one after the other,
@@ -12,10 +12,10 @@ one micro-step. What it adds to the stock policy, and nothing else:
 - at most `omni.max_requests_per_step` requests share a batch, and no more than `--max-num-batched-tokens` (those that
   only deliver do not count);
 - with pipeline parallelism, the live requests are spread over as many batches as there are stages;
-- with `omni.scheduling` "deadline", `policy.py` says who is in the batch, whom to refuse and at which quality a chunk
-  is made; the costs it goes by are measured while serving (`cost_model.py`).
+- with `omni.scheduling` "deadline", `policy.py` chooses the batch, refuses streams and sets each chunk's degradation
+  level; its step costs are measured while serving (`cost_model.py`).
 
-What it remembers of streams is in `streams.py`. It knows requests and sessions by name only. Held by
+`streams.py` keeps the state of streams. It knows requests and sessions by name only. Held by
 tests/core/test_stream_batch_scheduler.py, tests/core/test_deadline_scheduler.py,
 tests/core/test_chunks_in_flight_scheduler.py.
 """
@@ -65,12 +65,12 @@ class StreamBatchScheduler(Scheduler):
         self._in_flight: set[str] = set()
         self._chosen: set[str] = set()
         self._launched: dict[int, tuple[float, list[tuple[LiveRequest, bool]]]] = {}
-        """Of batches in flight, by the id of their `SchedulerOutput`: when they were formed, who began in them."""
+        """Batches in flight, by id of their `SchedulerOutput`: when formed, and (request, takes its first step)."""
         self._last_end_s = 0.0
         self._unmeasured: tuple[float, float, float, list[float]] | None = None
         """Sizes of the last batch: its device time comes with the next one's answer."""
         self._device_free_s = 0.0
-        """When the device has done all that it was given, by prediction."""
+        """When the device is predicted to be idle."""
 
     def add_request(self, request: Request) -> None:
         now_s = time.monotonic()

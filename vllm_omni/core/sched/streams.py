@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Streams`: what the scheduler remembers of requests and of the streams (sessions) they belong to.
+"""`Streams`: the scheduler's state of requests and of the streams (sessions) they belong to.
 
-Whose turn it is in each session, when its chunk is due, how many steps it has left, what chunks of that session have
-taken so far, which streams are live and what they demand. Turns these into `policy.py`'s inputs; decides nothing else.
+Turns within each session, due times, steps left, steps and sizes of a session's earlier chunks, live streams and their
+demand. Turns these into `policy.py`'s inputs; decides nothing else.
 
 Turns: requests of a session run in the order of their chunk index, several at once only as `ChunkOrder` allows;
 `reset`, `close` and `fork` wait until no chunk is at work. Steps in flight count: batches reach every pipeline stage in
@@ -28,7 +28,7 @@ _LIVE_PERIODS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """What scheduling reads of a request. chunk_index: inf = none named. is_chunk: not `reset`, `close` or `fork`."""
+    """A request's fields for scheduling. chunk_index: inf = none named. is_chunk: not `reset`, `close` or `fork`."""
 
     session_id: str
     chunk_index: float
@@ -63,8 +63,8 @@ def _seconds(value: Any) -> float | None:
 class Stream:
     """One session. waiting: its requests with steps to take, by id, and their turn. steps: of a chunk at each level.
 
-    begun: those of them that have been in a batch, in that order. next: the first of the others. established: the
-    session has a committed chunk. last_used_s: when its last request ended; says nothing while others wait.
+    begun: requests of `waiting` that have been in a batch, in that order. next: the first of the others. established:
+    the session has a committed chunk. last_used_s: when its last request ended; unused while others wait.
     """
 
     waiting: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -101,10 +101,10 @@ class Streams:
         self._entries: dict[str, _Entry] = {}
         self._streams: OrderedDict[str, Stream] = OrderedDict()
         self._active: dict[str, Stream] = {}
-        """Those of `_streams` with requests waiting."""
+        """The streams of `_streams` with requests waiting."""
         self._num_arrivals = 0
         self._typical = Stream()
-        """What chunks took last, whosever: the guess for a stream without a chunk of its own."""
+        """Steps and size of the last chunk of any stream: the guess for a stream without a finished chunk."""
 
     def __len__(self) -> int:
         """How many requests can take a step at the same time."""
@@ -139,7 +139,7 @@ class Streams:
         self._choose_next(stream)
 
     def advance(self, request_id: str, progress: ChunkProgress | None, now_s: float) -> None:
-        """The request has taken a step and is not done; `progress` None = its worker does not say where it stands."""
+        """The request has taken a step and is not done; `progress` None = its worker does not report progress."""
         entry = self._entries.get(request_id)
         if entry is None:
             return
@@ -173,7 +173,7 @@ class Streams:
             del self._active[session_id]
         self._choose_next(stream)
         if not entry.fields.is_chunk and not stream.waiting:
-            self._streams.pop(session_id, None)  # reset or closed: what comes next is a new stream
+            self._streams.pop(session_id, None)  # reset or closed: the next request begins a new stream
 
     def committed(self, request_id: str) -> None:
         """The request's chunk has become part of its session; call it before `end_turn`."""
@@ -243,7 +243,7 @@ class Streams:
         return None if entry is None else entry.live
 
     def mark_stepped(self, request_id: str) -> None:
-        """The request is in a batch: nothing of its session overtakes it any more. Others may be none of ours."""
+        """The request is in a batch: no other request of its session overtakes it. Unknown ids are ignored."""
         entry = self._entries.get(request_id)
         if entry is not None:
             self._begin(request_id, entry)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Stage:
-    """One stage of one scenario: the largest absolute difference over everything compared, and what is allowed."""
+    """One stage of one scenario: the largest absolute difference over everything compared, and the tolerance."""
 
     scenario: str
     stage: str
@@ -161,7 +161,7 @@ Runner = Callable[[Scenario], None]
 def run_scenarios(
     model: str, directory: Path, runners: Mapping[str, Runner], auxiliary: Iterable[str] = ("README*", ".*")
 ) -> Report:
-    """Run every file of `directory`; returns a report, never raises for what a file holds.
+    """Run every file of `directory`; returns a report, never raises for a file's contents.
 
     runners: file name pattern -> how to run such a file, first match wins. auxiliary: patterns of files that scenarios
     read beside themselves.

@@ -397,7 +397,7 @@ def _load_vae(scenario: Scenario) -> StreamingWanVAE:
 
 
 def _encode_stream(vae: StreamingWanVAE, clip: torch.Tensor) -> torch.Tensor:
-    """Encode 9 frames, then 12 at a time (as sessions do), then what is left."""
+    """Encode 9 frames, then 12 at a time (as sessions do), then the remaining frames."""
     chunk = 3 * vae.config.temporal_factor
     first = min(clip.shape[2], chunk - 3)
     cache, parts = None, []

@@ -16,7 +16,7 @@ Good morning, the weather is fine today and the harbour is quiet.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen2's pattern of what merges may not cross."""
+"""Qwen2's pattern of boundaries that merges may not cross."""
 
 _SPECIAL = (
     "<|endoftext|>",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerTaps`: which layers of a loaded model can be had, and where they are in what its forward returns.
+"""`LayerTaps`: layers of a loaded model that can return hidden states, and their order in its forward's return value.
 
-Every model gives the last layer. Models that can feed an EAGLE-3 drafter (`SupportsEagle3`) also return the layers they
-are told to keep, numbered as transformers' `output_hidden_states`; `omni.hidden_state_layers` names them at start,
-because compiled graphs fix them. Held by tests/worker/test_hidden_state_layers.py.
+Every model returns its last layer. Models that can feed an EAGLE-3 drafter (`SupportsEagle3`) also return auxiliary
+layers, numbered as transformers' `output_hidden_states`; `omni.hidden_state_layers` names them at start, because
+compiled graphs fix them. Held by tests/worker/test_hidden_state_layers.py.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ _DRAFTERS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
 @dataclass(frozen=True)
 class LayerTaps:
-    """num_layers: blocks of the model; layers: what the forward returns besides the last layer, in its order.
+    """num_layers: blocks of the model; layers: auxiliary layers that the forward returns, in its order.
 
-    installed: whether the forward returns them because of us (else they are an EAGLE-3 drafter's, or there are none).
+    installed: `install` configured these layers (False: they are an EAGLE-3 drafter's, or there are none).
     """
 
     num_layers: int
@@ -36,10 +36,10 @@ class LayerTaps:
 
     @classmethod
     def install(cls, vllm_config: "VllmConfig", model: nn.Module, drafter_reads_layers: bool) -> "LayerTaps":
-        """Tell a freshly loaded model to keep the layers named in the options.
+        """Make a freshly loaded model's forward return the layers named in the options.
 
-        drafter_reads_layers: the forward already returns layers for a drafter; those can be had and no others, since
-        the drafter reads whatever the forward returns. Raises ValueError for a model or configuration that cannot.
+        drafter_reads_layers: the forward already returns a drafter's layers, and only these are available: the drafter
+        reads every layer that the forward returns. Raises ValueError if the model or configuration does not allow it.
         """
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         options = OmniConfig.from_additional_config(vllm_config.additional_config)
@@ -65,7 +65,7 @@ class LayerTaps:
 
 
 def prepare_stages(model: nn.Module) -> None:
-    """Make room for kept layers in what pipeline stages hand on. Raises ValueError if the model cannot."""
+    """Reserve slots for auxiliary layers in the intermediate tensors between pipeline stages, or raise ValueError."""
     from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
 
     eagle3_utils.verify_supports_aux_hidden_states_over_pp(model, "omni.hidden_state_layers")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HiddenStateRows`: takes the asked rows of one step off the model's output and puts them into the runner's.
+"""`HiddenStateRows`: copies the requested hidden-state rows of one step from the model's output to the runner's.
 
-Owns what each request asked for, from its first step to its end, and the copy to the host. Knows nothing of runner
-generations: a mixin (`ar/runner.py`) hands it one `StepRows` per step. Requests that did not ask cost one test
-of an empty map per step; nothing is allocated for them. Held by tests/worker/test_hidden_state_rows.py.
+Owns each request's `HiddenStatesRequest`, from its first step to its end, and the copy to the host. Independent of the
+runner's generation: a mixin (`ar/runner.py`) passes one `StepRows` per step. Other requests cost one test of an empty
+map per step; nothing is allocated for them. Held by tests/worker/test_hidden_state_rows.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,10 +46,10 @@ class _Asked:
 class HiddenStateRows:
     """Requests that want hidden states, and their rows. One per runner, on every rank.
 
-    num_layers: blocks of the model. layers: numbers of the layers that can be had, the final one as `num_layers`.
-    refusal: why no request can have hidden states with this configuration, or None.
-    copies: whether this rank's output reaches a scheduler; others keep only the bookkeeping.
-    listens: False where nothing could carry rows to a client: requests then run as if they had not asked.
+    num_layers: blocks of the model. layers: numbers of the available layers, the final one as `num_layers`.
+    refusal: why this configuration cannot return hidden states, or None.
+    copies: whether this rank's output reaches a scheduler; other ranks keep only the bookkeeping.
+    listens: False if the scheduler cannot carry rows to clients; requests for hidden states are then ignored.
     """
 
     def __init__(

@@ -2,10 +2,10 @@
 """The AR model runner: vLLM's own, whose output also holds the hidden states of requests that asked for them.
 
 One mixin per runner generation, each a hook and `super()`. V1 serves CPU and old configurations, V2 is the default on
-CUDA. Both let vLLM prepare, run, sample, speculate and balance experts exactly as it does; what they add happens
-between `execute_model` and `sample_tokens`, where a step's hidden states exist and its tokens do not yet. They must not
-touch anything else of the output (tests/worker/test_ar_gpu_model_runner.py). What can be had is decided once, when the
-model is loaded (`_make_rows`).
+CUDA. vLLM prepares, runs, samples, speculates and balances experts unchanged; the mixins copy rows between
+`execute_model` and `sample_tokens`, when a step's hidden states exist and its tokens do not yet. They must not change
+any other field of the output (tests/worker/test_ar_gpu_model_runner.py). The available layers are fixed when the model
+is loaded (`_make_rows`).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -160,7 +160,7 @@ class ARModelRunnerV2Mixin(_RunnerV2):
 
 
 def _attached(taken: TakenRows, output: Any) -> Any:
-    """Put the rows into what `sample_tokens` returned, now or when it is fetched."""
+    """Put the rows into the return value of `sample_tokens`, at once or when an asynchronous output is fetched."""
     if isinstance(output, AsyncModelRunnerOutput):
         return HiddenStatesOutput(output, taken)
     assert isinstance(output, ModelRunnerOutput)
@@ -168,7 +168,7 @@ def _attached(taken: TakenRows, output: Any) -> Any:
 
 
 def _make_rows(vllm_config: "VllmConfig", taps: LayerTaps) -> HiddenStateRows:
-    """Decide once what requests of this engine can ask for."""
+    """Decide which layers this engine's requests may ask for, and whether this rank copies them."""
     if not _reaches_clients(vllm_config):
         logger.warning_once(
             "The AR worker returns no hidden states without --scheduler-cls "
@@ -190,7 +190,7 @@ def _reaches_clients(vllm_config: "VllmConfig") -> bool:
 
 
 def _refusal(vllm_config: "VllmConfig") -> str | None:
-    """Why rows would be missing or shifted with this configuration; None if they are all there."""
+    """Why rows would be missing or shifted with this configuration; None if all rows are complete."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if vllm_config.model_config.is_encoder_decoder or vllm_config.model_config.is_diffusion:
         return "hidden states of encoder-decoder and diffusion language models are not supported"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the AR worker adds to vLLM's worker, shared by its CUDA and CPU classes: a look at the engine's arguments before
-anything is loaded (stock models have no config hook of ours), and numbers for `collective_rpc`."""
+"""`ARWorkerMixin`: additions to vLLM's worker, shared by its CUDA and CPU classes: a check of the engine's arguments
+before the model is loaded (stock models have no config hook of ours), and statistics for `collective_rpc`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ class ARWorkerMixin(_Worker):
         return engine_processes()
 
     def hidden_states_stats(self) -> dict[str, Any]:
-        """`collective_rpc("hidden_states_stats")`: what this rank can give and has copied, JSON types only."""
+        """`collective_rpc("hidden_states_stats")`: this rank's layers and bytes copied to the host, JSON types only."""
         rows = self.model_runner.hidden_state_rows
         return {
             "bytes_copied": rows.bytes_copied,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Admission`: what a request holds on one rank, taken before its first step and let go when the scheduler is done.
+"""`Admission`: acquires a request's session and conditions on one rank before its first step, releases them at its end.
 
 A generating request gets its session, opened if it is the first chunk, and its encoded conditions; the session is
-pinned until `release`. Session operations are done here at once. Whatever goes wrong becomes the request's `failure`
-and leaves no session that it opened. Knows no model by name.
+pinned until `release`. Session operations run here at once. An exception becomes the request's `failure`, and a session
+that the request opened is closed. Knows no model by name.
 Held by tests/worker/test_diffusion_model_runner.py and test_in_flight.py there.
 """
 
@@ -31,7 +31,7 @@ class Admission:
     def admit(self, state: RequestState, outputs: dict[str, torch.Tensor], index: int | None = None) -> None:
         """Give the request its session and its conditions; run a session operation at once, answered in `outputs`.
 
-        index: which chunk of its session an earlier pipeline stage has begun it as; None = this rank is the first.
+        index: the chunk index that an earlier pipeline stage gave the request; None = this rank is the first stage.
         Afterwards the request has its `chunk`, its answer or its `failure`; nothing is raised.
         """
         params = state.params

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RankAgreement`: what the ranks of one engine must decide alike, and the small messages with which they do.
+"""`RankAgreement`: decisions that all ranks of one engine must take alike, and the small messages that carry them.
 
-Every rank sees the same batches, but each may refuse a request by itself (its memory, its inputs). Whoever takes part
-in a forward takes part in its collectives, so before a request's first step the ranks agree who does: tensor-parallel
+Every rank sees the same batches, but each may refuse a request by itself (its memory, its inputs). A forward contains
+collectives, so all ranks must run it for the same requests. Before a request's first step they agree: tensor-parallel
 ranks by a reduction over gloo, pipeline stages by a mask that travels with the hidden states. Knows no model.
 Held by tests/engine/test_parallel.py and tests/worker/test_diffusion_model_runner.py.
 """
@@ -31,32 +31,32 @@ class RankAgreement:
     # within a step
 
     def read_mask(self, received: Mapping[str, torch.Tensor], states: Sequence[RequestState]) -> list[int]:
-        """What the stage before said of each of `states`: a chunk's index in its session if it takes part."""
+        """The previous stage's flag for each of `states`: the chunk index if it takes part, else a negative code."""
         return [int(flag) for flag in received[_MASK].tolist()[: len(states)]]
 
     def indices(self, states: Sequence[RequestState], mask: Sequence[int] | None) -> dict[str, int]:
-        """Request -> which chunk of its session it is, of those that take part; empty on the first stage."""
+        """Request id -> chunk index, for the requests that take part; empty on the first stage."""
         if mask is None:
             return {}
         return {state.request_id: flag for state, flag in zip(states, mask, strict=True) if flag >= 0}
 
     def waiting(self, states: Sequence[RequestState], mask: Sequence[int]) -> list[RequestState]:
-        """Those that an earlier stage holds back."""
+        """The requests that an earlier stage holds back."""
         return [state for state, flag in zip(states, mask, strict=True) if flag == _WAITING]
 
     def alive(
         self, states: Sequence[RequestState], waiting: Sequence[RequestState], mask: Sequence[int] | None
     ) -> list[RequestState]:
-        """The requests that take part in this step's collectives: those that no rank has refused and none holds back.
+        """The requests that take part in this step's collectives: no rank has refused them or holds them back.
 
-        mask: what the stage before said of `states`; None on the first one. The others are marked as failed.
+        mask: the previous stage's flags for `states`; None on the first stage. Refused requests are marked as failed.
         """
         fine = [state.failure is None for state in states]
         if self._tensor.world_size > 1 and any(state.chunk is None or state.chunk.step == 0 for state in states):
             fine = self._everywhere(fine)
         if mask is not None:
             wanted = [flag >= 0 for flag in mask]
-            # One that has failed since (a chunk before it did) still takes part, for nothing.
+            # A chunk that has failed since (with a chunk before it) still takes part; its result is discarded.
             able = [good or state.chunk is not None for state, good in zip(states, fine, strict=True)]
             if any(want and not mine for want, mine in zip(wanted, able, strict=True)):
                 # Hidden states of that request have arrived inside its group: this rank cannot leave it out.
@@ -75,8 +75,8 @@ class RankAgreement:
     def mask(
         self, states: Sequence[RequestState], alive: Sequence[RequestState], waiting: Sequence[RequestState]
     ) -> dict[str, torch.Tensor]:
-        """For the next stage: which of `states` are in the hidden states, as which chunk of their session, and which
-        wait, as a small CPU tensor.
+        """The flags of `states` for the next stage, as a small int32 CPU tensor: chunk index (its hidden states are
+        sent), waiting, or refused.
 
         Its length is one more than a multiple of the tensor-parallel size: vLLM sends tensors of a divisible length
         in shards, which needs a device tensor.
@@ -86,12 +86,12 @@ class RankAgreement:
         return {_MASK: torch.tensor([*flags, *([_REFUSED] * padding)], dtype=torch.int32)}
 
     def agree(self, state: RequestState) -> None:
-        """Before something that every tensor-parallel rank takes part in or none: one that has failed fails on all."""
+        """Before an operation of all tensor-parallel ranks: a chunk that has failed on one rank fails on all."""
         if not self.all_fine(state.failure is None) and state.failure is None:
             state.failure = RequestFailed("engine_error", "another tensor-parallel rank failed on this chunk")
 
     def all_fine(self, fine: bool) -> bool:
-        """Whether every tensor-parallel rank says so."""
+        """Whether `fine` is true on every tensor-parallel rank."""
         return fine if self._tensor.world_size == 1 else self._everywhere([fine])[0]
 
     def _everywhere(self, fine: Sequence[bool]) -> list[bool]:
@@ -105,7 +105,7 @@ class RankAgreement:
         """Every rank admits as many sessions of the largest shape as the tightest rank can hold."""
         if self._world.world_size == 1:
             return budget_bytes
-        own = budget_bytes / session_bytes if session_bytes else float("inf")  # a rank beside the one that decodes
+        own = budget_bytes / session_bytes if session_bytes else float("inf")  # 0: a VAE rank that does not decode
         sessions = torch.tensor([own], dtype=torch.float64)
         dist.all_reduce(sessions, op=dist.ReduceOp.MIN, group=self._world.cpu_group)
         return int(sessions.item() * session_bytes) if session_bytes else 0

@@ -2,8 +2,8 @@
 """From latents to results: how a chunk ends on one rank, and on which stream its frames are decoded.
 
 `ChunkEnd` checks a chunk, decodes it, commits it to its session and delivers its result, on the rank with the last
-layers; every other rank commits or fails a chunk as it is told. `ResultStream` decodes on a CUDA stream of its own.
-Knows no model by name and nothing of how chunks are stepped. Held by tests/worker/test_diffusion_model_runner.py,
+layers; every other rank commits or fails a chunk on that rank's message. `ResultStream` decodes on a CUDA stream of its
+own. Knows no model by name and nothing of denoise steps. Held by tests/worker/test_diffusion_model_runner.py,
 test_decode_before_clean_pass.py and test_overlap.py there.
 """
 
@@ -26,8 +26,8 @@ _MAX_STEP_BYTES = 20 << 20
 class ResultStream:
     """Where results are decoded and copied to the host.
 
-    overlap: on CUDA, use a stream of its own. beside_steps: with priority over the denoise steps there: somebody waits
-    for the frames. (Where there are none, the next latents come in beside it.)
+    overlap: on CUDA, use a stream of its own. beside_steps: denoise steps run on the same device; the decode gets
+    priority over them, since a client waits for its frames. False on a VAE stage, which runs no denoise steps.
     """
 
     def __init__(self, device: torch.device, overlap: bool, *, beside_steps: bool = True) -> None:
@@ -36,7 +36,7 @@ class ResultStream:
         self._stream = torch.cuda.Stream(device, priority=priority) if self._cuda and overlap else None
 
     def decode(self, model: SupportsStepExecution, request: DiffusionRequest, started_s: float) -> PendingResult:
-        """Launch `post_decode` and the copy of what it returns; call it before the session moves on."""
+        """Launch `post_decode` and the copy of its tensors to the host; call it before the session moves on."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
@@ -57,10 +57,10 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ChunkEnd:
-    """results: where frames are decoded. decodes: whether they are on this rank, beside its layers.
+    """results: where frames are decoded. decodes: whether this rank decodes, beside its layers.
 
-    shares_decode: the ranks that share layers decode together, each its part. overlap: a result comes with a later
-    step than the chunk's last one.
+    shares_decode: the ranks that share layers decode together, each its part. overlap: a result is returned in an
+    engine step after the chunk's last one.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ChunkEnd:
         self.shares_decode = shares_decode
         self._overlap = overlap
         self.denoised: list[str] = []
-        """Requests of the current engine step that are done but for their result."""
+        """Requests of the current engine step whose chunk is committed and whose result is not ready yet."""
         self.committed: list[str] = []
         """Requests of the current engine step whose chunk has become part of its session."""
 
@@ -112,7 +112,7 @@ class ChunkEnd:
             state.failure = as_failure(error, state.request_id)
         if self._decodes and state.pending is None and state.decode_failure is None:
             self._decode(state)
-        if state.failure is None:  # of bad latents the decode's error says less than the check's
+        if state.failure is None:  # for non-finite latents the check's error is clearer than the decode's
             state.failure = state.decode_failure
         try:
             if state.failure is None and state.pending is not None and not self._overlap:
@@ -133,7 +133,7 @@ class ChunkEnd:
         self.committed.append(request.request_id)
 
     def hand_out(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
-        """A chunk is part of its session: deliver its result now, or later if it is still on its way."""
+        """Deliver a committed chunk's result now, or in a later engine step with `overlap`."""
         if state.pending is None:
             outputs[state.request_id] = pack({})
         elif self._overlap:
@@ -142,7 +142,7 @@ class ChunkEnd:
             outputs[state.request_id] = state.pending.envelope()
 
     def pack_failures(self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]) -> None:
-        """Those of `states` that have failed end here, and the chunks behind theirs with them."""
+        """Pack the errors of failed requests in `states`; in-flight chunks behind a failed one fail with it."""
         for state in states:
             if state.failure is not None and state.chunk is not None:
                 self._in_flight.fail(state.chunk)
@@ -153,7 +153,7 @@ class ChunkEnd:
     def _decode(self, state: RequestState) -> None:
         """Launch the decode, unless the chunk has failed.
 
-        If that fails the chunk ends with it: until then other ranks rely on this one's passes.
+        A decode error fails the chunk at its last step only: until then other ranks rely on this rank's passes.
         """
         assert state.chunk is not None
         if self.shares_decode:
@@ -177,7 +177,7 @@ def deliverable(states: Sequence[RequestState], outputs: dict[str, torch.Tensor]
         if envelope is None:
             continue
         if state.failure is None:
-            state.pending = None  # else `release` waits for what may still be decoding
+            state.pending = None  # a failed request keeps it: `release` waits for the decode that may still run
         if deliver and envelope.numel() > room:
             state.held_back = envelope
         else:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunksInFlight`: which chunks of each session are at work on this rank and not yet committed, oldest first.
+"""`ChunksInFlight`: the chunks of each session that this rank has begun and not yet committed, oldest first.
 
-Which of them may move is `ChunkOrder`'s rule. A chunk that fails or is aborted takes those behind it with it: they were
-computed from it, and the session stays as it was committed. The first pipeline stage decides which chunks may begin
-(`waiting`) and as which chunk of the session; later ones are told. A failure is known first where it happens, on the
-last stage: until the scheduler lets go of the chunk, those behind it that an earlier stage still sends find it here
-(`failed`). Knows no model and no scheduler.
+`ChunkOrder` decides which of them may take a step. If a chunk fails or is aborted, the chunks behind it fail too: they
+were computed from it, and the session stays as last committed. The first pipeline stage decides which chunks may begin
+(`waiting`) and their chunk indices; later stages follow its mask. A failure is known first on the last stage, where it
+happens: until the scheduler releases the failed chunk, `failed` finds it for the chunks behind it that an earlier stage
+still sends. Knows no model and no scheduler.
 Held by tests/worker/test_in_flight.py and tests/engine/test_chunks_in_flight.py.
 """
 
@@ -18,7 +18,7 @@ from vllm_omni.worker.diffusion.requests import RequestState
 
 
 class ChunksInFlight:
-    """limit: chunks of one session at work at once; with 1 nothing here ever waits or has a predecessor."""
+    """limit: chunks of one session in flight at once; with 1 no chunk waits or has a predecessor."""
 
     def __init__(self, limit: int) -> None:
         self.order = ChunkOrder(limit)
@@ -26,7 +26,7 @@ class ChunksInFlight:
         self._failed: dict[str, list[RequestState]] = {}
 
     def last(self, session_id: str) -> DiffusionRequest | None:
-        """The chunk that the session's next one follows; None if that is the committed state."""
+        """The newest chunk in flight of the session, predecessor of its next one; None = the committed state is."""
         chunks = self._chunks.get(session_id)
         return chunks[-1].chunk if chunks else None
 
@@ -39,10 +39,10 @@ class ChunksInFlight:
         return bool(chunks) and chunks[0].chunk is request
 
     def waiting(self, states: Sequence[RequestState]) -> list[RequestState]:
-        """Those of a batch that may not begin or go on yet; asked before any of the batch moves."""
+        """The requests of a batch that may not take a step yet; called before any of the batch does."""
         if self.order.limit == 1:
             return []
-        first: dict[str, RequestState] = {}  # by session: of those that have not begun, the one that may
+        first: dict[str, RequestState] = {}  # session id -> its only queued chunk that may begin
         for state in states:
             if state.chunk is None and state.failure is None and state.params is not None:
                 other = first.get(state.params.session_id)
@@ -70,8 +70,8 @@ class ChunksInFlight:
         return next((state.chunk for state in reversed(self._failed.get(session_id, [])) if state.index == index), None)
 
     def add(self, state: RequestState, predecessor: DiffusionRequest | None) -> None:
-        """The chunk has been admitted behind `predecessor`; if that has failed, it fails too and takes its steps for
-        nothing.
+        """The chunk has been admitted behind `predecessor`; if that one has failed, the chunk fails too, and its steps
+        are discarded.
         """
         assert state.chunk is not None
         session_id = state.chunk.session.session_id
@@ -83,13 +83,13 @@ class ChunksInFlight:
             self._chunks.setdefault(session_id, []).append(state)
 
     def end(self, request: DiffusionRequest) -> None:
-        """The chunk is part of its session; those behind it go on from there. Idempotent."""
+        """The chunk is committed; the chunks behind it stay in flight. Idempotent."""
         self._cut(request, keep_followers=True)
 
     def fail(self, request: DiffusionRequest, because: RequestFailed | None = None) -> None:
-        """The chunk will not become part of its session: neither will those behind it. Idempotent, also after `end`.
+        """The chunk and the chunks behind it will not be committed. Idempotent, also after `end`.
 
-        because: what clients are told about those behind it; None = the session is as it was.
+        because: the error for the chunks behind it; None = `predecessor_failed` (the session is as it was).
         """
         chunks = self._cut(request, keep_followers=False)
         for state in chunks[1:]:
@@ -99,7 +99,7 @@ class ChunksInFlight:
             self._failed.setdefault(request.session.session_id, []).extend(chunks)
 
     def release(self, request: DiffusionRequest) -> None:
-        """The scheduler has finished or aborted the chunk: if it is no part of its session by now, it has failed."""
+        """The scheduler has finished or aborted the chunk: if it is not committed by now, it has failed."""
         self.fail(request)
         session_id = request.session.session_id
         left = [state for state in self._failed.pop(session_id, []) if state.chunk is not request]
@@ -107,7 +107,7 @@ class ChunksInFlight:
             self._failed[session_id] = left
 
     def _cut(self, request: DiffusionRequest, *, keep_followers: bool) -> list[RequestState]:
-        """Take the chunk out, and return it and those behind it."""
+        """Remove the chunk; return it and the chunks behind it."""
         session_id = request.session.session_id
         chunks = self._chunks.get(session_id, [])
         position = next((index for index, state in enumerate(chunks) if state.chunk is request), None)

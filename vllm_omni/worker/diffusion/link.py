@@ -14,9 +14,9 @@ NCCL would put both directions into one stream, and no batch could be handed on 
 flow one way only (last -> earlier) and in batch order, so a FIFO of posted receives is all the bookkeeping.
 
 CUDA promises no concurrency between streams either: where two share a hardware queue, the later one waits. So every
-rank issues its exchanges in one order, that of the batches, and for each batch hidden states before its answer:
-whatever waits then waits for something issued before it. Receives of answers (`listen`) are therefore posted when the
-hidden states they answer have been sent, not before. Held by tests/worker/test_pipeline_parallel.py,
+rank issues its exchanges in batch order, and for each batch hidden states before the answer: an exchange then only
+waits for an earlier one. Receives of answers (`listen`) are therefore posted after the hidden states that they answer
+have been sent. Held by tests/worker/test_pipeline_parallel.py,
 test_stage_messages.py there, tests/engine/test_exchange_order.py and tests/engine/test_parallel.py.
 """
 
@@ -46,7 +46,7 @@ class ChunkNote(msgspec.Struct, frozen=True):
     """Where one chunk stands after a step. committed: how many other chunks its session has had by now.
 
     clean: its latents are final and travel beside this note; `facts` are the model's.
-    done: the chunk is part of its session on the ranks that hold layers; `timings_ms` is what they have measured.
+    done: the chunk is committed on the ranks that hold layers; `timings_ms` are their stage timings.
     """
 
     request_id: str
@@ -60,13 +60,13 @@ class ChunkNote(msgspec.Struct, frozen=True):
 
 
 class StageNote(msgspec.Struct, frozen=True):
-    """What the last stage with layers tells the VAE stage after a step. failures: request -> (code, message)."""
+    """Message from the last stage with layers to the VAE stage after a step. failures: request -> (code, message)."""
 
     chunks: list[ChunkNote] = []
     failures: dict[str, tuple[str, str]] = {}
 
     def message(self, latents: Sequence[torch.Tensor], ranks: int) -> dict[str, torch.Tensor]:
-        """The tensors to send. latents: of the clean `chunks`, in order. ranks: that share a stage's layers."""
+        """The tensors to send. latents: of the clean `chunks`, in order. ranks: number that share a stage's layers."""
         text = msgspec.json.encode(self)
         text += b" " * padding(len(text), ranks)
         return {_NOTE: torch.frombuffer(bytearray(text), dtype=torch.uint8), **together(_LATENTS, latents, ranks)}
@@ -91,7 +91,7 @@ class StageNote(msgspec.Struct, frozen=True):
 
 
 def padding(length: int, ranks: int) -> int:
-    """How much longer to make what `ranks` ranks may not cut into shards."""
+    """Elements to append to a tensor of `length`, so that `ranks` ranks do not send it in shards."""
     return -length % ranks + 1 if ranks > 1 else 0
 
 
@@ -111,7 +111,7 @@ def together(name: str, tensors: Sequence[torch.Tensor], ranks: int) -> dict[str
 
 
 def unpack(name: str, received: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """What `together` packed: views of one buffer."""
+    """The tensors packed by `together`, as views of one buffer."""
     if name not in received:
         return []
     numbers = [number for number in received[f"{name}.shapes"].tolist() if number >= 0]
@@ -130,8 +130,8 @@ def unpack(name: str, received: Mapping[str, torch.Tensor]) -> list[torch.Tensor
 def connect_forward(pp: GroupCoordinator, device: torch.device) -> None:
     """Exchange one element along vLLM's own way from stage to stage. Collective in the pipeline group.
 
-    NCCL makes a pair's communicator when both first use it, and that can wait for the device: better while nothing is
-    on its way.
+    NCCL creates a pair's communicator on first use, which can wait for the device, so do it before any transfer is in
+    flight.
     """
     token = torch.ones(1, device=device)
     if not pp.is_first_rank:
@@ -151,7 +151,7 @@ class _Receive:
 
 
 class ReturnChannel:
-    """One rank's end of the way back. Collective: every rank of the world constructs it at the same point.
+    """One rank's end of the return channel. Collective: every rank of the world constructs it at the same point.
 
     pp_ranks: the global ranks of this rank's pipeline that hold layers, first stage first; a rank outside them (a VAE
     stage) takes part in the construction only.
@@ -202,7 +202,7 @@ class ReturnChannel:
             self._sends.popleft()  # the buffer must live until the send is done
 
     def expect(self, requests: Sequence[DiffusionRequest]) -> None:
-        """Earlier stage, after a batch's forward: its answer will come."""
+        """Earlier stage, after a batch's forward: register the batch for its answer."""
         assert not self.is_last
         self._expected.append(list(requests))
 
@@ -220,10 +220,10 @@ class ReturnChannel:
         request_ids: Iterable[str],
         apply: Callable[[DiffusionRequest, bool, torch.Tensor], None],
     ) -> None:
-        """Take in every answer up to the newest that concerns one of `request_ids`.
+        """Apply every answer up to the newest that concerns one of `request_ids`.
 
-        Those batches' outputs have reached the engine (or are certain to be sent), so this never waits for work that
-        nobody has given to the last stage.
+        These batches' outputs have reached the engine (or are certain to be sent), so this never waits for a batch that
+        has not been sent to the last stage.
         """
         assert not self._expected, "listen() posts a batch's receive before the next batch"
         wanted = set(request_ids)

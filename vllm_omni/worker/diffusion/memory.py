@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MemoryBudget`: how many bytes the sessions of one rank may hold.
 
-vLLM profiles memory only for models with KV groups; a diffusion runner has none, so the budget is taken here: what
-`--gpu-memory-utilization` allows, less weights, less the peak of a warm-up chunk at the largest shape; or, as vLLM has
-it for its own cache, exactly `--kv-cache-memory-bytes`. Memory that was in use before this rank's worker began (another
-engine on the same GPU) is not this rank's and does not count, as in vLLM's own profiling.
+vLLM profiles memory only for models with KV groups; a diffusion runner has none, so the budget is computed here:
+`--gpu-memory-utilization` of the GPU, less weights, less the peak of a warm-up chunk at the largest shape; or, as for
+vLLM's own cache, exactly `--kv-cache-memory-bytes`. Memory in use before this rank's worker began (another engine on
+the same GPU) does not count, as in vLLM's own profiling.
 Held by tests/worker/test_memory.py.
 """
 

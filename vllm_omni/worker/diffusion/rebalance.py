@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another split of the layers over pipeline stages at start, before there are sessions.
+"""Moves layers between pipeline stages at start, before there are sessions.
 
-`omni.pipeline_partition` "measured" takes what the warm-up chunk cost each stage, decode and head included, and moves
-layers until the slowest stage is as fast as can be. Knows no model. Held by tests/engine/test_rebalance.py.
+`omni.pipeline_partition` "measured" takes each stage's time for the warm-up chunk, decode and head included, and moves
+layers so that the slowest stage is as fast as possible. Knows no model. Held by tests/engine/test_rebalance.py.
 """
 
 import logging
@@ -25,7 +25,7 @@ StageTimes = Mapping[str, Sequence[float]]
 
 
 def rebalance(runner: DiffusionGPUModelRunner, times: StageTimes) -> None:
-    """Collective. Move layers to fit what a warm-up chunk cost (`times` is this rank's).
+    """Collective. Balance layers by the stage times of a warm-up chunk (`times` is this rank's).
 
     Raises ValueError, on all ranks alike, if the model's layers cannot move.
     """

@@ -43,11 +43,11 @@ class RequestState:
     pending: PendingResult | None = None
     """The chunk's result, on its way to the host; delivered when the chunk is done."""
     decode_failure: RequestFailed | None = None
-    """Why there is no `pending`: the decode of its final latents has failed, and the chunk will when its steps end."""
+    """Why there is no `pending`: the decode of the final latents failed; the chunk fails after its last step."""
     held_back: torch.Tensor | None = None
     """A finished envelope that waits for room in the next step's message."""
     degradations: tuple[str, ...] = ()
-    """What the scheduler wants its chunk to go without."""
+    """Degradations that the scheduler has chosen for the chunk."""
     started_s: float = field(default_factory=time.perf_counter)
 
     @property
@@ -88,7 +88,7 @@ class RequestStates:
             state = RequestState(data.req_id, params, tensors, degradations=tuple(note.degradations))
         except RequestFailed as failure:
             state = RequestState(data.req_id, None, {}, failure=failure)
-        except Exception:  # boundary: whatever a client managed to send may cost only its own request
+        except Exception:  # boundary: a malformed request may fail only itself
             logger.exception("request %s could not be read", data.req_id)
             unreadable = RequestFailed("invalid_request", "the request could not be read")
             state = RequestState(data.req_id, None, {}, failure=unreadable)
@@ -112,7 +112,7 @@ class RequestStates:
 
 
 def as_failure(error: Exception, request_id: str) -> RequestFailed:
-    """Map an exception to what the client may read: our own texts as they are, anything else without its text.
+    """Map an exception to an error for the client: `RequestFailed` unchanged, any other without its text.
 
     request_id: vLLM's; it contains the ids that the client knows.
     """

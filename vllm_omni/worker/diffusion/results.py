@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results that are still on the device: a chunk's frames on their way to the host, and whether its latents are finite.
 
-A request keeps both (`RequestState`), and whoever reads them waits for the device. Elsewhere than on CUDA everything
-has happened when a call returns. Held by tests/worker/test_overlap.py.
+A request keeps both (`RequestState`); reading either waits for the device. On other devices than CUDA each call
+returns when its work is done. Held by tests/worker/test_overlap.py.
 """
 
 import time
@@ -18,7 +18,7 @@ from vllm_omni.outputs import RequestFailed, pack
 class PendingResult:
     """One finished chunk's result; the device may still be decoding it or copying it to the host.
 
-    tensors: on the host, to be read after `done`. The request must keep what the decode reads until then.
+    tensors: on the host, to be read after `done`. The request must keep the decode's inputs until then.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 """`DiffusionGPUModelRunner`: runs denoise steps for the requests the scheduler picked; owns device memory.
 
 Requests come in, its role admits them and runs one step, outputs go out. The role (`roles/`), chosen once at start,
-knows which part of the work this rank has and what it exchanges with others. The runner has no vLLM base class:
-`surface.py` answers what a worker asks of any runner. It knows no model by name and no sockets.
+knows this rank's part of the work and its messages to other ranks. The runner has no vLLM base class: `surface.py`
+implements vLLM's runner interface. It knows no model by name and no sockets.
 
 Invariants (tests/worker/test_diffusion_model_runner.py, test_decode_before_clean_pass.py there, tests/engine/):
 - a session is opened by its first chunk and freed by the store, nowhere else;
@@ -68,7 +68,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.kv_caches: list[torch.Tensor] = []
         self.model_memory_usage = 0
 
-    # -- what the worker asks at start --------------------------------------------------------------------------
+    # -- start, called by the worker ----------------------------------------------------------------------------
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
@@ -82,7 +82,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.role = role_for(self.parts)
 
     def _make_parts(self) -> RankParts:
-        """Raises ValueError if the model cannot do what the options ask for."""
+        """Raises ValueError if the model does not support the options."""
         omni, num_ranks = self.omni, get_world_group().world_size
         check_degradations(self.network, omni.degradations)
         in_flight = ChunksInFlight(omni.chunks_in_flight)
@@ -169,13 +169,13 @@ class DiffusionGPUModelRunner(RunnerSurface):
     def _progress(self, chunk: DiffusionRequest) -> ChunkProgress:
         return ChunkProgress(chunk.step, chunk.num_steps, self.model.latents(chunk).numel() if chunk.step else 1)
 
-    # -- what the worker asks between steps --------------------------------------------------------------------
+    # -- between steps, called by the worker -------------------------------------------------------------------
 
     def request_progress(self) -> dict[str, list[int]]:
         return self.requests.progress()
 
     def settle(self, session_id: str) -> None:
-        """Take in the last stage's answers to this session's finished chunks, and so commit them."""
+        """Apply the last stage's answers to this session's finished chunks, which commits them."""
         done = [
             state.request_id
             for state in self.requests

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionStore`: who may open a session, what all sessions hold in bytes, who frees one.
+"""`SessionStore`: opens, evicts and frees the sessions of one rank, and counts their bytes.
 
 A session is made by its first chunk, outlives requests, and is freed in exactly one place (`close`). Admission is by
 bytes: a session's size is known before it is made and constant afterwards. Knows no scheduler and no model maths.

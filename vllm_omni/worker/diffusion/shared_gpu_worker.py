@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SharedGPUWorker`: more ranks than GPUs, to try a split, or to test one, on a machine that is too small for it.
 
-NCCL refuses two ranks of one host on one device. Ranks that say they are hosts of their own it connects by sockets:
-slow, and kernels of several processes take turns, but what each rank issues, on which streams and in which order, is
-what it issues on a GPU of its own. Held by tests/worker/test_shared_gpu_worker.py and, where a machine has fewer GPUs
-than an engine has ranks, by every test of tests/engine/.
+NCCL refuses two ranks of one host on one device. If each rank has its own NCCL_HOSTID, it connects them by sockets:
+slow, and kernels of several processes take turns, but each rank issues the same kernels and transfers, on the same
+streams and in the same order, as on a GPU of its own. Held by tests/worker/test_shared_gpu_worker.py and, where a
+machine has fewer GPUs than an engine has ranks, by every test of tests/engine/.
 """
 
 import math
@@ -41,6 +41,6 @@ class SharedGPUWorker(DiffusionGPUWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()
-        sessions = self.model_runner.sessions  # each rank has counted what all of them leave free
+        sessions = self.model_runner.sessions  # each rank has counted the GPU's free memory as its own
         sessions.max_bytes = sessions.max_bytes and sessions.max_bytes // self._ranks_of_a_gpu
         return times

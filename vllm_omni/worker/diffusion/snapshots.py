@@ -41,13 +41,13 @@ logger = logging.getLogger("vllm." + __name__)
 _SAMPLES = 16
 """Values of each parameter that its digest sees."""
 _SHAPE_FIELDS = ("prompt", "seed", "height", "width", "output", "options")
-"""What of a first chunk's request may be in a snapshot."""
+"""Fields of a first chunk's request that a snapshot may hold."""
 
 Answer = dict[str, Any]
 
 
 class SessionSnapshots:
-    """runner: whose sessions; its store and model are used, nothing else of it is changed."""
+    """runner: owner of the sessions; only its store and model are used."""
 
     def __init__(self, runner: "DiffusionGPUModelRunner") -> None:
         self._runner = runner
@@ -152,7 +152,7 @@ class SessionSnapshots:
 
 
 def model_identity(vllm_config: "VllmConfig", shares_decode: bool, partition: Sequence[int]) -> ModelIdentity:
-    """What must be equal for a session to go on bit for bit, but for the weights.
+    """Everything except the weights that must be equal for a session to continue bit for bit.
 
     partition: layers of each stage now; () = as even as possible.
     """
@@ -173,7 +173,7 @@ def model_identity(vllm_config: "VllmConfig", shares_decode: bool, partition: Se
     stages = {name: omni[name] for name in ("vae_stage", "pipeline") if omni.get(name)}
     if partition:
         stages["pipeline_partition"] = list(partition)
-    if stages:  # what each rank holds of a session
+    if stages:  # they decide each rank's part of a session
         described["stages"] = stages
     text = json.dumps(described, sort_keys=True, default=str)
     parallel = vllm_config.parallel_config

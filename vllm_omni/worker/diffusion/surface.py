@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's worker asks of every model runner and a runner without block pool, sampler and adapters has no use for.
+"""`RunnerSurface`: runner methods that vLLM's worker calls and that block pool, sampler and adapters alone would need.
 
-tests/worker/test_runner_surface.py reads the worker's source and finds what is missing here.
+tests/worker/test_runner_surface.py reads the worker's source and finds methods that are missing here.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Warm-up of one rank: the largest shape runs once in a throw-away session, and fixes the bytes that sessions may hold.
 
-All ranks warm up together, outside vLLM's engine loop, so what its worker carries from stage to stage is sent and
-received here. With `omni.pipeline_partition` "measured" a chunk runs before, and layers move by what it cost. Knows no
-model by name. Held by tests/worker/test_diffusion_model_runner.py and tests/engine/test_parallel.py.
+All ranks warm up together, outside vLLM's engine loop, so tensors between stages are sent and received here. With
+`omni.pipeline_partition` "measured" a session runs before, and its last chunk's times decide which layers move. Knows
+no model by name. Held by tests/worker/test_diffusion_model_runner.py and tests/engine/test_parallel.py.
 """
 
 import logging
@@ -35,7 +35,7 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
     budget = MemoryBudget(runner.vllm_config, runner.device, used_before)
     with budget.measure():
         session_bytes, _ = _run_session(runner)
-        if runner.omni.degradations:  # a chunk that goes without all, and the way back from it
+        if runner.omni.degradations:  # a chunk with all degradations, then one at full quality
             _run_session(runner, runner.omni.degradations)
     runner.sessions.max_bytes = runner.agreement.budget(
         budget.session_bytes(session_bytes, runner.omni.max_session_bytes), session_bytes
@@ -50,9 +50,9 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
 
 
 def _run_session(runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] = ()) -> tuple[int, StageTimes]:
-    """Returns a largest session's bytes and what its last chunk took on this rank.
+    """Returns the bytes of a session of the largest shape, and its last chunk's stage times on this rank.
 
-    degradations: what its first chunk goes without.
+    degradations: of its first chunk.
     """
     session_bytes, times = 0, {}
     for number, (params, tensors) in enumerate(runner.model.warmup_inputs()):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the diffusion worker changes in vLLM's worker, shared by its CUDA and CPU classes.
+"""`DiffusionWorkerMixin`: changes to vLLM's worker, shared by its CUDA and CPU classes.
 
 The worker stays vLLM's: device and process-group set-up, weight pools for sleep mode, pipeline send and receive, RPCs.
-Only the runner, warm-up, what sleep does to sessions and what a failed rank does to the others are ours.
+Only the runner, warm-up, sleep of sessions and the handling of a failed rank are ours.
 """
 
 from typing import TYPE_CHECKING, Any

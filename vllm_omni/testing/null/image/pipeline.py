@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NullImagePipeline`: images and videos with no model behind them, for measuring and breaking what is around one.
+"""`NullImagePipeline`: images and videos with no model behind them, for measuring and breaking the code around one.
 
 It follows the contract of one-shot models (entrypoints/openai/__init__.py) and costs next to nothing. A picture
 depends on prompts, seed, steps, guidance and input pictures, and on nothing else: not on its batch, not on how n is

@@ -58,7 +58,7 @@ class NullScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NullSession(SessionState):
-    """`memory_CHW`: the sum of all committed latents, fp32; what makes later chunks depend on earlier ones."""
+    """`memory_CHW`: the sum of all committed latents, fp32; it makes later chunks depend on earlier ones."""
 
     def __init__(self, session_id: str, params: DiffusionParams, height: int, width: int, device: torch.device) -> None:
         super().__init__(session_id)

@@ -2,7 +2,7 @@
 """The recorded tiny Lance, how a result is judged in each precision, and the tolerances.
 
 Tolerances. fp32: 2e-5 per stage, 1e-4 for final latents; ids, masks, positions and greedy tokens exactly. bf16:
-relative L2 distance to the recorded bf16 result, allowed 2 % or twice what that result is away from the recorded fp32
+relative L2 distance to the recorded bf16 result, allowed 2 % or twice that result's distance from the recorded fp32
 one (two independent roundings of that size). Greedy tokens in bf16 are compared up to the first step that bf16 cannot
 decide: its two best logits are nearer than 2 % of the largest.
 """

@@ -36,12 +36,12 @@ VARIANTS = {
     "channel": Guidance(_SCALE, _INTERVAL, "channel", 0.0),
     "norenorm": Guidance(_SCALE, _INTERVAL, "none", 0.0),
 }
-"""What the recorded variants of a task change; the recordings do not state it."""
+"""Guidance of the recorded variants of a task; the recordings do not state it."""
 
 
 @dataclass(frozen=True)
 class TaskInputs:
-    """A recorded task: its prompt rebuilt from text, and what fills its blocks."""
+    """A recorded task: its prompt rebuilt from text, and the contents of its blocks."""
 
     task: Task
     prompt: Prompt
@@ -85,7 +85,7 @@ class TaskInputs:
 
 
 def _texts(scenario: Scenario, model: ToyModel, task: Task, ids: list[int]) -> tuple[str, str | None]:
-    """Return what the user wrote and, for reading tasks (whose system prompt is the request's), the system prompt."""
+    """Return the user's text and, for reading tasks (whose system prompt is the request's), the system prompt."""
     if task not in READING_TASKS:
         modality = scenario.get(f"{task}.sample_modality").tolist()
         return model.text([number for number, kind in zip(ids, modality, strict=True) if kind == 0]), None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does in the engine's topology: one file per role, one table from which a role is chosen at start."""
+"""Roles of ranks in the engine's topology: one file per role, one table from which a role is chosen at start."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Role`: what one rank does in an engine step, and what it exchanges with other pipeline stages.
+"""`Role`: one rank's part of an engine step, and its messages to other pipeline stages.
 
 A rank has one role from start to end (`vllm_omni.worker.diffusion.roles.role_for`); the runner calls it and knows no
 topology. Roles alone write `DiffusionRequest.step`. On several ranks every decision that comes before a collective must
@@ -93,7 +93,7 @@ class Role(ABC):
     def step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None
     ) -> IntermediateTensors | Envelopes:
-        """One engine step: returns what the next stage needs, or, on the last stage, the results that go out now."""
+        """One engine step: returns the tensors for the next stage, or, on the last stage, the results due now."""
 
     @abstractmethod
     def micro_step(
@@ -101,11 +101,11 @@ class Role(ABC):
     ) -> IntermediateTensors | None:
         """Advance each request by one denoise step; finished and failed ones leave their envelope in `outputs`.
 
-        Returns what the next stage needs, or None on the last one.
+        Returns the tensors for the next stage, or None on the last one.
         """
 
-    def take_answers(self, request_ids: Iterable[str]) -> None:  # noqa: B027 - most roles are answered by nobody
-        """Take in the last stage's answers up to the newest that concerns one of `request_ids`."""
+    def take_answers(self, request_ids: Iterable[str]) -> None:  # noqa: B027 - most roles get no answers
+        """Apply the last stage's answers up to the newest that concerns one of `request_ids`."""
 
     def listen(self) -> None:  # noqa: B027
         """To be called whenever hidden states have been sent (`ReturnChannel.listen`)."""

@@ -35,7 +35,7 @@ _MAX_DECODES = 3
 
 
 class VAEStage(Role):
-    """Decodes where `parts.decodes`; a rank beside the one that does only follows. With `parts.shares_decode` they
+    """Decodes if `parts.decodes`; the stage's other ranks only follow the chunks. With `parts.shares_decode` all ranks
     decode together (`SupportsParallelDecode`), and agree before.
     """
 
@@ -70,7 +70,7 @@ class VAEStage(Role):
         self.chunk_end.pack_failures(states, outputs)
 
     def fail(self, states: Sequence[RequestState], note: StageNote) -> None:
-        """Before anything of a step begins: what has failed where the layers are fails here too."""
+        """Before a step begins: a chunk that has failed on the ranks with layers fails here too."""
         for state in states:
             failure = note.failure(state.request_id)
             if failure is not None and state.failure is None:
@@ -104,7 +104,7 @@ class VAEStage(Role):
         return done
 
     def ready(self, due: Sequence[RequestState], *, alone: bool) -> list[RequestState]:
-        """Those of `due` whose result is on the host. alone: nothing but results is asked for, so wait a little."""
+        """The requests of `due` whose result is on the host. alone: the step only fetches results: wait `_WAIT_S`."""
         deadline = time.perf_counter() + _WAIT_S
         while True:
             ready = [state for state in due if state.pending is not None and state.pending.ready()]

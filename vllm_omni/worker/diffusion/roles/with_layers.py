@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`WithLayers`: the micro-step of a rank that holds layers, which the roles of one, some and the last stage share.
 
-Agree who takes part, admit those that begin, run one forward per batch. A role says how a batch's forward ends
-(`_after_forward`), what goes to the next stage (`_hand_on`) and when the host waits for the device. A `StepTaker` says
-which of a chunk's denoise steps this rank runs. Held by tests/worker/test_diffusion_model_runner.py, test_in_flight.py
+Admit new requests, agree which take part, run one forward per batch. A role decides how a batch's forward ends
+(`_after_forward`), the message to the next stage (`_hand_on`) and when the host waits for the device. A `StepTaker`
+decides which denoise steps this rank runs. Held by tests/worker/test_diffusion_model_runner.py, test_in_flight.py
 and test_overlap.py there, and tests/engine/test_parallel.py.
 """
 
@@ -29,9 +29,9 @@ class StepTaker(Protocol):
     """Which denoise steps of a chunk a rank runs (`omni.pipeline`)."""
 
     def take(self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run this rank's part and advance each request's `step`; returns what the next stage needs.
+        """Run this rank's part and advance each request's `step`; returns the next stage's `hidden`.
 
-        hidden: the stage before's return value, None on the first one.
+        hidden: the previous stage's return value, None on the first stage.
         """
 
     def answer(self, request: DiffusionRequest) -> torch.Tensor:
