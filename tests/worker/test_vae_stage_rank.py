@@ -32,6 +32,10 @@ class Pair:
         self.results = ResultStream(torch.device("cpu"), True)
         self.become(results=self.results)
 
+    @property
+    def ranks(self) -> tuple[Any, Any]:
+        return self.layers, self.vae
+
     def become(self, **parts: Any) -> None:
         """Another VAE stage's rank: `parts` of the runner's are different."""
         self.vae.parts = replace(self.vae.parts, **parts)
@@ -40,8 +44,8 @@ class Pair:
     def admit(self, name: str, index: int, **fields: Any) -> tuple[Any, Any]:
         prompt = {"prompt": "a field", "seed": 3} if index == 0 else {}
         request = new_request(name, session_id="s", chunk_index=index, **prompt, **fields)
-        states = tuple(runner.requests.add(request) for runner in (self.layers, self.vae))
-        for runner, state in zip((self.layers, self.vae), states, strict=True):
+        states = tuple(runner.requests.add(request) for runner in self.ranks)
+        for runner, state in zip(self.ranks, states, strict=True):
             runner.admission.admit(state, {})
         return states
 
@@ -60,7 +64,7 @@ class Pair:
         return self.stage.advance(theirs, note, note.latents(message))
 
     def close(self, *states: Any) -> None:
-        for runner, state in zip((self.layers, self.vae), states, strict=True):
+        for runner, state in zip(self.ranks, states, strict=True):
             runner.admission.release(runner.requests.remove(state.request_id))
 
     def chunk(self, index: int, **fields: Any) -> tuple[Any, Any]:
@@ -118,7 +122,7 @@ def test_a_chunk_of_a_lost_session_is_told_so_whatever_the_other_rank_says(pair:
     pair.close(*pair.chunk(1, options={"fail_in": "decode"}))
     for session, code in (("s", "session_lost"), ("t", "capacity")):
         request = new_request(f"{session}-later", session_id=session)
-        ours, theirs = (runner.requests.add(request) for runner in (pair.layers, pair.vae))
+        ours, theirs = (runner.requests.add(request) for runner in pair.ranks)
         ours.failure = RequestFailed("capacity", "no room")
         message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1).tensors
         pair.stage.fail([theirs], StageNote.read(message))
@@ -195,7 +199,7 @@ def test_a_chunk_that_is_held_back_there_does_not_begin_here(pair: Pair) -> None
 def test_a_whole_chunk_by_messages_alone(pair: Pair) -> None:
     """From step to step: it begins when the other rank says so, and its result goes out when it is there."""
     request = new_request("r", session_id="s", chunk_index=0, prompt="a field", seed=3)
-    ours, theirs = (runner.requests.add(request) for runner in (pair.layers, pair.vae))
+    ours, theirs = (runner.requests.add(request) for runner in pair.ranks)
     pair.layers.admission.admit(ours, {})
     with torch.inference_mode():
         for _ in range(STEPS):
@@ -251,7 +255,7 @@ def test_what_the_other_rank_refuses_is_not_done_here(pair: Pair) -> None:
     """A fork, for instance, for which only this rank has room."""
     pair.close(*pair.chunk(0))
     fork = new_request("fork", session_id="s", op="fork", fork_to="copy")
-    ours, theirs = (runner.requests.add(fork) for runner in (pair.layers, pair.vae))
+    ours, theirs = (runner.requests.add(fork) for runner in pair.ranks)
     ours.failure = RequestFailed("capacity", "no room")
     message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
     outputs: dict[str, torch.Tensor] = {}
@@ -259,6 +263,86 @@ def test_what_the_other_rank_refuses_is_not_done_here(pair: Pair) -> None:
     with pytest.raises(RequestFailed, match="no room"):
         unpack(outputs["fork"])
     assert "copy" not in pair.vae.sessions
+
+
+def unreadable(name: str) -> Any:
+    """What only the VAE stage's rank cannot read."""
+    request = new_request(name, session_id="s")
+    request.pooling_params.extra_kwargs = {"session_id": 7}
+    return request
+
+
+def test_a_chunk_that_fails_in_its_clean_pass_is_not_delivered(pair: Pair) -> None:
+    """Its frames are on the host by then: they are of a chunk that is no part of the session."""
+    ours, theirs = pair.admit("r", 0, options={"clean_pass": True})
+    for _ in range(STEPS - 1):
+        pair.step(ours, theirs)
+    assert theirs.pending.ready()
+    ours.failure = RequestFailed("engine_error", "the clean pass failed")
+    message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1)
+    with pytest.raises(RequestFailed, match="the clean pass failed"):
+        unpack(pair.stage.step([theirs], message)["r"])
+
+
+def test_a_chunk_that_has_failed_here_takes_no_further_step(pair: Pair) -> None:
+    """Its clean pass runs where the layers are; here it never gets done, so nobody waits for its result."""
+    ours, theirs = pair.admit("r", 0, options={"clean_pass": True, "fail_in": "decode"})
+    for _ in range(STEPS):
+        pair.step(ours, theirs)
+    assert ours.done and not theirs.done and theirs.chunk.step == STEPS - 1
+
+
+def test_a_reason_that_is_known_here_is_kept(pair: Pair) -> None:
+    """The other rank's comes later, and may only be what follows from the first."""
+    ours, theirs = pair.admit("r", 0)
+    ours.failure, theirs.failure = RequestFailed("capacity", "there"), RequestFailed("oom", "here")
+    message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1).tensors
+    pair.stage.fail([theirs], StageNote.read(message))
+    assert theirs.failure.code == "oom"
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["a chunk that has begun", "an operation"])
+def test_only_a_chunk_that_begins_is_told_of_its_lost_session(pair: Pair, begun: bool) -> None:
+    """Closing such a session is what its client was asked to do: a refusal elsewhere has a reason of its own."""
+    pair.close(*pair.chunk(0))
+    if begun:
+        ours, theirs = pair.admit("r", 1)
+    else:
+        ours, theirs = (runner.requests.add(new_request("r", session_id="s", op="close")) for runner in pair.ranks)
+    pair.vae.sessions.get("s").failure = RequestFailed("session_lost", "a chunk is missing")
+    ours.failure = RequestFailed("engine_error", "a reason of its own")
+    message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [ours], 1).tensors
+    pair.stage.fail([theirs], StageNote.read(message))
+    assert theirs.failure.message == "a reason of its own"
+
+
+def test_an_operation_is_done_and_answered_here_too(pair: Pair) -> None:
+    pair.close(*pair.chunk(0))
+    fork = new_request("fork", session_id="s", op="fork", fork_to="copy")
+    ours, theirs = (runner.requests.add(fork) for runner in pair.ranks)
+    outputs: dict[str, torch.Tensor] = {}
+    pair.layers.admission.admit(ours, outputs)
+    message = hand_over(pair.layers.model, pair.layers.parts.in_flight, [], 1)
+    answers: dict[str, torch.Tensor] = {}
+    pair.stage.micro_step([theirs], message, answers)
+    assert unpack(answers["fork"])[0] == unpack(outputs["fork"])[0] and "copy" in pair.vae.sessions
+
+
+@pytest.mark.parametrize("reason", ["unreadable", "no room"])
+def test_a_chunk_that_is_made_elsewhere_but_never_began_here_is_lost(pair: Pair, reason: str) -> None:
+    """Its client reads so; there is no session here to remember it, and the others' chunks go on."""
+    ours = pair.layers.requests.add(new_request("r", session_id="s", prompt="a field", seed=3))
+    pair.layers.admission.admit(ours, {})
+    if reason == "no room":
+        pair.vae.sessions.max_sessions = 0
+    theirs = pair.vae.requests.add(new_request("r", session_id="s") if reason == "no room" else unreadable("r"))
+    if theirs.failure is None:
+        pair.vae.admission.admit(theirs, {})
+    code = theirs.failure.code
+    for _ in range(STEPS):
+        assert pair.step(ours, theirs) == []
+    assert ours.chunk.session.chunk_index == 1 and "s" not in pair.vae.sessions
+    assert theirs.failure.code == code and "cannot go on" in theirs.failure.message
 
 
 def share_decode(pair: Pair, others_fine: bool) -> None:
