@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """StreamBatchScheduler with several chunks of a stream at work (`omni.chunks_in_flight`)."""
 
-from functools import partialmethod
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from vllm.v1.request import RequestStatus
 STEPS = 3
 
 
-@pytest.fixture(autouse=True, params=["fifo", "deadline"])
-def _scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_harness.Harness.__init__", partialmethod(Harness.__init__, scheduling=request.param))
+@pytest.fixture(params=["fifo", "deadline"])
+def new_harness(request: pytest.FixtureRequest, null_world: Path) -> Callable[..., Harness]:
+    """Everything here holds under both policies: without deadlines they do the same."""
+    return partial(Harness, null_world, scheduling=request.param)
 
 
 class Worker:
@@ -40,9 +42,9 @@ class Worker:
         return sorted(names)
 
 
-def test_chunks_follow_one_step_behind(null_world: Path) -> None:
+def test_chunks_follow_one_step_behind(new_harness: Callable[..., Harness]) -> None:
     """The session's first chunk alone, then a staircase as wide as the option says."""
-    harness = Harness(null_world, chunks_in_flight=2)
+    harness = new_harness(chunks_in_flight=2)
     for chunk in range(4):
         harness.add(f"s{chunk}", "s", chunk)
     worker = Worker(harness)
@@ -58,9 +60,9 @@ def test_chunks_follow_one_step_behind(null_world: Path) -> None:
     assert not harness.scheduler.has_unfinished_requests()
 
 
-def test_a_chunk_that_is_too_close_is_held_back(null_world: Path) -> None:
+def test_a_chunk_that_is_too_close_is_held_back(new_harness: Callable[..., Harness]) -> None:
     """The worker says how many steps chunks stay apart: one at work that is closer waits for the one before it."""
-    harness = Harness(null_world, chunks_in_flight=2)
+    harness = new_harness(chunks_in_flight=2)
     worker = Worker(harness, steps=5)
     for chunk in range(3):
         harness.add(f"s{chunk}", "s", chunk)
@@ -70,9 +72,9 @@ def test_a_chunk_that_is_too_close_is_held_back(null_world: Path) -> None:
     assert [worker.step() for _ in range(3)] == [["s1", "s2"], ["s1"], ["s1", "s2"]]
 
 
-def test_one_stream_keeps_two_stages_at_work(null_world: Path) -> None:
+def test_one_stream_keeps_two_stages_at_work(new_harness: Callable[..., Harness]) -> None:
     """One chunk a batch; while one is on its way, the next is sent after it. Results come back in order."""
-    harness = Harness(null_world, stages=2, chunks_in_flight=2)
+    harness = new_harness(stages=2, chunks_in_flight=2)
     worker = Worker(harness, steps=1)  # as of a pipeline whose stages own a step each: a trip is one engine step
     for chunk in range(4):
         harness.add(f"s{chunk}", "s", chunk)
@@ -86,9 +88,9 @@ def test_one_stream_keeps_two_stages_at_work(null_world: Path) -> None:
 
 
 @pytest.mark.parametrize("max_requests_per_step", [1, 2, 3])
-def test_a_small_batch_starves_nobody(null_world: Path, max_requests_per_step: int) -> None:
+def test_a_small_batch_starves_nobody(new_harness: Callable[..., Harness], max_requests_per_step: int) -> None:
     """Two streams of three chunks in flight each, in batches too small for them."""
-    harness = Harness(null_world, max_requests_per_step=max_requests_per_step, chunks_in_flight=3)
+    harness = new_harness(max_requests_per_step=max_requests_per_step, chunks_in_flight=3)
     worker = Worker(harness)
     for chunk in range(5):
         for session in "st":
@@ -101,9 +103,9 @@ def test_a_small_batch_starves_nobody(null_world: Path, max_requests_per_step: i
     assert not harness.scheduler.has_unfinished_requests()
 
 
-def test_an_abort_lets_the_others_end(null_world: Path) -> None:
+def test_an_abort_lets_the_others_end(new_harness: Callable[..., Harness]) -> None:
     """What the runner answers for those behind it ends them; a chunk that is sent again begins at once."""
-    harness = Harness(null_world, chunks_in_flight=3)
+    harness = new_harness(chunks_in_flight=3)
     worker = Worker(harness)
     for chunk in range(4):
         harness.add(f"s{chunk}", "s", chunk)

@@ -4,6 +4,7 @@
 import contextlib
 import os
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
+from vllm.engine.arg_utils import EngineArgs
 
-from vllm_omni.worker.diffusion import gpu_worker as diffusion_gpu_worker
 from vllm_omni.worker.diffusion import warm_up
 from vllm_omni.worker.diffusion import worker as diffusion_worker
+from vllm_omni.worker.diffusion.gpu_worker import DiffusionGPUWorker
 from vllm_omni.worker.diffusion.link import ReturnChannel, connect_forward
 from vllm_omni.worker.diffusion.worker import DiffusionWorkerMixin
 
@@ -108,19 +110,21 @@ def test_a_worker_listens_for_answers_once_it_has_sent(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("stages", "asked", "granted"), [(1, None, None), (2, None, "32"), (2, "8", "8")])
 def test_stages_ask_for_hardware_queues(
-    monkeypatch: pytest.MonkeyPatch, stages: int, asked: str | None, granted: str | None
+    null_world: Path, monkeypatch: pytest.MonkeyPatch, stages: int, asked: str | None, granted: str | None
 ) -> None:
     """Before CUDA is begun; whoever serves may ask for another number."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # the worker sets it too
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", asked or "")
     if asked is None:
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-
-    def stock(worker: Any) -> None:
-        worker.parallel_config = SimpleNamespace(pipeline_parallel_size=stages)
-        worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
-
-    monkeypatch.setattr(diffusion_gpu_worker.Worker, "__init__", stock)
-    diffusion_gpu_worker.DiffusionGPUWorker()
+    args = EngineArgs(
+        model=str(null_world),
+        config_format="omni",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        pipeline_parallel_size=stages,
+    )
+    DiffusionGPUWorker(args.create_engine_config(), local_rank=0, rank=0, distributed_init_method="")
     assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == granted
 
 
