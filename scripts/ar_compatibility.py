@@ -5,7 +5,7 @@
     python scripts/ar_compatibility.py -m cuda         only those that need a GPU (any arguments of pytest)
     python scripts/ar_compatibility.py --render        write the table from the outcomes kept so far
 
-Tests marked with `@feature` (tests/engine/ar_compatibility.py) hold the rows. Outcomes are kept beside the table, so
+Tests marked with `@feature` (tests/helpers/ar_compatibility.py) hold the rows. Outcomes are kept beside the table, so
 that a CPU machine and a GPU machine can each add theirs; a test that could not run here changes nothing. Held by
 tests/docs/test_ar_compatibility.py.
 """

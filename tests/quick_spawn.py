@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import setproctitle
-from rank_processes import rank_context
+from helpers.rank_processes import rank_context
 
 _server: Any = forkserver._forkserver
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_client import running_engine
+from helpers.engine_client import running_engine
 from PIL import Image
 
 from vllm_omni.inputs import DiffusionParams

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from ray_cluster import ENVIRON, TwoNodes
+from helpers.ray_cluster import ENVIRON, TwoNodes
 
 
 class Cluster:

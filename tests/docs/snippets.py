@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from rank_processes import rank_context
+from helpers.rank_processes import rank_context
 
 REPO = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_client import SharedEngine, shared_engine
+from helpers.engine_client import SharedEngine, shared_engine
 
 
 @pytest.fixture(scope="package")

@@ -25,7 +25,7 @@ def worker_nodes() -> list[str]:
 
 
 async def diffusion(model: Path, out: Path, engine_args: dict[str, Any]) -> list[str]:
-    from engine_client import running_engine
+    from helpers.engine_client import running_engine
     from safetensors.torch import save_file
 
     async with running_engine(model, distributed_executor_backend="ray", **engine_args) as client:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from ar_compatibility import feature
 from ar_engine import PROMPTS, SCHEDULER, WORKER, Reference, assert_rows, params, states_of
+from helpers.ar_compatibility import feature
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput

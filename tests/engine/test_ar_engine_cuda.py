@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from ar_compatibility import feature
 from ar_cuda import PROMPTS, WIDTH, Engine, Reference, check_ngram_drafts, write_adapter, write_model
 from ar_eagle import BLOCKS, DRAFTER_LAYERS, write_eagle3_drafter
 from ar_engine import params
+from helpers.ar_compatibility import feature
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams

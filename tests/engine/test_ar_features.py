@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from ar_compatibility import feature
 from ar_eagle import BLOCKS, DRAFTER_LAYERS, write_eagle3_drafter
 from ar_engine import PROMPTS, Reference, assert_rows, params, running_llm, states_of
+from helpers.ar_compatibility import feature
 from vllm.lora.request import LoRARequest
 
 from vllm_omni.hidden_states import hidden_states_of

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from ar_compatibility import feature
 from ar_cuda import PROMPTS, SHARED_GPU, Engine, Reference, check_ngram_drafts, write_model
 from ar_engine import params
+from helpers.ar_compatibility import feature
 from vllm.sampling_params import RequestOutputKind
 
 from vllm_omni.hidden_states import hidden_states_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_client import STOCK_SCHEDULER, EngineClient, running_engine
+from helpers.engine_client import STOCK_SCHEDULER, EngineClient, running_engine
 
 from vllm_omni.outputs import RequestFailed
 

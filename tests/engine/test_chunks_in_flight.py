@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_client import STOCK_SCHEDULER, EngineClient, running_engine
 from faulty_worker import NAN
+from helpers.engine_client import STOCK_SCHEDULER, EngineClient, running_engine
 
 from vllm_omni.outputs import RequestFailed
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from engine_client import running_engine
+from helpers.engine_client import running_engine
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU workers only")
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from engine_client import running_engine
-from scheduling import new_request, run_to_end
+from helpers.engine_client import running_engine
+from helpers.scheduling import new_request, run_to_end
 
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.entrypoints.ranks import SessionRanks, num_ranks

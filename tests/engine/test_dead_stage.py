@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from engine_client import EngineClient, running_engine
+from helpers.engine_client import EngineClient, running_engine
 from vllm.v1.engine.exceptions import EngineDeadError
 
 pytestmark = pytest.mark.nightly

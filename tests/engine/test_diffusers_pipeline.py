@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_client import EngineClient, running_engine
+from helpers.engine_client import EngineClient, running_engine
 
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.model_executor.models.registry import get_family

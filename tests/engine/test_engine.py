@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_client import STOCK_SCHEDULER, EngineClient, SharedEngine, running_engine
+from helpers.engine_client import STOCK_SCHEDULER, EngineClient, SharedEngine, running_engine
 
 from vllm_omni.entrypoints.engine import OmniEngine
 from vllm_omni.inputs import DiffusionParams

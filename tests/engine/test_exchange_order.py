@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_client import EngineClient, running_engine
+from helpers.engine_client import EngineClient, running_engine
 from recording_worker import FOLDER
 
 Exchange = tuple[str, tuple[int, ...], str]

@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 import pytest
-from engine_client import running_engine
 from faulty_worker import fault
+from helpers.engine_client import running_engine
 from test_dead_stage import LIMIT_S, workers
 from vllm.v1.engine.exceptions import EngineDeadError
 

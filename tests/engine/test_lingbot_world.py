@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_client import STOCK_SCHEDULER, EngineClient, SharedEngine, running_engine, shared_engine
+from helpers.engine_client import STOCK_SCHEDULER, EngineClient, SharedEngine, running_engine, shared_engine
 
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from engine_client import running_engine
+from helpers.engine_client import running_engine
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.media import decode_mp4, encode_mp4

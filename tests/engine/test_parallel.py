@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_client import EngineClient, SharedEngine, running_engine
+from helpers.engine_client import EngineClient, SharedEngine, running_engine
 
 from vllm_omni.outputs import RequestFailed
 

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_client import running_engine
-from fake_engine import LATER, Client, infer, wait_until
-from ray_cluster import TwoNodes
+from helpers.engine_client import running_engine
+from helpers.fake_engine import LATER, Client, infer, wait_until
+from helpers.ray_cluster import TwoNodes
+from helpers.served import Served
 from ray_walk import CHUNKS, SESSIONS
 from safetensors.torch import load_file
-from served import Served
 from websockets.exceptions import ConnectionClosed
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_client import EngineClient, running_engine
+from helpers.engine_client import EngineClient, running_engine
 from test_stage_hybrids import LEVELS, PP2, PP3, TP2, U2, VAE, WINDOW, stream_chunk, world_chunk
 from test_stage_hybrids import engine as engine_of
 

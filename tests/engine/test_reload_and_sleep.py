@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_client import SharedEngine, running_engine
+from helpers.engine_client import SharedEngine, running_engine
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_client import EngineClient, running_engine
+from helpers.engine_client import EngineClient, running_engine
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_client import EngineClient, running_engine
-from snapshot_steps import rewrite
+from helpers.engine_client import EngineClient, running_engine
+from helpers.snapshot_steps import rewrite
 
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot_exchange import package_version, restore_exchange, run_exchange_async, save_exchange

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_client import EngineClient, running_engine
+from helpers.engine_client import EngineClient, running_engine
 
 from vllm_omni.outputs import RequestFailed
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_client import EngineClient, running_engine
+from helpers.engine_client import EngineClient, running_engine
 
 from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder

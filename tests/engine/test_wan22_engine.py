@@ -5,19 +5,16 @@ Nightly: an engine for each. The default suite serves the same model over HTTP (
 """
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_client import running_engine
+from helpers.engine_client import running_engine
+from helpers.wan22_driver import HEIGHT, WIDTH, load_model, make_video, picture
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model_executor" / "models" / "wan2_2"))
-from wan22_driver import HEIGHT, WIDTH, load_model, make_video, picture
 
 pytestmark = pytest.mark.nightly
 

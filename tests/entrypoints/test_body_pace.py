@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
+from helpers.uvicorn_thread import serving
 from starlette.responses import Response
-from uvicorn_thread import serving
 
 from vllm_omni.entrypoints.body_pace import BodyLimits, BodyPace
 from vllm_omni.entrypoints.session_routes import Download

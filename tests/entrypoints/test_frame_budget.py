@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import uvicorn
 from fastapi import FastAPI, WebSocket
-from uvicorn_thread import serving
+from helpers.uvicorn_thread import serving
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect

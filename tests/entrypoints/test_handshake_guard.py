@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import uvicorn
 from fastapi import FastAPI, WebSocket
-from uvicorn_thread import serving
+from helpers.uvicorn_thread import serving
 from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.handshake_guard import HandshakeGuard

@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from fake_engine import wait_until
-from otlp_collector import CALLER_SPAN, TRACE_ID, TRACEPARENT, Collector
+from helpers.fake_engine import wait_until
+from helpers.otlp_collector import CALLER_SPAN, TRACE_ID, TRACEPARENT, Collector
 
 from vllm_omni.entrypoints.cli import demo
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, from_safetensors

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers_direct import direct
-from scheduling import new_request, run_to_end
+from helpers.scheduling import new_request, run_to_end
 
 from vllm_omni.executor.pipeline_runner import PipelineRunner
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions, LoraSource

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from scheduling import new_request, step
+from helpers.scheduling import new_request, step
 from vllm.v1.engine import core
 from vllm.v1.executor import abstract
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers_direct import direct
-from scheduling import execute, new_request, run_to_end, step
+from helpers.scheduling import execute, new_request, run_to_end, step
 
 from vllm_omni.executor.pipeline_runner import PipelineRunner
 from vllm_omni.outputs import RequestFailed

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers_direct import direct
-from scheduling import new_request, run_to_end
+from helpers.scheduling import new_request, run_to_end
 
 from vllm_omni.executor.pipeline_runner import PipelineRunner
 from vllm_omni.model_executor.models.diffusers_pipeline import qwen_image

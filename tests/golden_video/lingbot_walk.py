@@ -3,7 +3,7 @@
 
 Record it again only when frames are meant to change, and say so in the commit:
 
-    PYTHONPATH=tests/engine python tests/golden_video/lingbot_walk.py tests/golden/lingbot_video/tiny_32x48.npz
+    PYTHONPATH=tests python tests/golden_video/lingbot_walk.py tests/golden/lingbot_video/tiny_32x48.npz
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_client import EngineClient, running_engine
+from helpers.engine_client import EngineClient, running_engine
 
 from vllm_omni.model_executor.models.registry import get_family
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_client import running_engine
+from helpers.engine_client import running_engine
 from lingbot_walk import CHUNK_KEYS, GOLDEN, HEIGHT, WIDTH, tiny_frames, walk
 from PIL import Image
 from skimage.metrics import structural_similarity

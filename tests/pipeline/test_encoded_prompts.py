@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_client import running_engine
+from helpers.engine_client import running_engine
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM

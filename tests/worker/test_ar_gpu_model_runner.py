@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from ar_compatibility import feature
 from ar_steps import new_request, scheduler_output
+from helpers.ar_compatibility import feature
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from scheduling import execute, new_request, run_to_end, step
+from helpers.scheduling import execute, new_request, run_to_end, step
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed

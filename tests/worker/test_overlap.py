@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from scheduling import execute, new_request, run_to_end, step
+from helpers.scheduling import execute, new_request, run_to_end, step
 
 from vllm_omni.worker.diffusion.decode import ResultStream
 from vllm_omni.worker.diffusion.pacing import StepPacer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import run_ranks
+from helpers.rank_processes import run_ranks
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_omni.worker.diffusion import warm_up

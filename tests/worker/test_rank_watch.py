@@ -11,7 +11,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
-from rank_processes import rank_context
+from helpers.rank_processes import rank_context
 
 from vllm_omni.exit_codes import ENGINE_DIED
 

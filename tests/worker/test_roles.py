@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from scheduling import execute, new_request, step
+from helpers.scheduling import execute, new_request, step
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.config import OmniConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scheduling import execute, new_request, run_to_end, step
+from helpers.scheduling import execute, new_request, run_to_end, step
 
 from vllm_omni.core.scheduler_note import SchedulerNote
 from vllm_omni.core.step_output import ChunkProgress

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
+from helpers.snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
 
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot_exchange import Call, checkpoint_exchange

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.snapshot_steps import Worker, rewrite, text_chunk, video_chunk, world_chunk
 from safetensors import safe_open
 from safetensors.torch import load, save_file
-from snapshot_steps import Worker, rewrite, text_chunk, video_chunk, world_chunk
 
 from vllm_omni.outputs import RequestFailed
 

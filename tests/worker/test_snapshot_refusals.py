@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.snapshot_steps import Worker, rewrite
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save_file
-from snapshot_steps import Worker, rewrite
 
 import vllm_omni.worker.diffusion.snapshots as worker_snapshots
 from vllm_omni.outputs import RequestFailed

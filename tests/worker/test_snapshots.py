@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from scheduling import execute, new_request, step
-from snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
+from helpers.scheduling import execute, new_request, step
+from helpers.snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
 
 from vllm_omni.model_executor.one_shot import OneShotSession
 from vllm_omni.outputs import RequestFailed

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from scheduling import execute, new_request, run_to_end, step
-from snapshot_steps import Worker, world_chunk
+from helpers.scheduling import execute, new_request, run_to_end, step
+from helpers.snapshot_steps import Worker, world_chunk
 
 from vllm_omni.core.scheduler_note import SchedulerNote
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder

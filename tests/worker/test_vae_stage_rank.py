@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from scheduling import new_request
+from helpers.scheduling import new_request
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.interfaces import check_vae_stage

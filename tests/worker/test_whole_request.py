@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from scheduling import new_request, run_to_end
+from helpers.scheduling import new_request, run_to_end
 from torch import nn
 from vllm.model_executor.models.registry import ModelRegistry
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from scheduling import new_request, run_to_end
+from helpers.scheduling import new_request, run_to_end
 
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.inputs import DiffusionParams

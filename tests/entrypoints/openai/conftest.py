@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from openai_server import Served, serve
+from helpers.openai_server import Served, serve
 
 from vllm_omni.model_executor.models.registry import get_family
 

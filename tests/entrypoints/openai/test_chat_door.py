@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from openai_server import Served
+from helpers.openai_server import Served
 from PIL import Image
 from test_openai_chat import HELLO, IMAGE, TALK, TOOL, ask, serve_lance
 

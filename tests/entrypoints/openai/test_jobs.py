@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from instant_engine import InstantEngine, Results
+from helpers.instant_engine import InstantEngine, Results
 
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.entrypoints.openai.errors import ApiError

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from openai_server import KEY, Served, serve, wait_until
+from helpers.openai_server import KEY, Served, serve, wait_until
 from PIL import Image
 from safetensors.torch import load_file, save_file
 

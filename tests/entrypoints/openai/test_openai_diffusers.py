@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from openai_server import Served, serve
+from helpers.openai_server import Served, serve
 from PIL import Image
 
 from vllm_omni.model_executor.models.registry import get_family

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.instant_engine import InstantEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instant_engine import InstantEngine
 from PIL import Image
 from starlette.requests import Request
 

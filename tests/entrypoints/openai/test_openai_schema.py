@@ -18,8 +18,8 @@ import pytest
 import schemathesis
 import uvicorn
 from fastapi import FastAPI
+from helpers.instant_engine import InstantEngine
 from hypothesis import HealthCheck, Phase, given, settings
-from instant_engine import InstantEngine
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (

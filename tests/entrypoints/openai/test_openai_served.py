@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from openai_server import HEIGHT, KEY, WIDTH, Served, wait_until
+from helpers.openai_server import HEIGHT, KEY, WIDTH, Served, wait_until
 from PIL import Image
 
 from vllm_omni.entrypoints.media import decode_mp4

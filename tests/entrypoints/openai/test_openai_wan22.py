@@ -14,7 +14,7 @@ import av
 import numpy as np
 import openai
 import pytest
-from openai_server import Served, serve, wait_until
+from helpers.openai_server import Served, serve, wait_until
 from PIL import Image
 
 from vllm_omni.model_executor.models.registry import get_family

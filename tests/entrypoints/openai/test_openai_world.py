@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from openai_server import Served, wait_until
+from helpers.openai_server import Served, wait_until
 
 from vllm_omni.entrypoints.media import decode_mp4
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import Client, DoorServer, FakeEngine
-from served import Served
+from helpers.fake_engine import Client, DoorServer, FakeEngine
+from helpers.served import Served
 
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits

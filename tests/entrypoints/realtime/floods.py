@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fake_engine import Client
-from served import Served
+from helpers.fake_engine import Client
+from helpers.served import Served
 from websockets.exceptions import ConnectionClosed
 
 PING = b"\x89\x80\0\0\0\0"

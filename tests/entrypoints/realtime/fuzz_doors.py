@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent))
-from fake_engine import infer
-from live_clients import png
+sys.path.insert(0, str(Path(__file__).parents[2]))  # when run by name: helpers
+from helpers.fake_engine import infer
+from helpers.live_clients import png
 from test_codec import SEEDS, mutated
 
 from vllm_omni.entrypoints.realtime import generate_protocol, protocol, video_protocol

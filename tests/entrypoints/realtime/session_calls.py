@@ -6,8 +6,8 @@ import urllib.request
 from typing import Any
 from urllib.error import HTTPError
 
-from fake_engine import LATER, infer
-from served import AUTHORIZED, HEIGHT, WIDTH, Served
+from helpers.fake_engine import LATER, infer
+from helpers.served import AUTHORIZED, HEIGHT, WIDTH, Served
 
 
 def request(num_frames: int = LATER, **fields: Any) -> dict[str, Any]:

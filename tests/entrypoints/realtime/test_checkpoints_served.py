@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_engine import FIRST, LATER, camera, wait_until
-from served import Served, family, mortal_servers
+from helpers.fake_engine import FIRST, LATER, camera, wait_until
+from helpers.served import Served, family, mortal_servers
 from session_calls import request, signatures
 from test_death_served import MP, disk, gone_after
 from websockets.exceptions import ConnectionClosed

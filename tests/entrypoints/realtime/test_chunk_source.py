@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FIRST, LATER, camera
+from helpers.fake_engine import FIRST, LATER, camera
 
 from vllm_omni.entrypoints.realtime.camera import CameraPath
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSource, ChunkSpan, Controls, LiveChunks, PlannedChunks

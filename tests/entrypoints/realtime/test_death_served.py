@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from fake_engine import FIRST, LATER, wait_until
-from served import AUTHORIZED, SIZES, Served, family, kill_all, mortal_servers
+from helpers.fake_engine import FIRST, LATER, wait_until
+from helpers.served import AUTHORIZED, SIZES, Served, family, kill_all, mortal_servers
 from session_calls import call, code_of, request
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, infer, wait_until
+from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, infer, wait_until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

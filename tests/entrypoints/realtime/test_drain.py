@@ -5,7 +5,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from fake_engine import FIRST, LATER, FakeEngine
+from helpers.fake_engine import FIRST, LATER, FakeEngine
 from test_session import ended, job, payloads, scenario, until
 
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls, LiveChunks

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_engine import FIRST, LATER, camera, close_code, wait_until
-from served import HEIGHT, MAX_SESSIONS, WIDTH, Served
+from helpers.fake_engine import FIRST, LATER, camera, close_code, wait_until
+from helpers.served import HEIGHT, MAX_SESSIONS, WIDTH, Served
 from session_calls import call, code_of, request, signatures
 from websockets.exceptions import InvalidStatus
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_engine import FIRST, LATER, DoorServer, FakeEngine, camera
+from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, camera
 from PIL import Image
 
 from vllm_omni.entrypoints.media import decode_mp4

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fake_engine import FIRST, LATER, Client
 from floods import BINARY_BEGIN, EMPTY_FRAGMENT, FRAGMENT, PING, flood, neighbour
-from served import AUTHORIZED, Served
+from helpers.fake_engine import FIRST, LATER, Client
+from helpers.served import AUTHORIZED, Served
 from session_calls import call, code_of, request
 from websockets.exceptions import ConnectionClosed
 

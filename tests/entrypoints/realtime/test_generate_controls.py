@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fake_engine import LATER, DoorServer, FakeEngine, wait_until
-from live_clients import HEIGHT, WIDTH, ExtendedClient, GenerateClient, png, webui_unpack
+from helpers.fake_engine import LATER, DoorServer, FakeEngine, wait_until
+from helpers.live_clients import HEIGHT, WIDTH, ExtendedClient, GenerateClient, png, webui_unpack
 from websockets.exceptions import ConnectionClosed
 
 from vllm_omni.entrypoints.realtime.generate_door import PATHS

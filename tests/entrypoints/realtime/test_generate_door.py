@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fake_engine import FIRST, LATER, DoorServer, FakeEngine, wait_until
-from live_clients import HEIGHT, WIDTH, GenerateClient, png
+from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, wait_until
+from helpers.live_clients import HEIGHT, WIDTH, GenerateClient, png
 
 from vllm_omni.entrypoints.realtime.generate_door import PATHS
 from vllm_omni.inputs import DiffusionParams

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FIRST, LATER, DoorServer, FakeEngine
-from live_clients import HEIGHT, WIDTH, GenerateClient, webui_unpack
+from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine
+from helpers.live_clients import HEIGHT, WIDTH, GenerateClient, webui_unpack
 from PIL import Image
 
 from vllm_omni.entrypoints.realtime.chunk_source import Controls
@@ -101,7 +101,7 @@ def test_chunks_are_split_by_frames(make_door: MakeDoor) -> None:
     """U. At most 16 raw frames or 6 encoded ones a message, with the last one flagged."""
     door = make_door(facts={"latent_frames_per_chunk": 5})  # a first chunk of 17 frames
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fake_engine.FIRST", 17)
+        patch.setattr("helpers.fake_engine.FIRST", 17)
         for kind, counts in (("raw", [16, 1]), ("jpeg", [6, 6, 5])):
             with GenerateClient(door.port) as client:
                 client.init(max_chunks=1, realtime_output_format=kind)

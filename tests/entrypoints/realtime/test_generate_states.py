@@ -3,11 +3,11 @@
 
 from typing import Any
 
-from fake_engine import DoorServer, FakeEngine, first_frame_of, wait_until
+from helpers.fake_engine import DoorServer, FakeEngine, first_frame_of, wait_until
+from helpers.live_clients import ExtendedClient
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from live_clients import ExtendedClient
 
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits

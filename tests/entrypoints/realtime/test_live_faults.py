@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
-from fake_engine import FIRST, LATER, DoorServer, FakeEngine, infer, numbers, wait_until
-from live_clients import ExtendedClient, GenerateClient, VideoClient, png
+from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, infer, numbers, wait_until
+from helpers.live_clients import ExtendedClient, GenerateClient, VideoClient, png
 from test_video_door import START
 from websockets.client import ClientProtocol
 from websockets.exceptions import ConnectionClosed, InvalidStatus

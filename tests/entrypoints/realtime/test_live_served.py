@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FIRST, LATER, wait_until
-from live_clients import GenerateClient, VideoClient, png
-from served import AUTHORIZED, HEIGHT, MAX_SESSIONS, WIDTH, Served
+from helpers.fake_engine import FIRST, LATER, wait_until
+from helpers.live_clients import GenerateClient, VideoClient, png
+from helpers.served import AUTHORIZED, HEIGHT, MAX_SESSIONS, WIDTH, Served
 from test_live_faults import vanish
 from websockets.exceptions import InvalidStatus
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
-from fake_engine import FIRST, LATER, wait_until
-from otlp_collector import CALLER_SPAN, TRACE_ID, Collector
+from helpers.fake_engine import FIRST, LATER, wait_until
+from helpers.otlp_collector import CALLER_SPAN, TRACE_ID, Collector
+from helpers.served import AUTHORIZED, HEIGHT, KEY, MAX_SESSIONS, WIDTH, Served
 from prometheus_client.parser import text_string_to_metric_families
-from served import AUTHORIZED, HEIGHT, KEY, MAX_SESSIONS, WIDTH, Served
 from session_calls import call, request
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect

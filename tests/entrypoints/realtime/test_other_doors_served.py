@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import openai
 import pytest
-from fake_engine import Client, infer, wait_until
-from served import AUTHORIZED, HEIGHT, KEY, WIDTH, Served
+from helpers.fake_engine import Client, infer, wait_until
+from helpers.served import AUTHORIZED, HEIGHT, KEY, WIDTH, Served
 from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.media import decode_mp4

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from fake_engine import camera, infer
+from helpers.fake_engine import camera, infer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_codec import MESSAGES, SEEDS, mutated

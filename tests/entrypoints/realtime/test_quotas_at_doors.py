@@ -3,8 +3,8 @@
 
 import base64
 
-from fake_engine import LATER, Client, DoorServer, infer
-from live_clients import VideoClient, png
+from helpers.fake_engine import LATER, Client, DoorServer, infer
+from helpers.live_clients import VideoClient, png
 
 from vllm_omni.entrypoints.quotas import FileQuotas, Quota, QuotaFile
 

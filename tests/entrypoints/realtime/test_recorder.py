@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FIRST, LATER, FakeEngine
+from helpers.fake_engine import FIRST, LATER, FakeEngine
 
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.errors import DoorError

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from fake_engine import LATER, Client, close_code, infer, wait_until
-from served import AUTHORIZED, MAX_SESSIONS, Served
+from helpers.fake_engine import LATER, Client, close_code, infer, wait_until
+from helpers.served import AUTHORIZED, MAX_SESSIONS, Served
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 

@@ -3,8 +3,8 @@
 
 import json
 
-from fake_engine import FIRST, LATER
-from served import Served
+from helpers.fake_engine import FIRST, LATER
+from helpers.served import Served
 from session_calls import call, code_of, request, signatures
 
 

@@ -5,7 +5,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fake_engine import FIRST, LATER, FakeEngine
+from helpers.fake_engine import FIRST, LATER, FakeEngine
 from test_session import ended, job
 
 from vllm_omni.entrypoints.realtime.engine import WorldEngine

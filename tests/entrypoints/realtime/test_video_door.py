@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FIRST, LATER, DoorServer, FakeEngine, wait_until
-from live_clients import HEIGHT, WIDTH, VideoClient, png
+from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, wait_until
+from helpers.live_clients import HEIGHT, WIDTH, VideoClient, png
 
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.entrypoints.realtime.facts import WorldFacts

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, close_code, infer, numbers
+from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, close_code, infer, numbers
 from PIL import Image
 
 from vllm_omni.entrypoints.media import decode_mp4

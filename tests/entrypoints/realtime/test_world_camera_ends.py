@@ -6,7 +6,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, close_code, infer, wait_until
+from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, close_code, infer, wait_until
 
 from vllm_omni.entrypoints.realtime import codec
 from vllm_omni.entrypoints.realtime.world_camera import PATHS

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, close_code, infer, numbers
+from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, close_code, infer, numbers
 from websockets.exceptions import ConnectionClosed
 
 from vllm_omni.entrypoints.realtime import codec

@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_engine import FIRST, LATER, camera, close_code, infer, wait_until
-from served import KEY, Served
+from helpers.fake_engine import FIRST, LATER, camera, close_code, infer, wait_until
+from helpers.served import KEY, Served
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from vllm_omni.exit_codes import ENGINE_DIED

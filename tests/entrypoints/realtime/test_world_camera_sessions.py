@@ -4,7 +4,7 @@
 from collections.abc import Callable
 
 import numpy as np
-from fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, close_code, infer, numbers, wait_until
+from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, close_code, infer, numbers, wait_until
 
 MakeDoor = Callable[..., DoorServer]
 

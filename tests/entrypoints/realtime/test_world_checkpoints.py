@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_engine import FIRST, LATER, FakeEngine
+from helpers.fake_engine import FIRST, LATER, FakeEngine
 from test_session import ended, job, scenario, until
 
 from vllm_omni.config import OmniConfig

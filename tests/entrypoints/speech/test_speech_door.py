@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from openai_server import Served
+from helpers.openai_server import Served
 from test_speech_served import CODES, num_codes, serve_speech, spoken, wav_samples
 
 

@@ -17,8 +17,8 @@ import httpx
 import openai
 import psutil
 import pytest
-from openai_server import KEY, Served, serve, wait_until
-from otlp_collector import CALLER_SPAN, TRACE_ID, TRACEPARENT, Collector
+from helpers.openai_server import KEY, Served, serve, wait_until
+from helpers.otlp_collector import CALLER_SPAN, TRACE_ID, TRACEPARENT, Collector
 
 pytestmark = pytest.mark.nightly
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from browser import CHROMIUM, WHY_NOT, Browser, Page, running_browser
-from fake_engine import FakeEngine
+from helpers.fake_engine import FakeEngine
 from page_server import MakeServer, PageServer
 
 from vllm_omni.entrypoints.realtime.facts import WorldFacts

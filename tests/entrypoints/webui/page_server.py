@@ -4,8 +4,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fake_engine import DoorServer, FakeEngine
 from fastapi import FastAPI
+from helpers.fake_engine import DoorServer, FakeEngine
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from vllm_omni.entrypoints.access import BrowserAccess

@@ -8,7 +8,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-from fake_engine import Client, infer
+from helpers.fake_engine import Client, infer
 from page_server import MakeServer, PageServer
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect

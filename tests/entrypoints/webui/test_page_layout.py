@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from browser import Browser, Page
-from fake_engine import FakeEngine
+from helpers.fake_engine import FakeEngine
 from page_server import MakeServer
 
 DESKTOPS = [(1280, 800), (1440, 900)]

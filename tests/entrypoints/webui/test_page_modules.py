@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from browser import Browser, Page, PageError
-from fake_engine import FakeEngine
+from helpers.fake_engine import FakeEngine
 from page_server import PageServer
 
 from vllm_omni.entrypoints.media import decode_mp4, encode_mp4

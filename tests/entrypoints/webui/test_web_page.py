@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import Browser, Page
-from fake_engine import FIRST, LATER, Call, FakeEngine, wait_until
+from helpers.fake_engine import FIRST, LATER, Call, FakeEngine, wait_until
 from page_server import MakeServer, PageServer
 from vllm.v1.engine.exceptions import EngineDeadError
 

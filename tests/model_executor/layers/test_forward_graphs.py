@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from host_capture import hold
+from helpers.host_capture import hold
 
 from vllm_omni.model_executor.layers.forward_graphs import (
     CudaCapture,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import run_ranks
+from helpers.rank_processes import run_ranks
 from torch import nn
 
 from vllm_omni.model_executor.layers.layer_moves import LayerMove, StageCost, balanced_partition, stage_costs

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from causal_wan_driver import load_model, open_session, run_chunk, stream
-from host_capture import hold
+from helpers.host_capture import hold
 
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from causal_wan_driver import load_model, stream
-from rank_processes import run_ranks
+from helpers.rank_processes import run_ranks
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.testing.tiny.causal_wan import make_tiny

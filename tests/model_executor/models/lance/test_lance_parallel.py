@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.rank_processes import run_ranks
 from lance_driver import finish, load_lance, prepare, request_of, step
-from rank_processes import run_ranks
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.pipeline import Lance

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from host_capture import hold
+from helpers.host_capture import hold
+from helpers.rank_processes import run_ranks
 from lingbot_world_driver import finish, load_world, make_request, open_session, run_chunk, step
-from rank_processes import run_ranks
 
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
 from vllm_omni.model_executor.layers.parallel import ParallelContext

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.rank_processes import run_ranks
 from lingbot_rollout import inputs, load_tiny, make_window, roll_out
-from rank_processes import run_ranks
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots, split_evenly
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from host_capture import hold
-from scheduling import execute, new_request, run_to_end, step
+from helpers.host_capture import hold
+from helpers.scheduling import execute, new_request, run_to_end, step
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniToken2WavModel
 

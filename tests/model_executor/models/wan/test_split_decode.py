@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import run_ranks
+from helpers.rank_processes import run_ranks
 from vae_streams import decode_stream
 
 from vllm_omni.config import OmniConfig

@@ -4,7 +4,7 @@
 from pathlib import Path
 
 import pytest
-from wan22_driver import write_checkpoints
+from helpers.wan22_driver import write_checkpoints
 
 
 @pytest.fixture(scope="session")

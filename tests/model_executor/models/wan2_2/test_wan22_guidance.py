@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import run_ranks
-from wan22_driver import NEGATIVE, Wan22, load_model, start, step
+from helpers.rank_processes import run_ranks
+from helpers.wan22_driver import NEGATIVE, Wan22, load_model, start, step
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.wan22_driver import HEIGHT, NEGATIVE, NUM_FRAMES, PROMPT, WIDTH, load_model, make_video, picture
 from PIL import Image
-from wan22_driver import HEIGHT, NEGATIVE, NUM_FRAMES, PROMPT, WIDTH, load_model, make_video, picture
 
 LATENTS = 1e-4
 """Largest difference of a latent (their standard deviation is about 1)."""

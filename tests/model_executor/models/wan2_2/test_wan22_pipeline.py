@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from wan22_driver import NUM_FRAMES, load_model, make_video, picture, start, step
+from helpers.wan22_driver import NUM_FRAMES, load_model, make_video, picture, start, step
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams

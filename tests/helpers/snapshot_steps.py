@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.scheduling import new_request, run_to_end
 from safetensors import safe_open
 from safetensors.torch import load, save_file
-from scheduling import new_request, run_to_end
 
 from vllm_omni.sessions.snapshot import SnapshotHeader
 from vllm_omni.sessions.snapshot_exchange import checkpoint_exchange, restore_exchange, run_exchange, save_exchange

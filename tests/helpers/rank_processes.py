@@ -20,11 +20,11 @@ import torch.multiprocessing as mp
 
 _IMPORTED = (
     *("vllm_omni.model_executor.vllm_model", "diffusers.models.autoencoders", "torch._dynamo", "transformers"),
-    "frozen_imports",
+    "helpers.frozen_imports",
 )
 """What takes long; a missing one is imported by whoever needs it. The last keeps garbage collections off the rest."""
 _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-_HERE = Path(__file__).parent
+_TESTS = Path(__file__).parents[1]
 
 
 def rank_context() -> ForkServerContext:
@@ -32,7 +32,7 @@ def rank_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
     path = os.pathsep.join(
-        filter(None, (str(_HERE), os.environ.get("PYTHONPATH")))
+        filter(None, (str(_TESTS), os.environ.get("PYTHONPATH")))
     )  # the server has this, not sys.path
     with mock.patch.dict(os.environ, _ENVIRONMENT, PYTHONPATH=path):
         forkserver.ensure_running()

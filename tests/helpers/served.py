@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import psutil
-from fake_engine import Client
+from helpers.fake_engine import Client
 from websockets.sync.client import connect
 
 KEY = "a-key-for-tests"
