@@ -31,7 +31,8 @@ from vllm_omni.entrypoints.openai.protocol import ErrorReply
 from vllm_omni.entrypoints.realtime.connection import client_of, principal_of, transport_of
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.mobility import SessionMobility
-from vllm_omni.entrypoints.realtime.session import Session, SessionKey, new_session_id
+from vllm_omni.entrypoints.realtime.session import Session, new_session_id
+from vllm_omni.entrypoints.realtime.session_host import SessionKey
 from vllm_omni.inputs import SessionId
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.storage import STORAGE_FULL

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from vllm_omni.entrypoints.owner_lock import is_alive
-from vllm_omni.entrypoints.realtime.session import SessionKey
+from vllm_omni.entrypoints.realtime.session_host import SessionKey
 
 logger = logging.getLogger("vllm." + __name__)
 

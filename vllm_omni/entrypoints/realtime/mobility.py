@@ -20,7 +20,8 @@ from vllm_omni.entrypoints.realtime.checkpoints import Checkpoints
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.kept_sessions import KeptSessions, claimed
-from vllm_omni.entrypoints.realtime.session import Session, SessionKey
+from vllm_omni.entrypoints.realtime.session import Session
+from vllm_omni.entrypoints.realtime.session_host import SessionKey
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.inputs import Seed, SessionId
 from vllm_omni.outputs import RequestFailed

@@ -17,32 +17,24 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Sequence, Sized
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Final
 
 import numpy as np
 
 from vllm_omni import log_context
 from vllm_omni.entrypoints.metrics import SessionMeter
-from vllm_omni.entrypoints.quotas import Quotas
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls
-from vllm_omni.entrypoints.realtime.drain import SessionDrain
-from vllm_omni.entrypoints.realtime.engine import ChunkResult, WorldEngine
+from vllm_omni.entrypoints.realtime.engine import ChunkResult
 from vllm_omni.entrypoints.realtime.errors import DoorError
-from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.journal import Journal
-from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.play_clock import Due, PlayClock
 from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, Reply, Run
+from vllm_omni.entrypoints.realtime.session_host import SessionHost, SessionKey
 from vllm_omni.entrypoints.tracing import tracing
 from vllm_omni.inputs import DiffusionParams
 
 logger = logging.getLogger("vllm." + __name__)
-
-SessionKey = tuple[str, str]
-"""(principal, session id): the same id of two principals names two worlds."""
-
-T = TypeVar("T")
 
 _MAX_WAITING: Final = 2  # one request runs, one waits
 
@@ -52,41 +44,10 @@ def new_session_id() -> str:
     return secrets.token_urlsafe(16)
 
 
-class SessionHost(Protocol):
-    """What a session asks of the manager whose table it is in; documented there."""
-
-    engine: WorldEngine
-    facts: WorldFacts
-    limits: DoorLimits
-    quotas: Quotas
-    drain: "SessionDrain[Session]"
-
-    @property
-    def is_over_budget(self) -> bool: ...
-
-    def account(self, delta: int) -> None: ...
-
-    def trim(self) -> None: ...
-
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]: ...
-
-    async def off_loop(self, function: Any, *args: Any) -> Any: ...
-
-    def forget_if_empty(self, session: "Session") -> None: ...
-
-    def was_evicted(self, key: SessionKey) -> bool: ...
-
-    def close_world(self, engine_id: str) -> None: ...
-
-    def world_ended(self, engine_id: str) -> None: ...
-
-    async def worlds_closed(self) -> None: ...
-
-
 class Session:
     """One world of one client; used from one event loop."""
 
-    def __init__(self, key: SessionKey, manager: "SessionHost", client: str, endpoint: str) -> None:
+    def __init__(self, key: SessionKey, manager: "SessionHost[Session]", client: str, endpoint: str) -> None:
         self.key = key
         self.meter = SessionMeter(endpoint)
         self.trace = tracing().session(key[1], endpoint)

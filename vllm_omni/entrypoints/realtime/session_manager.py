@@ -26,7 +26,8 @@ from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.gate import Gate
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.pace import ReaderPace
-from vllm_omni.entrypoints.realtime.session import Session, SessionKey
+from vllm_omni.entrypoints.realtime.session import Session
+from vllm_omni.entrypoints.realtime.session_host import SessionKey
 
 logger = logging.getLogger("vllm." + __name__)
 

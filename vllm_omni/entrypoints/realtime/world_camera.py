@@ -29,7 +29,8 @@ from vllm_omni.entrypoints.realtime.errors import ClientGone, Close, DoorError
 from vllm_omni.entrypoints.realtime.images import load_image
 from vllm_omni.entrypoints.realtime.render import FrameRenderer
 from vllm_omni.entrypoints.realtime.run import Job, ReplyOptions, Run, WorldStart
-from vllm_omni.entrypoints.realtime.session import Session, SessionKey, new_session_id
+from vllm_omni.entrypoints.realtime.session import Session, new_session_id
+from vllm_omni.entrypoints.realtime.session_host import SessionKey
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 
 logger = logging.getLogger("vllm." + __name__)
