@@ -15,6 +15,11 @@ import vllm_omni
 
 NOT_CALLED_BY_VLLM = {
     "StepPipeline.forward": "the diffusion runner never calls it; it says so",
+    **{
+        f"{layer}.__init__": "our transformers alone make it, with a ParallelContext instead of vLLM's group"
+        for layer in ("ColumnLinear", "MergedLinear", "QKVLinear", "RowLinear")
+    },
+    "LinearPrecision.__init__": "our transformers alone make it, of the config that vLLM made",
 }
 """Methods named as one of vLLM's class, each with the reason why vLLM never calls them there."""
 
@@ -69,7 +74,9 @@ def _hands_on(attribute: Any) -> bool:
     function = function_of(attribute)
     if function is None:
         return False
-    _, *parameters = inspect.signature(function).parameters.values()
+    parameters = list(inspect.signature(function).parameters.values())[
+        0 if isinstance(attribute, staticmethod) else 1 :
+    ]
     stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return bool(parameters) and all(parameter.kind in stars for parameter in parameters)
 

@@ -62,7 +62,10 @@ def _move(stage: int, rendezvous: str) -> None:
         layers = nn.ModuleDict({str(layer): Layer(float(layer)) for layer in mine(PARTITIONS[0])})
         for before, after in itertools.pairwise(PARTITIONS):
             move = LayerMove(range(STAGES), stage, before, after)
+            old = dict(layers)
             layers = move.modules(layers, lambda layer: Layer(-1.0))
+            gone = [module for name, module in old.items() if name not in layers]
+            assert not any(parameter.numel() for module in gone for parameter in module.parameters())
             assert list(layers) == [str(layer) for layer in mine(after)]
             for layer in mine(after):
                 assert all(bool((tensor == layer).all()) for tensor in layers[str(layer)].state_dict().values())
@@ -71,5 +74,5 @@ def _move(stage: int, rendezvous: str) -> None:
 
 
 def test_layers_arrive_as_they_were(tmp_path: Path) -> None:
-    """Over neighbours and past them, several times."""
+    """Over neighbours and past them, several times; a stage's memory for them is free at once."""
     run_ranks(_move, (str(tmp_path / "rendezvous"),), STAGES)

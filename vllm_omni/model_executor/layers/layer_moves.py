@@ -80,6 +80,8 @@ class LayerMove:
                     self._carry(layer, tensor, send=ours)
             if theirs:
                 moved[str(layer)] = module
+            else:
+                _release(module)
         return nn.ModuleDict(moved)
 
     def _carry(self, layer: int, tensor: torch.Tensor, send: bool) -> None:
@@ -93,6 +95,12 @@ def _owners(partition: Sequence[int]) -> list[int]:
     """The stage of each layer."""
     ends = list(accumulate(partition))
     return [next(stage for stage, end in enumerate(ends) if layer < end) for layer in range(ends[-1])]
+
+
+def _release(module: nn.Module) -> None:
+    """Free a layer's memory now: vLLM's parameters refer to their layers, so the layer waits for a collection."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.new_empty(0)
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

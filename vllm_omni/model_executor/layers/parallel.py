@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where this rank stands, the collectives it may use, and linear layers that load their part of full tensors.
+"""Where this rank stands, the collectives it may use, and where full checkpoint tensors go on it.
 
 `ParallelContext` is handed to a model explicitly. Its ranks form one group that is used in one of two ways:
 
@@ -15,7 +15,7 @@ tests/model_executor/layers/test_stage_places.py.
 
 # B requests, T tokens (T_r: tokens of rank r), N heads (N_r = N / size), H head dim, D channels
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -231,17 +231,21 @@ class CheckpointSlot:
     """Where one full checkpoint tensor goes on this rank.
 
     shape: of the full tensor. target: a view into a parameter. part: the (dimension, start) of this rank's piece of
-    the full tensor; None = all of it.
+    the full tensor; None = all of it. loader: what cuts out that piece and fills `target`; None = a plain copy.
     """
 
     shape: tuple[int, ...]
     target: torch.Tensor
     part: tuple[int, int] | None = None
+    loader: Callable[[torch.Tensor], None] | None = None
 
     def load(self, full: torch.Tensor) -> None:
         """Copy this rank's piece. Raises ValueError on another shape."""
         if tuple(full.shape) != self.shape:
             raise ValueError(f"has shape {tuple(full.shape)}, expected {self.shape}")
+        if self.loader is not None:
+            self.loader(full)
+            return
         if self.part is not None:
             dim, start = self.part
             full = full.narrow(dim, start, self.target.shape[dim])
@@ -250,7 +254,7 @@ class CheckpointSlot:
 
 
 class ShardedModule(nn.Module):
-    """A module whose parameters are parts of differently named or larger checkpoint tensors."""
+    """A module whose parameters (and its sub-modules') are parts of differently named or larger checkpoint tensors."""
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
         """Yield (checkpoint name, slot); `prefix` is this module's own name in the model."""
@@ -260,73 +264,17 @@ class ShardedModule(nn.Module):
 def checkpoint_slots(model: nn.Module) -> dict[str, CheckpointSlot]:
     """Return a slot for every checkpoint tensor `model` needs on this rank, by checkpoint name."""
     slots: dict[str, CheckpointSlot] = {}
+    spoken_for: str | None = None  # modules come with what is below them right behind
     for prefix, module in model.named_modules():
+        if spoken_for is not None and prefix.startswith(spoken_for):
+            continue
         if isinstance(module, ShardedModule):
             slots.update(module.slots(prefix))
+            spoken_for = f"{prefix}."
         else:
             for name, parameter in module.named_parameters(prefix, recurse=False):
                 slots[name] = CheckpointSlot(tuple(parameter.shape), parameter.data)
     return slots
-
-
-class ColumnParallelLinear(ShardedModule):
-    """Linear layers that share an input, as one matrix product over this rank's output channels.
-
-    names: the checkpoint names of the fused layers, siblings of this module; None = one layer of this module's name.
-    The result is [..., len(names) * out_features / tensor_size], layer after layer.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        parallel: ParallelContext,
-        names: Sequence[str] | None = None,
-    ) -> None:
-        super().__init__()
-        self.names = tuple(names) if names is not None else None
-        self.out_features = out_features
-        self.local_features = out_features // parallel.tensor_size
-        self.tensor_rank = parallel.tensor_rank
-        rows = self.local_features * (len(self.names) if self.names else 1)
-        self.weight = nn.Parameter(torch.empty(rows, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(rows), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-    def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        parent = prefix.rpartition(".")[0]
-        names = [f"{parent}.{name}" for name in self.names] if self.names else [prefix]
-        part = (0, self.tensor_rank * self.local_features)
-        for index, name in enumerate(names):
-            rows = slice(index * self.local_features, (index + 1) * self.local_features)
-            weight, bias = self.weight.data[rows], self.bias.data[rows]
-            yield f"{name}.weight", CheckpointSlot((self.out_features, weight.shape[1]), weight, part)
-            yield f"{name}.bias", CheckpointSlot((self.out_features,), bias, part)
-
-
-class RowParallelLinear(ShardedModule):
-    """A linear layer over this rank's input channels; the result is summed over ranks, whole on each."""
-
-    def __init__(self, in_features: int, out_features: int, parallel: ParallelContext) -> None:
-        super().__init__()
-        self.parallel = parallel
-        self.in_features = in_features
-        local = in_features // parallel.tensor_size
-        self.weight = nn.Parameter(torch.empty(out_features, local), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.parallel.tensor_size == 1:
-            return functional.linear(x, self.weight, self.bias)
-        return self.parallel.all_reduce(functional.linear(x, self.weight)) + self.bias
-
-    def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        shape = (self.weight.shape[0], self.in_features)
-        start = self.parallel.tensor_rank * self.weight.shape[1]
-        yield f"{prefix}.weight", CheckpointSlot(shape, self.weight.data, (1, start))
-        yield f"{prefix}.bias", CheckpointSlot((shape[0],), self.bias.data)
 
 
 class ChannelWeight(ShardedModule):

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from vllm_omni.model_executor.layers.attention import attention
+from vllm_omni.model_executor.layers.linear import LinearPrecision, MergedLinear, QKVLinear, RowLinear
 from vllm_omni.model_executor.layers.parallel import CheckpointSlot, ParallelContext, ShardedModule
 from vllm_omni.model_executor.models.lance.chains import Chains
 from vllm_omni.model_executor.models.lance.config import LATENT_CHANNELS, TIMESTEP_FREQUENCIES, LanceConfig
@@ -32,52 +33,39 @@ _MLP_TOKENS = 32768
 class ExpertLayer(ShardedModule):
     """One expert's weights of one layer; query heads, key/value heads and columns are split over tensor ranks."""
 
-    def __init__(self, config: LanceConfig, expert: Expert, parallel: ParallelContext) -> None:
+    def __init__(
+        self,
+        config: LanceConfig,
+        expert: Expert,
+        parallel: ParallelContext,
+        quant_config: LinearPrecision,
+        prefix: str,
+    ) -> None:
         super().__init__()
-        self.config, self.suffix = config, _SUFFIX[expert]
+        self.suffix = _SUFFIX[expert]
         share = split_heads(config, parallel)
         self.num_heads, self.num_kv_heads = share.heads, share.kv_heads
-        self._first_head, self._first_kv_head = share.first_head, share.first_kv_head
-        width, head_dim = config.hidden_size, config.head_dim
-        self.columns = config.intermediate_size // parallel.tensor_size
-        self._first_column = self.columns * parallel.tensor_rank
+        width, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
         self.q_size, self.kv_size = self.num_heads * head_dim, self.num_kv_heads * head_dim
-        rows = self.q_size + 2 * self.kv_size
-        self.qkv = _empty(rows, width)
-        self.qkv_bias = _empty(rows)
+        self.qkv = QKVLinear(
+            width, head_dim, config.num_heads, config.num_kv_heads, parallel, quant_config, f"{prefix}.qkv"
+        )
         self.q_norm, self.k_norm = _empty(head_dim), _empty(head_dim)
-        self.out = _empty(width, self.q_size)
-        self.gate_up = _empty(2 * self.columns, width)
-        self.down = _empty(width, self.columns)
+        heads_width = config.num_heads * head_dim
+        self.out = RowLinear(heads_width, width, parallel, quant_config, f"{prefix}.out", bias=False)
+        halves = ("gate_proj", "up_proj")
+        self.gate_up = MergedLinear(
+            width, halves, (inner, inner), parallel, quant_config, f"{prefix}.gate_up", bias=False
+        )
+        self.down = RowLinear(inner, width, parallel, quant_config, f"{prefix}.down", bias=False)
         self.input_norm, self.post_norm = _empty(width), _empty(width)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        layer, end, config = prefix.rpartition(".")[0], self.suffix, self.config
-        width, head_dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
-        row = 0
-        for name, heads, local, first in (
-            ("q", config.num_heads, self.q_size, self._first_head),
-            ("k", config.num_kv_heads, self.kv_size, self._first_kv_head),
-            ("v", config.num_kv_heads, self.kv_size, self._first_kv_head),
-        ):
-            rows, part = slice(row, row + local), (0, first * head_dim)
-            full = heads * head_dim
-            name = f"{layer}.self_attn.{name}_proj{end}"
-            yield f"{name}.weight", CheckpointSlot((full, width), self.qkv.data[rows], part)
-            yield f"{name}.bias", CheckpointSlot((full,), self.qkv_bias.data[rows], part)
-            row += local
-        part = (1, self._first_head * head_dim)
-        yield (
-            f"{layer}.self_attn.o_proj{end}.weight",
-            CheckpointSlot((width, config.num_heads * head_dim), self.out.data, part),
-        )
-        for index, name in enumerate(("gate_proj", "up_proj")):
-            target = self.gate_up.data[index * self.columns : (index + 1) * self.columns]
-            yield f"{layer}.mlp{end}.{name}.weight", CheckpointSlot((inner, width), target, (0, self._first_column))
-        yield (
-            f"{layer}.mlp{end}.down_proj.weight",
-            CheckpointSlot((width, inner), self.down.data, (1, self._first_column)),
-        )
+        layer, end = prefix.rpartition(".")[0], self.suffix
+        yield from self.qkv.named_slots([f"{layer}.self_attn.{name}_proj{end}" for name in "qkv"])
+        yield from self.out.slots(f"{layer}.self_attn.o_proj{end}")
+        yield from self.gate_up.named_slots([f"{layer}.mlp{end}.{name}" for name in self.gate_up.names])
+        yield from self.down.slots(f"{layer}.mlp{end}.down_proj")
         for name, norm in (
             (f"self_attn.q_norm{end}", self.q_norm),
             (f"self_attn.k_norm{end}", self.k_norm),
@@ -88,10 +76,12 @@ class ExpertLayer(ShardedModule):
 
 
 class MoTLayer(nn.Module):
-    def __init__(self, config: LanceConfig, parallel: ParallelContext) -> None:
+    def __init__(
+        self, config: LanceConfig, parallel: ParallelContext, quant_config: LinearPrecision, prefix: str
+    ) -> None:
         super().__init__()
-        self.und = ExpertLayer(config, "und", parallel)
-        self.gen = ExpertLayer(config, "gen", parallel)
+        self.und = ExpertLayer(config, "und", parallel, quant_config, f"{prefix}.und")
+        self.gen = ExpertLayer(config, "gen", parallel, quant_config, f"{prefix}.gen")
 
     def expert(self, name: Expert) -> ExpertLayer:
         return self.und if name == "und" else self.gen
@@ -116,10 +106,14 @@ class Weight(nn.Module):
 
 
 class Qwen2MoTModel(nn.Module):
-    def __init__(self, config: LanceConfig, parallel: ParallelContext) -> None:
+    def __init__(
+        self, config: LanceConfig, parallel: ParallelContext, quant_config: LinearPrecision, prefix: str
+    ) -> None:
         super().__init__()
         self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([MoTLayer(config, parallel) for _ in range(config.num_layers)])
+        self.layers = nn.ModuleList(
+            [MoTLayer(config, parallel, quant_config, f"{prefix}.layers.{index}") for index in range(config.num_layers)]
+        )
         self.norm = Norm(config.hidden_size)
         self.norm_moe_gen = Norm(config.hidden_size)
 
@@ -131,7 +125,7 @@ class Qwen2MoTForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.parallel = parallel or ParallelContext()
-        self.model = Qwen2MoTModel(config, self.parallel)
+        self.model = Qwen2MoTModel(config, self.parallel, LinearPrecision(), "model")
         self.lm_head = Weight(config.vocab_size, config.hidden_size)
         self._split = TokenSplit(config, self.parallel)
         self._chains: dict[Expert, Chains] = {"und": Chains(), "gen": Chains.build(compiled)}
@@ -202,7 +196,7 @@ class Qwen2MoTForCausalLM(nn.Module):
         for name in x:
             expert, chains = layer.expert(name), self._chains[name]
             normed = chains.rms_norm(x[name], expert.input_norm, eps)
-            qkv = functional.linear(normed, expert.qkv, expert.qkv_bias)
+            qkv = expert.qkv(normed)
             q, k = chains.query_key(
                 qkv, *ropes[name], expert.q_norm, expert.k_norm, expert.num_heads, expert.num_kv_heads, eps
             )
@@ -223,15 +217,12 @@ class Qwen2MoTForCausalLM(nn.Module):
         for name in x:
             expert, chains = layer.expert(name), self._chains[name]
             attended = self._split.to_tokens(name, mixed[name])
-            update = self.parallel.all_reduce(functional.linear(attended.flatten(-2), expert.out))
+            update = expert.out(attended.flatten(-2))
             x[name], normed = chains.add_norm(x[name], update, expert.post_norm, eps)
             x[name] = x[name] + self._mlp(expert, chains, normed)
 
     def _mlp(self, expert: ExpertLayer, chains: Chains, x_TD: torch.Tensor) -> torch.Tensor:
-        parts = [
-            functional.linear(chains.silu_mul(functional.linear(part, expert.gate_up)), expert.down)
-            for part in x_TD.split(_MLP_TOKENS)
-        ]
+        parts = [expert.down.own_part(chains.silu_mul(expert.gate_up(part))) for part in x_TD.split(_MLP_TOKENS)]
         return self.parallel.all_reduce(parts[0] if len(parts) == 1 else torch.cat(parts))
 
 

@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn import functional
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
-from vllm_omni.model_executor.layers.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
+from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear
+from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.chains import LingBotChains
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
@@ -53,13 +54,21 @@ class ChunkRow:
 class CameraBlock(Block):
     """A block that moves its residual stream by the camera, between self-attention and cross-attention."""
 
-    def __init__(self, config: WanConfig, parallel: ParallelContext, chains: Chains, index: int) -> None:
-        super().__init__(config, parallel, chains, index)
+    def __init__(
+        self,
+        config: WanConfig,
+        parallel: ParallelContext,
+        chains: Chains,
+        index: int,
+        quant_config: LinearPrecision,
+        prefix: str,
+    ) -> None:
+        super().__init__(config, parallel, chains, index, quant_config, prefix)
         dim = config.dim
-        self.cam_injector_layer1 = ColumnParallelLinear(dim, dim, parallel)
-        self.cam_injector_layer2 = RowParallelLinear(dim, dim, parallel)
-        self.cam_scale_layer = ColumnParallelLinear(dim, dim, parallel)
-        self.cam_shift_layer = ColumnParallelLinear(dim, dim, parallel)
+        self.cam_injector_layer1 = ColumnLinear(dim, dim, parallel, quant_config, f"{prefix}.cam_injector_layer1")
+        self.cam_injector_layer2 = RowLinear(dim, dim, parallel, quant_config, f"{prefix}.cam_injector_layer2")
+        self.cam_scale_layer = ColumnLinear(dim, dim, parallel, quant_config, f"{prefix}.cam_scale_layer")
+        self.cam_shift_layer = ColumnLinear(dim, dim, parallel, quant_config, f"{prefix}.cam_shift_layer")
         self.parallel = parallel
 
     def camera_modulation(self, camera_TD: torch.Tensor, out_2TD: torch.Tensor) -> None:

@@ -19,12 +19,8 @@ from torch import nn
 from torch.nn import functional
 
 from vllm_omni.model_executor.layers.attention import attention
-from vllm_omni.model_executor.layers.parallel import (
-    ChannelWeight,
-    ColumnParallelLinear,
-    ParallelContext,
-    RowParallelLinear,
-)
+from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, RowLinear
+from vllm_omni.model_executor.layers.parallel import ChannelWeight, ParallelContext
 from vllm_omni.model_executor.models.wan.chains import Chains
 
 
@@ -83,15 +79,23 @@ class PatchEmbedding(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, config: WanArchitecture, parallel: ParallelContext, chains: Chains) -> None:
+    def __init__(
+        self,
+        config: WanArchitecture,
+        parallel: ParallelContext,
+        chains: Chains,
+        quant_config: LinearPrecision,
+        prefix: str,
+    ) -> None:
         super().__init__()
         self.dim, self.eps = config.dim, config.eps
         self.parallel = parallel
         self.chains = chains
-        self.qkv = ColumnParallelLinear(config.dim, config.dim, parallel, names=("q", "k", "v"))
+        dim = config.dim
+        self.qkv = MergedLinear(dim, ("q", "k", "v"), (dim, dim, dim), parallel, quant_config, f"{prefix}.qkv")
         self.norm_q = ChannelWeight(config.dim, parallel)
         self.norm_k = ChannelWeight(config.dim, parallel)
-        self.o = RowParallelLinear(config.dim, config.dim, parallel)
+        self.o = RowLinear(dim, dim, parallel, quant_config, f"{prefix}.o")
 
     def forward(
         self,
@@ -123,17 +127,25 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    def __init__(self, config: WanArchitecture, parallel: ParallelContext, chains: Chains) -> None:
+    def __init__(
+        self,
+        config: WanArchitecture,
+        parallel: ParallelContext,
+        chains: Chains,
+        quant_config: LinearPrecision,
+        prefix: str,
+    ) -> None:
         super().__init__()
         self.dim, self.eps = config.dim, config.eps
         self.head_dim = config.head_dim
         self.parallel = parallel
         self.chains = chains
-        self.q = ColumnParallelLinear(config.dim, config.dim, parallel)
-        self.kv = ColumnParallelLinear(config.dim, config.dim, parallel, names=("k", "v"))
+        dim = config.dim
+        self.q = ColumnLinear(dim, dim, parallel, quant_config, f"{prefix}.q")
+        self.kv = MergedLinear(dim, ("k", "v"), (dim, dim), parallel, quant_config, f"{prefix}.kv")
         self.norm_q = ChannelWeight(config.dim, parallel)
         self.norm_k = ChannelWeight(config.dim, parallel)
-        self.o = RowParallelLinear(config.dim, config.dim, parallel)
+        self.o = RowLinear(dim, dim, parallel, quant_config, f"{prefix}.o")
 
     def keys_values(self, text_SD: torch.Tensor) -> torch.Tensor:
         """Return K and V [2, S, N, H] of a prompt."""

@@ -25,7 +25,8 @@ from torch.nn import functional
 
 from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
-from vllm_omni.model_executor.layers.parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
+from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear
+from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.layers import (
@@ -62,20 +63,28 @@ class WanRow(AttentionRow, Protocol):
 class Block(nn.Module):
     """One transformer block; `index` is its place among this stage's blocks."""
 
-    def __init__(self, config: WanConfig, parallel: ParallelContext, chains: Chains, index: int) -> None:
+    def __init__(
+        self,
+        config: WanConfig,
+        parallel: ParallelContext,
+        chains: Chains,
+        index: int,
+        quant_config: LinearPrecision,
+        prefix: str,
+    ) -> None:
         super().__init__()
         dim = config.dim
         self.index = index
         self.eps = config.eps
         self.chains = chains
         self.modulation = nn.Parameter(torch.empty(1, 6, dim), requires_grad=False)
-        self.self_attn = SelfAttention(config, parallel, chains)
+        self.self_attn = SelfAttention(config, parallel, chains, quant_config, f"{prefix}.self_attn")
         self.norm3 = nn.LayerNorm(dim, eps=config.eps)
-        self.cross_attn = CrossAttention(config, parallel, chains)
+        self.cross_attn = CrossAttention(config, parallel, chains, quant_config, f"{prefix}.cross_attn")
         self.ffn = nn.Sequential(
-            ColumnParallelLinear(dim, config.ffn_dim, parallel),
+            ColumnLinear(dim, config.ffn_dim, parallel, quant_config, f"{prefix}.ffn.0"),
             nn.GELU(approximate="tanh"),
-            RowParallelLinear(config.ffn_dim, dim, parallel),
+            RowLinear(config.ffn_dim, dim, parallel, quant_config, f"{prefix}.ffn.2"),
         )
 
     def modulate(self, time: Any) -> Sequence[torch.Tensor]:
@@ -142,10 +151,17 @@ class WanTransformer(nn.Module, Generic[Config]):
         )
         self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
-        layers = parallel.layers(config.num_layers)
+        self.quant_config = LinearPrecision()
         self.blocks = nn.ModuleDict(
-            {str(layer): self.block_type(config, parallel, chains, index) for index, layer in enumerate(layers)}
+            {
+                str(layer): self._block(layer, index, chains)
+                for index, layer in enumerate(parallel.layers(config.num_layers))
+            }
         )
+
+    def _block(self, layer: int, index: int, chains: Chains) -> Block:
+        """An empty block. layer: of the whole network. index: among this stage's."""
+        return self.block_type(self.config, self.parallel, chains, index, self.quant_config, f"blocks.{layer}")
 
     @property
     def _text_weight(self) -> torch.Tensor:
@@ -246,7 +262,7 @@ class WanTransformer(nn.Module, Generic[Config]):
 
         def empty(layer: int) -> nn.Module:
             with torch.device(self.device):
-                block = self.block_type(self.config, self.parallel, old.chains, layer)
+                block = self._block(layer, layer, old.chains)
             return block.to(self.dtype).requires_grad_(False)
 
         self.blocks = move.modules(self.blocks, empty)

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's linear layers, placed by a `ParallelContext`, and how their weights are kept.
+
+A layer takes its rank and the number of ranks from the `ParallelContext` that the model was built with, not from vLLM's
+tensor-parallel group: under sequence parallelism, and where guidance branches have a rank each, every rank of that
+group holds whole layers. Sums over ranks are the context's, too, so that CUDA graphs end before them.
+
+What a checkpoint calls a layer is said by `slots`; a tensor reaches its parameter through vLLM's `weight_loader`, which
+cuts out this rank's part.
+Held by tests/model_executor/layers/test_linear.py.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+    resolve_quant_method,
+)
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
+
+from vllm_omni.model_executor.layers.parallel import CheckpointSlot, ParallelContext, ShardedModule
+
+
+class PlainLinearMethod(UnquantizedLinearMethod):
+    """Weights stay as they were loaded: they move between pipeline stages and are loaded again in place.
+
+    vLLM's own method does otherwise on a CPU, where it packs a weight for one product and drops it. Its parameters also
+    ask for a tensor-parallel group when they are made, and models are built in processes that have none.
+    """
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        weight = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
+        parameter = nn.Parameter(weight, requires_grad=False)
+        set_weight_attrs(parameter, {"input_dim": 1, "output_dim": 0, **extra_weight_attrs})
+        layer.register_parameter("weight", parameter)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        pass
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if current_platform.is_cpu():
+            weight = layer.weight
+            assert isinstance(weight, torch.Tensor)
+            return functional.linear(x, weight, bias)
+        return super().apply(layer, x, bias)
+
+
+class LinearPrecision(QuantizationConfig):
+    """How each linear layer of a model keeps its weights: as they were loaded, or as the engine's quantization says.
+
+    quantization: what vLLM made of `--quantization`, None = nothing is quantized. kept: patterns (`fnmatch`) of layers'
+    names that stay as they were loaded all the same.
+    """
+
+    def __init__(self, quantization: QuantizationConfig | None = None, kept: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.quantization, self.kept = quantization, tuple(kept)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase:
+        if self.quantization is None or any(fnmatchcase(prefix, pattern) for pattern in self.kept):
+            return PlainLinearMethod()
+        method = resolve_quant_method(self.quantization, layer, prefix)
+        return PlainLinearMethod() if method is None or type(method) is UnquantizedLinearMethod else method
+
+    def get_name(self) -> Any:
+        return "plain"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "LinearPrecision":
+        return cls()
+
+
+class ColumnLinear(ColumnParallelLinear, ShardedModule):
+    """This rank's output channels of one linear layer."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        parallel: ParallelContext,
+        quant_config: LinearPrecision,
+        prefix: str,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            bias=bias,
+            quant_config=quant_config,
+            prefix=prefix,
+            return_bias=False,
+            tp_rank=parallel.tensor_rank,
+            tp_size=parallel.tensor_size,
+        )
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        start = self.tp_rank * self.output_size_per_partition
+        for kind, parameter in self.named_parameters(recurse=False):
+            shape = (self.output_size, *parameter.shape[1:])
+            yield f"{prefix}.{kind}", CheckpointSlot(shape, parameter.data, (0, start), _loader(parameter))
+
+
+class MergedLinear(MergedColumnParallelLinear, ShardedModule):
+    """This rank's output channels of linear layers that share an input, as one matrix product, layer after layer.
+
+    names: what the checkpoint calls them, siblings of this module.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        names: Sequence[str],
+        out_features: Sequence[int],
+        parallel: ParallelContext,
+        quant_config: LinearPrecision,
+        prefix: str,
+        *,
+        bias: bool = True,
+    ) -> None:
+        self.names = tuple(names)
+        self.output_sizes = list(out_features)
+        # Not the constructor between: it asks vLLM's tensor-parallel group for rank and size.
+        ColumnParallelLinear.__init__(
+            self,
+            in_features,
+            sum(out_features),
+            bias=bias,
+            quant_config=quant_config,
+            prefix=prefix,
+            return_bias=False,
+            tp_rank=parallel.tensor_rank,
+            tp_size=parallel.tensor_size,
+        )
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        parent = prefix.rpartition(".")[0]
+        return self.named_slots([f"{parent}.{name}" for name in self.names])
+
+    def named_slots(self, names: Sequence[str]) -> Iterator[tuple[str, CheckpointSlot]]:
+        """`slots`, where the merged layers have these full names."""
+        row = 0
+        for index, (name, full) in enumerate(zip(names, self.output_sizes, strict=True)):
+            own = full // self.tp_size
+            for kind, parameter in self.named_parameters(recurse=False):
+                target = parameter.data[row : row + own]
+                shape = (full, *parameter.shape[1:])
+                yield (
+                    f"{name}.{kind}",
+                    CheckpointSlot(shape, target, (0, self.tp_rank * own), _loader(parameter, index)),
+                )
+            row += own
+
+
+class QKVLinear(QKVParallelLinear, ShardedModule):
+    """This rank's heads of queries, keys and values as one matrix product, in this order.
+
+    With more ranks than key/value heads, ranks whose query heads read the same one hold it each.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        parallel: ParallelContext,
+        quant_config: LinearPrecision,
+        prefix: str,
+        *,
+        bias: bool = True,
+    ) -> None:
+        ranks = parallel.tensor_size
+        self.hidden_size, self.head_size, self.v_head_size = in_features, head_dim, head_dim
+        self.total_num_heads, self.total_num_kv_heads = num_heads, num_kv_heads
+        self.num_heads, self.num_kv_heads = num_heads // ranks, max(1, num_kv_heads // ranks)
+        self.num_kv_head_replicas = max(1, ranks // num_kv_heads)
+        self.output_sizes = [
+            heads * head_dim * ranks for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        ]
+        # Not the constructor between, as in `MergedLinear`.
+        ColumnParallelLinear.__init__(
+            self,
+            in_features,
+            sum(self.output_sizes),
+            bias=bias,
+            quant_config=quant_config,
+            prefix=prefix,
+            return_bias=False,
+            tp_rank=parallel.tensor_rank,
+            tp_size=ranks,
+        )
+
+    def named_slots(self, names: Sequence[str]) -> Iterator[tuple[str, CheckpointSlot]]:
+        """Where the tensors of the layers with these three full names go."""
+        kv_rank = self.tp_rank // self.num_kv_head_replicas
+        row = 0
+        for name, shard, heads, own, rank in (
+            (names[0], "q", self.total_num_heads, self.num_heads, self.tp_rank),
+            (names[1], "k", self.total_num_kv_heads, self.num_kv_heads, kv_rank),
+            (names[2], "v", self.total_num_kv_heads, self.num_kv_heads, kv_rank),
+        ):
+            rows = own * self.head_size
+            for kind, parameter in self.named_parameters(recurse=False):
+                shape, part = (heads * self.head_size, *parameter.shape[1:]), (0, rank * rows)
+                target = parameter.data[row : row + rows]
+                yield f"{name}.{kind}", CheckpointSlot(shape, target, part, _loader(parameter, shard))
+            row += rows
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        parent = prefix.rpartition(".")[0]
+        return self.named_slots([f"{parent}.{name}" for name in "qkv"])
+
+
+class RowLinear(RowParallelLinear, ShardedModule):
+    """A linear layer over this rank's input channels; the result is summed over ranks, whole on each."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        parallel: ParallelContext,
+        quant_config: LinearPrecision,
+        prefix: str,
+        *,
+        bias: bool = True,
+    ) -> None:
+        alone = parallel.tensor_size == 1
+        super().__init__(
+            in_features // parallel.tensor_size,
+            out_features,
+            bias=bias,
+            skip_bias_add=not alone,
+            reduce_results=alone,
+            quant_config=quant_config,
+            prefix=prefix,
+            return_bias=False,
+            disable_tp=True,  # the constructor takes no rank; it follows
+        )
+        self.parallel = parallel
+        self.input_size = in_features
+        self.tp_rank, self.tp_size = parallel.tensor_rank, parallel.tensor_size
+        self.update_param_tp_status()
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        if self.tp_size == 1:
+            return self.own_part(input_)
+        summed = self.parallel.all_reduce(self.own_part(input_))
+        return summed if self.bias is None else summed + self.bias
+
+    def own_part(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's summand, without the bias if there are others."""
+        part = super().forward(x)
+        assert isinstance(part, torch.Tensor)
+        return part
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        start = self.tp_rank * self.input_size_per_partition
+        for kind, parameter in self.named_parameters(recurse=False):
+            split = kind == "weight"
+            shape = (self.output_size, self.input_size) if split else (self.output_size,)
+            part = (1, start) if split else None
+            yield f"{prefix}.{kind}", CheckpointSlot(shape, parameter.data, part, _loader(parameter))
+
+
+def _loader(parameter: Any, *shard: int | str) -> Callable[[torch.Tensor], None]:
+    """What fills a parameter, or one layer's share of it, with its part of a full tensor."""
+    return partial(_load, parameter, shard)
+
+
+def _load(parameter: Any, shard: tuple[int | str, ...], full: torch.Tensor) -> None:
+    parameter.weight_loader(parameter, full, *shard)
