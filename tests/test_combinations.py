@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 
 from vllm_omni.engine_arguments.refusals import SCHEDULER_CLS, WORKER_CLS
 from vllm_omni.model_executor.models.registry import get_family
@@ -21,6 +22,7 @@ PP2, PP3, TP2, TP3 = (
     {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 3},
 )
+FP8: dict[str, Any] = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
 MATCHED = {"cache": "noise_matched", "denoising_steps": [1000, 750], "video_denoising_steps": [700, 500]}
 TEMPORAL = {"pipeline": "temporal", "chunks_in_flight": 2}
 NEEDS = "needs the one before it complete"
@@ -37,7 +39,7 @@ def checkpoints(
     return found
 
 
-def configure(model: Path, omni: dict[str, Any], sizes: dict[str, int]) -> VllmConfig:
+def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmConfig:
     """What `vllm serve` does before it starts anything."""
     return EngineArgs(
         model=str(model),
@@ -52,6 +54,7 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, int]) -> VllmC
 @pytest.mark.parametrize(
     ("name", "omni", "sizes", "reason"),
     [
+        ("lingbot_world", {"pipeline_partition": "measured"}, PP2 | FP8, "quantized layers cannot move"),
         ("causal_wan", {"chunks_in_flight": 2}, {}, "cache 'strict' shows a chunk the clean chunk before it"),
         ("causal_wan", {**TEMPORAL}, PP2, "cache 'strict' shows a chunk the clean chunk before it"),
         ("causal_wan", {**TEMPORAL, "model": MATCHED}, PP3, "got 3: pass --pipeline-parallel-size 2"),
@@ -107,3 +110,14 @@ def test_what_can_work_is_not_refused(
     assert config.parallel_config.world_size == math.prod(sizes.values())
     assert config.parallel_config.worker_cls == WORKER_CLS
     assert config.scheduler_config.scheduler_cls == SCHEDULER_CLS
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="what a CPU has no kernel for")
+def test_fp8_of_one_scale_for_a_whole_weight_needs_a_gpu(lingbot_world: Path) -> None:
+    with pytest.raises(ValueError, match="vLLM has no kernel for it on a CPU; take fp8_per_channel"):
+        configure(lingbot_world, {}, FP8 | {"quantization": "fp8_per_tensor"})
+
+
+def test_fp8_needs_activations_of_two_bytes(lingbot_world: Path) -> None:
+    with pytest.raises(ValueError, match="float32 is not supported for quantization"):
+        configure(lingbot_world, {}, {"quantization": "fp8_per_channel"})

@@ -27,6 +27,7 @@ from vllm_omni.engine_arguments.refusals import (
     check_backend,
     check_chunks_ahead,
     check_kv_cache_dtype,
+    check_quantization,
     check_stages_scheduler,
 )
 from vllm_omni.engine_arguments.table import Worker
@@ -92,6 +93,8 @@ class OmniModelConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
+        from vllm.platforms import current_platform  # looks for devices when imported
+
         parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
         heed_executor(vllm_config.model_config, parallel.distributed_executor_backend)
         family = get_family(vllm_config.model_config.hf_config.omni_family)
@@ -102,6 +105,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         omni = check_options(vllm_config.model_config.hf_config, vllm_config.additional_config)
         if card is not None and (warning := card.untrained_size(omni.width, omni.height)) is not None:
             logger.warning("omni.width, omni.height: %s", warning)
+        check_quantization(vllm_config.model_config.quantization, omni, cpu=current_platform.is_cpu())
         omni.check_stages(parallel.pipeline_parallel_size)
         omni.check_ranks(parallel.tensor_parallel_size)
         if family.check_parallel is not None:

@@ -160,7 +160,7 @@ AT_START: dict[str, list[Case]] = {
 """Part of a sentence or table row -> what cannot be configured if it is true."""
 
 HELD_BY = {
-    "one that would be ignored, such as `--quantization`": (
+    "one that would be ignored, such as `--cpu-offload-gb`": (
         "tests/test_engine_arguments.py::test_a_start_is_refused_with_one_line"
     ),
     "a paused engine refuses requests": (

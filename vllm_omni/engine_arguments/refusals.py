@@ -69,6 +69,19 @@ def check_backend(backend: Any, executor_cls: str) -> None:
         )
 
 
+def check_quantization(method: str | None, omni: OmniConfig, *, cpu: bool) -> None:
+    """vLLM's `--quantization`. cpu: whether a CPU computes."""
+    if method is None:
+        return
+    if omni.pipeline_partition == "measured":
+        raise ValueError(
+            f"--quantization {method}: quantized layers cannot move, as omni.pipeline_partition 'measured' asks; "
+            "write the layers of each stage instead"
+        )
+    if cpu and method == "fp8_per_tensor":
+        raise ValueError(f"--quantization {method}: vLLM has no kernel for it on a CPU; take fp8_per_channel")
+
+
 def check_stages_scheduler(stages: int, *, by_step: bool) -> None:
     """stages: `--pipeline-parallel-size`. by_step: whether the scheduler runs one denoise step per engine step."""
     if stages > 1 and not by_step:

@@ -72,6 +72,8 @@ def refused(instead: str, *unless: Any) -> Verdict:
     return Verdict("refused", instead, unless)
 
 
+_ONLINE_FP8 = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
+_COMPONENT_TYPES = refused("weights are served in the type that --dtype or omni.model.component_dtypes names: drop it")
 _LOCAL = meaningless("the checkpoint is a local directory, and none of its code is run")
 _TEXT_ENCODER = meaningless("prompts go to the pipeline's own text encoder, with its own tokenizer")
 _NO_SAMPLING = meaningless("no token is sampled")
@@ -126,11 +128,18 @@ ROWS = (
     Row("skip_tokenizer_init tokens_only", honoured("no tokenizer of vLLM's is ever made: the config hook sees to it")),
     # ---- precision and adapters -----------------------------------------------------------------------------------
     Row(
-        "quantization quantization_config",
-        refused("weights are served in the type that --dtype names: drop it"),
-        refused("weights are served in the type that --dtype or omni.model.component_dtypes names: drop it"),
+        "quantization",
+        refused(
+            f"weights are quantized as they are loaded, by one of {', '.join(_ONLINE_FP8)}", *_ONLINE_FP8, "online"
+        ),
+        _COMPONENT_TYPES,
     ),
-    Row("allow_deprecated_quantization", meaningless("belongs to --quantization, which is refused")),
+    Row(
+        "quantization_config",
+        honoured("`ignore` and `targets` name layers as `transformer.blocks.0.ffn.0`"),
+        _COMPONENT_TYPES,
+    ),
+    Row("allow_deprecated_quantization", meaningless("belongs to methods of --quantization that are refused")),
     Row(
         "enable_lora",
         refused("adapters are not served: merge the adapter into the checkpoint"),

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.pooler import IdentityPooler
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.interfaces import IsAttentionFree, SupportsMultiModal, SupportsPP
 from vllm.model_executor.models.interfaces_base import VllmModelForPooling, attn_type
 from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -60,7 +61,8 @@ Layout = TypeVar("Layout")
 class ServedCheckpoint(Generic[Layout]):
     """Everything the engine says of the checkpoint it serves.
 
-    eager: it was told not to compile anything. kv_dtype: of sessions' keys and values, None = `dtype`.
+    eager: it was told not to compile anything. quantization: what vLLM made of `--quantization`; None = weights stay as
+    they are loaded. kv_dtype: of sessions' keys and values, None = `dtype`.
     """
 
     hf_config: Any
@@ -68,6 +70,7 @@ class ServedCheckpoint(Generic[Layout]):
     omni: OmniConfig
     dtype: torch.dtype
     eager: bool
+    quantization: QuantizationConfig | None = None
     kv_dtype: torch.dtype | None = None
 
 
@@ -85,10 +88,9 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
         assert isinstance(self.model_config.dtype, torch.dtype)
         omni = OmniConfig.from_additional_config(vllm_config.additional_config)
         config, eager = self.model_config.hf_config, self.model_config.enforce_eager
+        layout, dtype = self.served_layout(), self.model_config.dtype
         kv_dtype = kv_cache_dtype(vllm_config.cache_config.cache_dtype)
-        self.build_served(
-            ServedCheckpoint(config, self.served_layout(), omni, self.model_config.dtype, eager, kv_dtype)
-        )
+        self.build_served(ServedCheckpoint(config, layout, omni, dtype, eager, vllm_config.quant_config, kv_dtype))
 
     def find_layout(self, path: Path) -> Layout:
         """Find the pieces of the checkpoint below `path`. Raises ValueError."""

@@ -60,7 +60,8 @@ def load_strict(
         slot = slots[targets[name]]
         slot.load(tensor)
         unfilled.remove(targets[name])
-        if not bool(torch.isfinite(slot.target).all()):
+        held = tensor if slot.target.is_meta else slot.target  # a weight that is quantized once its layer is complete
+        if not bool(torch.isfinite(held).all()):
             non_finite.append(name)
     if non_finite:
         raise ValueError(f"{what}: {source.where} has NaN or Inf in {_some(non_finite)}; download it again")

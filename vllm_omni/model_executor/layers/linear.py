@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
+    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
@@ -30,6 +31,7 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizeMethodBase,
     resolve_quant_method,
 )
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
@@ -42,6 +44,10 @@ class PlainLinearMethod(UnquantizedLinearMethod):
     vLLM's own method does otherwise on a CPU, where it packs a weight for one product and drops it. Its parameters also
     ask for a tensor-parallel group when they are made, and models are built in processes that have none.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on_cpu = current_platform.is_cpu()
 
     def create_weights(
         self,
@@ -62,7 +68,7 @@ class PlainLinearMethod(UnquantizedLinearMethod):
         pass
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if current_platform.is_cpu():
+        if self._on_cpu:
             weight = layer.weight
             assert isinstance(weight, torch.Tensor)
             return functional.linear(x, weight, bias)
@@ -128,6 +134,7 @@ class ColumnLinear(ColumnParallelLinear, ShardedModule):
             tp_rank=parallel.tensor_rank,
             tp_size=parallel.tensor_size,
         )
+        _await_bias(self)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
         start = self.tp_rank * self.output_size_per_partition
@@ -167,6 +174,7 @@ class MergedLinear(MergedColumnParallelLinear, ShardedModule):
             tp_rank=parallel.tensor_rank,
             tp_size=parallel.tensor_size,
         )
+        _await_bias(self)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
         parent = prefix.rpartition(".")[0]
@@ -225,6 +233,7 @@ class QKVLinear(QKVParallelLinear, ShardedModule):
             tp_rank=parallel.tensor_rank,
             tp_size=ranks,
         )
+        _await_bias(self)
 
     def named_slots(self, names: Sequence[str]) -> Iterator[tuple[str, CheckpointSlot]]:
         """Where the tensors of the layers with these three full names go."""
@@ -276,6 +285,7 @@ class RowLinear(RowParallelLinear, ShardedModule):
         self.input_size = in_features
         self.tp_rank, self.tp_size = parallel.tensor_rank, parallel.tensor_size
         self.update_param_tp_status()
+        _await_bias(self)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         if self.tp_size == 1:
@@ -296,6 +306,27 @@ class RowLinear(RowParallelLinear, ShardedModule):
             shape = (self.output_size, self.input_size) if split else (self.output_size,)
             part = (1, start) if split else None
             yield f"{prefix}.{kind}", CheckpointSlot(shape, parameter.data, part, _loader(parameter))
+
+
+def _await_bias(layer: LinearBase) -> None:
+    """Let a layer that is quantized once all of it is loaded wait for its bias, too.
+
+    vLLM learns of a bias when the weight arrives; in a file the bias comes before the weight.
+    """
+    if layer.quant_method.uses_meta_device:
+        initialize_online_processing(layer)
+
+
+def online_quantized(network: nn.Module) -> nn.ModuleList:
+    """The linear layers whose weights are quantized as they are loaded."""
+    layers = (module for module in network.modules() if isinstance(module, LinearBase))
+    return nn.ModuleList(layer for layer in layers if layer.quant_method.uses_meta_device)
+
+
+def check_quantization(network: nn.Module, method: str | None) -> None:
+    """Raise ValueError if `method` (`--quantization`) would change nothing."""
+    if not online_quantized(network):
+        raise ValueError(f"--quantization {method}: {type(network).__name__} has no layer for it; drop it")
 
 
 def _loader(parameter: Any, *shard: int | str) -> Callable[[torch.Tensor], None]:

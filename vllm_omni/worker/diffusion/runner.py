@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.sequence import IntermediateTensors
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
@@ -30,6 +32,7 @@ from vllm_omni.model_executor.interfaces import (
     check_parallel_decode,
     check_vae_stage,
 )
+from vllm_omni.model_executor.layers.linear import check_quantization, online_quantized
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.whole_request import WholeRequestModel
 from vllm_omni.registration import steps_one_at_a_time
@@ -75,6 +78,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
             self.load_config.load_format = "dummy"
         loader = get_model_loader(self.load_config)
         self.network = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
+        if self.vllm_config.quant_config is not None and not self.place.is_vae_stage:
+            check_quantization(self.network, self.model_config.quantization)
         self.model_memory_usage = sum(p.numel() * p.element_size() for p in self.network.parameters())
         self.model = in_steps(self.network)
         self.parts = self._make_parts()
@@ -119,7 +124,13 @@ class DiffusionGPUModelRunner(RunnerSurface):
             raise ValueError("reload_weights takes a checkpoint directory (weights_path) or nothing, no iterator")
         if weights_path is not None:
             self.model_config.model = weights_path
-        get_model_loader(self.load_config).load_weights(self.network, self.model_config)
+        quantized = online_quantized(self.network)
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(quantized)
+            try:
+                get_model_loader(self.load_config).load_weights(self.network, self.model_config)
+            finally:  # also gives layers that got nothing their old weights back
+                finalize_layerwise_reload(quantized, self.model_config)
 
     def get_model(self) -> SupportsStepExecution:
         return self.model

@@ -87,6 +87,7 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
                 replace(parallel, stage=int(parallel.is_vae_stage), num_stages=1) if temporal else parallel,
                 compiled=setup.compiled,
                 cuda_graphs=options.cuda_graphs and torch.cuda.is_available(),
+                quantization=setup.quantization,
             )
         decodes = parallel.decodes
         vae_dtype = options.vae_torch_dtype(setup.dtype)
@@ -325,7 +326,13 @@ class CausalWanPipeline(CheckpointPipeline[CheckpointLayout], CausalWan):
         values = served.hf_config.causal_wan
         self.build(
             StreamSetup.of(
-                values, served.layout, served.omni, served.dtype, eager=served.eager, kv_dtype=served.kv_dtype
+                values,
+                served.layout,
+                served.omni,
+                served.dtype,
+                eager=served.eager,
+                quantization=served.quantization,
+                kv_dtype=served.kv_dtype,
             )
         )
 

@@ -13,6 +13,7 @@ Held by tests/model_executor/models/causal_wan/test_causal_wan_parallel.py.
 from dataclasses import dataclass
 
 import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
@@ -49,9 +50,17 @@ class CausalWanTransformer(ChunkTransformer[CausalWanConfig]):
         residual_fp32: bool = True,
         compiled: bool = False,
         cuda_graphs: bool = False,
+        quantization: QuantizationConfig | None = None,
     ) -> None:
         chains = Chains.build(compiled)
-        super().__init__(config, parallel, chains, residual_fp32=residual_fp32, cuda_graphs=cuda_graphs)
+        super().__init__(
+            config,
+            parallel,
+            chains,
+            residual_fp32=residual_fp32,
+            cuda_graphs=cuda_graphs,
+            quantization=quantization,
+        )
         self.requires_grad_(False)
 
     def channels(self, row: ChunkRow) -> torch.Tensor:

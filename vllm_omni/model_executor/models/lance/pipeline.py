@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
@@ -83,6 +84,7 @@ class LanceSetup:
     parallel: ParallelContext
     dtype: torch.dtype
     compiled: bool = False
+    quantization: QuantizationConfig | None = None
 
     @classmethod
     def of(
@@ -93,6 +95,7 @@ class LanceSetup:
         dtype: torch.dtype,
         parallel: ParallelContext | None = None,
         eager: bool = True,
+        quantization: QuantizationConfig | None = None,
     ) -> "LanceSetup":
         """Read a checkpoint's `hf_config(...)["lance"]`; `parallel` None = vLLM's groups. Raises ValueError."""
         options = LanceOptions.parse(omni.model)
@@ -109,6 +112,7 @@ class LanceSetup:
             parallel=parallel,
             dtype=dtype,
             compiled=compiles(options.compile, eager),
+            quantization=quantization,
         )
 
 
@@ -144,6 +148,7 @@ class Lance(nn.Module):
                 setup.parallel,
                 stored_positions=setup.options.choices.position_table == "checkpoint",
                 compiled=setup.compiled,
+                quantization=setup.quantization,
             )
             self.vision = VisionTower(setup.config.vision)
         self.vae = LanceWanVAE(setup.vae_config, setup.options.vae_torch_dtype(setup.dtype))
@@ -334,7 +339,16 @@ class LancePipeline(CheckpointPipeline[LanceLayout], Lance):
 
     def build_served(self, served: ServedCheckpoint[LanceLayout]) -> None:
         values = served.hf_config.lance
-        self.build(LanceSetup.of(values, served.layout, served.omni, served.dtype, eager=served.eager))
+        self.build(
+            LanceSetup.of(
+                values,
+                served.layout,
+                served.omni,
+                served.dtype,
+                eager=served.eager,
+                quantization=served.quantization,
+            )
+        )
 
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 from torch.nn import functional
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.linear import LinearPrecision, MergedLinear, QKVLinear, RowLinear
@@ -121,11 +122,17 @@ class Qwen2MoTModel(nn.Module):
 class Qwen2MoTForCausalLM(nn.Module):
     """The decoder. `forward` runs one `Pack`; text logits and embeddings are separate calls."""
 
-    def __init__(self, config: LanceConfig, parallel: ParallelContext | None = None, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        config: LanceConfig,
+        parallel: ParallelContext | None = None,
+        compiled: bool = False,
+        quantization: QuantizationConfig | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.parallel = parallel or ParallelContext()
-        self.model = Qwen2MoTModel(config, self.parallel, LinearPrecision(), "model")
+        self.model = Qwen2MoTModel(config, self.parallel, LinearPrecision(quantization), "language_model.model")
         self.lm_head = Weight(config.vocab_size, config.hidden_size)
         self._split = TokenSplit(config, self.parallel)
         self._chains: dict[Expert, Chains] = {"und": Chains(), "gen": Chains.build(compiled)}
@@ -312,11 +319,12 @@ class LanceNetwork(nn.Module):
         *,
         stored_positions: bool = False,
         compiled: bool = False,
+        quantization: QuantizationConfig | None = None,
     ) -> None:
         super().__init__()
         width = config.hidden_size
         self.config = config
-        self.language_model = Qwen2MoTForCausalLM(config, parallel, compiled)
+        self.language_model = Qwen2MoTForCausalLM(config, parallel, compiled, quantization)
         self.time_embedder = TimeEmbedder(width)
         self.vae2llm = Weight(width, LATENT_CHANNELS, bias=True)
         self.llm2vae = Weight(LATENT_CHANNELS, width, bias=True)

@@ -83,6 +83,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
                 residual_fp32=setup.options.choices.residual_dtype == "fp32",
                 compiled=setup.compiled,
                 cuda_graphs=setup.options.cuda_graphs and torch.cuda.is_available(),
+                quantization=setup.quantization,
             )
         decodes = setup.parallel.decodes
         vae_dtype = setup.options.vae_torch_dtype(setup.dtype)
@@ -292,7 +293,13 @@ class LingBotWorldPipeline(CheckpointPipeline[CheckpointLayout], LingBotWorld):
         values = served.hf_config.lingbot_world
         self.build(
             WorldSetup.of(
-                values, served.layout, served.omni, served.dtype, eager=served.eager, kv_dtype=served.kv_dtype
+                values,
+                served.layout,
+                served.omni,
+                served.dtype,
+                eager=served.eager,
+                quantization=served.quantization,
+                kv_dtype=served.kv_dtype,
             )
         )
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear
@@ -95,6 +96,7 @@ class LingBotTransformer(ChunkTransformer[LingBotWorldConfig]):
 
     block_type = CameraBlock
     moving_fields = ("latents", "condition", "camera")
+    high_precision = ("blocks.*.cam_*",)
 
     def __init__(
         self,
@@ -104,9 +106,17 @@ class LingBotTransformer(ChunkTransformer[LingBotWorldConfig]):
         residual_fp32: bool = True,
         compiled: bool = False,
         cuda_graphs: bool = False,
+        quantization: QuantizationConfig | None = None,
     ) -> None:
         chains = LingBotChains.build(compiled)
-        super().__init__(config, parallel, chains, residual_fp32=residual_fp32, cuda_graphs=cuda_graphs)
+        super().__init__(
+            config,
+            parallel,
+            chains,
+            residual_fp32=residual_fp32,
+            cuda_graphs=cuda_graphs,
+            quantization=quantization,
+        )
         dim, patch = config.dim, config.patch_size[1] * config.patch_size[2]
         self.patch_embedding_wancamctrl = nn.Linear(config.camera_channels * patch, dim)
         self.c2ws_hidden_states_layer1 = nn.Linear(dim, dim)

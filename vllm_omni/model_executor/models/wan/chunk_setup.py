@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.parallel import ParallelContext
@@ -38,8 +39,8 @@ Layout = TypeVar("Layout", bound=WanComponents)
 class WanChunkSetup(Generic[Config, Options, Layout]):
     """Everything such a pipeline is built from, resolved and checked. layout: where the checkpoint's pieces are.
 
-    dtype: the transformer's. compiled: what `options.compile` comes to. kv_dtype: the stored keys and values', None =
-    `dtype`.
+    dtype: the transformer's. compiled: what `options.compile` comes to. quantization: of the transformer's weights.
+    kv_dtype: the stored keys and values', None = `dtype`.
     """
 
     config: Config
@@ -51,6 +52,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
     parallel: ParallelContext
     dtype: torch.dtype
     compiled: bool
+    quantization: QuantizationConfig | None = None
     kv_dtype: torch.dtype | None = None
 
     @classmethod
@@ -62,6 +64,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
         dtype: torch.dtype,
         parallel: ParallelContext | None = None,
         eager: bool = True,
+        quantization: QuantizationConfig | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> Self:
         """Read what a family's `hf_config` says of a checkpoint; `parallel` None = vLLM's groups. Raises ValueError.
@@ -81,6 +84,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
             or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel),
             dtype=dtype,
             compiled=compiles(options.compile, eager),
+            quantization=quantization,
             kv_dtype=kv_dtype,
         )
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs, identity
 from vllm_omni.model_executor.layers.parallel import ParallelContext
@@ -46,8 +47,9 @@ class ChunkTransformer(WanTransformer[Config]):
         *,
         residual_fp32: bool,
         cuda_graphs: bool = False,
+        quantization: QuantizationConfig | None = None,
     ) -> None:
-        super().__init__(config, parallel, chains, residual_fp32=residual_fp32)
+        super().__init__(config, parallel, chains, residual_fp32=residual_fp32, quantization=quantization)
         if self.parallel.last_stage:
             self.head = Head(config, chains)
         self._times: OrderedDict[float, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()

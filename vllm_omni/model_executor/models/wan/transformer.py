@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 from torch.nn import functional
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
@@ -125,13 +126,24 @@ class Block(nn.Module):
 class WanTransformer(nn.Module, Generic[Config]):
     """This rank's part of a network but for the head. Parameters are made empty, in torch's default type and device.
 
-    residual_fp32: keep the residual stream in fp32, else in the model's type.
+    residual_fp32: keep the residual stream in fp32, else in the model's type. quantization: of the blocks' linear
+    layers but for `high_precision`. prefix: the network's name in the pipeline, for quantization.
     """
 
     block_type: ClassVar[type[Block]] = Block
+    high_precision: ClassVar[tuple[str, ...]] = ()
+    """Linear layers of blocks (`fnmatch`) that are never quantized. Embeddings, time and text layers, modulation and
+    the head never are: they are torch's own."""
 
     def __init__(
-        self, config: Config, parallel: ParallelContext | None, chains: Chains, *, residual_fp32: bool
+        self,
+        config: Config,
+        parallel: ParallelContext | None,
+        chains: Chains,
+        *,
+        residual_fp32: bool,
+        quantization: QuantizationConfig | None = None,
+        prefix: str = "transformer",
     ) -> None:
         super().__init__()
         parallel = parallel or ParallelContext()
@@ -151,7 +163,8 @@ class WanTransformer(nn.Module, Generic[Config]):
         )
         self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
-        self.quant_config = LinearPrecision()
+        self.prefix = prefix
+        self.quant_config = LinearPrecision(quantization, [f"{prefix}.{name}" for name in self.high_precision])
         self.blocks = nn.ModuleDict(
             {
                 str(layer): self._block(layer, index, chains)
@@ -161,7 +174,8 @@ class WanTransformer(nn.Module, Generic[Config]):
 
     def _block(self, layer: int, index: int, chains: Chains) -> Block:
         """An empty block. layer: of the whole network. index: among this stage's."""
-        return self.block_type(self.config, self.parallel, chains, index, self.quant_config, f"blocks.{layer}")
+        name = f"{self.prefix}.blocks.{layer}"
+        return self.block_type(self.config, self.parallel, chains, index, self.quant_config, name)
 
     @property
     def _text_weight(self) -> torch.Tensor:

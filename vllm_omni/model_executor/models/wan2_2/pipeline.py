@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import torch
 from torch import nn
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
@@ -79,6 +80,7 @@ class Wan22Setup:
     dtype: torch.dtype
     compiled: bool
     guidance: "GuidanceRanks | None" = None
+    quantization: QuantizationConfig | None = None
 
     @classmethod
     def of(
@@ -89,6 +91,7 @@ class Wan22Setup:
         dtype: torch.dtype,
         parallel: ParallelContext | None = None,
         eager: bool = True,
+        quantization: QuantizationConfig | None = None,
     ) -> "Wan22Setup":
         """Read a checkpoint's `hf_config(...)["wan2_2"]`; `parallel` None = vLLM's groups. Raises ValueError.
 
@@ -111,6 +114,7 @@ class Wan22Setup:
             parallel=parallel,
             dtype=dtype,
             compiled=compiles(options.compile, eager),
+            quantization=quantization,
             guidance=guidance,
         )
 
@@ -177,6 +181,8 @@ class Wan22(nn.Module):
                         setup.config,
                         parallel,
                         compiled=setup.compiled,
+                        quantization=setup.quantization,
+                        prefix=name,
                     )
                     for name in names
                 }
@@ -405,7 +411,16 @@ class Wan22Pipeline(CheckpointPipeline[Wan22Layout], Wan22):
 
     def build_served(self, served: ServedCheckpoint[Wan22Layout]) -> None:
         values = served.hf_config.wan2_2
-        self.build(Wan22Setup.of(values, served.layout.tokenizer, served.omni, served.dtype, eager=served.eager))
+        self.build(
+            Wan22Setup.of(
+                values,
+                served.layout.tokenizer,
+                served.omni,
+                served.dtype,
+                eager=served.eager,
+                quantization=served.quantization,
+            )
+        )
 
 
 if TYPE_CHECKING:

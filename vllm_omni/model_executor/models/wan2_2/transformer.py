@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.chains import Chains
@@ -109,9 +110,11 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
         parallel: ParallelContext | None = None,
         *,
         compiled: bool = False,
+        quantization: QuantizationConfig | None = None,
+        prefix: str = "transformer",
     ) -> None:
         chains = Chains.build(compiled)
-        super().__init__(config, parallel, chains, residual_fp32=True)
+        super().__init__(config, parallel, chains, residual_fp32=True, quantization=quantization, prefix=prefix)
         if self.parallel.last_stage:
             self.head = TimedHead(config, chains)
         self.requires_grad_(False)

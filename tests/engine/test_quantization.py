@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--quantization fp8_per_channel` through the real engine: how far the latents move, reload, ranks, refusals."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engine_client import EngineClient, running_engine
+
+IMAGE = {"image": torch.arange(32 * 48 * 3).reshape(32, 48, 3).to(torch.uint8)}
+FP8 = {"quantization": "fp8_per_channel"}
+
+
+async def two_chunks(client: EngineClient, session: str) -> list[torch.Tensor]:
+    chunks = []
+    for index in range(2):
+        fields: dict[str, Any] = {"chunk_index": index, "actions": [["w"]] * 3, "output": "latents", "seed": 1}
+        first = {"prompt": "a field"} if index == 0 else {}
+        _, tensors = await client.send(IMAGE if index == 0 else None, session_id=session, **fields, **first)
+        chunks.append(tensors["latents"].float().clone())
+    return chunks
+
+
+def relative_error(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True))
+
+
+def test_fp8_weights_move_latents_a_little_and_are_quantized_anew_by_a_reload(lingbot_world: Path) -> None:
+    """0.02 was seen on a CPU; FP8's step is 1/16 of a value, and errors of many products average out."""
+
+    async def scenario() -> None:
+        async with running_engine(lingbot_world, dtype="bfloat16") as client:
+            exact = await two_chunks(client, "a")
+        async with running_engine(lingbot_world, dtype="bfloat16", **FP8) as client:
+            quantized = await two_chunks(client, "a")
+            assert 0.002 < relative_error(quantized, exact) < 0.06
+            await client.engine.collective_rpc("reload_weights")
+            for again, before in zip(await two_chunks(client, "b"), quantized, strict=True):
+                assert torch.equal(again, before)
+            with pytest.raises(Exception, match=r"."):
+                await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": "/nowhere"})
+            for again, before in zip(await two_chunks(client, "c"), quantized, strict=True):
+                assert torch.equal(again, before)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("split", ["tensor", "sequence"])
+def test_two_ranks_with_fp8_weights_agree_with_one(lingbot_world: Path, split: str) -> None:
+    """Row-parallel ranks share a scale for each channel; bf16 sums in another order leave what is allowed here."""
+    model = {"sequence_parallel": True} if split == "sequence" else {}
+
+    async def scenario() -> None:
+        async with running_engine(lingbot_world, dtype="bfloat16", **FP8) as client:
+            alone = await two_chunks(client, "a")
+        async with running_engine(
+            lingbot_world, {"model": model}, dtype="bfloat16", tensor_parallel_size=2, **FP8
+        ) as client:
+            assert relative_error(await two_chunks(client, "a"), alone) < 0.03
+
+    asyncio.run(scenario())
