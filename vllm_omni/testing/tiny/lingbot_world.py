@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny random LingBot World checkpoint in each real layout, with the files, names and types of a real one.
 
-Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same model. Sizes divide
-by 2 and 4, for tensor, sequence and pipeline parallel runs. Weights are scaled so that every path (camera, prompt,
+Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same model, but for
+`v2_1_3b`, whose heads must have the released size. Sizes divide by 2, most by 4, for tensor, sequence and pipeline
+parallel runs. Weights are scaled so that every path (camera, prompt,
 gates, condition) changes the frames visibly and long sessions stay finite.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes
-from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
+from vllm_omni.model_executor.models.wan.checkpoint import ASSETS_FOLDER, TINY_VAE_FILE
 from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.testing.tiny.wan import (
     Tensors,
@@ -28,6 +29,8 @@ from vllm_omni.testing.tiny.wan import (
 
 _SIZES = {"ffn_dim": 112, "freq_dim": 32, "text_dim": 32, "text_len": 64, "num_layers": 4, "eps": 1e-6}
 _WINDOW = {"sliding_window_num_frames": 18, "num_frames_per_block": 3}
+_SMALL = {"dim": 256, "num_heads": 2, "num_layers": 2, "ffn_dim": 112, "freq_dim": 32, "text_dim": 32}
+"""Of the layout without a `config.json`: heads of 128, as there sizes are read off the tensors."""
 _ORIGINAL = {
     "_class_name": "WanModelFast",
     "model_type": "i2v",
@@ -50,6 +53,9 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
     write_tiny_vae(out / TINY_VAE_FILE, seed)
     if layout == "diffusers":
         _write_diffusers(out, seed)
+    elif layout == "v2_1_3b":
+        write_original_components(out / ASSETS_FOLDER, seed)
+        write_shards(out, _transformer_tensors(LingBotWorldConfig.from_checkpoint(_SMALL), seed), "model")
     else:
         _write_original(out, seed, "transformers" if layout == "v2" else "lingbot_world_fast")
 

@@ -25,7 +25,9 @@ from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedul
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 
-CAMERA_CHANNELS = 6
+ControlType = Literal["cam"]
+CONTROL_CHANNELS: Final[dict[ControlType, int]] = {"cam": 6}
+"""Channels of the control map at pixel size: ray origin and direction."""
 NATIVE_HEIGHT, NATIVE_WIDTH = 480, 832
 """The size camera intrinsics are expressed for."""
 ACTION_FOCAL = 500.0
@@ -77,7 +79,7 @@ class LingBotWorldConfig(ChunkTransformerConfig):
     @property
     def camera_channels(self) -> int:
         """Channels of the camera map after the 8x8 space-to-depth."""
-        return CAMERA_CHANNELS * VAE_SPATIAL * VAE_SPATIAL
+        return CONTROL_CHANNELS["cam"] * VAE_SPATIAL * VAE_SPATIAL
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "LingBotWorldConfig":
