@@ -72,6 +72,25 @@ def test_a_repository_without_config_is_served_by_its_tensors_sizes(
     assert torch.equal(served(tmp_path), alone)
 
 
+def test_a_world_that_is_told_keys(tmp_path: Path) -> None:
+    """`act`: without the tensor `action` no key is held; held keys change the world, through every process."""
+    get_family("lingbot_world").make_tiny(tmp_path, 0, "act")
+
+    async def scenario() -> None:
+        async with running_engine(tmp_path, dtype="float32") as client:
+            path = {"poses": torch.eye(4).repeat(9, 1, 1), "intrinsics": torch.tensor([660.0, 660.0, 416.0, 240.0])}
+            latents = []
+            for number, action in enumerate((None, torch.zeros(9, 4), torch.ones(9, 4))):
+                flags = {} if action is None else {"action": action}
+                tensors = {"image": image(), **path, **flags}
+                _, result = await client.send(tensors, session_id=f"s{number}", prompt="a field", output="latents")
+                latents.append(result["latents"].clone())
+            assert torch.equal(latents[0], latents[1])
+            assert (latents[2] - latents[0]).abs().max() > 0.01
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks_agree_with_one(bare: Path, alone: torch.Tensor, parallel: str) -> None:

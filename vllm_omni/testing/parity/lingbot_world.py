@@ -54,6 +54,7 @@ def verify(golden_dir: Path) -> Report:
         {
             "dit_*.safetensors": run_rollout,
             "camera*.safetensors": run_camera,
+            "act_condition*.safetensors": run_act_condition,
             "schedule*.json": run_schedules,
             "vae*.safetensors": run_vae,
             "vae_key_map.json": run_vae_names,
@@ -255,6 +256,21 @@ def _compare_actions(scenario: Scenario, height: int, width: int) -> None:
             relative = _chunk_relative(match[1], poses, range(int(match[2]) * frames, (int(match[2]) + 1) * frames))
             maps = cam.camera_map(relative, cam.action_intrinsics(frames, height, width), height, width)
             scenario.compare_recorded(f"actions {match[1]} chunks", maps.unsqueeze(0), name, _CAMERA)
+
+
+def run_act_condition(scenario: Scenario) -> None:
+    """Compare an uploaded path with keys: poses and keys on one grid of latent frames, then the map of both."""
+    height, width = json.loads(scenario.meta("size"))
+    recorded = scenario.get("wasd_latent")
+    wasd = scenario.get("wasd")
+    poses, intrinsics = scenario.get("poses"), scenario.get("intrinsics")
+    chunk_frames = int(scenario.metadata.get("chunk", 1))
+    path = prepare_trajectory(poses, intrinsics, height, width, chunk_frames=chunk_frames)
+    flags = cam.latent_rows(cam.read_flags(wasd, len(wasd)), range(len(recorded)))
+    scenario.compare_recorded("act relative poses", path.relative_N44, "relative", _CAMERA)
+    scenario.compare_recorded("act flags", flags, "wasd_latent", 0.0)
+    maps = cam.action_map(path.relative_N44, path.intrinsics_N4, flags, height, width)
+    scenario.compare_recorded("act map", maps.unsqueeze(0), "camera", _CAMERA)
 
 
 def _chunk_relative(convention: str, poses_N44: torch.Tensor, frames: range) -> torch.Tensor:

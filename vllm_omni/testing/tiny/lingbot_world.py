@@ -2,9 +2,9 @@
 """A tiny random LingBot World checkpoint in each real layout, with the files, names and types of a real one.
 
 Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same model, but for
-`v2_1_3b`, whose heads must have the released size. Sizes divide by 2, most by 4, for tensor, sequence and pipeline
-parallel runs. Weights are scaled so that every path (camera, prompt,
-gates, condition) changes the frames visibly and long sessions stay finite.
+`v2_1_3b`, whose heads must have the released size, and `act`, which takes other controls. Sizes divide by 2, most by 4,
+for tensor, sequence and pipeline parallel runs. Weights are scaled so that every path (camera, prompt, gates,
+condition) changes the frames visibly and long sessions stay finite.
 """
 
 import math
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS
-from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.config import ControlType, LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes
 from vllm_omni.model_executor.models.wan.checkpoint import ASSETS_FOLDER, TINY_VAE_FILE
 from vllm_omni.model_executor.models.wan.components import VAEConfig
@@ -57,7 +57,8 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
         write_original_components(out / ASSETS_FOLDER, seed)
         write_shards(out, _transformer_tensors(LingBotWorldConfig.from_checkpoint(_SMALL), seed), "model")
     else:
-        _write_original(out, seed, "transformers" if layout == "v2" else "lingbot_world_fast")
+        control: ControlType = "act" if layout == "act" else "cam"
+        _write_original(out, seed, "transformers" if layout == "v2" else "lingbot_world_fast", control)
 
 
 def write_random_world(
@@ -69,9 +70,9 @@ def write_random_world(
     _write_transformer(out / "lingbot_world_fast", {**_ORIGINAL, "sink_size": 9, **sizes}, seed)
 
 
-def _write_original(out: Path, seed: int, transformer: str) -> None:
+def _write_original(out: Path, seed: int, transformer: str, control: ControlType) -> None:
     write_original_components(out, seed)
-    config = {**_ORIGINAL, "sink_size": 6 if transformer == "transformers" else 9}
+    config = {**_ORIGINAL, "control_type": control, "sink_size": 6 if transformer == "transformers" else 9}
     _write_transformer(out / transformer, config, seed)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig, Version
+from vllm_omni.model_executor.models.lingbot_world.config import CONTROL_CHANNELS, LingBotWorldConfig, Version
 from vllm_omni.model_executor.models.lingbot_world.weights import CAMERA_TENSOR, config_of_tensors
 from vllm_omni.model_executor.models.wan.checkpoint import (
     WanComponents,
@@ -22,7 +22,7 @@ from vllm_omni.model_executor.models.wan.checkpoint import (
 )
 from vllm_omni.model_executor.tensor_files import open_tensors, read_json
 
-LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b")
+LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "act")
 """The real layouts this file understands, by the names `make-tiny` takes."""
 
 _FAST_FOLDERS = ("lingbot_world_fast", "Lingbot-World-Fast")
@@ -163,7 +163,7 @@ def _is_transformer(folder: Path) -> bool:
     if config.keys() & {"_class_name", "architectures", "control_type", "model_type"}:
         return (
             config.get("_class_name") in _CLASSES
-            or config.get("control_type") == "cam"
+            or config.get("control_type") in CONTROL_CHANNELS
             or config.get("model_type") in ("lingbot_world_fast", "lingbot_world")
         )
     if not any(folder.glob("*.safetensors")):

@@ -25,9 +25,9 @@ from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedul
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 
-ControlType = Literal["cam"]
-CONTROL_CHANNELS: Final[dict[ControlType, int]] = {"cam": 6}
-"""Channels of the control map at pixel size: ray origin and direction."""
+ControlType = Literal["cam", "act"]
+CONTROL_CHANNELS: Final[dict[ControlType, int]] = {"cam": 6, "act": 7}
+"""Channels of the control map at pixel size: ray origin and direction, or ray direction and the keys w a s d."""
 NATIVE_HEIGHT, NATIVE_WIDTH = 480, 832
 """The size camera intrinsics are expressed for."""
 ACTION_FOCAL = 500.0
@@ -62,6 +62,7 @@ class LingBotWorldConfig(ChunkTransformerConfig):
     in_channels: int = 36
     num_heads: int = 40
     num_layers: int = 40
+    control_type: ControlType = "cam"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,8 +79,8 @@ class LingBotWorldConfig(ChunkTransformerConfig):
 
     @property
     def camera_channels(self) -> int:
-        """Channels of the camera map after the 8x8 space-to-depth."""
-        return CONTROL_CHANNELS["cam"] * VAE_SPATIAL * VAE_SPATIAL
+        """Channels of the control map after the 8x8 space-to-depth."""
+        return CONTROL_CHANNELS[self.control_type] * VAE_SPATIAL * VAE_SPATIAL
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "LingBotWorldConfig":
@@ -91,9 +92,10 @@ class LingBotWorldConfig(ChunkTransformerConfig):
         skipped = [] if states_window else ["sink_size"]
         if values.get("sliding_window_num_frames") or not states_window:
             skipped.append("local_attn_size")
-        return cls(**read_architecture(values, RENAMED, _REQUIRED, (*IGNORED, *skipped), cls.num_heads, cls.dim))
+        return cls(**read_architecture(values, _RENAMED, _REQUIRED, (*IGNORED, *skipped), cls.num_heads, cls.dim))
 
 
+_RENAMED = {**RENAMED, "control_type": "control_type"}
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "_class_name": (
         "WanModel",
@@ -102,7 +104,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
         "LingBotWorldTransformer3DModel",
     ),
     "model_type": ("i2v", "lingbot_world_fast", "lingbot_world"),
-    "control_type": ("cam",),
+    "control_type": tuple(CONTROL_CHANNELS),
     **REQUIRED,
 }
 

@@ -25,12 +25,12 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
-from vllm_omni.model_executor.models.lingbot_world.camera import camera_map
+from vllm_omni.model_executor.models.lingbot_world.camera import action_map, camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition, prepare_image
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig, resolve_plan
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
-from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, World
+from vllm_omni.model_executor.models.lingbot_world.state import Chunk, ChunkInputs, LingBotSession, World
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
@@ -161,7 +161,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
     @torch.no_grad()
     def prepare_encode(self, request: Request) -> None:
         session = request.session
-        inputs = read_chunk(request, session, self.options)
+        inputs = read_chunk(request, session, self.options, self.config.control_type)
         frames = session.next_frames()
         shape, device = session.shape, self.transformer.device
         latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
@@ -187,7 +187,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
         with request.timer.stage("condition"):
             y, condition = self._condition(inputs.image, session, frames)
         with request.timer.stage("camera"):
-            rays = self._camera_map(inputs.relative_F44, inputs.intrinsics_F4, shape)
+            rays = self._camera_map(inputs, shape)
         request.state = Chunk(
             frames=frames,
             schedule=self.schedule,
@@ -254,9 +254,11 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
             pixels = prepare_image(image.to(self.transformer.device), session.shape.height, session.shape.width)
         return self.condition.next(pixels, len(frames), session.condition)
 
-    def _camera_map(self, relative_F44: torch.Tensor, intrinsics_F4: torch.Tensor, shape: SessionShape) -> torch.Tensor:
-        dtype = self.options.choices.camera_torch_dtype
-        return camera_map(relative_F44, intrinsics_F4, shape.height, shape.width, self.transformer.device, dtype)
+    def _camera_map(self, inputs: ChunkInputs, shape: SessionShape) -> torch.Tensor:
+        where = (shape.height, shape.width, self.transformer.device, self.options.choices.camera_torch_dtype)
+        if inputs.flags_F4 is None:
+            return camera_map(inputs.relative_F44, inputs.intrinsics_F4, *where)
+        return action_map(inputs.relative_F44, inputs.intrinsics_F4, inputs.flags_F4, *where)
 
     def _condition_blocks(self, request: Request) -> None:
         """Compute what every block needs of camera and prompt, once per chunk (collective under tensor parallelism)."""

@@ -89,6 +89,7 @@ class LingBotSession(StreamingSession[SessionShape, KVWindow, World, ConditionLa
 class ChunkInputs:
     """A checked request. relative_F44, intrinsics_F4: fp64, CPU; `tail` is where the camera ends.
 
+    flags_F4: the keys w a s d, fp64, CPU; None = the model is not told any.
     image: uint8 [H, W, 3] of any size, or None to go on from the session's.
     """
 
@@ -98,13 +99,15 @@ class ChunkInputs:
     relative_F44: torch.Tensor
     intrinsics_F4: torch.Tensor
     tail: CameraTail
+    flags_F4: torch.Tensor | None
 
 
 @dataclass(eq=False, kw_only=True)
 class Chunk(StreamingChunk[KVWindow, World]):
     """One chunk in flight; `own` is where camera and condition stand after it.
 
-    y: [20, F, h, w], None on stages that embed no patches. camera_map: [384, F, h, w], dropped once `camera` is there.
+    y: [20, F, h, w], None on stages that embed no patches. camera_map: [384 or 448, F, h, w], dropped once
+    `camera` is there.
     """
 
     y: torch.Tensor | None
