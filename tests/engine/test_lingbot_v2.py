@@ -92,6 +92,15 @@ def test_a_world_that_is_told_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_the_model_before_distillation(tmp_path: Path) -> None:
+    """Guidance and 40 steps through the engine; two pipeline stages compute the same sums."""
+    get_family("lingbot_world").make_tiny(tmp_path, 0, "v2_pretrain")
+    one = served(tmp_path)
+    assert torch.isfinite(one).all() and one.std() > 0.1
+    assert torch.equal(served(tmp_path, pipeline_parallel_size=2), one)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks_agree_with_one(bare: Path, alone: torch.Tensor, parallel: str) -> None:
     """Sizes are read once, in the front end; a pipeline computes the same sums."""

@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "CausalWanPipeline": "vllm_omni.model_executor.models.causal_wan.pipeline:CausalWanPipeline",
     "DiffusersPipeline": "vllm_omni.model_executor.models.diffusers_pipeline.pipeline:DiffusersPipeline",
     "LancePipeline": "vllm_omni.model_executor.models.lance.pipeline:LancePipeline",
+    "LingBotPretrainPipeline": ("vllm_omni.model_executor.models.lingbot_world.pretrain:LingBotPretrainPipeline"),
     "LingBotWorldPipeline": "vllm_omni.model_executor.models.lingbot_world.pipeline:LingBotWorldPipeline",
     "NullImagePipeline": "vllm_omni.testing.null.image.pipeline:NullImagePipeline",
     "NullWorldPipeline": "vllm_omni.testing.null.world.pipeline:NullWorldPipeline",

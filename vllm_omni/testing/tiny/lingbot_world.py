@@ -58,7 +58,8 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
         write_shards(out, _transformer_tensors(LingBotWorldConfig.from_checkpoint(_SMALL), seed), "model")
     else:
         control: ControlType = "act" if layout == "act" else "cam"
-        _write_original(out, seed, "transformers" if layout == "v2" else "lingbot_world_fast", control)
+        folders = {"v2": "transformers", "v2_pretrain": "transformer_causal"}
+        _write_original(out, seed, folders.get(layout, "lingbot_world_fast"), control)
 
 
 def write_random_world(
@@ -72,7 +73,9 @@ def write_random_world(
 
 def _write_original(out: Path, seed: int, transformer: str, control: ControlType) -> None:
     write_original_components(out, seed)
-    config = {**_ORIGINAL, "control_type": control, "sink_size": 6 if transformer == "transformers" else 9}
+    config = {**_ORIGINAL, "control_type": control, "sink_size": 9 if transformer == "lingbot_world_fast" else 6}
+    if transformer == "transformer_causal":
+        config["_class_name"] = "WanModelCausal"
     _write_transformer(out / transformer, config, seed)
 
 

@@ -107,7 +107,7 @@ def test_all_layouts_of_one_seed_hold_the_same_model(originals):
 
 
 def test_an_unknown_layout_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="allowed: original, diffusers, v2, v2_1_3b, act"):
+    with pytest.raises(ValueError, match="allowed: original, diffusers, v2, v2_1_3b, v2_pretrain, act"):
         FAMILY.make_tiny(tmp_path, 0, "gguf")
 
 
@@ -121,6 +121,7 @@ def test_an_unknown_layout_is_refused(tmp_path):
         ("diffusers", "diffusers", "v1"),
         ("v2", "original", "v2"),
         ("v2_1_3b", "original", "v2"),
+        ("v2_pretrain", "original", "v2"),
         ("act", "original", "v1"),
     ],
 )
@@ -300,7 +301,7 @@ def test_hf_config_is_plain_json_and_complete(originals, layout):
     """What vLLM carries to its workers is JSON, and the pipeline can be built from it alone."""
     config = FAMILY.hf_config(originals[layout])
     assert json.loads(json.dumps(config)) == config
-    assert config["architectures"] == ["LingBotWorldPipeline"]
+    assert config["architectures"] == [f"LingBot{'Pretrain' if layout == 'v2_pretrain' else 'World'}Pipeline"]
     unstated = layout == "v2_1_3b"
     assert config["dtype"] == ("bfloat16" if unstated else "float32")
     sizes = (config["num_attention_heads"], config["num_hidden_layers"], config["hidden_size"])

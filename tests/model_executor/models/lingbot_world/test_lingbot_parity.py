@@ -43,7 +43,15 @@ def test_every_recorded_scenario_holds() -> None:
 def test_every_recorded_scenario_of_v2_holds() -> None:
     report = verify(GOLDEN_V2)
     assert report.ok, report.to_text()
-    assert {"act_condition", "dit_act_v2_c4"} <= {row.scenario for row in report.rows}
+    assert {row.scenario for row in report.rows} == {"act_condition", "dit_act_v2_c4", "pretrain_cfg_c4"}
+
+
+@pytest.mark.parametrize("tensor", ["c0.s0.cond", "c1.s20.x_next", "c2.latent", "kv1.uncond.k", "sched.timesteps"])
+def test_a_changed_recording_of_guidance_is_noticed(tensor: str, tmp_path: Path) -> None:
+    for path in GOLDEN_V2.glob("pretrain_*"):
+        shutil.copyfile(path, tmp_path / path.name)
+    change(tmp_path / "pretrain_cfg_c4.safetensors", tensor, 1)
+    assert not verify(tmp_path).ok
 
 
 @pytest.mark.parametrize("tensor", ["relative", "wasd_latent", "camera"])

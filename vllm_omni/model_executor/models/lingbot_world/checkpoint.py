@@ -22,7 +22,7 @@ from vllm_omni.model_executor.models.wan.checkpoint import (
 )
 from vllm_omni.model_executor.tensor_files import open_tensors, read_json
 
-LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "act")
+LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "v2_pretrain", "act")
 """The real layouts this file understands, by the names `make-tiny` takes."""
 
 _FAST_FOLDERS = ("lingbot_world_fast", "Lingbot-World-Fast")
@@ -34,7 +34,7 @@ _V1_WIDTH = LingBotWorldConfig.dim
 _V2_NAME = "lingbot-world-v2"
 """Of the directories in which v2's repositories arrive, `_` or `-` alike."""
 
-_CLASSES = ("WanModelFast", "CausalLingBotWorldTransformer3DModel", "LingBotWorldTransformer3DModel")
+_CLASSES = ("WanModelFast", "WanModelCausal", "CausalLingBotWorldTransformer3DModel", "LingBotWorldTransformer3DModel")
 _NOT_FAST = ("high_noise_model", "low_noise_model")
 """The base model's experts: same keys, but not distilled and not causal."""
 
@@ -43,13 +43,14 @@ _NOT_FAST = ("high_noise_model", "low_noise_model")
 class CheckpointLayout(WanComponents):
     """The pieces of one checkpoint; `transformer` is a folder of safetensors, or one file of them.
 
-    kind: whose layout it is. version: the network generation (schedule defaults).
+    kind: whose layout it is. version: the network generation (schedule defaults). mode: distilled (`fast`) or not.
     """
 
     download_name: ClassVar[str] = "lingbot_world_fast"
 
     kind: Literal["original", "diffusers"]
     version: Version
+    mode: Literal["fast", "pretrain"]
 
     def release(self) -> str:
         if self.version == "v1":
@@ -57,7 +58,7 @@ class CheckpointLayout(WanComponents):
         return "lingbot_world_v2_14b_diffusers" if self.kind == "diffusers" else f"lingbot_world_{self._v2_release()}"
 
     def _v2_release(self) -> str:
-        return "v2_14b" if self.transformer.name == "transformers" else "v2_1_3b"
+        return {"transformers": "v2_14b", _PRETRAIN_FOLDER: "v2_14b_pretrain"}.get(self.transformer.name, "v2_1_3b")
 
     def transformer_config(self) -> dict[str, Any]:
         """Return the transformer's `config.json`; sizes that it leaves out are its tensors', as far as there are any.
@@ -85,13 +86,12 @@ def find_layout(path: Path) -> CheckpointLayout:
             f"{', '.join(f'{name}/' for name in _TRANSFORMER_FOLDERS)} with config.json or *.safetensors, or these "
             "files themselves"
         )
-    if folder.name == _PRETRAIN_FOLDER:
-        raise ValueError(f"{folder} is LingBot World v2's model of 40 steps and guidance, which is not implemented")
     places = find_components(root)
     return CheckpointLayout(
         root=root,
         kind="diffusers" if folder.name == "transformer" else "original",
         version=_version(folder, path),
+        mode="pretrain" if _is_pretrain(folder, path) else "fast",
         transformer=_weights(folder, root),
         vae=places["vae"],
         text_encoder=places["text_encoder"],
@@ -110,20 +110,27 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint, with `kind` and `version`; needs no weight files. Raises ValueError.
+    """Return `chunk_hf_config` of this checkpoint, with `kind`, `version` and `mode`; needs no weight files.
 
-    An empty `transformer` is the released model's.
+    Raises ValueError. An empty `transformer` is the released model's.
     """
     layout = find_layout(path)
     transformer = layout.transformer_config()
     config = LingBotWorldConfig.from_checkpoint(transformer)
-    facts = {"kind": layout.kind, "version": layout.version}
-    return chunk_hf_config("LingBotWorldPipeline", "lingbot_world", layout, transformer, config, **facts)
+    facts = {"kind": layout.kind, "version": layout.version, "mode": layout.mode}
+    architecture = "LingBotPretrainPipeline" if layout.mode == "pretrain" else "LingBotWorldPipeline"
+    return chunk_hf_config(architecture, "lingbot_world", layout, transformer, config, **facts)
+
+
+def _is_pretrain(folder: Path, path: Path) -> bool:
+    """Whether a transformer's folder, found under the directory `path`, holds v2's model before distillation."""
+    named = folder.name == _PRETRAIN_FOLDER or "causal-pretrain" in str(path.resolve()).lower().replace("_", "-")
+    return named or _own_config(folder).get("_class_name") == "WanModelCausal"
 
 
 def _version(folder: Path, path: Path) -> Version:
     """The generation of a transformer's folder, found under the directory `path`."""
-    if folder.name == "transformers" or _V2_NAME in str(path.resolve()).lower().replace("_", "-"):
+    if folder.name in ("transformers", _PRETRAIN_FOLDER) or _V2_NAME in str(path.resolve()).lower().replace("_", "-"):
         return "v2"
     if folder.name in _TRANSFORMER_FOLDERS:
         return "v1"

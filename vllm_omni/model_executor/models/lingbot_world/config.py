@@ -100,6 +100,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "_class_name": (
         "WanModel",
         "WanModelFast",
+        "WanModelCausal",
         "CausalLingBotWorldTransformer3DModel",
         "LingBotWorldTransformer3DModel",
     ),
@@ -200,8 +201,25 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
             )
         return parsed
 
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> "LingBotOptions":
+        """Parse `omni.model` for a checkpoint as `hf_config` describes it.
+
+        Before distillation (`mode` `pretrain`) attention is global unless a window is asked for. Raises ValueError.
+        """
+        parsed = cls.parse(options, checkpoint["version"])
+        if checkpoint["mode"] == "fast":
+            return parsed
+        if parsed.denoise_indices is not None:
+            raise ValueError("omni.model: denoise_indices are of the distilled models; this one takes 40 UniPC steps")
+        return parsed if parsed.window_frames is not None else msgspec.structs.replace(parsed, window_frames=-1)
+
+    @property
+    def resolved_shift(self) -> float:
+        return _SHIFTS[self.version or "v1"] if self.shift is None else self.shift
+
     def denoise_schedule(self) -> FewStepSchedule:
-        shift = _SHIFTS[self.version or "v1"] if self.shift is None else self.shift
+        shift = self.resolved_shift
         indices = DENOISE_INDICES[self.version or "v1"] if self.denoise_indices is None else self.denoise_indices
         return few_step_schedule(self.choices.schedule, shift, indices)
 
