@@ -297,10 +297,6 @@ HELD_BY = {
         "tests/worker/test_diffusion_model_runner.py::test_sessions_are_bounded_in_bytes"
     ),
     # checkpoints, language models
-    "`act` (ray directions plus key flags) is refused by name": (
-        "tests/model_executor/models/lingbot_world/test_lingbot_config.py"
-        "::test_what_the_code_does_not_implement_is_an_error"
-    ),
     "an unknown key or a value this code does not implement is an error": (
         "tests/model_executor/models/lingbot_world/test_lingbot_config.py"
         "::test_what_the_code_does_not_implement_is_an_error"

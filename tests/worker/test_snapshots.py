@@ -10,6 +10,7 @@ import torch
 from helpers.scheduling import execute, new_request, step
 from helpers.snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
 
+from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.model_executor.one_shot import OneShotSession
 from vllm_omni.outputs import RequestFailed
 
@@ -20,6 +21,13 @@ def make_worker(make_runner: Any, request: pytest.FixtureRequest) -> Callable[..
         return Worker(make_runner(request.getfixturevalue(family), omni))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def lingbot_pretrain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lingbot_pretrain")
+    get_family("lingbot_world").make_tiny(folder, 0, "v2_pretrain")
+    return folder
 
 
 Chunk = Callable[..., dict[str, torch.Tensor]]
@@ -38,6 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     ),
     "world as PR 3701's": ("lingbot_world", {**SMALL, "convention": "pr3701"}, world_chunk, 3),
     "world as PR 3701's, before it repeats": ("lingbot_world", {**SMALL, "convention": "pr3701"}, world_chunk, 1),
+    "world before distillation, a window for each branch": ("lingbot_pretrain", {}, world_chunk, 2),
     "stream, moving sinks": ("causal_wan", SMALL, text_chunk, 4),
     "stream, video in": ("causal_wan", SMALL, video_chunk, 3),
     "stream, a window for every step": ("causal_wan", {**SMALL, "cache": "noise_matched"}, text_chunk, 3),

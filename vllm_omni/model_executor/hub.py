@@ -3,7 +3,8 @@
 
 A family that has released weights defines, in `models/<name>/hub.py`, `PIECES` (what to fetch, and where it goes in the
 checkpoint directory), `complete(out)` (writes what the repositories leave out) and `check_complete(path)` (says in a
-second what a directory lacks). `vllm-omni download` and `vllm serve --omni` use them; this file names no model.
+second what a directory lacks). With several releases, `RELEASES` names the others; their names are the family's aliases
+in `models/registry.py`. `vllm-omni download` and `vllm serve --omni` use them; this file names no model.
 """
 
 import importlib
@@ -31,19 +32,29 @@ class HubPiece:
 
 @dataclass(frozen=True)
 class HubSource:
-    """All pieces of one checkpoint, and what finishes it; `complete` returns the names of the files it wrote."""
+    """All pieces of one checkpoint, and what finishes it; `complete` returns the names of the files it wrote.
+
+    licence: of the weights, in one line, if it must be accepted before anything is fetched; None = its card tells.
+    """
 
     pieces: tuple[HubPiece, ...]
     complete: Callable[[Path], list[str]]
+    licence: str | None = None
 
     @property
     def gigabytes(self) -> float:
         return sum(piece.gigabytes for piece in self.pieces)
 
 
-def hub_source(family_name: str) -> HubSource:
-    """Return the source of a family's weights. Raises ValueError when there are none to fetch."""
+def hub_source(family_name: str, release: str | None = None) -> HubSource:
+    """Return the source of a family's weights, by the name of one of its releases if it has several.
+
+    Raises ValueError when there are none to fetch.
+    """
     module = _hub_module(family_name)
+    releases: dict[str, HubSource] = {} if module is None else vars(module).get("RELEASES", {})
+    if release in releases:
+        return releases[release]
     if module is None or not module.PIECES:
         raise ValueError(
             f"{family_name} has no released weights; `vllm-omni make-tiny {family_name} DIR` writes small random ones"

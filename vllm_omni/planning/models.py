@@ -12,14 +12,17 @@ from vllm_omni.model_executor.models.registry import detect_family
 from vllm_omni.model_executor.models.wan.transformer_weights import transformer_shapes
 from vllm_omni.planning.cost import StreamModel
 
-NAMES = ("lingbot_world", "causal_wan_1_3b", "causal_wan_14b")
+NAMES = ("lingbot_world", "lingbot_world_v2_1_3b", "causal_wan_1_3b", "causal_wan_14b")
+_LINGBOT_1_3B: dict[str, Any] = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30, "sink_frames": 6}
 _WAN_14B: dict[str, Any] = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
 
 
 def model_of(name: str, **changes: Any) -> StreamModel:
     """A model by name (`NAMES`) or checkpoint directory. changes: fields of `StreamModel`. Raises ValueError."""
     if name == "lingbot_world":
-        return _lingbot(LingBotWorldConfig(), changes)
+        return _lingbot(name, LingBotWorldConfig(), changes)
+    if name == "lingbot_world_v2_1_3b":
+        return _lingbot(name, LingBotWorldConfig(**_LINGBOT_1_3B), changes)
     if name == "causal_wan_1_3b":
         return _causal(name, CausalWanConfig(), changes)
     if name == "causal_wan_14b":
@@ -30,13 +33,13 @@ def model_of(name: str, **changes: Any) -> StreamModel:
     family = detect_family(path)
     values = family.hf_config(path).get(family.name, {}).get("transformer")
     if family.name == "lingbot_world":
-        return _lingbot(LingBotWorldConfig.from_checkpoint(values), changes)
+        return _lingbot("lingbot_world", LingBotWorldConfig.from_checkpoint(values), changes)
     if family.name == "causal_wan":
         return _causal(str(path), CausalWanConfig.from_checkpoint(values), changes)
     raise ValueError(f"{name} is a {family.name}; `plan` knows lingbot_world and causal_wan")
 
 
-def _lingbot(config: LingBotWorldConfig, changes: dict[str, Any]) -> StreamModel:
+def _lingbot(name: str, config: LingBotWorldConfig, changes: dict[str, Any]) -> StreamModel:
     if changes.get("in_flight", 1) > 1 or changes.get("clean", 1) == 0:
         raise ValueError("lingbot_world has no noise-matched cache; causal Wan has")
     if changes.get("video_input"):
@@ -49,7 +52,7 @@ def _lingbot(config: LingBotWorldConfig, changes: dict[str, Any]) -> StreamModel
         "text_on_cpu": True,
         **changes,
     }
-    return StreamModel("lingbot_world", **_sizes(config, lingbot_shapes(config)), **fields)
+    return StreamModel(name, **_sizes(config, lingbot_shapes(config)), **fields)
 
 
 def _causal(name: str, config: CausalWanConfig, changes: dict[str, Any]) -> StreamModel:

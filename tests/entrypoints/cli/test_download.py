@@ -18,7 +18,7 @@ from vllm_omni.model_executor.hub import hub_source
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     monkeypatch.setattr(download, "_check_disk", lambda out, gigabytes: None)
-    return argparse.Namespace(model="lingbot_world", out=tmp_path / "world", dry_run=False)
+    return argparse.Namespace(model="lingbot_world", out=tmp_path / "world", dry_run=False, accept_license=False)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,10 @@ def _light_family(monkeypatch: pytest.MonkeyPatch) -> None:
     """The family's name is all that matters here."""
     from vllm_omni.model_executor.models import registry
 
-    monkeypatch.setattr(registry, "get_family", lambda name: argparse.Namespace(name=name))
+    def named(name: str) -> argparse.Namespace:
+        return argparse.Namespace(name=registry._ALIASES.get(name, name))
+
+    monkeypatch.setattr(registry, "get_family", named)
 
 
 def test_every_piece_goes_to_its_place(arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +63,42 @@ def test_a_config_that_came_with_the_weights_is_kept(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert download.run(arguments) == 0
     assert json.loads((arguments.out / "lingbot_world_fast" / "config.json").read_text()) == {"num_layers": 2}
+
+
+RELEASES = ["1_3b", "14b", "14b_diffusers", "14b_pretrain"]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_licence_must_be_accepted_before_the_first_byte(
+    release: str,
+    arguments: argparse.Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """LingBot World v2 is CC BY-NC-SA: said in the plan, fetched only with `--accept-license`."""
+    fetched: list[tuple[str, Path]] = []
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda repo, *, allow_patterns, local_dir: fetched.append((repo, local_dir)),
+    )
+    monkeypatch.setattr(
+        download,
+        "_check_disk",
+        lambda out, gigabytes: pytest.fail("not even the disk") if not arguments.accept_license else None,
+    )
+    arguments.model = f"lingbot_world_v2_{release}"
+    with pytest.raises(CommandError, match=r"CC BY-NC-SA 4\.0 .*; if you accept it, pass --accept-license") as refused:
+        download.run(arguments)
+    assert "\n" not in str(refused.value)
+    assert not fetched and not arguments.out.exists()
+    assert "licence of the weights: CC BY-NC-SA 4.0" in capsys.readouterr().out
+    arguments.dry_run = True
+    assert download.run(arguments) == 0 and not fetched
+    arguments.dry_run, arguments.accept_license = False, True
+    assert download.run(arguments) == 0
+    assert fetched and all(repo.startswith("robbyant/lingbot-world-v2-") for repo, _ in fetched)
+    assert {folder for _, folder in fetched} == {arguments.out}
 
 
 def test_without_a_network_it_says_what_to_put_where(

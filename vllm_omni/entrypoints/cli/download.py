@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni download MODEL [OUT]`: fetch a family's released weights from the hub, resumable, into one directory.
 
+Weights under a licence that not everybody may use are fetched with `--accept-license` only.
 Resume, progress and checksums are `huggingface_hub`'s. When the hub cannot be reached the command says exactly which
 files belong where, so that they can be brought by other means. Held by tests/entrypoints/cli/test_download.py.
 """
@@ -20,6 +21,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("download", help="fetch released weights from the Hugging Face hub")
     parser.add_argument("model", help="model family, for example lingbot_world_fast")
     parser.add_argument("out", type=Path, nargs="?", help="directory to write (default: the model's name)")
+    parser.add_argument("--accept-license", action="store_true", help="accept the licence that the weights name")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be fetched")
     parser.set_defaults(run=run)
 
@@ -29,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_omni.model_executor.models.registry import get_family
 
     try:
-        source = hub_source(get_family(args.model).name)
+        source = hub_source(get_family(args.model).name, args.model)
     except ValueError as error:
         raise CommandError(str(error)) from error
     out = args.out or Path(args.model)
@@ -37,8 +39,12 @@ def run(args: argparse.Namespace) -> int:
     for piece in source.pieces:
         print(f"  {piece.gigabytes:5.1f} GB  https://huggingface.co/{piece.repo} -> {out / piece.folder}")
         print(f"{'':12}{', '.join(piece.patterns)}")
+    if source.licence is not None:
+        print(f"licence of the weights: {source.licence}")
     if args.dry_run:
         return 0
+    if source.licence is not None and not args.accept_license:
+        raise CommandError(f"the weights are under {source.licence}; if you accept it, pass --accept-license")
     _check_disk(out, source.gigabytes)
     for piece in source.pieces:
         _fetch(piece.repo, list(piece.patterns), out / piece.folder)

@@ -9,7 +9,9 @@ from vllm_omni.entrypoints.cli.errors import CommandError
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("plan", help="predict speed, memory and the best split over several GPUs")
-    parser.add_argument("model", help="lingbot_world, causal_wan_1_3b, causal_wan_14b, or a checkpoint directory")
+    parser.add_argument(
+        "model", help="lingbot_world, lingbot_world_v2_1_3b, causal_wan_1_3b, causal_wan_14b, or a checkpoint directory"
+    )
     parser.add_argument("--gpu", default="H200", help="kind of GPU; only H200 is measured (default: H200)")
     parser.add_argument("--n", type=int, default=1, help="GPUs to use at most (default: 1)")
     parser.add_argument("--sessions", type=int, default=1, help="live sessions at once (default: 1)")

@@ -25,12 +25,23 @@ _FAMILY_MODULES = {
     # Last: it takes any directory in diffusers' layout, also of a model that is served by a worker here.
     "diffusers_pipeline": "vllm_omni.model_executor.models.diffusers_pipeline.family",
 }
-_ALIASES = {"lingbot_world_fast": "lingbot_world"}
+_ALIASES = dict.fromkeys(
+    (
+        "lingbot_world_fast",
+        "lingbot_world_v2_1_3b",
+        "lingbot_world_v2_14b",
+        "lingbot_world_v2_14b_diffusers",
+        "lingbot_world_v2_14b_pretrain",
+    ),
+    "lingbot_world",
+)
+"""Other names of a family, most of them of its releases (`models/<name>/hub.py`)."""
 
 ARCHITECTURES = {
     "CausalWanPipeline": "vllm_omni.model_executor.models.causal_wan.pipeline:CausalWanPipeline",
     "DiffusersPipeline": "vllm_omni.model_executor.models.diffusers_pipeline.pipeline:DiffusersPipeline",
     "LancePipeline": "vllm_omni.model_executor.models.lance.pipeline:LancePipeline",
+    "LingBotPretrainPipeline": ("vllm_omni.model_executor.models.lingbot_world.pretrain:LingBotPretrainPipeline"),
     "LingBotWorldPipeline": "vllm_omni.model_executor.models.lingbot_world.pipeline:LingBotWorldPipeline",
     "NullImagePipeline": "vllm_omni.testing.null.image.pipeline:NullImagePipeline",
     "NullWorldPipeline": "vllm_omni.testing.null.world.pipeline:NullWorldPipeline",

@@ -23,6 +23,7 @@ from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
+from vllm_omni.model_executor.models.lingbot_world import pretrain
 from vllm_omni.model_executor.models.lingbot_world.condition import MASK_CHANNELS, GreyCondition
 from vllm_omni.model_executor.models.lingbot_world.config import NATIVE_HEIGHT, NATIVE_WIDTH, LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
@@ -38,11 +39,15 @@ from vllm_omni.testing.parity.windows import chronological, ends
 
 _FLOW, _KV, _LATENT = 2e-5, 2e-5, 1e-4
 _BF16_RELATIVE = 2e-2
+_ROLLED_OUT = 1e-4
+"""Relative L2: after the first of 40 guided steps rounding differences are amplified by guidance and the solver."""
 _CAMERA = 1e-5
 _SIGMA = 1e-9
 _VAE, _STREAMED = 5e-5, 1e-5
 
+_BRANCHES = {"cond": "context", "uncond": "context_null"}
 _DIT_WEIGHTS, _DIT_INPUTS = "dit_tiny_weights.safetensors", "dit_inputs.safetensors"
+_PRETRAIN_WEIGHTS, _PRETRAIN_INPUTS = "pretrain_tiny_weights.safetensors", "pretrain_inputs.safetensors"
 _VAE_WEIGHTS = "vae_tiny_weights_orig_names.safetensors"
 
 
@@ -53,13 +58,15 @@ def verify(golden_dir: Path) -> Report:
         golden_dir,
         {
             "dit_*.safetensors": run_rollout,
+            "pretrain_*.safetensors": run_pretrain,
             "camera*.safetensors": run_camera,
+            "act_condition*.safetensors": run_act_condition,
             "schedule*.json": run_schedules,
             "vae*.safetensors": run_vae,
             "vae_key_map.json": run_vae_names,
             "vae_dec_cache_shapes.json": run_vae_cache_shapes,
         },
-        auxiliary=("README*", ".*", _DIT_WEIGHTS, _DIT_INPUTS, _VAE_WEIGHTS),
+        auxiliary=("README*", ".*", _DIT_WEIGHTS, _DIT_INPUTS, _PRETRAIN_WEIGHTS, _PRETRAIN_INPUTS, _VAE_WEIGHTS),
     )
 
 
@@ -126,6 +133,79 @@ def run_rollout(scenario: Scenario) -> None:
                 compare("self-attention K/V", ours.unsqueeze(0), f"c{chunk}.kv{layer}.{kind}", _KV)
         if f"c{chunk}.ends" in scenario:
             scenario.compare_recorded("cache ends", torch.tensor(ends(window)), f"c{chunk}.ends", 0.0)
+
+
+def run_pretrain(scenario: Scenario) -> None:
+    """Roll the model before distillation out: two caches, guidance, a multi-step solver that begins with each chunk."""
+    config = LingBotWorldConfig.from_checkpoint(values := json.loads(scenario.meta("cfg")))
+    if (float(scenario.meta("guidance")), int(scenario.meta("steps"))) != (pretrain.GUIDANCE, pretrain.STEPS):
+        raise ValueError(f"served are guidance {pretrain.GUIDANCE} and {pretrain.STEPS} steps only")
+    model = _load_transformer(scenario.directory / _PRETRAIN_WEIGHTS, config, torch.float32)
+    inputs = read_tensors(scenario.directory / _PRETRAIN_INPUTS)[0]
+    tokens, chunk_frames = int(scenario.meta("frame_seqlen")), int(scenario.meta("chunk"))
+    num_chunks, shift = int(scenario.meta("nchunks")), float(scenario.meta("shift"))
+    slides = values.get("local_attn_size", -1) != -1
+    window_frames = values["local_attn_size"] if slides else chunk_frames * num_chunks
+    sizes: dict[str, Any] = {
+        "num_layers": config.num_layers,
+        "window_frames": window_frames,
+        "sink_frames": values.get("sink_size", 0) if slides else window_frames,
+        "tokens_per_frame": tokens,
+        "num_heads": config.num_heads,
+        "head_dim": config.head_dim,
+        "dtype": torch.float32,
+        "device": "cpu",
+    }
+    windows = {"cond": KVWindow(**sizes), "uncond": KVWindow(**sizes)}
+    cross_kv = {name: model.cross_attention_kv(inputs[key]) for name, key in _BRANCHES.items()}
+    solver = pretrain.unipc(shift)
+    scenario.compare_recorded("timesteps", solver.timesteps, "sched.timesteps", 0.0)
+    scenario.compare_recorded("sigmas", solver.sigmas, "sched.sigmas", _CAMERA)
+    for chunk in range(num_chunks):
+        frames = range(chunk * chunk_frames, (chunk + 1) * chunk_frames)
+        part = slice(frames.start, frames.stop)
+        x = inputs["noise"][:, part]
+        _, _, height, width = x.shape
+        rope = rope_tables(config.head_dim, frames, height // 2, width // 2)
+        camera = model.camera_modulation(inputs["camera"][0][:, part])
+
+        def rows(latents: torch.Tensor, timestep: float) -> list[ChunkRow]:
+            shared: dict[str, Any] = {"frames": frames, "rope": rope, "camera": camera}  # noqa: B023
+            return [
+                ChunkRow(latents, inputs["y"][:, part], timestep, cross_kv=cross_kv[name], window=window, **shared)  # noqa: B023
+                for name, window in windows.items()
+            ]
+
+        solver = pretrain.unipc(shift)
+        for step, timestep in enumerate(solver.timesteps.tolist()):
+            flows = dict(zip(windows, model(rows(x, float(timestep))), strict=True))
+            for name, flow in flows.items():
+                if step == 0 and chunk == 0:
+                    scenario.compare_recorded("first flow", flow, f"c{chunk}.s{step}.{name}", _FLOW)
+                elif f"c{chunk}.s{step}.{name}" in scenario:
+                    _compare_relative(scenario, "flow", flow, f"c{chunk}.s{step}.{name}")
+            x = pretrain.solver_step(solver, step, x, pretrain.guided(flows["cond"], flows["uncond"]))
+            if f"c{chunk}.s{step}.x_next" in scenario:
+                _compare_relative(scenario, "solver's latents", x, f"c{chunk}.s{step}.x_next")
+        _compare_relative(scenario, "latents", x, f"c{chunk}.latent")
+        model(rows(x, 0.0), kv_only=True)
+        for window in windows.values():
+            window.commit(frames.stop)
+        scenario.compare_recorded("cache ends", torch.tensor(ends(windows["cond"])), f"c{chunk}.ends", 0.0)
+    for name, window in windows.items():
+        for layer in range(config.num_layers):
+            for kind, ours in zip("kv", chronological(window, layer), strict=True):
+                if f"kv{layer}.{name}.{kind}" in scenario:
+                    _compare_relative(scenario, "self-attention K/V", ours.unsqueeze(0), f"kv{layer}.{name}.{kind}")
+
+
+def _compare_relative(scenario: Scenario, stage: str, ours: torch.Tensor, name: str) -> None:
+    """Compare by the norm of the difference over the recorded tensor's."""
+    recorded = scenario.get(name)
+    if ours.shape != recorded.shape:
+        raise ValueError(f"{stage}: shape {tuple(ours.shape)} against recorded {tuple(recorded.shape)}")
+    error = (ours.double() - recorded.double()).norm() / recorded.double().norm()
+    scenario.compare(f"{stage}, relative", error, torch.zeros_like(error), _ROLLED_OUT)
 
 
 def _load_transformer(path: Path, config: LingBotWorldConfig, dtype: torch.dtype) -> LingBotTransformer:
@@ -255,6 +335,21 @@ def _compare_actions(scenario: Scenario, height: int, width: int) -> None:
             relative = _chunk_relative(match[1], poses, range(int(match[2]) * frames, (int(match[2]) + 1) * frames))
             maps = cam.camera_map(relative, cam.action_intrinsics(frames, height, width), height, width)
             scenario.compare_recorded(f"actions {match[1]} chunks", maps.unsqueeze(0), name, _CAMERA)
+
+
+def run_act_condition(scenario: Scenario) -> None:
+    """Compare an uploaded path with keys: poses and keys on one grid of latent frames, then the map of both."""
+    height, width = json.loads(scenario.meta("size"))
+    recorded = scenario.get("wasd_latent")
+    wasd = scenario.get("wasd")
+    poses, intrinsics = scenario.get("poses"), scenario.get("intrinsics")
+    chunk_frames = int(scenario.metadata.get("chunk", 1))
+    path = prepare_trajectory(poses, intrinsics, height, width, chunk_frames=chunk_frames)
+    flags = cam.latent_rows(cam.read_flags(wasd, len(wasd)), range(len(recorded)))
+    scenario.compare_recorded("act relative poses", path.relative_N44, "relative", _CAMERA)
+    scenario.compare_recorded("act flags", flags, "wasd_latent", 0.0)
+    maps = cam.action_map(path.relative_N44, path.intrinsics_N4, flags, height, width)
+    scenario.compare_recorded("act map", maps.unsqueeze(0), "camera", _CAMERA)
 
 
 def _chunk_relative(convention: str, poses_N44: torch.Tensor, frames: range) -> torch.Tensor:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny random LingBot World checkpoint in each real layout, with the files, names and types of a real one.
 
-Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same model. Sizes divide
-by 2 and 4, for tensor, sequence and pipeline parallel runs. Weights are scaled so that every path (camera, prompt,
-gates, condition) changes the frames visibly and long sessions stay finite.
+Every tensor's values depend only on the seed and its name, so the layouts of one seed hold the same model, but for
+`v2_1_3b`, whose heads must have the released size, and `act`, which takes other controls. Sizes divide by 2, most by 4,
+for tensor, sequence and pipeline parallel runs. Weights are scaled so that every path (camera, prompt, gates,
+condition) changes the frames visibly and long sessions stay finite.
 """
 
 import math
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS
-from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.config import ControlType, LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes
-from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
+from vllm_omni.model_executor.models.wan.checkpoint import ASSETS_FOLDER, TINY_VAE_FILE
 from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.testing.tiny.wan import (
     Tensors,
@@ -28,6 +29,8 @@ from vllm_omni.testing.tiny.wan import (
 
 _SIZES = {"ffn_dim": 112, "freq_dim": 32, "text_dim": 32, "text_len": 64, "num_layers": 4, "eps": 1e-6}
 _WINDOW = {"sliding_window_num_frames": 18, "num_frames_per_block": 3}
+_SMALL = {"dim": 256, "num_heads": 2, "num_layers": 2, "ffn_dim": 112, "freq_dim": 32, "text_dim": 32}
+"""Of the layout without a `config.json`: heads of 128, as there sizes are read off the tensors."""
 _ORIGINAL = {
     "_class_name": "WanModelFast",
     "model_type": "i2v",
@@ -50,8 +53,13 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
     write_tiny_vae(out / TINY_VAE_FILE, seed)
     if layout == "diffusers":
         _write_diffusers(out, seed)
+    elif layout == "v2_1_3b":
+        write_original_components(out / ASSETS_FOLDER, seed)
+        write_shards(out, _transformer_tensors(LingBotWorldConfig.from_checkpoint(_SMALL), seed), "model")
     else:
-        _write_original(out, seed, "transformers" if layout == "v2" else "lingbot_world_fast")
+        control: ControlType = "act" if layout == "act" else "cam"
+        folders = {"v2": "transformers", "v2_pretrain": "transformer_causal"}
+        _write_original(out, seed, folders.get(layout, "lingbot_world_fast"), control)
 
 
 def write_random_world(
@@ -63,9 +71,11 @@ def write_random_world(
     _write_transformer(out / "lingbot_world_fast", {**_ORIGINAL, "sink_size": 9, **sizes}, seed)
 
 
-def _write_original(out: Path, seed: int, transformer: str) -> None:
+def _write_original(out: Path, seed: int, transformer: str, control: ControlType) -> None:
     write_original_components(out, seed)
-    config = {**_ORIGINAL, "sink_size": 6 if transformer == "transformers" else 9}
+    config = {**_ORIGINAL, "control_type": control, "sink_size": 9 if transformer == "lingbot_world_fast" else 6}
+    if transformer == "transformer_causal":
+        config["_class_name"] = "WanModelCausal"
     _write_transformer(out / transformer, config, seed)
 
 

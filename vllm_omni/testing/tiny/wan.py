@@ -86,11 +86,11 @@ def write_diffusers_components(out: Path, seed: int, flow_shift: float) -> None:
     write_component(out / "scheduler", scheduler, "scheduler_config.json")
 
 
-def write_shards(folder: Path, tensors: Tensors) -> None:
+def write_shards(folder: Path, tensors: Tensors, stem: str = "diffusion_pytorch_model") -> None:
     """Write two safetensors shards and their index."""
     names = sorted(tensors)
     shards = {
-        f"diffusion_pytorch_model-{number:05d}-of-00002.safetensors": names[half]
+        f"{stem}-{number:05d}-of-00002.safetensors": names[half]
         for number, half in ((1, slice(0, len(names) // 2)), (2, slice(len(names) // 2, None)))
     }
     for file, members in shards.items():
@@ -99,7 +99,7 @@ def write_shards(folder: Path, tensors: Tensors) -> None:
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: file for file, members in shards.items() for name in members},
     }
-    write_component(folder, index, "diffusion_pytorch_model.safetensors.index.json")
+    write_component(folder, index, f"{stem}.safetensors.index.json")
 
 
 def save_tensors(tensors: Tensors, path: Path) -> None:

@@ -14,6 +14,7 @@ from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldCon
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
+GOLDEN_V2 = GOLDEN.with_name("lingbot_v2")
 CONFIG = LingBotWorldConfig(dim=32, ffn_dim=56, freq_dim=16, text_dim=24, text_len=8, num_heads=2, num_layers=2)
 TIMESTEPS = (900.0, 0.0)
 CHUNKS = (range(3), range(3, 6), range(6, 9), range(9, 12))

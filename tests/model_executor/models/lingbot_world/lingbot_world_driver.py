@@ -28,13 +28,14 @@ def load_world(
     parallel: ParallelContext | None = None,
     dtype: torch.dtype = torch.float32,
     kv_dtype: torch.dtype | None = None,
+    kind: type[LingBotWorld] = LingBotWorld,
     **options: Any,
 ) -> LingBotWorld:
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options)
     layout = find_layout(checkpoint)
     values = hf_config(checkpoint)["lingbot_world"]
     setup = WorldSetup.of(values, layout, omni, dtype, parallel or ParallelContext(), kv_dtype=kv_dtype)
-    world = LingBotWorld(setup)
+    world = kind(setup)
     world.load_checkpoint(layout)
     return world
 

@@ -4,10 +4,12 @@
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
@@ -15,7 +17,12 @@ from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointL
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.family import FAMILY
 from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
-from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
+from vllm_omni.model_executor.models.lingbot_world.weights import (
+    CAMERA_TENSOR,
+    config_of_tensors,
+    load_pipeline_weights,
+    transformer_shapes,
+)
 from vllm_omni.model_executor.models.registry import detect_family, get_family
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
@@ -78,24 +85,29 @@ def test_a_tiny_checkpoint_has_the_files_of_a_real_one(originals):
 
 @pytest.mark.parametrize("layout", FAMILY.layouts)
 def test_a_tiny_checkpoint_is_small_and_the_same_for_the_same_seed(originals, tmp_path, layout):
-    """Byte for byte the same files from one seed, others from another, below 10 MB."""
+    """Byte for byte the same files from one seed, others from another, below 10 MB (15 with heads of 128)."""
     FAMILY.make_tiny(tmp_path / "a" / layout, 3, layout)
     FAMILY.make_tiny(tmp_path / "b" / layout, 4, layout)
     assert digest(tmp_path / "a" / layout) == digest(originals[layout])
     assert digest(tmp_path / "b" / layout) != digest(originals[layout])
-    assert sum(path.stat().st_size for path in originals[layout].rglob("*") if path.is_file()) < 10e6
+    size = sum(path.stat().st_size for path in originals[layout].rglob("*") if path.is_file())
+    assert size < (15e6 if layout == "v2_1_3b" else 10e6)
 
 
 def test_all_layouts_of_one_seed_hold_the_same_model(originals):
-    """Loaded from any layout, every tensor of transformer, VAE and text encoder is the same."""
-    loaded = [load(find_layout(originals[layout])) for layout in FAMILY.layouts]
+    """Loaded from any layout, every tensor of transformer, VAE and text encoder is the same.
+
+    But for the layout that states no sizes, whose heads have the released size, and the one with other controls.
+    """
+    loaded = [load(find_layout(originals[layout])) for layout in FAMILY.layouts if layout not in ("v2_1_3b", "act")]
+    assert len(loaded) > 2
     for other in loaded[1:]:
         assert other.keys() == loaded[0].keys()
         assert all(torch.equal(tensor, loaded[0][name]) for name, tensor in other.items())
 
 
 def test_an_unknown_layout_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="allowed: original, diffusers, v2"):
+    with pytest.raises(ValueError, match="allowed: original, diffusers, v2, v2_1_3b, v2_pretrain, act"):
         FAMILY.make_tiny(tmp_path, 0, "gguf")
 
 
@@ -104,7 +116,14 @@ def test_an_unknown_layout_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("layout", "kind", "version"),
-    [("original", "original", "v1"), ("diffusers", "diffusers", "v1"), ("v2", "original", "v2")],
+    [
+        ("original", "original", "v1"),
+        ("diffusers", "diffusers", "v1"),
+        ("v2", "original", "v2"),
+        ("v2_1_3b", "original", "v2"),
+        ("v2_pretrain", "original", "v2"),
+        ("act", "original", "v1"),
+    ],
 )
 def test_every_layout_is_detected_with_all_pieces(originals, layout, kind, version):
     """`detect_family` knows the directory, and each piece is found in its place."""
@@ -124,11 +143,94 @@ def test_the_other_folder_name_and_the_folder_itself_are_found(checkpoints):
     direct.require("transformer", "vae", "text_encoder", "tokenizer")
 
 
-def test_without_config_the_released_model_is_assumed(checkpoints):
-    """A fast folder without `config.json` is the released architecture."""
-    (checkpoints["original"] / "lingbot_world_fast" / "config.json").unlink()
-    layout = find_layout(checkpoints["original"])
-    assert LingBotWorldConfig.from_checkpoint(layout.transformer_config()) == LingBotWorldConfig()
+@pytest.mark.parametrize("config", [None, "{}", '{"_class_name": "WanModelFast"}', '{"eps": 1e-6, "num_heads": 2}'])
+def test_sizes_that_no_config_states_are_the_tensors(checkpoints, config):
+    """Of the 1.3B no `config.json` is released: width, layers, heads of 128 and control are in the files' headers."""
+    if config is not None:
+        (checkpoints["v2_1_3b"] / "config.json").write_text(config)
+    read = LingBotWorldConfig.from_checkpoint(find_layout(checkpoints["v2_1_3b"]).transformer_config())
+    assert read == LingBotWorldConfig(dim=256, num_heads=2, num_layers=2, ffn_dim=112, freq_dim=32, text_dim=32)
+
+
+def test_the_1_3b_has_the_published_size():
+    """1071 tensors, 1,709,502,016 parameters; read back from their shapes, the same sizes and 12 heads."""
+    config = LingBotWorldConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30)
+    shapes = transformer_shapes(config)
+    assert len(shapes) == 1071
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 1_709_502_016
+    assert LingBotWorldConfig.from_checkpoint(config_of_tensors(shapes, "somewhere")) == config
+
+
+def test_heads_that_tensors_do_not_tell_are_asked_for(checkpoints):
+    """The width of a tiny model is no multiple of 128: what is missing is named, and stating it helps."""
+    config = checkpoints["v2"] / "transformers" / "config.json"
+    stated = json.loads(config.read_text())
+    config.unlink()
+    with pytest.raises(
+        ValueError, match=r"width 64 is no multiple of 128.* add a config\.json with num_heads"
+    ) as caught:
+        find_layout(checkpoints["v2"]).transformer_config()
+    assert "\n" not in str(caught.value)
+    config.write_text(json.dumps({"num_heads": 4, "text_len": 64}))
+    read = LingBotWorldConfig.from_checkpoint(find_layout(checkpoints["v2"]).transformer_config())
+    assert replace(read, window_frames=18, sink_frames=6, frames_per_chunk=3) == LingBotWorldConfig.from_checkpoint(
+        stated
+    )
+
+
+def test_other_tensors_than_ours_are_no_sizes(tmp_path):
+    """A transformer of ours by its folder's name only, and one of another control."""
+    with pytest.raises(ValueError, match="somewhere holds no Wan transformer"):
+        config_of_tensors({CAMERA_TENSOR: (64, 1536)}, "somewhere")
+    shapes = transformer_shapes(LingBotWorldConfig(num_layers=1))
+    with pytest.raises(ValueError, match=r"takes 512 inputs; known: 1536 \(cam\)"):
+        config_of_tensors({**shapes, CAMERA_TENSOR: (5120, 512)}, "somewhere")
+
+
+@pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
+def test_a_transformer_in_one_file_may_lie_beside_components(checkpoints, stem):
+    """`model.safetensors` or `diffusion_pytorch_model.safetensors`, at the root or in any of the folders."""
+    tensors = {}
+    for shard in sorted(checkpoints["v2_1_3b"].glob("*.safetensors")):
+        tensors |= load_file(shard)
+    at_root = checkpoints["v2_1_3b"] / "assets"
+    save_file(tensors, at_root / f"{stem}.safetensors")
+    vae = torch.load(at_root / "Wan2.1_VAE.pth", weights_only=True)
+    save_file(vae, at_root / "Wan2.1_VAE.safetensors")
+    (at_root / "Wan2.1_VAE.pth").unlink()
+    whole = load(find_layout(at_root))
+    assert whole.keys() == load(find_layout(checkpoints["v2_1_3b"])).keys()
+    for folder in ("transformers", "transformer"):
+        (at_root / folder).mkdir()
+        (at_root / f"{stem}.safetensors").rename(at_root / folder / f"{stem}.safetensors")
+        found = find_layout(at_root)
+        assert found.transformer == at_root / folder
+        assert LingBotWorldConfig.from_checkpoint(found.transformer_config()).dim == 256
+        (at_root / folder / f"{stem}.safetensors").rename(at_root / f"{stem}.safetensors")
+
+
+def test_components_may_be_shared_by_a_link_named_assets(checkpoints, tmp_path):
+    """What the directory lacks is looked for below `assets`; what both have is the directory's own."""
+    bare = checkpoints["v2_1_3b"]
+    shutil.rmtree(bare / "assets")
+    with pytest.raises(ValueError, match=r"lacks vae, text_encoder.* below assets/.* download lingbot_world_v2_1_3b "):
+        find_layout(bare).require("transformer", "vae", "text_encoder", "tokenizer")
+    (bare / "assets").symlink_to(checkpoints["original"])
+    found = find_layout(bare)
+    found.require("transformer", "vae", "text_encoder", "tokenizer")
+    assert found.vae == bare / "assets" / "Wan2.1_VAE.pth"
+    assert load(found)
+    shutil.copy(found.vae, bare / "Wan2.1_VAE.pth")
+    assert find_layout(bare).vae == bare / "Wan2.1_VAE.pth"
+
+
+def test_which_generation_a_bare_repository_is(checkpoints):
+    """By its name, else by its width: v1 was released in one."""
+    bare = checkpoints["v2_1_3b"]
+    for width, version in ((1536, "v2"), (5120, "v1")):
+        (bare / "config.json").write_text(json.dumps({"_class_name": "WanModelFast", "dim": width, "num_layers": 30}))
+        assert find_layout(bare).version == version
+    assert find_layout(bare.rename(bare.with_name("lingbot_world_v2_14b"))).version == "v2"
 
 
 def test_unindexed_shards_load_too(checkpoints):
@@ -199,13 +301,15 @@ def test_hf_config_is_plain_json_and_complete(originals, layout):
     """What vLLM carries to its workers is JSON, and the pipeline can be built from it alone."""
     config = FAMILY.hf_config(originals[layout])
     assert json.loads(json.dumps(config)) == config
-    assert config["architectures"] == ["LingBotWorldPipeline"]
-    assert config["dtype"] == "float32"
-    assert (config["num_attention_heads"], config["num_hidden_layers"], config["hidden_size"]) == (4, 4, 64)
+    assert config["architectures"] == [f"LingBot{'Pretrain' if layout == 'v2_pretrain' else 'World'}Pipeline"]
+    unstated = layout == "v2_1_3b"
+    assert config["dtype"] == ("bfloat16" if unstated else "float32")
+    sizes = (config["num_attention_heads"], config["num_hidden_layers"], config["hidden_size"])
+    assert sizes == ((2, 2, 256) if unstated else (4, 4, 64))
     world = config["lingbot_world"]
     assert VAEConfig.from_dict(world["vae"]) == VAEConfig(base_dim=4)
     assert TextEncoder(world["umt5"], None).text_dim == 32
-    assert LingBotWorldConfig.from_checkpoint(world["transformer"]).num_layers == 4
+    assert LingBotWorldConfig.from_checkpoint(world["transformer"]).num_layers == sizes[1]
 
 
 def test_hf_config_needs_no_weight_files(tmp_path):

@@ -90,7 +90,7 @@ def test_the_released_model_has_the_published_tensors() -> None:
     ("change", "message"),
     [
         ({"surprise": 1}, r"unknown keys \['surprise'\]"),
-        ({"control_type": "act"}, "control_type = 'act'; this model implements"),
+        ({"control_type": "pose"}, "control_type = 'pose'; this model implements"),
         ({"_class_name": "WanTransformer3DModel"}, "_class_name = 'WanTransformer3DModel'"),
         ({"qk_norm": False}, "qk_norm = False"),
         ({"image_dim": 1280}, "image_dim = 1280"),

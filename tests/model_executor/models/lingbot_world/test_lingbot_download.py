@@ -16,11 +16,10 @@ import pytest
 
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.hub import PIECES
+from vllm_omni.model_executor.models.lingbot_world.hub import PIECES, RELEASES, check_complete
 from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE
 from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
-COMMIT = "a" * 40
 BASE, FAST = (piece.repo for piece in PIECES)
 
 # The released weights need 86 GB of disk and have thousands of transfer chunks a file; the stand-in has neither.
@@ -33,10 +32,16 @@ from huggingface_hub import constants
 constants.DOWNLOAD_CHUNK_SIZE = 1 << 16
 download._check_disk = lambda out, gigabytes: None
 try:
-    sys.exit(download.run(argparse.Namespace(model="lingbot_world_fast", out=Path(sys.argv[1]), dry_run=False)))
+    out, model = Path(sys.argv[1]), sys.argv[2]
+    sys.exit(download.run(argparse.Namespace(model=model, out=out, dry_run=False, accept_license=True)))
 except CommandError as error:
     sys.exit(f"error: {error}")
 """
+
+
+def commit(repo: str) -> str:
+    """Each repository has its own: the client takes two of one commit for one and the same."""
+    return hashlib.sha1(repo.encode()).hexdigest()
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -71,15 +76,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     for name, data in files.items()
                 ]
             else:
-                answer = {"id": match[1], "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+                answer = {"id": match[1], "sha": commit(match[1]), "siblings": [{"rfilename": name} for name in files]}
             self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"}, with_body)
         elif match := re.match(r"/([^/]+/[^/]+)/resolve/[^/]+/(.*)$", path):
-            self.send_file(match[2], self.server.files[match[1]][match[2]], with_body)
+            self.send_file(match[2], self.server.files[match[1]][match[2]], with_body, commit(match[1]))
         else:
             self.send(404, b"", {}, with_body)
 
-    def send_file(self, name: str, data: bytes, with_body: bool) -> None:
-        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+    def send_file(self, name: str, data: bytes, with_body: bool, revision: str) -> None:
+        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": revision, "Accept-Ranges": "bytes"}
         if with_body and (match := re.match(r"bytes=(\d+)-", self.headers.get("Range") or "")):
             start = int(match[1])
             self.server.ranges.append(name)
@@ -118,7 +123,9 @@ def hub() -> Iterator[Hub]:
         server.shutdown()
 
 
-def download(endpoint: str, out: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def download(
+    endpoint: str, out: Path, tmp_path: Path, model: str = "lingbot_world_fast"
+) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "HF_ENDPOINT": endpoint,
@@ -129,7 +136,7 @@ def download(endpoint: str, out: Path, tmp_path: Path) -> subprocess.CompletedPr
         "no_proxy": "127.0.0.1",
     }
     return subprocess.run(
-        [sys.executable, "-c", COMMAND, str(out)], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", COMMAND, str(out), model], env=environment, capture_output=True, text=True, timeout=120
     )
 
 
@@ -169,6 +176,33 @@ def test_a_repository_without_config_gets_the_released_one(hub, tmp_path):
     config = LingBotWorldConfig.from_checkpoint(find_layout(out).transformer_config())
     released = LingBotWorldConfig(window_frames=18, sink_frames=9, frames_per_chunk=3)
     assert config == released
+
+
+@pytest.mark.parametrize(
+    ("release", "layout", "folder"),
+    [("1_3b", "v2_1_3b", "."), ("14b", "v2", "transformers"), ("14b_diffusers", "diffusers", "transformer")],
+)
+def test_releases_of_v2_arrive_as_checkpoints(hub, tmp_path, release, layout, folder):
+    """Every file where the layout has it, the generation by the directory's name, nothing added."""
+    source = RELEASES[f"lingbot_world_v2_{release}"]
+    make_tiny(tmp_path / "released", 0, layout)
+    (tmp_path / "released" / TINY_VAE_FILE).unlink()
+    for part in ("assets", "."):
+        for path in sorted((tmp_path / "released" / part).rglob("*")):
+            name = path.relative_to(tmp_path / "released" / part).as_posix()
+            if path.is_file() and not name.startswith("assets/"):
+                owner = source.pieces[0 if part == "." and not name.startswith(("google", "Wan2", "models_t5")) else -1]
+                hub.files.setdefault(owner.repo, {})[name] = path.read_bytes()
+    out = tmp_path / f"lingbot_world_v2_{release}"
+    result = download(f"http://127.0.0.1:{hub.server_port}", out, tmp_path, f"lingbot_world_v2_{release}")
+    assert result.returncode == 0, result.stderr
+    expected = {name: data for piece in source.pieces for name, data in hub.files[piece.repo].items()}
+    assert contents(out) == expected
+    found = find_layout(out)
+    found.require("transformer", "vae", "text_encoder", "tokenizer")
+    assert (found.transformer, found.version) == ((out / folder), "v2")
+    assert found.release() == f"lingbot_world_v2_{release}"
+    check_complete(out)
 
 
 def test_without_a_hub_every_file_and_its_place_is_named(tmp_path):

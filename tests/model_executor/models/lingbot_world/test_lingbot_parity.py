@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from lingbot_reference import record
-from lingbot_rollout import GOLDEN
+from lingbot_rollout import GOLDEN, GOLDEN_V2
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -38,6 +38,28 @@ def test_every_recorded_scenario_holds() -> None:
     assert report.ok, report.to_text()
     scenarios = {path.stem for path in GOLDEN.iterdir() if path.name not in (*_AUXILIARY, "README.md")}
     assert {row.scenario for row in report.rows} == scenarios
+
+
+def test_every_recorded_scenario_of_v2_holds() -> None:
+    report = verify(GOLDEN_V2)
+    assert report.ok, report.to_text()
+    assert {row.scenario for row in report.rows} == {"act_condition", "dit_act_v2_c4", "pretrain_cfg_c4"}
+
+
+@pytest.mark.parametrize("tensor", ["c0.s0.cond", "c1.s20.x_next", "c2.latent", "kv1.uncond.k", "sched.timesteps"])
+def test_a_changed_recording_of_guidance_is_noticed(tensor: str, tmp_path: Path) -> None:
+    for path in GOLDEN_V2.glob("pretrain_*"):
+        shutil.copyfile(path, tmp_path / path.name)
+    change(tmp_path / "pretrain_cfg_c4.safetensors", tensor, 1)
+    assert not verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("tensor", ["relative", "wasd_latent", "camera"])
+def test_a_changed_recording_of_controls_is_noticed(tensor: str, tmp_path: Path) -> None:
+    shutil.copyfile(GOLDEN_V2 / "act_condition.safetensors", tmp_path / "act_condition.safetensors")
+    assert verify(tmp_path).ok
+    change(tmp_path / "act_condition.safetensors", tensor, 1e-3)
+    assert not verify(tmp_path).ok
 
 
 @pytest.mark.parametrize(
@@ -105,9 +127,9 @@ def test_an_unheard_of_control_type_is_a_failure(tmp_path: Path) -> None:
     path = copy(tmp_path, "dit_window9_sink3_c3.safetensors") / "dit_window9_sink3_c3.safetensors"
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
-    metadata["cfg"] = metadata["cfg"].replace('"cam"', '"act"')
+    metadata["cfg"] = metadata["cfg"].replace('"cam"', '"pose"')
     save_file(load_file(path), path, metadata)
-    assert "control_type = 'act'" in verify(tmp_path).to_text()
+    assert "control_type = 'pose'" in verify(tmp_path).to_text()
 
 
 def test_recorded_bf16_stays_bf16() -> None:

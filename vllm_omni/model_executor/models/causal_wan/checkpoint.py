@@ -17,7 +17,7 @@ from vllm_omni.model_executor.models.wan.checkpoint import (
     find_components,
     find_tiny_vae,
 )
-from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
+from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, stored_sizes
 from vllm_omni.model_executor.tensor_files import TensorSource, open_tensors, read_json
 from vllm_omni.model_executor.weights import rename
 
@@ -37,7 +37,6 @@ ORIGINAL_FILES = (
 STATE_KEYS = ("generator_ema", "generator", "state_dict")
 """Where a training checkpoint (`.pt`) keeps the network, best first; without any, the file is the network itself."""
 
-_HEAD_DIM = 128
 _CAUSAL_CLASSES = CLASSES[:2]
 
 
@@ -58,19 +57,7 @@ class CheckpointLayout(WanComponents):
 
     def _config_of_weights(self) -> dict[str, Any]:
         shapes = {rename(name, TRANSFORMER_RULES): shape for name, shape in self._shapes().items()}
-        try:
-            (dim, text_dim), (_, freq_dim) = shapes["text_embedding.0.weight"], shapes["time_embedding.0.weight"]
-            ffn_dim = shapes["blocks.0.ffn.0.weight"][0]
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{self.transformer} holds no Wan transformer; download it again") from error
-        return {
-            "dim": dim,
-            "ffn_dim": ffn_dim,
-            "freq_dim": freq_dim,
-            "text_dim": text_dim,
-            "num_heads": dim // _HEAD_DIM,
-            "num_layers": sum(name.endswith(".ffn.0.weight") for name in shapes),
-        }
+        return stored_sizes(shapes, str(self.transformer))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(open_transformer(self.transformer).shapes)

@@ -34,6 +34,8 @@ YAW_DEGREES, PITCH_DEGREES = 6.0, 4.0
 """Rotation of one latent frame with a look key held."""
 PITCH_LIMIT_DEGREES = 85.0
 KEYS = "wasdijkl"
+FLAG_KEYS = "wasd"
+"""The keys that an `act` model is told, in the order of its channels."""
 
 _LARGEST = 1e6
 _FOCAL_RANGE = (1.0, 1e6)
@@ -136,6 +138,28 @@ def read_actions(actions: Sequence[Sequence[str]], num_frames: int) -> list[str]
                 )
     held = ["".join(sorted(set(keys))) for keys in actions]
     return held + [""] * (num_frames - len(held))
+
+
+def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
+    """Check the keys w a s d held in each video frame, 0 or 1; returns fp64 `[num_frames, 4]`.
+
+    Raises `RequestFailed` `invalid_camera`.
+    """
+    if tuple(action.shape) != (num_frames, 4) or action.layout != torch.strided or action.dtype.is_complex:
+        raise RequestFailed(
+            "invalid_camera",
+            f"action must be numbers of shape [{num_frames}, 4], the keys w a s d of each pixel frame of this chunk; "
+            f"got {action.dtype} {list(action.shape)}",
+        )
+    flags_N4 = action.to("cpu", torch.float64)
+    if not bool(((flags_N4 == 0) | (flags_N4 == 1)).all()):
+        raise RequestFailed("invalid_camera", "action must hold zeros and ones only, the keys w a s d")
+    return flags_N4
+
+
+def held_flags(held: Sequence[str]) -> torch.Tensor:
+    """Return the keys w a s d of each frame as `read_flags` does."""
+    return torch.tensor([[float(key in keys) for key in FLAG_KEYS] for keys in held], dtype=torch.float64)
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
@@ -263,18 +287,51 @@ def camera_map(
 ) -> torch.Tensor:
     """Return the ray map [384, N, height/8, width/8], fp32: origin and unit direction of every pixel's ray.
 
-    Channel c * 64 + (v mod 8) * 8 + (u mod 8) of cell (v div 8, u div 8) is component c of pixel (u, v); components
-    are origin x y z, direction x y z. intrinsics_N4 are at the output size. Computed on `device` in `dtype`.
+    Components are origin x y z, direction x y z, folded as `_fold` does. intrinsics_N4 are at the output size. Computed
+    on `device` in `dtype`.
     """
-    relative_N44, intrinsics_N4 = relative_N44.to(device, dtype), intrinsics_N4.to(device, dtype)
-    fx, fy, cx, cy = (value.view(-1, 1) for value in intrinsics_N4.unbind(1))
+    direction = _directions(relative_N44, intrinsics_N4, height, width, device, dtype)
+    origin = relative_N44.to(device, dtype)[:, :3, 3].view(-1, 3, 1, 1).expand_as(direction)
+    return _fold(torch.cat((origin, direction), dim=1))
+
+
+def action_map(
+    relative_N44: torch.Tensor,
+    intrinsics_N4: torch.Tensor,
+    flags_N4: torch.Tensor,
+    height: int,
+    width: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Return what an `act` model is told, [448, N, height/8, width/8], fp32: ray directions, then the keys w a s d.
+
+    As `camera_map`; translations are not looked at, and a key is the same in all pixels of its frame.
+    """
+    direction = _directions(relative_N44, intrinsics_N4, height, width, device, dtype)
+    flags = flags_N4.to(device, dtype)[:, :, None, None].expand(-1, -1, height, width)
+    return _fold(torch.cat((direction, flags), dim=1))
+
+
+def _directions(
+    relative_N44: torch.Tensor,
+    intrinsics_N4: torch.Tensor,
+    height: int,
+    width: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the unit directions [N, 3, height, width] of the rays through every pixel's centre."""
+    fx, fy, cx, cy = (value.view(-1, 1) for value in intrinsics_N4.to(device, dtype).unbind(1))
     u = (torch.arange(width, dtype=dtype, device=device) + 0.5 - cx) / fx
     v = (torch.arange(height, dtype=dtype, device=device) + 0.5 - cy) / fy
     shape = (len(relative_N44), height, width)
     x, y = u.unsqueeze(1).expand(shape), v.unsqueeze(2).expand(shape)
     rays = torch.stack((x, y, torch.ones_like(x)), dim=1)
     rays /= rays.norm(dim=1, keepdim=True)
-    direction = torch.einsum("nij,njhw->nihw", relative_N44[:, :3, :3], rays)
-    origin = relative_N44[:, :3, 3].view(-1, 3, 1, 1).expand_as(direction)
-    planes = torch.cat((origin, direction), dim=1).float()
-    return torch.nn.functional.pixel_unshuffle(planes, VAE_SPATIAL).transpose(0, 1).contiguous()
+    return torch.einsum("nij,njhw->nihw", relative_N44.to(device, dtype)[:, :3, :3], rays)
+
+
+def _fold(planes_NCHW: torch.Tensor) -> torch.Tensor:
+    """Fold 8x8 pixels into channels: c * 64 + (v mod 8) * 8 + (u mod 8) of a cell is component c of pixel (u, v)."""
+    return torch.nn.functional.pixel_unshuffle(planes_NCHW.float(), VAE_SPATIAL).transpose(0, 1).contiguous()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pieces of a LingBot World checkpoint are: the original folders, the v2 folder, the diffusers folders.
+"""Where the pieces of a LingBot World checkpoint are: original folders, v2's folders, diffusers', or all at the root.
 
-Only looks; `weights.py` loads. A piece that is missing is not an error until it is needed (`require`), so that an
-engine with dummy weights starts from configs alone, and a stage that decodes nothing needs no VAE.
+A transformer without a `config.json` has the sizes of its tensors, read from the headers of its files. Only looks;
+`weights.py` loads. A piece that is missing is not an error until it is needed (`require`), so that an engine with dummy
+weights starts from configs alone, and a stage that decodes nothing needs no VAE.
 Held by tests/model_executor/models/lingbot_world/test_checkpoint.py.
 """
 
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.config import CONTROL_CHANNELS, LingBotWorldConfig, Version
+from vllm_omni.model_executor.models.lingbot_world.weights import CAMERA_TENSOR, config_of_tensors
 from vllm_omni.model_executor.models.wan.checkpoint import (
     WanComponents,
     chunk_hf_config,
@@ -20,34 +22,50 @@ from vllm_omni.model_executor.models.wan.checkpoint import (
 )
 from vllm_omni.model_executor.tensor_files import open_tensors, read_json
 
-LAYOUTS = ("original", "diffusers", "v2")
+LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "v2_pretrain", "act")
 """The real layouts this file understands, by the names `make-tiny` takes."""
 
 _FAST_FOLDERS = ("lingbot_world_fast", "Lingbot-World-Fast")
-_TRANSFORMER_FOLDERS = (*_FAST_FOLDERS, "transformers", "transformer")
-"""Original v1 under both names in use, original v2, diffusers."""
+_PRETRAIN_FOLDER = "transformer_causal"
+_TRANSFORMER_FOLDERS = (*_FAST_FOLDERS, "transformers", _PRETRAIN_FOLDER, "transformer")
+"""Original v1 under both names in use, original v2, its model before distillation, diffusers; last the root itself."""
+_SINGLE_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
+_V1_WIDTH = LingBotWorldConfig.dim
+_V2_NAME = "lingbot-world-v2"
+"""Of the directories in which v2's repositories arrive, `_` or `-` alike."""
 
-_CLASSES = ("WanModelFast", "CausalLingBotWorldTransformer3DModel", "LingBotWorldTransformer3DModel")
+_CLASSES = ("WanModelFast", "WanModelCausal", "CausalLingBotWorldTransformer3DModel", "LingBotWorldTransformer3DModel")
 _NOT_FAST = ("high_noise_model", "low_noise_model")
 """The base model's experts: same keys, but not distilled and not causal."""
 
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """The pieces of one checkpoint; `transformer` is a folder of safetensors.
+    """The pieces of one checkpoint; `transformer` is a folder of safetensors, or one file of them.
 
-    kind: whose layout it is. version: the network generation (schedule defaults).
+    kind: whose layout it is. version: the network generation (schedule defaults). mode: distilled (`fast`) or not.
     """
 
     download_name: ClassVar[str] = "lingbot_world_fast"
 
     kind: Literal["original", "diffusers"]
-    version: Literal["v1", "v2"]
+    version: Version
+    mode: Literal["fast", "pretrain"]
+
+    def release(self) -> str:
+        if self.version == "v1":
+            return self.download_name
+        return "lingbot_world_v2_14b_diffusers" if self.kind == "diffusers" else f"lingbot_world_{self._v2_release()}"
+
+    def _v2_release(self) -> str:
+        return {"transformers": "v2_14b", _PRETRAIN_FOLDER: "v2_14b_pretrain"}.get(self.transformer.name, "v2_1_3b")
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's `config.json`; empty = the checkpoint has none, it is the released model."""
-        path = self.transformer / "config.json"
-        return read_json(path) if path.exists() else {}
+        """Return the transformer's `config.json`; sizes that it leaves out are its tensors', as far as there are any.
+
+        Raises ValueError if the tensors leave the number of heads open.
+        """
+        return _stated_config(self.transformer)
 
 
 def find_layout(path: Path) -> CheckpointLayout:
@@ -59,20 +77,22 @@ def find_layout(path: Path) -> CheckpointLayout:
     if folder is not None:
         root = path
     elif _is_transformer(path):
-        folder, root = path, (path.parent if has_components(path.parent) else path)
+        folder = path
+        root = path.parent if has_components(path.parent) and not has_components(path) else path
     else:
         found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) if path.is_dir() else "no folder"
         raise ValueError(
             f"{path} holds no LingBot World transformer (found {found or 'nothing'}); expected one of "
-            f"{', '.join(f'{name}/' for name in _TRANSFORMER_FOLDERS)} with config.json or *.safetensors"
+            f"{', '.join(f'{name}/' for name in _TRANSFORMER_FOLDERS)} with config.json or *.safetensors, or these "
+            "files themselves"
         )
     places = find_components(root)
-    is_v2 = folder.name == "transformers" or "lingbot-world-v2" in str(path.resolve()).lower()
     return CheckpointLayout(
         root=root,
         kind="diffusers" if folder.name == "transformer" else "original",
-        version="v2" if is_v2 else "v1",
-        transformer=folder,
+        version=_version(folder, path),
+        mode="pretrain" if _is_pretrain(folder, path) else "fast",
+        transformer=_weights(folder, root),
         vae=places["vae"],
         text_encoder=places["text_encoder"],
         tokenizer=places["tokenizer"],
@@ -90,28 +110,69 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint, with `kind` and `version`; needs no weight files. Raises ValueError.
+    """Return `chunk_hf_config` of this checkpoint, with `kind`, `version` and `mode`; needs no weight files.
 
-    An empty `transformer` is the released model's.
+    Raises ValueError. An empty `transformer` is the released model's.
     """
     layout = find_layout(path)
     transformer = layout.transformer_config()
     config = LingBotWorldConfig.from_checkpoint(transformer)
-    facts = {"kind": layout.kind, "version": layout.version}
-    return chunk_hf_config("LingBotWorldPipeline", "lingbot_world", layout, transformer, config, **facts)
+    facts = {"kind": layout.kind, "version": layout.version, "mode": layout.mode}
+    architecture = "LingBotPretrainPipeline" if layout.mode == "pretrain" else "LingBotWorldPipeline"
+    return chunk_hf_config(architecture, "lingbot_world", layout, transformer, config, **facts)
+
+
+def _is_pretrain(folder: Path, path: Path) -> bool:
+    """Whether a transformer's folder, found under the directory `path`, holds v2's model before distillation."""
+    named = folder.name == _PRETRAIN_FOLDER or "causal-pretrain" in str(path.resolve()).lower().replace("_", "-")
+    return named or _own_config(folder).get("_class_name") == "WanModelCausal"
+
+
+def _version(folder: Path, path: Path) -> Version:
+    """The generation of a transformer's folder, found under the directory `path`."""
+    if folder.name in ("transformers", _PRETRAIN_FOLDER) or _V2_NAME in str(path.resolve()).lower().replace("_", "-"):
+        return "v2"
+    if folder.name in _TRANSFORMER_FOLDERS:
+        return "v1"
+    # A bare repository under a name of its own: v1 was released in one width only.
+    values = _stated_config(folder)
+    heads, head_dim = values.get("num_attention_heads", 0), values.get("attention_head_dim", 0)
+    return "v2" if (values.get("dim") or heads * head_dim or _V1_WIDTH) != _V1_WIDTH else "v1"
+
+
+def _weights(folder: Path, root: Path) -> Path:
+    """The folder of a transformer, or its only file where other components' files lie beside it."""
+    if folder == root and not any(folder.glob("*.safetensors.index.json")):
+        return next((folder / name for name in _SINGLE_FILES if (folder / name).is_file()), folder)
+    return folder
+
+
+def _own_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a transformer's folder; empty if there is none."""
+    path = folder / "config.json"
+    return read_json(path) if path.exists() else {}
+
+
+def _stated_config(transformer: Path) -> dict[str, Any]:
+    folder = transformer if transformer.is_dir() else transformer.parent
+    values = _own_config(folder)
+    if "num_layers" in values or not any(folder.glob("*.safetensors")):
+        return values
+    num_heads = values.get("num_heads", values.get("num_attention_heads"))
+    return {**config_of_tensors(open_tensors(transformer).shapes, str(transformer), num_heads), **values}
 
 
 def _is_transformer(folder: Path) -> bool:
     """Whether `folder` is a LingBot World transformer, by its config, else by its name and weight names."""
     if not folder.is_dir() or folder.name in _NOT_FAST:
         return False
-    if (folder / "config.json").exists():
-        config = read_json(folder / "config.json")
+    config = _own_config(folder)
+    if config.keys() & {"_class_name", "architectures", "control_type", "model_type"}:
         return (
             config.get("_class_name") in _CLASSES
-            or config.get("control_type") == "cam"
+            or config.get("control_type") in CONTROL_CHANNELS
             or config.get("model_type") in ("lingbot_world_fast", "lingbot_world")
         )
     if not any(folder.glob("*.safetensors")):
         return False
-    return folder.name in _FAST_FOLDERS or "patch_embedding_wancamctrl.weight" in open_tensors(folder).shapes
+    return folder.name in _FAST_FOLDERS or CAMERA_TENSOR in open_tensors(folder).shapes

@@ -25,7 +25,9 @@ from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedul
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 
-CAMERA_CHANNELS = 6
+ControlType = Literal["cam", "act"]
+CONTROL_CHANNELS: Final[dict[ControlType, int]] = {"cam": 6, "act": 7}
+"""Channels of the control map at pixel size: ray origin and direction, or ray direction and the keys w a s d."""
 NATIVE_HEIGHT, NATIVE_WIDTH = 480, 832
 """The size camera intrinsics are expressed for."""
 ACTION_FOCAL = 500.0
@@ -60,6 +62,7 @@ class LingBotWorldConfig(ChunkTransformerConfig):
     in_channels: int = 36
     num_heads: int = 40
     num_layers: int = 40
+    control_type: ControlType = "cam"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,8 +79,8 @@ class LingBotWorldConfig(ChunkTransformerConfig):
 
     @property
     def camera_channels(self) -> int:
-        """Channels of the camera map after the 8x8 space-to-depth."""
-        return CAMERA_CHANNELS * VAE_SPATIAL * VAE_SPATIAL
+        """Channels of the control map after the 8x8 space-to-depth."""
+        return CONTROL_CHANNELS[self.control_type] * VAE_SPATIAL * VAE_SPATIAL
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "LingBotWorldConfig":
@@ -89,18 +92,20 @@ class LingBotWorldConfig(ChunkTransformerConfig):
         skipped = [] if states_window else ["sink_size"]
         if values.get("sliding_window_num_frames") or not states_window:
             skipped.append("local_attn_size")
-        return cls(**read_architecture(values, RENAMED, _REQUIRED, (*IGNORED, *skipped), cls.num_heads, cls.dim))
+        return cls(**read_architecture(values, _RENAMED, _REQUIRED, (*IGNORED, *skipped), cls.num_heads, cls.dim))
 
 
+_RENAMED = {**RENAMED, "control_type": "control_type"}
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "_class_name": (
         "WanModel",
         "WanModelFast",
+        "WanModelCausal",
         "CausalLingBotWorldTransformer3DModel",
         "LingBotWorldTransformer3DModel",
     ),
     "model_type": ("i2v", "lingbot_world_fast", "lingbot_world"),
-    "control_type": ("cam",),
+    "control_type": tuple(CONTROL_CHANNELS),
     **REQUIRED,
 }
 
@@ -196,8 +201,25 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
             )
         return parsed
 
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> "LingBotOptions":
+        """Parse `omni.model` for a checkpoint as `hf_config` describes it.
+
+        Before distillation (`mode` `pretrain`) attention is global unless a window is asked for. Raises ValueError.
+        """
+        parsed = cls.parse(options, checkpoint["version"])
+        if checkpoint["mode"] == "fast":
+            return parsed
+        if parsed.denoise_indices is not None:
+            raise ValueError("omni.model: denoise_indices are of the distilled models; this one takes 40 UniPC steps")
+        return parsed if parsed.window_frames is not None else msgspec.structs.replace(parsed, window_frames=-1)
+
+    @property
+    def resolved_shift(self) -> float:
+        return _SHIFTS[self.version or "v1"] if self.shift is None else self.shift
+
     def denoise_schedule(self) -> FewStepSchedule:
-        shift = _SHIFTS[self.version or "v1"] if self.shift is None else self.shift
+        shift = self.resolved_shift
         indices = DENOISE_INDICES[self.version or "v1"] if self.denoise_indices is None else self.denoise_indices
         return few_step_schedule(self.choices.schedule, shift, indices)
 

@@ -22,7 +22,7 @@ LingBotStream = Stream[LingBotWorldConfig, LingBotOptions]
 
 
 def _read(checkpoint: Mapping[str, Any], omni: OmniConfig) -> LingBotStream:
-    options = LingBotOptions.parse(omni.model, checkpoint["version"])
+    options = LingBotOptions.of(checkpoint, omni.model)
     config = LingBotWorldConfig.from_checkpoint(checkpoint["transformer"])
     return Stream(config, options, resolve_plan(config, options))
 

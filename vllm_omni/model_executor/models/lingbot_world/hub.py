@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces of a LingBot World checkpoint, and LingBot World Fast on the hub, put together in the original layout.
+"""The released LingBot Worlds on the hub: Fast (v1) put together in the original layout, v2 in the layouts it comes in.
 
-Sizes are those of the repositories' file lists. The licences of the weights are on their model cards.
+Sizes are those of the repositories' file lists, of v2 the tensors'. v2's weights are CC BY-NC-SA 4.0, which must be
+accepted; public statements on v1's differ, read its model card. v2's bidirectional model has no public code.
 """
 
 import json
 from pathlib import Path
 
-from vllm_omni.model_executor.hub import HubPiece
+from vllm_omni.model_executor.hub import HubPiece, HubSource
 
 _TRANSFORMER = "lingbot_world_fast"
 
+_COMPONENTS = ("google/umt5-xxl/*", "models_t5_umt5-xxl-enc-bf16.pth", "Wan2.1_VAE.pth")
+
 PIECES = (
-    HubPiece(
-        "robbyant/lingbot-world-base-cam",
-        ("google/umt5-xxl/*", "models_t5_umt5-xxl-enc-bf16.pth", "Wan2.1_VAE.pth"),
-        "",
-        11.9,
-    ),
+    HubPiece("robbyant/lingbot-world-base-cam", _COMPONENTS, "", 11.9),
     HubPiece("robbyant/lingbot-world-fast", ("*.safetensors", "*.json"), _TRANSFORMER, 74.2),
 )
 
@@ -65,3 +63,33 @@ def complete(out: Path) -> list[str]:
         return []
     path.write_text(json.dumps(_CONFIG, indent=2) + "\n")
     return [f"{_TRANSFORMER}/config.json"]
+
+
+def _as_released(out: Path) -> list[str]:
+    """v2 needs nothing more: sizes that no `config.json` states are the tensors'."""
+    return []
+
+
+_V2 = "robbyant/lingbot-world-v2"
+_V2_COMPONENTS = HubPiece(f"{_V2}-14b-causal-fast", _COMPONENTS, "", 11.9)
+_DIFFUSERS = ("model_index.json", "scheduler/*", "text_encoder/*", "tokenizer/*", "transformer/*", "vae/*")
+_CC_BY_NC_SA = (
+    "CC BY-NC-SA 4.0 (no commercial use, share alike; https://creativecommons.org/licenses/by-nc-sa/4.0/legalcode)"
+)
+
+
+def _v2(*pieces: HubPiece) -> HubSource:
+    return HubSource(pieces, _as_released, _CC_BY_NC_SA)
+
+
+RELEASES = {
+    "lingbot_world_v2_1_3b": _v2(
+        HubPiece(f"{_V2}-1.3b-causal-fast", ("*.safetensors", "*.json"), "", 6.8), _V2_COMPONENTS
+    ),
+    "lingbot_world_v2_14b": _v2(HubPiece(f"{_V2}-14b-causal-fast", ("transformers/*",), "", 74.2), _V2_COMPONENTS),
+    "lingbot_world_v2_14b_diffusers": _v2(HubPiece(f"{_V2}-14b-causal-fast-diffusers", _DIFFUSERS, "", 86.1)),
+    "lingbot_world_v2_14b_pretrain": _v2(
+        HubPiece(f"{_V2}-14b-causal-pretrain", ("transformer_causal/*",), "", 74.2), _V2_COMPONENTS
+    ),
+}
+"""v2's causal models. A transformer's repository has no text encoder, VAE and tokenizer of its own but the 14B's."""

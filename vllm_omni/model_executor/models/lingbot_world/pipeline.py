@@ -25,12 +25,12 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
-from vllm_omni.model_executor.models.lingbot_world.camera import camera_map
+from vllm_omni.model_executor.models.lingbot_world.camera import action_map, camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition, prepare_image
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig, resolve_plan
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
-from vllm_omni.model_executor.models.lingbot_world.state import Chunk, LingBotSession, World
+from vllm_omni.model_executor.models.lingbot_world.state import Chunk, ChunkInputs, LingBotSession, World, WorldWindows
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
@@ -133,15 +133,20 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
         return kv_window_nbytes(**self._window_sizes(shape))
 
     def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> LingBotSession:
-        window = KVWindow(
-            sink_frames=self.plan.sink_frames, device=self.transformer.device, **self._window_sizes(shape)
-        )
+        window = self.make_window(shape)
         decoder = self.decoder if shape.output == "rgb" else None
         layouts = StateLayouts(
             None if decoder is None else decoder.state_layout(shape.height, shape.width),
             None if self.condition is None else self.condition.state_layout(shape.height, shape.width),
         )
         return LingBotSession(session_id, shape, self.plan, window, layouts, reserved_bytes)
+
+    def make_window(self, shape: SessionShape) -> WorldWindows:
+        """Make what a session's passes write their K/V to."""
+        return self.make_kv_window(shape)
+
+    def make_kv_window(self, shape: SessionShape) -> KVWindow:
+        return KVWindow(sink_frames=self.plan.sink_frames, device=self.transformer.device, **self._window_sizes(shape))
 
     def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
         return {
@@ -162,7 +167,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
     @torch.no_grad()
     def prepare_encode(self, request: Request) -> None:
         session = request.session
-        inputs = read_chunk(request, session, self.options)
+        inputs = read_chunk(request, session, self.options, self.config.control_type)
         frames = session.next_frames()
         shape, device = session.shape, self.transformer.device
         latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
@@ -188,7 +193,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
         with request.timer.stage("condition"):
             y, condition = self._condition(inputs.image, session, frames)
         with request.timer.stage("camera"):
-            rays = self._camera_map(inputs.relative_F44, inputs.intrinsics_F4, shape)
+            rays = self._camera_map(inputs, shape)
         request.state = Chunk(
             frames=frames,
             schedule=self.schedule,
@@ -211,8 +216,8 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
     def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
         for request in batch:
             if request.work.camera is None:
-                self._condition_blocks(request)
-        rows = [self._row(request) for request in batch]
+                self.condition_blocks(request)
+        rows = [row for request in batch for row in self.rows(request)]
         kv_only = all(request.work.denoise_index(request.step) is None for request in batch)
         prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
         return prediction
@@ -255,11 +260,13 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
             pixels = prepare_image(image.to(self.transformer.device), session.shape.height, session.shape.width)
         return self.condition.next(pixels, len(frames), session.condition)
 
-    def _camera_map(self, relative_F44: torch.Tensor, intrinsics_F4: torch.Tensor, shape: SessionShape) -> torch.Tensor:
-        dtype = self.options.choices.camera_torch_dtype
-        return camera_map(relative_F44, intrinsics_F4, shape.height, shape.width, self.transformer.device, dtype)
+    def _camera_map(self, inputs: ChunkInputs, shape: SessionShape) -> torch.Tensor:
+        where = (shape.height, shape.width, self.transformer.device, self.options.choices.camera_torch_dtype)
+        if inputs.flags_F4 is None:
+            return camera_map(inputs.relative_F44, inputs.intrinsics_F4, *where)
+        return action_map(inputs.relative_F44, inputs.intrinsics_F4, inputs.flags_F4, *where)
 
-    def _condition_blocks(self, request: Request) -> None:
+    def condition_blocks(self, request: Request) -> None:
         """Compute what every block needs of camera and prompt, once per chunk (collective under tensor parallelism)."""
         session, chunk = request.session, request.work
         assert chunk.camera_map is not None
@@ -267,9 +274,15 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
         chunk.camera = self.transformer.camera_modulation(chunk.camera_map)
         chunk.camera_map = None
 
-    def _row(self, request: Request) -> ChunkRow:
+    def rows(self, request: Request) -> list[ChunkRow]:
+        """The rows of a chunk's forward, of which there is one but with guidance."""
         chunk = request.work
-        assert chunk.camera is not None and chunk.cross_kv is not None
+        assert isinstance(chunk.window, KVWindow) and chunk.cross_kv is not None
+        return [self.row(request, chunk.cross_kv, chunk.window)]
+
+    def row(self, request: Request, cross_kv: torch.Tensor, window: KVWindow) -> ChunkRow:
+        chunk = request.work
+        assert chunk.camera is not None
         step = chunk.denoise_index(request.step)
         return ChunkRow(
             latents=chunk.latents,
@@ -278,8 +291,8 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
             frames=chunk.frames,
             rope=chunk.rope,
             camera=chunk.camera,
-            cross_kv=chunk.cross_kv,
-            window=chunk.window,
+            cross_kv=cross_kv,
+            window=window,
         )
 
 

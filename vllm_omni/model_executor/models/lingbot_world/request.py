@@ -17,14 +17,17 @@ from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
-from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.config import ControlType, LingBotOptions, LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.state import ChunkInputs, LingBotSession
 from vllm_omni.model_executor.streaming.request import DEFAULT_SEED, check_unchanged, read_size
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.outputs import RequestFailed
 
 _MAX_IMAGE_SIDE = 8192
-_TENSORS = ("image", "poses", "intrinsics")
+_TENSORS: dict[ControlType, tuple[str, ...]] = {
+    "cam": ("image", "poses", "intrinsics"),
+    "act": ("image", "poses", "intrinsics", "action"),
+}
 
 
 class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -43,14 +46,17 @@ def read_shape(params: DiffusionParams, config: LingBotWorldConfig, omni: OmniCo
     return SessionShape(height, width, params.output)
 
 
-def read_chunk(request: DiffusionRequest, session: LingBotSession, served: LingBotOptions) -> ChunkInputs:
+def read_chunk(
+    request: DiffusionRequest, session: LingBotSession, served: LingBotOptions, control: ControlType = "cam"
+) -> ChunkInputs:
     """Check one chunk's request against its session. Raises `RequestFailed`."""
     params = request.params
     session.window.check_fits(session.next_frames())
     check_unchanged(params, session.shape, {})
-    unknown = sorted(set(request.tensors) - set(_TENSORS))
+    unknown = sorted(set(request.tensors) - set(_TENSORS[control]))
     if unknown:
-        raise RequestFailed("invalid_request", f"unknown tensors {unknown[:3]}; this model takes {', '.join(_TENSORS)}")
+        taken = ", ".join(_TENSORS[control])
+        raise RequestFailed("invalid_request", f"unknown tensors {unknown[:3]}; this model takes {taken}")
     keeps_prompt = params.prompt is None or (served.choices.prompt_switch == "ignore" and session.prompt is not None)
     prompt = session.prompt if keeps_prompt else params.prompt
     if not prompt:
@@ -64,6 +70,7 @@ def read_chunk(request: DiffusionRequest, session: LingBotSession, served: LingB
         relative_F44=relative,
         intrinsics_F4=intrinsics,
         tail=tail,
+        flags_F4=_read_flags(request, session) if control == "act" else None,
     )
 
 
@@ -122,6 +129,22 @@ def _read_camera(
     tail = tail.after(relative, last)
     relative = cam.scaled_translations(relative, _camera_scale(request.params, served, tail))
     return relative.double(), intrinsics_F4, tail
+
+
+def _read_flags(request: DiffusionRequest, session: LingBotSession) -> torch.Tensor:
+    """Return the keys w a s d, a row for each latent frame of the chunk, on the same grid as the poses.
+
+    Held keys are the flags themselves; beside poses they are a tensor of their own, and without one nothing is held.
+    """
+    frames = session.next_frames()
+    action = request.tensors.get("action")
+    if request.params.actions is not None:
+        if action is not None:
+            raise RequestFailed("invalid_camera", "send the tensor `action` with poses, or `actions`: one of the two")
+        return cam.held_flags(cam.read_actions(request.params.actions, len(frames)))
+    pixel_frames = len(session.plan.pixel_frames(session.chunk_index))
+    flags_N4 = torch.zeros(pixel_frames, 4, dtype=torch.float64)
+    return cam.latent_rows(flags_N4 if action is None else cam.read_flags(action, pixel_frames), frames)
 
 
 def _camera_scale(params: DiffusionParams, served: LingBotOptions, tail: cam.CameraTail) -> float | None:

@@ -7,17 +7,30 @@ tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Protocol
 
 import msgspec
 import torch
 
-from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail
 from vllm_omni.model_executor.models.lingbot_world.condition import ConditionLayout, ConditionState
-from vllm_omni.model_executor.streaming.session import SessionScalars, SessionShape, StreamingChunk, StreamingSession
+from vllm_omni.model_executor.streaming.session import (
+    SessionScalars,
+    SessionShape,
+    StreamingChunk,
+    StreamingSession,
+    Windows,
+)
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
+
+
+class WorldWindows(Windows, Protocol):
+    """A world's K/V: one window, or one for each branch of guidance."""
+
+    def check_fits(self, frames: range) -> None: ...
+
+    def commit(self, end_frame: int) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +61,7 @@ class LingBotScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw
     condition_encoded: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
-class LingBotSession(StreamingSession[SessionShape, KVWindow, World, ConditionLayout, LingBotScalars]):
+class LingBotSession(StreamingSession[SessionShape, WorldWindows, World, ConditionLayout, LingBotScalars]):
     """A LingBot World session; `layouts.own` is the layout of the condition stream."""
 
     scalars_type: ClassVar[type[LingBotScalars]] = LingBotScalars
@@ -89,6 +102,7 @@ class LingBotSession(StreamingSession[SessionShape, KVWindow, World, ConditionLa
 class ChunkInputs:
     """A checked request. relative_F44, intrinsics_F4: fp64, CPU; `tail` is where the camera ends.
 
+    flags_F4: the keys w a s d, fp64, CPU; None = the model is not told any.
     image: uint8 [H, W, 3] of any size, or None to go on from the session's.
     """
 
@@ -98,13 +112,15 @@ class ChunkInputs:
     relative_F44: torch.Tensor
     intrinsics_F4: torch.Tensor
     tail: CameraTail
+    flags_F4: torch.Tensor | None
 
 
 @dataclass(eq=False, kw_only=True)
-class Chunk(StreamingChunk[KVWindow, World]):
+class Chunk(StreamingChunk[WorldWindows, World]):
     """One chunk in flight; `own` is where camera and condition stand after it.
 
-    y: [20, F, h, w], None on stages that embed no patches. camera_map: [384, F, h, w], dropped once `camera` is there.
+    y: [20, F, h, w], None on stages that embed no patches. camera_map: [384 or 448, F, h, w], dropped once
+    `camera` is there.
     """
 
     y: torch.Tensor | None

@@ -129,7 +129,7 @@ class LingBotTransformer(ChunkTransformer[LingBotWorldConfig]):
         return torch.cat((row.latents, row.condition.to(row.latents)))
 
     def camera_modulation(self, camera: torch.Tensor) -> torch.Tensor:
-        """Camera map [384, F, h, w] -> [layers, 2, T, D] in the model's type: each block's factor and shift.
+        """Control map [384 or 448, F, h, w] -> [layers, 2, T, D] in the model's type: each block's factor and shift.
 
         The same for every denoise step of a chunk. One buffer (3.57 GiB at full size, 480x832), freed with the chunk
         and taken up again by the next through torch's allocator. Collective under tensor parallelism.

@@ -6,27 +6,32 @@ Every component is compared with its full list of names and shapes before any da
 Held by tests/model_executor/models/lingbot_world/test_weights.py.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.config import CONTROL_CHANNELS, LingBotWorldConfig
 from vllm_omni.model_executor.models.wan import transformer_weights as wan
+from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.transformer_weights import Sizes
 from vllm_omni.model_executor.models.wan.weights import load_pieces
 from vllm_omni.model_executor.tensor_files import Shape, open_tensors
 from vllm_omni.model_executor.weights import load_strict
 
 if TYPE_CHECKING:
-    from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout
+    from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
     from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
     from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
+
+CAMERA_TENSOR = "patch_embedding_wancamctrl.weight"
+"""A LingBot World transformer has it, no other Wan transformer does."""
 
 TRANSFORMER_TENSORS: dict[str, Sizes] = {
     # The order decides what a seed gives a tiny checkpoint: the camera's tensors follow the patch embedding.
     **{name: shape for name, shape in wan.TRANSFORMER_TENSORS.items() if name.startswith("patch_embedding.")},
-    "patch_embedding_wancamctrl.weight": ("D", "C"),
+    CAMERA_TENSOR: ("D", "C"),
     "patch_embedding_wancamctrl.bias": ("D",),
     "c2ws_hidden_states_layer1.weight": ("D", "D"),
     "c2ws_hidden_states_layer1.bias": ("D",),
@@ -35,6 +40,9 @@ TRANSFORMER_TENSORS: dict[str, Sizes] = {
     **wan.TRANSFORMER_TENSORS,
 }
 """Wan's tensors outside its blocks, and the camera's. C folded camera channels."""
+
+_FOLD = (2 * VAE_SPATIAL) ** 2
+"""Pixels of a token, each of which is an input for every control channel."""
 
 BLOCK_TENSORS: dict[str, Sizes] = {
     **wan.BLOCK_TENSORS,
@@ -53,8 +61,23 @@ def transformer_shapes(config: LingBotWorldConfig) -> dict[str, Shape]:
     return wan.network_shapes(config, TRANSFORMER_TENSORS, BLOCK_TENSORS, C=config.camera_channels * patch)
 
 
+def config_of_tensors(shapes: Mapping[str, Shape], where: str, num_heads: int | None = None) -> dict[str, Any]:
+    """Return what tensors say under the original's `config.json` keys: sizes, and the kind of control.
+
+    Raises ValueError if they are no LingBot World transformer or leave the number of heads open.
+    """
+    sizes = wan.stored_sizes(shapes, where, num_heads)
+    folded = shapes.get(CAMERA_TENSOR, (0, 0))[-1]
+    control = next((name for name, channels in CONTROL_CHANNELS.items() if channels * _FOLD == folded), None)
+    if control is None:
+        allowed = ", ".join(f"{channels * _FOLD} ({name})" for name, channels in CONTROL_CHANNELS.items())
+        raise ValueError(f"{where}: {CAMERA_TENSOR} takes {folded} inputs; known: {allowed}")
+    in_dim = shapes.get("patch_embedding.weight", (0, 0))[1]
+    return {**sizes, "in_dim": in_dim, "control_type": control}
+
+
 def load_pipeline_weights(
-    layout: "CheckpointLayout",
+    layout: "WanComponents",
     config: LingBotWorldConfig,
     transformer: nn.Module,
     vae: "StreamingWanVAE | None" = None,

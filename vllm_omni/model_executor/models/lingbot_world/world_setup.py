@@ -18,5 +18,5 @@ class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions, CheckpointLay
 
     @classmethod
     def _read(cls, checkpoint: Mapping[str, Any], omni: OmniConfig) -> tuple[LingBotWorldConfig, LingBotOptions]:
-        options = LingBotOptions.parse(omni.model, checkpoint["version"])
+        options = LingBotOptions.of(checkpoint, omni.model)
         return LingBotWorldConfig.from_checkpoint(checkpoint["transformer"]), options

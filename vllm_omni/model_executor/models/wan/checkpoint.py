@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a Wan checkpoint keeps its frozen components: Wan's own file names or the diffusers folders.
 
+What is not in the checkpoint's directory is looked for in its `assets/`, a folder or a link to a directory that several
+checkpoints share.
+
 Only looks; `weights.py` loads. A piece that is missing is not an error until it is needed (`require`), so that an
 engine with dummy weights starts from configs alone, and a stage that decodes nothing needs no VAE. A family adds where
 its transformer is. Held by tests/model_executor/models/lingbot_world/test_checkpoint.py.
@@ -24,6 +27,7 @@ COMPONENT_PLACES: dict[str, tuple[str, ...]] = {
     "tokenizer": ("google/umt5-xxl", "tokenizer"),
 }
 
+ASSETS_FOLDER = "assets"
 TINY_VAE_FILE = "taew2_1.pth"
 _TINY_VAE_PLACES = (TINY_VAE_FILE, "taew2_1.safetensors")
 
@@ -46,6 +50,10 @@ class WanComponents:
     tokenizer: Path | None
     tiny_vae: Path | None = field(default=None, kw_only=True)
 
+    def release(self) -> str:
+        """The name under which `vllm-omni download` fetches this checkpoint."""
+        return self.download_name
+
     def require(self, *pieces: Piece) -> None:
         """Raise ValueError of one line unless the named pieces are there with their weights."""
         missing = [piece for piece in pieces if not self._present(piece)]
@@ -53,8 +61,9 @@ class WanComponents:
             places = {piece: COMPONENT_PLACES.get(piece, ("*.safetensors",)) for piece in missing}
             wanted = "; ".join(f"{piece}: {' or '.join(names)}" for piece, names in places.items())
             raise ValueError(
-                f"{self.root} lacks {', '.join(missing)} (looked for {wanted}); complete it with "
-                f"`vllm-omni download {self.download_name} {self.root}` or start with --load-format dummy"
+                f"{self.root} lacks {', '.join(missing)} (looked for {wanted}; also below {ASSETS_FOLDER}/, which may "
+                f"be a link to another checkpoint); complete it with `vllm-omni download {self.release()} {self.root}` "
+                "or start with --load-format dummy"
             )
 
     def _present(self, piece: Piece) -> bool:
@@ -143,12 +152,12 @@ def chunk_hf_config(
 
 
 def find_components(root: Path) -> dict[str, Path | None]:
-    """Return the places of `vae`, `text_encoder` and `tokenizer` below `root`; None where there is nothing."""
-    return {piece: _first_place(root, names) for piece, names in COMPONENT_PLACES.items()}
+    """Return the places of `vae`, `text_encoder` and `tokenizer` in `root` or its assets; None = nowhere."""
+    return {piece: _own_or_shared(root, names) for piece, names in COMPONENT_PLACES.items()}
 
 
 def find_tiny_vae(root: Path) -> Path | None:
-    return _first_place(root, _TINY_VAE_PLACES)
+    return _own_or_shared(root, _TINY_VAE_PLACES)
 
 
 def has_components(root: Path) -> bool:
@@ -162,6 +171,10 @@ def shape_of(path: Path, wanted: str, rules: Rules) -> tuple[int, ...]:
         if rename(name, rules) == wanted:
             return tuple(shape)
     raise ValueError(f"{path} holds no tensor for {wanted}; it is not the file its name says, download it again")
+
+
+def _own_or_shared(root: Path, names: tuple[str, ...]) -> Path | None:
+    return _first_place(root, names) or _first_place(root / ASSETS_FOLDER, names)
 
 
 def _first_place(root: Path, names: tuple[str, ...]) -> Path | None:

@@ -7,11 +7,15 @@ tests/model_executor/models/causal_wan/test_causal_wan_weights.py and
 tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Protocol
 
 from vllm_omni.model_executor.tensor_files import Shape
 from vllm_omni.model_executor.weights import Rules
+
+HEAD_DIM = 128
+"""Of every released network; tensors do not tell it."""
 
 Sizes = tuple[int | str, ...]
 """A tensor's shape in letters and numbers."""
@@ -101,6 +105,32 @@ BLOCK_TENSORS: dict[str, Sizes] = {
 def transformer_shapes(config: WanNetwork) -> dict[str, Shape]:
     """Return name -> shape of every tensor of this architecture (825 at 1.3B, 1095 at 14B)."""
     return network_shapes(config, TRANSFORMER_TENSORS, BLOCK_TENSORS)
+
+
+def stored_sizes(shapes: Mapping[str, Shape], where: str, num_heads: int | None = None) -> dict[str, int]:
+    """Return the sizes that a network's tensors have, under the original's `config.json` keys.
+
+    shapes: by Wan's own names. where: the weights, for errors. num_heads: what the config says, None = nothing.
+    Raises ValueError if they are no network of these tables or leave the number of heads open.
+    """
+    try:
+        (dim, text_dim), (_, freq_dim) = shapes["text_embedding.0.weight"], shapes["time_embedding.0.weight"]
+        ffn_dim, _ = shapes["blocks.0.ffn.0.weight"]
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{where} holds no Wan transformer; download it again") from error
+    if num_heads is None and dim % HEAD_DIM:
+        raise ValueError(
+            f"{where} has no config.json that states num_heads, and its width {dim} is no multiple of {HEAD_DIM}, the "
+            "size of a head of every released model; add a config.json with num_heads"
+        )
+    return {
+        "dim": dim,
+        "ffn_dim": ffn_dim,
+        "freq_dim": freq_dim,
+        "text_dim": text_dim,
+        "num_heads": num_heads or dim // HEAD_DIM,
+        "num_layers": 1 + max(int(name.split(".")[1]) for name in shapes if re.match(r"blocks\.\d+\.", name)),
+    }
 
 
 def network_shapes(

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""v2 before distillation: two windows a session, a solver a chunk, guidance. The numbers are held by the goldens."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lingbot_world_driver import (
+    HEIGHT,
+    WIDTH,
+    finish,
+    load_world,
+    make_request,
+    open_session,
+    run_chunk,
+    step,
+)
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
+from vllm_omni.model_executor.models.lingbot_world.family import FAMILY
+from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
+from vllm_omni.model_executor.models.lingbot_world.pretrain import (
+    GUIDANCE,
+    NEGATIVE_PROMPT,
+    STEPS,
+    GuidedWindows,
+    LingBotPretrain,
+    guided,
+)
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed
+
+PROMPT = "a beach"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrain")
+    get_family("lingbot_world").make_tiny(folder, 0, "v2_pretrain")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def world(checkpoint: Path) -> LingBotWorld:
+    return load_world(checkpoint, kind=LingBotPretrain)
+
+
+def latents(world: LingBotWorld, session_id: str, chunks: int, **params: int) -> torch.Tensor:
+    session = open_session(world, session_id, output="latents")
+    made = []
+    for index in range(chunks):
+        prompt = {"prompt": PROMPT} if index == 0 else {}
+        made.append(run_chunk(world, session, output="latents", **prompt, **params)[1]["latents"].clone())
+    return torch.cat(made, dim=1)
+
+
+def test_the_layout_names_its_own_class(checkpoint: Path) -> None:
+    """`transformer_causal/`, or `WanModelCausal` in its config, is served with guidance and 40 steps."""
+    found = find_layout(checkpoint)
+    assert (found.version, found.mode, found.release()) == ("v2", "pretrain", "lingbot_world_v2_14b_pretrain")
+    assert FAMILY.hf_config(checkpoint)["architectures"] == ["LingBotPretrainPipeline"]
+
+
+def test_a_chunk_is_forty_steps_and_a_clean_pass(world: LingBotWorld) -> None:
+    request = make_request(world, open_session(world), prompt=PROMPT)
+    world.prepare_encode(request)
+    assert request.num_steps == STEPS + 1
+    assert world.schedule.timesteps[:3] == (999.0, 994.0, 989.0) and world.schedule.timesteps[-1] == 113.0
+
+
+def test_every_chunk_begins_its_solver_anew(world: LingBotWorld) -> None:
+    """A chunk that was left in the middle leaves no trace in the session's next one."""
+    session = open_session(world, "left", output="latents")
+    left = make_request(world, session, prompt=PROMPT, output="latents")
+    world.prepare_encode(left)
+    for _ in range(5):
+        step(world, [left])
+    first = run_chunk(world, session, prompt=PROMPT, output="latents")[1]["latents"]
+    assert torch.equal(first, latents(world, "straight", 1))
+
+
+def test_chunks_are_finite_and_depend_on_both_prompts(world: LingBotWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = latents(world, "own", 2)
+    assert torch.isfinite(own).all() and own.std() > 0.1
+    monkeypatch.setattr("vllm_omni.model_executor.models.lingbot_world.pretrain.NEGATIVE_PROMPT", "rain")
+    other = latents(world, "other", 2)
+    assert (own - other).abs().max() > 1e-3
+    assert NEGATIVE_PROMPT.startswith("\u753b\u9762\u7a81\u53d8")
+
+
+def test_guidance_goes_from_the_negative_to_the_prompt() -> None:
+    cond, uncond = torch.tensor([3.0]), torch.tensor([1.0])
+    assert guided(cond, uncond).item() == 1.0 + GUIDANCE * 2.0
+    assert guided(cond, cond).item() == 3.0
+
+
+def test_two_worlds_in_one_forward_equal_each_alone(world: LingBotWorld) -> None:
+    """Rows of both branches of both sessions, at the same step."""
+    alone = [latents(world, f"alone{seed}", 1, seed=seed) for seed in (1, 2)]
+    requests = []
+    for seed in (1, 2):
+        session = open_session(world, f"both{seed}", output="latents")
+        requests.append(make_request(world, session, prompt=PROMPT, seed=seed, output="latents"))
+        world.prepare_encode(requests[-1])
+    for _ in range(STEPS + 1):
+        step(world, requests)
+    for request, expected in zip(requests, alone, strict=True):
+        made = finish(world, request)[1]["latents"]
+        assert (made - expected).norm() / expected.norm() < 1e-4
+
+
+def test_a_session_has_two_windows_and_a_fork_both(world: LingBotWorld) -> None:
+    """Their bytes are counted, a fork goes on as the original, and a closed session keeps nothing."""
+    session = open_session(world, "forked", output="latents")
+    assert isinstance(session.window, GuidedWindows)
+    assert session.window.nbytes == world.window_nbytes(session.shape)
+    assert world.window_nbytes(session.shape) == 2 * LingBotWorld.window_nbytes(world, session.shape)
+    run_chunk(world, session, prompt=PROMPT, output="latents")
+    cond, uncond = session.window.both.values()
+    assert not torch.equal(cond.buffer, uncond.buffer)
+    assert {name.split(".")[0] for name in session.window.tensors(3)} == {"cond", "uncond"}
+    other = session.fork("other")
+    ours = run_chunk(world, session, output="latents")[1]["latents"].clone()
+    assert torch.equal(run_chunk(world, other, output="latents")[1]["latents"], ours)
+
+
+def test_attention_is_global_unless_a_window_is_asked_for(checkpoint: Path, world: LingBotWorld) -> None:
+    """The original has no window here: a session ends after 21 latent frames. A window is an extension of ours."""
+    assert (world.plan.window_frames, world.plan.sink_frames) == (21, 21)
+    with pytest.raises(RequestFailed, match="global attention holds 21 latent frames"):
+        open_session(world).window.check_fits(range(21, 24))
+    assert load_world(checkpoint, kind=LingBotPretrain, window_frames=9, sink_frames=3).plan.window_frames == 9
+
+
+def test_indices_of_the_distilled_schedule_are_refused(checkpoint: Path) -> None:
+    omni = OmniConfig(height=HEIGHT, width=WIDTH, model={"denoise_indices": [0, 500]})
+    assert FAMILY.check_options is not None
+    with pytest.raises(ValueError, match="denoise_indices are of the distilled models; this one takes 40 UniPC steps"):
+        FAMILY.check_options(FAMILY.hf_config(checkpoint), omni)

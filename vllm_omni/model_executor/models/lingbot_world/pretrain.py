@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LingBot-World v2 before distillation (`causal pretrain`): 40 UniPC steps a chunk, each guided by a negative prompt.
+
+    x = noise(seed, chunk, 0)
+    for t in 40 timesteps:
+        c, u = transformer(x, y, camera, t) with the prompt and its window, with the negative prompt and its own
+        x    = unipc(u + 5 (c - u))                          its multi-step state begins anew with each chunk
+    transformer(x, y, camera, 0), both: only their K/V matter
+
+Everything else is `LingBotWorld`'s. Held by tests/model_executor/models/lingbot_world/test_lingbot_pretrain.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
+from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout
+from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, LingBotWorldPipeline, Request
+from vllm_omni.model_executor.models.lingbot_world.state import Chunk
+from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow
+from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
+from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
+from vllm_omni.model_executor.schedules import FewStepSchedule
+from vllm_omni.model_executor.streaming.session import SessionShape
+from vllm_omni.sessions.snapshot import SavedTensors
+
+STEPS = 40
+GUIDANCE = 5.0
+_SIGMA_MAX = 0.999
+NEGATIVE_PROMPT = (
+    "画面突变，色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，"
+    "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
+    "杂乱的背景，三条腿，背景人很多，倒着走"
+)
+"""Wan 2.1's default (Apache-2.0), with sudden changes of the picture in front."""
+
+
+def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
+    """Return a chunk's solver at its first step: diffusers' UniPC of order 2 on the flow."""
+    from diffusers import UniPCMultistepScheduler
+
+    solver: Any = UniPCMultistepScheduler(
+        num_train_timesteps=1000,
+        solver_order=2,
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        flow_shift=shift,
+    )
+    # The original's table starts at 0.999 and ends at 0; diffusers' own, from 1 to 0.001.
+    sigmas = np.linspace(_SIGMA_MAX, 0.0, STEPS + 1)[:-1]
+    solver.set_timesteps(num_inference_steps=STEPS, sigmas=sigmas, device=device)
+    solver.set_begin_index(0)
+    return solver
+
+
+def solver_step(solver: Any, step: int, latents: torch.Tensor, flow: torch.Tensor) -> torch.Tensor:
+    """Return the latents that `step` leaves, [16, F, h, w] fp32; the solver remembers what it needs for the next."""
+    moved: torch.Tensor = solver.step(flow[None], solver.timesteps[step], latents[None], return_dict=False)[0][0]
+    return moved
+
+
+def guided(cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
+    """Classifier-free guidance on the flow."""
+    return uncond + GUIDANCE * (cond - uncond)
+
+
+class GuidedWindows:
+    """The K/V of a session under its prompt and under the negative prompt; `Windows` of both."""
+
+    def __init__(self, cond: KVWindow, uncond: KVWindow) -> None:
+        self.both = {"cond": cond, "uncond": uncond}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(window.nbytes for window in self.both.values())
+
+    @property
+    def device(self) -> torch.device:
+        return self.both["cond"].device
+
+    @property
+    def committed_frames(self) -> int:
+        return self.both["cond"].committed_frames
+
+    def check_fits(self, frames: range) -> None:
+        self.both["cond"].check_fits(frames)
+
+    def commit(self, end_frame: int) -> None:
+        for window in self.both.values():
+            window.commit(end_frame)
+
+    def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}.{key}": tensor
+            for name, window in self.both.items()
+            for key, tensor in window.tensors(next_frames).items()
+        }
+
+    def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
+        for name, window in self.both.items():
+            window.restore(saved.under(f"{name}."), committed_frames, next_frames)
+
+    def fork(self) -> Self:
+        return type(self)(self.both["cond"].fork(), self.both["uncond"].fork())
+
+    def to(self, device: torch.device | str) -> None:
+        for window in self.both.values():
+            window.to(device)
+
+    def close(self) -> None:
+        for window in self.both.values():
+            window.close()
+
+
+@dataclass(eq=False, kw_only=True)
+class GuidedChunk(Chunk):
+    """negative_text: the encoded negative prompt. solver: this chunk's, with what it remembers between steps."""
+
+    negative_text: torch.Tensor
+    solver: Any
+
+    negative_kv: torch.Tensor | None = None
+
+
+class LingBotPretrain(LingBotWorld):
+    """`LingBotWorld` whose every pass has two rows, and whose steps are a multi-step solver's."""
+
+    def build(self, setup: WorldSetup) -> None:
+        super().build(setup)
+        self.shift = setup.options.resolved_shift
+        solver = unipc(self.shift)
+        timesteps = tuple(float(t) for t in solver.timesteps.tolist())
+        sigmas = tuple(float(sigma) for sigma in solver.sigmas.tolist()[:STEPS])
+        self.schedule = FewStepSchedule(timesteps, sigmas, sigmas)
+        self.negative = SharedPrompts(self.transformer.cross_attention_kv)
+
+    def load_checkpoint(self, layout: CheckpointLayout) -> None:
+        super().load_checkpoint(layout)
+        self.negative.forget()
+
+    def move_layers(self, move: LayerMove) -> None:
+        super().move_layers(move)
+        self.negative.forget()
+
+    def window_nbytes(self, shape: SessionShape) -> int:
+        return 2 * super().window_nbytes(shape)
+
+    def make_window(self, shape: SessionShape) -> GuidedWindows:
+        return GuidedWindows(self.make_kv_window(shape), self.make_kv_window(shape))
+
+    @torch.no_grad()
+    def prepare_encode(self, request: Request) -> None:
+        super().prepare_encode(request)
+        if self.text_encoder is None:
+            return
+        with request.timer.stage("text"):
+            negative = self.text_encoder.encode(NEGATIVE_PROMPT, self.transformer.device)
+        solver = unipc(self.shift, self.transformer.device)
+        request.state = GuidedChunk(**vars(request.work), negative_text=negative, solver=solver)
+
+    @torch.no_grad()
+    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        prediction = super().denoise_step(batch, hidden)
+        if not self.parallel.last_stage:
+            return prediction
+        return guided(prediction[0::2], prediction[1::2])
+
+    @torch.no_grad()
+    def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
+        for request, flow in zip(batch, prediction, strict=True):
+            chunk = _guided_chunk(request)
+            step = chunk.denoise_index(request.step)
+            if step is not None:
+                chunk.latents = solver_step(chunk.solver, step, chunk.latents, flow)
+
+    def condition_blocks(self, request: Request) -> None:
+        super().condition_blocks(request)
+        chunk = _guided_chunk(request)
+        chunk.negative_kv = self.negative.get(NEGATIVE_PROMPT, chunk.negative_text)
+
+    def rows(self, request: Request) -> list[ChunkRow]:
+        chunk = _guided_chunk(request)
+        assert isinstance(chunk.window, GuidedWindows) and chunk.cross_kv is not None and chunk.negative_kv is not None
+        windows = chunk.window.both
+        return [
+            self.row(request, chunk.cross_kv, windows["cond"]),
+            self.row(request, chunk.negative_kv, windows["uncond"]),
+        ]
+
+
+def _guided_chunk(request: Request) -> GuidedChunk:
+    assert isinstance(request.work, GuidedChunk)
+    return request.work
+
+
+class LingBotPretrainPipeline(LingBotWorldPipeline, LingBotPretrain):
+    """`LingBotPretrain` as vLLM's model loader builds and fills it."""
