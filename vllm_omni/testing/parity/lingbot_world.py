@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot-World against golden files: transformer rollouts, camera, schedules, VAE.
+"""LingBot-World against golden files: transformer rollouts, camera, schedules; the VAE is `lingbot_vae.py`'s.
 
 Everything is driven by each file's metadata and shapes, so any directory of the same layout can be verified: other
 sizes, layers, heads, windows, chunk lengths, seeds. Weights are read under their original names.
@@ -7,7 +7,7 @@ sizes, layers, heads, windows, chunk lengths, seeds. Weights are read under thei
 Tolerances. fp32: flow and K/V 2e-5, latents 1e-4 after several chunks (differences of both codes' rounding, larger
 only through the roll-out). bf16: 2 % of the recorded tensor's largest value; bf16 keeps 8 bits, and emulating the
 original's autocast moves the flow by 0.7 % against fp32. Camera 1e-5, schedules exact where the reference is fp32 and
-1e-9 where it is fp64, VAE 5e-5, streamed against whole-clip 1e-5.
+1e-9 where it is fp64.
 """
 
 import json
@@ -24,17 +24,12 @@ from vllm_omni.model_executor.layers.parallel import checkpoint_slots
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.model_executor.models.lingbot_world import pretrain
-from vllm_omni.model_executor.models.lingbot_world.condition import MASK_CHANNELS, GreyCondition
 from vllm_omni.model_executor.models.lingbot_world.config import NATIVE_HEIGHT, NATIVE_WIDTH, LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
-from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
-from vllm_omni.model_executor.models.wan.component_names import VAE_RULES
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
-from vllm_omni.model_executor.models.wan.weights import load_vae
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, unipc_flow_table
-from vllm_omni.model_executor.weights import rename
 from vllm_omni.testing.parity.comparison import Report, Scenario, read_tensors, run_scenarios
 from vllm_omni.testing.parity.lingbot_trajectory import Trajectory, prepare_trajectory
+from vllm_omni.testing.parity.lingbot_vae import VAE_WEIGHTS, run_vae, run_vae_cache_shapes, run_vae_names
 from vllm_omni.testing.parity.windows import chronological, ends
 
 _FLOW, _KV, _LATENT = 2e-5, 2e-5, 1e-4
@@ -43,12 +38,10 @@ _ROLLED_OUT = 1e-4
 """Relative L2: after the first of 40 guided steps rounding differences are amplified by guidance and the solver."""
 _CAMERA = 1e-5
 _SIGMA = 1e-9
-_VAE, _STREAMED = 5e-5, 1e-5
 
 _BRANCHES = {"cond": "context", "uncond": "context_null"}
 _DIT_WEIGHTS, _DIT_INPUTS = "dit_tiny_weights.safetensors", "dit_inputs.safetensors"
 _PRETRAIN_WEIGHTS, _PRETRAIN_INPUTS = "pretrain_tiny_weights.safetensors", "pretrain_inputs.safetensors"
-_VAE_WEIGHTS = "vae_tiny_weights_orig_names.safetensors"
 
 
 def verify(golden_dir: Path) -> Report:
@@ -66,7 +59,7 @@ def verify(golden_dir: Path) -> Report:
             "vae_key_map.json": run_vae_names,
             "vae_dec_cache_shapes.json": run_vae_cache_shapes,
         },
-        auxiliary=("README*", ".*", _DIT_WEIGHTS, _DIT_INPUTS, _PRETRAIN_WEIGHTS, _PRETRAIN_INPUTS, _VAE_WEIGHTS),
+        auxiliary=("README*", ".*", _DIT_WEIGHTS, _DIT_INPUTS, _PRETRAIN_WEIGHTS, _PRETRAIN_INPUTS, VAE_WEIGHTS),
     )
 
 
@@ -411,101 +404,3 @@ def _compare_exact(scenario: Scenario, name: str, shift: float, rows: list[dict[
 def _compare_numbers(scenario: Scenario, stage: str, ours: float, recorded: float, tolerance: float) -> None:
     pair = torch.tensor([ours, recorded], dtype=torch.float64)
     scenario.compare(stage, pair[0], pair[1], tolerance)
-
-
-# -- VAE ---------------------------------------------------------------------------------------------------------------
-
-
-def run_vae(scenario: Scenario) -> None:
-    """Compare the encoder on [image, grey ...] and the decoder, as whole clips and as streams of chunks."""
-    vae = _load_vae(scenario)
-    if "cond_latent" in scenario:
-        latents = scenario.get("cond_latent").shape[2]
-        clip = scenario.get("image")[None, :, None]
-        grey = torch.zeros(*clip.shape[:2], vae.config.temporal_factor * (latents - 1), *clip.shape[3:])
-        clip = torch.cat((clip, grey), dim=2)
-        whole, _ = vae.encode(clip, None)
-        scenario.compare_recorded("encode whole clip", whole, "cond_latent", _VAE)
-        scenario.compare("encode streamed = whole", _encode_stream(vae, clip), whole, _STREAMED)
-    if "latents" in scenario:
-        recorded = scenario.get("latents")
-        whole, _ = vae.decode(recorded, None)
-        scenario.compare_recorded("decode whole clip", whole, "decoded_whole", _VAE)
-        scenario.compare("decode streamed = whole", _decode_stream(vae, recorded), whole, _STREAMED)
-        if "decoded_whole_u8_round" in scenario:
-            frames = to_uint8(whole).permute(3, 0, 1, 2).unsqueeze(0)
-            scenario.compare_recorded("uint8 frames", frames, "decoded_whole_u8_round", 1.0)
-    if "pr3701_ext_cond_latent" in scenario:  # a continuation that re-encodes grey frames and drops the first latent
-        latents, *cells = scenario.get("pr3701_ext_cond_latent").shape[2:]
-        image = torch.zeros(1, 3, 1, *(vae.config.spatial_factor * cell for cell in cells))
-        condition = GreyCondition(vae, "fresh_grey", chunk_frames=latents)
-        y, _ = condition.next(None, latents, condition.next(image, latents, None)[1])
-        scenario.compare_recorded("encode grey clip", y[None, MASK_CHANNELS:], "pr3701_ext_cond_latent", _VAE)
-    if "pr3701_warm_decode_chunk1" in scenario:  # a decode restarted two latents early, warm-up frames dropped
-        chunk = scenario.get("pr3701_warm_decode_chunk1").shape[2] // vae.config.temporal_factor
-        first, second = scenario.get("latents")[:, :, : 2 * chunk].split(chunk, dim=2)
-        decoder = ChunkDecoder(vae, continuation="restart")
-        restarted, _ = decoder.decode(second, decoder.decode(first, None)[1])
-        scenario.compare_recorded("decode restarted", restarted, "pr3701_warm_decode_chunk1", _VAE)
-
-
-def run_vae_names(scenario: Scenario) -> None:
-    """Compare the renaming rules with the recorded map of all original names."""
-    recorded = json.loads(scenario.path.read_text())
-    wrong = [name for name, target in recorded.items() if rename(name, VAE_RULES) != target]
-    if wrong or not recorded:
-        raise ValueError(f"{len(wrong)} of {len(recorded)} names are mapped differently: {', '.join(wrong[:3])}")
-    scenario.compare("VAE tensor names", torch.tensor(len(recorded)), torch.tensor(len(recorded)), 0.0)
-
-
-def run_vae_cache_shapes(scenario: Scenario) -> None:
-    """Compare the shapes of the decoder's cache after the recorded stream."""
-    clip = Scenario(scenario.directory / "vae.safetensors", scenario.report)
-    vae = _load_vae(clip)
-    recorded = [shape for shape in json.loads(scenario.path.read_text()) if shape is not None]
-    _, cache = vae.decode(clip.get("latents"), None)
-    ours = [list(feature.shape) for feature in cache.features]
-    if ours != recorded:
-        raise ValueError(f"the cache has shapes {ours}, recorded {recorded}")
-    scenario.compare("cache tensors", torch.tensor(len(ours)), torch.tensor(len(recorded)), 0.0)
-
-
-def _load_vae(scenario: Scenario) -> StreamingWanVAE:
-    values = json.loads(scenario.meta("cfg"))
-    vae = StreamingWanVAE(
-        VAEConfig.from_dict(
-            {
-                "base_dim": values["dim"],
-                "z_dim": values["z_dim"],
-                "dim_mult": values["dim_mult"],
-                "num_res_blocks": values["num_res_blocks"],
-                "attn_scales": values["attn_scales"],
-                "dropout": values["dropout"],
-                "temperal_downsample": values["temperal_downsample"],
-                "latents_mean": json.loads(scenario.meta("mean")),
-                "latents_std": json.loads(scenario.meta("std")),
-            }
-        )
-    )
-    load_vae(vae, scenario.directory / _VAE_WEIGHTS)
-    return vae
-
-
-def _encode_stream(vae: StreamingWanVAE, clip: torch.Tensor) -> torch.Tensor:
-    """Encode 9 frames, then 12 at a time (as sessions do), then the remaining frames."""
-    chunk = 3 * vae.config.temporal_factor
-    first = min(clip.shape[2], chunk - 3)
-    cache, parts = None, []
-    for piece in (clip[:, :, :first], *clip[:, :, first:].split(chunk, dim=2)):
-        if piece.shape[2]:
-            latents, cache = vae.encode(piece, cache)
-            parts.append(latents)
-    return torch.cat(parts, dim=2)
-
-
-def _decode_stream(vae: StreamingWanVAE, latents: torch.Tensor) -> torch.Tensor:
-    cache, parts = None, []
-    for piece in latents.split(3, dim=2):
-        pixels, cache = vae.decode(piece, cache)
-        parts.append(pixels)
-    return torch.cat(parts, dim=2)
