@@ -33,7 +33,7 @@ def test_other_files_are_units_of_their_own() -> None:
 def test_files_whose_tests_fork_ranks_stay_together(request: pytest.FixtureRequest) -> None:
     """Of all test files; documented commands run in such a process."""
     root = request.config.rootpath
-    forks = re.compile(r"^from rank_processes import|^import quick_spawn|\bdocs\.check_command\(", re.M)
+    forks = re.compile(r"^from helpers\.rank_processes import|^import quick_spawn|\bdocs\.check_command\(", re.M)
     found = {path for path in (root / "tests").rglob("test_*.py") if forks.search(path.read_text())}
     assert {root / name for name, unit in TOGETHER.items() if unit == RANKS} == found
 
