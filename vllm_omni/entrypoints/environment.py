@@ -18,7 +18,7 @@ PREFIX: Final = "VLLM_OMNI_"
 def read_struct(cls: type[T], environ: Mapping[str, str] | None = None) -> T:
     """Fill `cls` from the variables that are set; the rest keeps its defaults.
 
-    Raises ValueError naming the variable, what arrived and what is allowed.
+    Raises ValueError with the variable, its value and the allowed ones.
     """
     environ = os.environ if environ is None else environ
     values = {}

@@ -30,7 +30,7 @@ class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_env(cls) -> "StoreLimits":
-        """Read the variables that are set; raises ValueError naming the variable and what is allowed."""
+        """Read the variables that are set; raises ValueError with the variable and the allowed values."""
         return read_struct(cls)
 
 

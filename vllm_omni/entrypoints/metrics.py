@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics of all doors, on stock vLLM's own `/metrics`, and the structured log lines of sessions and jobs.
 
-vLLM serves `prometheus_client`'s default registry, or, with several API server processes, what they all write to
+vLLM serves `prometheus_client`'s default registry, or, with several API server processes, the files they all write to
 `PROMETHEUS_MULTIPROC_DIR`: metrics made here appear there by themselves. A door makes a `SessionMeter` for each session
 and calls it; requests without a session go through `door_metrics()`. Labels have few values and never name a client.
 
-Log lines are one word for what happened and `key=value` pairs: two for a session, two for a video job, one for an image
+Log lines are one word for the event and `key=value` pairs: two for a session, two for a video job, one for an image
 call. No prompt, key or address is ever in them. Held by tests/entrypoints/test_metrics.py.
 """
 
@@ -98,7 +98,7 @@ class DoorMetrics:
         self.request_seconds.labels(endpoint).observe(seconds)
 
     def engine_state(self, stats: Mapping[str, Any]) -> None:
-        """Take over what the worker's `session_stats` says."""
+        """Take over the worker's `session_stats`."""
         self.engine_sessions.set(stats["sessions"])
         self.engine_slots.set(stats["max_sessions"])
         self.held_bytes.labels("sessions").set(stats["bytes"])
@@ -106,12 +106,12 @@ class DoorMetrics:
             self.held_bytes.labels("sessions_limit").set(stats["max_bytes"])
 
     def door_bytes(self, media_files: int, replies: int) -> None:
-        """Take over what the doors hold: files of all processes, replies of this one."""
+        """Take over the doors' holdings: files of all processes, replies of this one."""
         self.held_bytes.labels("media_files").set(media_files)
         self.reply_bytes.set(replies)
 
     def stages(self, endpoint: str, timings_ms: Mapping[str, Sequence[float]], wall_s: float) -> None:
-        """Where a chunk's (or a picture's) time went; what the engine did not account for is `queue`."""
+        """Where a chunk's (or a picture's) time went; time that the engine did not account for is `queue`."""
         spent_s = {name: sum(times) / 1e3 for name, times in timings_ms.items()}
         for name, label in STAGES.items():
             if name in spent_s:

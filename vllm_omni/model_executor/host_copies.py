@@ -5,7 +5,7 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a CPU tensor's copy on `device`; on CUDA queued behind what runs there, through page-locked memory."""
+    """Return a CPU tensor's copy on `device`; on CUDA queued behind the running kernels, through page-locked memory."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

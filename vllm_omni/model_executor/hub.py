@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a family's checkpoint consists of and where its released weights are on the Hugging Face hub.
+"""The pieces of a family's checkpoint, and the places of its released weights on the Hugging Face hub.
 
-A family that has released weights defines, in `models/<name>/hub.py`, `PIECES` (what to fetch, and where it goes in the
-checkpoint directory), `complete(out)` (writes what the repositories leave out) and `check_complete(path)` (says in a
-second what a directory lacks). With several releases, `RELEASES` names the others; their names are the family's aliases
-in `models/registry.py`. `vllm-omni download` and `vllm serve --omni` use them; this file names no model.
+A family that has released weights defines, in `models/<name>/hub.py`, `PIECES` (files to fetch, and their place in the
+checkpoint directory), `complete(out)` (writes the files that repositories leave out) and `check_complete(path)` (names,
+within a second, the files that a directory lacks). With several releases, `RELEASES` names the others; their names are
+the family's aliases in `models/registry.py`. `vllm-omni download` and `vllm serve --omni` use them; this file names no
+model.
 """
 
 import importlib
@@ -32,7 +33,7 @@ class HubPiece:
 
 @dataclass(frozen=True)
 class HubSource:
-    """All pieces of one checkpoint, and what finishes it; `complete` returns the names of the files it wrote.
+    """All pieces of one checkpoint, and its last step; `complete` returns the names of the files it wrote.
 
     licence: of the weights, in one line, if it must be accepted before anything is fetched; None = its card tells.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model implements so that the diffusion runner can serve it, and the objects passed between the two.
+"""The contract between the diffusion runner and a model, and the objects passed between the two.
 
 The runner sequences (`worker/diffusion/`): its role calls a model with these objects and knows nothing of latents,
 cameras or caches. A model knows nothing of the scheduler, other requests' sessions, or sockets. The protocols are
@@ -116,9 +116,9 @@ class DiffusionRequest(Generic[Session, Work]):
     """The chunk of this session that is in flight just before this one (`SupportsChunksInFlight`), prepared and begun;
     None = this one follows the committed session. For `prepare_encode` only; None afterwards."""
     degradations: tuple[str, ...] = ()
-    """What the scheduler wants this chunk to go without (`SupportsDegradation`); set before `prepare_encode`.
+    """Degradations that the scheduler asks of this chunk (`SupportsDegradation`); set before `prepare_encode`.
 
-    `post_decode` takes out what it did not go without after all; the result's meta names the rest.
+    `post_decode` takes out those that did not happen; the result's meta names the rest.
     """
     timer: StageTimer = field(default_factory=lambda: StageTimer(torch.device("cpu")))
     """Runner and model time their stages with it (`encode`, `step`, `decode`, ...); the result's meta carries them."""
@@ -174,7 +174,7 @@ class SupportsStepExecution(Protocol[Session, Work]):
         """The request's current latents; clean after the last step. Same shape through the whole chunk."""
 
     def set_latents(self, request: DiffusionRequest[Session, Work], latents: torch.Tensor) -> None:
-        """Other stages take over what the last stage computed (they need latents to start the next step)."""
+        """Other stages take over the last stage's latents (they need latents to start the next step)."""
 
     def post_decode(self, request: DiffusionRequest[Session, Work]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Last stage: `(meta, tensors)` of the result, e.g. `{"frames": uint8 [T,H,W,3]}`.
@@ -202,12 +202,12 @@ class SupportsVAEStage(Protocol[Session, Work]):
     """
 
     def hand_over(self, request: DiffusionRequest[Session, Work]) -> dict[str, Any]:
-        """Last stage with layers: what the result needs beside the clean latents, JSON types, without waiting."""
+        """Last stage with layers: the result's facts beside the clean latents, JSON types, without waiting."""
 
     def take_over(
         self, request: DiffusionRequest[Session, Work], latents: torch.Tensor, facts: Mapping[str, Any]
     ) -> None:
-        """VAE stage: the chunk's clean latents and what `hand_over` said; `post_decode` follows."""
+        """VAE stage: the chunk's clean latents and the facts of `hand_over`; `post_decode` follows."""
 
 
 @runtime_checkable
@@ -308,7 +308,7 @@ class SupportsChunksInFlight(Protocol):
 
 
 def check_chunks_in_flight(model: object, omni: OmniConfig, num_stages: int) -> int:
-    """Return the model's `steps_behind`. Raises ValueError, with the reason, unless it can do what `omni` asks for."""
+    """Return the model's `steps_behind`. Raises ValueError, with the reason, unless it can serve `omni`'s options."""
     if omni.ahead is None:
         return 1
     reason: str | None = "its next chunk needs the one before it complete"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ModelOptions`: what every model that this package runs itself takes under `omni.model`.
+"""`ModelOptions`: options under `omni.model` of every model that this package runs itself.
 
 A model adds its own in a subclass of its `config.py`. Held by the tests of those.
 """
@@ -15,7 +15,7 @@ class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     vae_dtype: type of the VAE; None = the transformer's.
     sequence_parallel: use the tensor-parallel ranks for Ulysses sequence parallelism instead.
-    compile: fuse elementwise chains, and what decodes streams, with torch.compile, for every size when it is first seen
+    compile: fuse elementwise chains and streaming decoders with torch.compile, for every size when it is first seen
         (the largest at start). None = on CUDA, unless the engine runs with --enforce-eager.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise that depends on what it is for, not on when it is drawn.
+"""Noise that depends on its use, not on the order of draws.
 
 Every draw has its own generator, seeded by a hash of (seed, chunk, step). So a replayed session is bit-identical,
 whatever else the server does, in whatever order, on however many ranks. Held by tests/model_executor/test_noise.py.

@@ -9,7 +9,7 @@ from vllm_omni.model_executor.interfaces import SessionState
 
 
 class OneShotSession(SessionState):
-    """nbytes: what the request's working set holds at its largest, so that admission by bytes counts it."""
+    """nbytes: of the request's working set at its largest, so that admission by bytes counts it."""
 
     def __init__(self, session_id: str, nbytes: int) -> None:
         super().__init__(session_id)

@@ -35,7 +35,7 @@ Convention = Literal["original", "exact"]
 class FewStepSchedule:
     """One row per denoise step, noisiest first.
 
-    timesteps: what the network is fed. sigmas_x0: sigma that turns the step's flow into x0.
+    timesteps: inputs of the network. sigmas_x0: sigma that turns the step's flow into x0.
     sigmas_noise: sigma used when x0 is re-noised to enter the step (entry 0 is unused: a chunk starts as pure noise).
     """
 

@@ -22,7 +22,7 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time what is launched inside. Stages may nest; each then counts the inner time too."""
+        """Time the work launched inside. Stages may nest; each then counts the inner time too."""
         if self._cuda:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -46,7 +46,7 @@ class StageTimer:
         return self._sorted(self._host_ms + ended)
 
     def add(self, stages: Mapping[str, Sequence[float]]) -> None:
-        """Take over what another rank has measured."""
+        """Take over the times of another rank."""
         self._host_ms = [(name, value) for name, values in stages.items() for value in values] + self._host_ms
 
     def _sorted(self, spans: Sequence[tuple[str, float]]) -> dict[str, list[float]]:

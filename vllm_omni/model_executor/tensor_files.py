@@ -2,8 +2,9 @@
 """Weight files as named tensors: shapes first, data one tensor at a time, nothing but plain dense tensors.
 
 Files are untrusted. Two formats are read: safetensors, and PyTorch zip archives through `torch.load(weights_only=True,
-mmap=True)`, which runs no code from the file and maps it instead of reading it. A file that is truncated, is not what
-its name says or holds anything but dense float tensors is a ValueError of one line before any data is used.
+mmap=True)`, which runs no code from the file and maps it instead of reading it. A truncated file, or one that is of
+another kind than its name says or holds anything but dense float tensors is a ValueError of one line before any data is
+used.
 Held by tests/model_executor/test_tensor_files.py.
 """
 
@@ -67,7 +68,7 @@ def open_tensors(path: Path, state_keys: Sequence[str] = ()) -> TensorSource:
     """Open a folder of safetensors (with or without an index), one safetensors file, or one `.pth`.
 
     state_keys: a `.pth` that holds one of these keys is a training checkpoint: the first one there is the network, and
-    whatever else the file holds is not looked at. Raises ValueError of one line: what is wrong with which file.
+    whatever else the file holds is not looked at. Raises ValueError of one line that names the file and the fault.
     """
     if path.is_dir():
         return _open_safetensors(_files_of(path), str(path))
@@ -172,7 +173,7 @@ def _open_torch(path: Path, state_keys: Sequence[str]) -> TorchSource:
 
 
 def _not_plain(value: Any) -> str | None:
-    """Say what keeps `value` from being a plain dense float tensor; None if nothing does. Touches no data."""
+    """Say why `value` is no plain dense float tensor; None if it is one. Touches no data."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return f"is a {type(value).__name__}"
     if value.layout != torch.strided or value.is_quantized:

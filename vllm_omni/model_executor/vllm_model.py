@@ -61,7 +61,7 @@ Layout = TypeVar("Layout")
 class ServedCheckpoint(Generic[Layout]):
     """Everything the engine says of the checkpoint it serves.
 
-    eager: it was told not to compile anything. quantization: what vLLM made of `--quantization`; None = weights stay as
+    eager: it was told not to compile anything. quantization: vLLM's config of `--quantization`; None = weights stay as
     they are loaded. kv_dtype: of sessions' keys and values, None = `dtype`.
     """
 
@@ -110,5 +110,5 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
 
 
 def compiles(asked: bool | None, eager: bool) -> bool:
-    """Return what `omni.model.compile` comes to; None = on CUDA, unless the engine was told not to compile anything."""
+    """Return the resolved `omni.model.compile`; None = on CUDA, unless the engine was told not to compile anything."""
     return (torch.cuda.is_available() and not eager) if asked is None else asked

@@ -33,13 +33,13 @@ METHODS = ("sample", "forward", "diffuse")
 """Where a whole request may be run, in the order of looking."""
 
 _NOMINAL_BYTES = 1
-"""What such a model holds while it runs is not known before; admission then goes by `omni.max_sessions` alone."""
+"""The memory of such a model while it runs is not known before; admission then goes by `omni.max_sessions` alone."""
 
 Request = DiffusionRequest[OneShotSession, Result]
 
 
 def find_method(model: nn.Module) -> str:
-    """Return the first of `METHODS` that the model's own class defines. Raises TypeError naming what is missing."""
+    """Return the first of `METHODS` that the model's own class defines. Raises TypeError with the missing ones."""
     for name in METHODS:
         found = inspect.getattr_static(type(model), name, None)
         inherited = (inspect.getattr_static(base, name, None) for base in (nn.Module, StepPipeline))
@@ -84,7 +84,7 @@ class WholeRequestModel:
     def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None: ...
 
     def latents(self, request: Request) -> torch.Tensor:
-        """What the runner checks for NaN and Inf: a sum over the result's floating tensors."""
+        """The runner's check for NaN and Inf: a sum over the result's floating tensors."""
         result = request.state[1] if request.state is not None else {}
         sums = [tensor.float().sum().cpu() for tensor in result.values() if tensor.is_floating_point()]
         return torch.stack(sums) if sums else torch.zeros(1)

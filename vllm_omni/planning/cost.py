@@ -27,7 +27,7 @@ _DECODE_TFLOP, _DECODE_FIRST_TFLOP, _ENCODE_TFLOP = 13.55, 4.35, 8.05
 _DECODE_EXCHANGES = 34
 """Of one latent frame, if ranks decode together: rows before each of 33 convolutions, and the attention's K/V."""
 _DECODER_CACHE, _ENCODER_CACHE = 1801 * 2**20, 1070 * 2**20
-"""Bytes at 480x832, bf16: what the causal convolutions remember."""
+"""Bytes at 480x832, bf16, of the causal convolutions' state."""
 _VAE_WEIGHTS, _TEXT_WEIGHTS = 0.25e9, 11.4e9
 """bf16."""
 _BF16 = 2
@@ -196,7 +196,7 @@ def camera_ms(model: StreamModel, card: Card) -> float:
 
 
 def exchange_ms(model: StreamModel, card: Card, split: Split) -> float:
-    """What `split.ranks` ranks add to one pass: all-to-alls (Ulysses) or all-reduces (TP), packing, waiting."""
+    """Time that `split.ranks` ranks add to one pass: all-to-alls (Ulysses) or all-reduces (TP), packing, waiting."""
     u = split.ranks
     if u == 1:
         return 0.0
@@ -250,7 +250,7 @@ def step_ms(card: Card, split: Split, passes: tuple[float, float]) -> float:
 
 
 def setup_ms(model: StreamModel, card: Card) -> float:
-    """What a session's first chunk needs before its steps."""
+    """Work of a session's first chunk before its steps."""
     setup = 1e3 * card.text_encoder_cpu_s if model.text_on_cpu else 0.0
     if model.camera:  # the start picture through the VAE's encoder, with the chunk's grey frames behind it
         setup += 1e3 * _ENCODE_TFLOP * (1 + model.first_chunk) * model.area / card.vae_tflops
@@ -335,7 +335,7 @@ def weight_bytes(model: StreamModel, split: Split) -> float:
 
 
 def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> Prediction:
-    """What `sessions` live sessions get.
+    """Rates, times and memory of `sessions` live sessions.
 
     A strict session's passes follow one another, so stages only help when several sessions fill them: the server then
     ends a chunk every max(busiest stage, one session's own latency / sessions). Chunks in flight fill them as sessions

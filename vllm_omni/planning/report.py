@@ -55,7 +55,7 @@ def room(model: StreamModel, card: Card) -> str:
 
 
 def _served(model: StreamModel) -> str:
-    """What of the model is not as by default."""
+    """The model's settings that differ from the defaults."""
     parts = [] if model.clean else [f"noise-matched, {model.denoise} steps"]
     parts += [f"{model.in_flight} chunks in flight"] if model.in_flight > 1 else []
     parts += ["video to video"] if model.video_input else []

@@ -50,7 +50,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 def check_files(folder: Path, remedy: str | None = None) -> None:
     """Compare the files of a directory with its manifest, if it has one (25 MB take some hundredths of a second).
 
-    remedy: what to do about a damaged file; None = the manifest's own command. Raises ValueError naming the first file
+    remedy: advice for a damaged file; None = the manifest's own command. Raises ValueError naming the first file
     that is missing or differs.
     """
     manifest = read_manifest(folder)

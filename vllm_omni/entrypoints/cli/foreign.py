@@ -17,7 +17,7 @@ _PLUGINS = "vllm.endpoint_plugins"
 
 
 def find_foreign(paths: Sequence[str]) -> list[str]:
-    """One line for each foreign `vllm_omni` on `paths` (a `sys.path`): what and where it is, and how to remove it."""
+    """One line for each foreign `vllm_omni` on `paths` (a `sys.path`): its kind and place, and how to remove it."""
     return [*_distributions(paths), *_folders(paths)]
 
 

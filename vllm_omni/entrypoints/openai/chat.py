@@ -3,9 +3,9 @@
 
 A call is a conversation that ends with a user message: system messages first, then turns of user and assistant, in all
 of which at most one `image_url` or `video_url` (`data:` URLs) stands. Fields that general clients send with values that
-ask for nothing are taken; those that ask for what these models cannot do are errors (`chat_request.py`). An answer is
+ask for nothing are taken; those beyond these models' abilities are errors (`chat_request.py`). An answer is
 one engine request; a streamed one is a session, one request for each few tokens, so that a slow reader holds up nobody
-and a client that leaves costs the piece in flight. Which model reads what is `Capabilities.reads`.
+and a client that leaves costs the piece in flight. The inputs a model reads are its `Capabilities.reads`.
 Models that generate text through stock vLLM are served by vLLM's own route of this name.
 Held by tests/entrypoints/openai/test_openai_chat.py.
 """

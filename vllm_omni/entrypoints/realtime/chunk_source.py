@@ -76,7 +76,7 @@ class ChunkSource(ABC):
 class PlannedChunks(ChunkSource):
     """A camera path (a pose per pixel frame) or a key script (held keys per latent frame), cut into chunks.
 
-    num_frames: pixel frames asked for besides the poses, None = as many as poses. policy: what to do with a number of
+    num_frames: pixel frames asked for besides the poses, None = as many as poses. policy: for a number of
     frames that does not fill chunks. prompt: of the first chunk.
     """
 

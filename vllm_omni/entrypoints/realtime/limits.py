@@ -82,5 +82,5 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> "DoorLimits":
-        """Read the variables that are set. Raises ValueError naming the variable, what arrived and what is allowed."""
+        """Read the variables that are set. Raises ValueError with the variable, its value and the allowed ones."""
         return read_struct(cls, environ)

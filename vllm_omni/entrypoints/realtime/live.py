@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LiveClient`: one connection that watches and steers one endless world; what the streaming doors share.
+"""`LiveClient`: one connection that watches and steers one endless world; shared by the streaming doors.
 
 The connection's own task reads, so that a disconnect is noticed at once; a second task delivers chunks. Whichever ends
 first ends the other: a client that leaves has its chunk aborted in the engine and its world freed, a stream that ends
@@ -82,7 +82,7 @@ class LiveClient(ABC):
     # -- for doors -----------------------------------------------------------------------------------------------
 
     async def begin(self) -> None:  # noqa: B027  (most doors say nothing first)
-        """What happens before the first message of the receive loop."""
+        """Work before the first message of the receive loop."""
 
     @abstractmethod
     async def take(self, data: bytes | str) -> None:

@@ -47,7 +47,7 @@ class ReaderPace:
         started_s = now()
         if started_s - self._last_behind_s > _PAUSE * self._timeout_s:
             self._behind_since_s = None
-        if self._behind_since_s is None:  # what almost every delivery meets, so without a timer
+        if self._behind_since_s is None:  # almost every delivery, so without a timer
             await delivery
         else:
             await self._within(self._too_slow_at_s(self._behind_since_s) - started_s, delivery)

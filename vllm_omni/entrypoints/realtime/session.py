@@ -4,7 +4,7 @@
 This core is shared by all doors. It knows no message format and no sockets: a door hands a `Session` a `Job`, follows
 the `Run` it gets back, and delivers the replies. Which sessions exist is `session_manager.py`'s.
 
-A session owns the order of its requests (one runs, one may wait), what is committed, and the engine's id of its world.
+A session owns the order of its requests (one runs, one may wait), its position, and the engine's id of its world.
 Invariants: at most `chunks_in_flight` chunks of it are in the engine; a world that starts afresh gets a new engine id,
 so that a late answer never touches it; it is in the manager's table exactly while it has a world or a request.
 Held by tests/entrypoints/realtime/test_session.py.
@@ -164,7 +164,7 @@ class Session:
         self._manager.forget_if_empty(self)
 
     async def _generate(self, run: Run) -> None:
-        """Keep `chunks_in_flight` chunks in the engine until the run is complete; render what comes back, in order.
+        """Keep `chunks_in_flight` chunks in the engine until the run is complete; render the results, in order.
 
         A live run has as few chunks there as keep the engine at work, one unless it works on several of a session at
         once, so that controls are taken as late as possible; the next one is begun before this one is rendered and
@@ -334,7 +334,7 @@ class Session:
         return self._clock.ask(span.num_frames, run.job.replies.fps or facts.target_fps or facts.fps, time.monotonic())
 
     def _lost(self, error: DoorError) -> DoorError:
-        """The engine is not where this session thinks: say what the client can do about it."""
+        """The engine is at another position than this session: tell the client the remedy."""
         if error.code == "unknown_session":
             self.forget_world(in_engine=False)
             return DoorError("session_evicted", "the engine has closed this session; send it again with an image")
@@ -407,7 +407,7 @@ class Session:
         self._trim_journal()
 
     async def _abort(self, run: Run, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False) -> None:
-        """Take what the engine had already answered, drop the rest there, and note whether the position is certain.
+        """Take the chunks that the engine has answered, drop the rest, and note whether the position is certain.
 
         refused: the engine refused an earlier chunk, so none of these can have been committed.
         """

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class SessionHost(Protocol[S]):
-    """What a session asks of the manager whose table it is in; documented there."""
+    """The session manager as a session uses it; documented there."""
 
     engine: WorldEngine
     facts: WorldFacts

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 _REMEMBERED_EVICTIONS: Final = 4096
 _OWN_ERRORS_S: Final = 0.5
-"""What requests in flight have to fail by themselves, each with its own id, before their connection is closed."""
+"""Time for requests in flight to fail by themselves, each with its own id, before their connection is closed."""
 _FAREWELL_S: Final = 1.5
 
 
@@ -124,7 +124,7 @@ class SessionManager:
         return self.held_bytes > self.limits.max_held_bytes
 
     def trim(self) -> None:
-        """Over budget, forget what was delivered long ago; what is still to be read stays, and its session pauses."""
+        """Over budget, forget the oldest delivered replies; unread ones stay, and their session pauses."""
         for session in self._sessions.values():  # least recently used first
             if not self.is_over_budget:
                 return
@@ -212,7 +212,7 @@ class SessionManager:
                     self._evict(session, "idle")
 
     def pace(self, fps: float | None) -> ReaderPace:
-        """For a client that begins to follow a run; fps: what it plays at, None = what the server is run for."""
+        """For a client that begins to follow a run; fps: its playing rate, None = the server's."""
         facts = self.facts
         return ReaderPace(self.limits.slow_reader_timeout_s, fps or facts.target_fps or facts.fps)
 

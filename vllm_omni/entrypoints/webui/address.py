@@ -7,6 +7,6 @@ PAGE_PATH: Final = "/omni"
 
 
 def page_url(host: str | None, port: int | str, scheme: str = "http", root_path: str = "") -> str:
-    """`host`: what the server binds; a wildcard becomes `localhost`."""
+    """`host`: the server's; a wildcard becomes `localhost`."""
     name = "localhost" if host in (None, "", "0.0.0.0", "::") else host
     return f"{scheme}://{f'[{name}]' if name and ':' in name else name}:{port}{root_path.rstrip('/')}{PAGE_PATH}/"

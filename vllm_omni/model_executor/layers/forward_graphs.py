@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ForwardGraphs`: forwards that come again are launched as CUDA graphs instead of kernel by kernel.
 
-A graph repeats what the host decided when it was captured, so a caller names everything of that in a key: `identity` of
-what is read and written in place, slots, lengths, branches. Tensors that differ from call to call are inputs: they are
+A graph repeats the host's decisions at its capture, so a caller names all of them in a key: `identity` of the tensors
+that are read and written in place, slots, lengths, branches. Tensors that differ from call to call are inputs: they are
 copied to where the graph reads them. A stream whose K/V ring is full comes back to the same slots after one turn of the
 ring, so a handful of graphs serves it for ever.
 
-A key's first forward runs as it is (which also compiles what is compiled lazily), its second is captured, later ones
+A key's first forward runs as it is (and compiles lazy parts), its second is captured, later ones
 are replayed. A forward that cannot be captured runs as it is, from then on. All graphs share one memory pool, since
 only one runs at a time; results are copied out of it.
 
-A forward is one graph, or several with what no graph may hold between them (`between_graphs`): collectives, which stop
-the devices when NCCL's kernels are replayed. A rank that replays and one that does not yet still meet in each of them.
+A forward is one graph, or several with calls between them that no graph may hold (`between_graphs`): collectives, which
+stop the devices when NCCL's kernels are replayed. A rank that replays and one that does not yet still meet in each.
 Held by tests/model_executor/layers/test_forward_graphs.py.
 """
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("vllm." + __name__)
 Inputs = dict[str, torch.Tensor]
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Replay]]
-"""Record a forward; returns where its result will be and what runs it."""
+"""Record a forward; returns the tensor its result will be in, and the call that runs it."""
 
 
 _numbers = WeakTensorKeyDictionary()
@@ -49,7 +49,7 @@ def identity(tensor: torch.Tensor) -> int:
 def between_graphs(run: Callable[[], object]) -> None:
     """Call `run`; in a capture, end a graph before it and begin another behind it, and let replays call it.
 
-    What it reads and writes must lie where it does at its next call: `kept_copy`, `kept_buffer`.
+    The tensors it reads and writes must be the same at its next call: `kept_copy`, `kept_buffer`.
     """
     if _recording is None:
         run()
@@ -67,13 +67,13 @@ def kept_copy(name: str, x: torch.Tensor) -> torch.Tensor:
 def kept_buffer(name: str, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """An uninitialised tensor, contiguous; in a capture the same for all calls of a name and shape.
 
-    So what is in it must be used before the next call. (A tensor for each would keep its memory for ever.)
+    So its content must be used before the next call. (A tensor for each would keep its memory for ever.)
     """
     return like.new_empty(shape) if _recording is None else _recording.buffer(name, tuple(shape), like)
 
 
 class _Recording:
-    """A capture in progress. pieces: what replays it, in order. buffers: of `kept_buffer`, of all captures."""
+    """A capture in progress. pieces: the replays, in order. buffers: of `kept_buffer`, of all captures."""
 
     def __init__(self, pool: Any, buffers: dict[Hashable, torch.Tensor]) -> None:
         self.pieces: list[Callable[[], object]] = []
@@ -183,7 +183,7 @@ class ForwardGraphs:
         return output.clone()
 
     def forget(self) -> None:
-        """Drop every graph: what they read may lie elsewhere now."""
+        """Drop every graph: the tensors they read may have moved."""
         self._graphs.clear()
         self._inputs.clear()
         self._refused.clear()

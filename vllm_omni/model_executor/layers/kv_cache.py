@@ -5,10 +5,10 @@ The first `sink_frames` frames of a session are kept for ever; later frames shar
 slots. Frame f lives in slot f if f < sink, else in sink + (f - sink) % (window - sink). Everything else follows from
 frame indices, so the only state is the number of committed frames:
 
-- a chunk writes into its own slots, at every denoise step; what it overwrites belongs to frames that neither it nor
-  any later chunk may see, so an abandoned chunk leaves nothing behind;
-- with `spare_frames` the ring is longer than what is seen of it, by as many frames as chunks may write ahead of the
-  oldest uncommitted one: what that one would see if it were run again is still there;
+- a chunk writes into its own slots, at every denoise step; they held frames that neither it nor any
+  later chunk may see, so an abandoned chunk leaves nothing behind;
+- with `spare_frames` the ring is longer than the visible window, by as many frames as chunks may write ahead of
+  the oldest uncommitted one: the frames that one would see if it were run again are still there;
 - a chunk [a, b) sees slots [0, b) while b <= window and all slots afterwards. Attention does not care about the order
   of keys (positions were rotated into them), so the ring is read in place: nothing is copied, moved or masked. With
   spare frames, a full window is copied into the order that it would have without them, so that results keep their bits.
@@ -35,7 +35,7 @@ from vllm_omni.sessions.snapshot import SavedTensors
 class KVWindow:
     """Buffers `[layers, 2, (window_frames + spare_frames) * tokens_per_frame, heads, head_dim]`, allocated once.
 
-    dtype: of what is written and read. storage: of the buffer, None = `dtype`.
+    dtype: of keys and values at `write` and `visible`. storage: of the buffer, None = `dtype`.
     max_attention_tokens: if set, a chunk sees only that many of the newest visible tokens in chronological order
     (dropping sinks first, as the original does when its attention size is below its cache size).
     """
@@ -110,7 +110,7 @@ class KVWindow:
             )
 
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
-        """Put a chunk's keys and values into its own slots; overwrites what an earlier step of it wrote."""
+        """Put a chunk's keys and values into its own slots, over those of its earlier steps."""
         size = self.tokens_per_frame
         if frames.start == 0:
             self.format.fit(layer, k_TNH, v_TNH)
@@ -146,7 +146,7 @@ class KVWindow:
     def graph_key(self, frames: range) -> Hashable | None:
         """Return all that `write` and `visible` of chunk `frames` do but for numbers on the device (`ForwardGraphs`).
 
-        None: this does not come again, since the window is not full yet, or reads what is made for this chunk alone.
+        None: this does not come again, since the window is not full yet, or reads an index made for this chunk alone.
         """
         span = self._span(frames)
         if span is None or self.ring_frames == 0 or frames.stop < self.window_frames:
@@ -181,7 +181,7 @@ class KVWindow:
         self.format.take_scales(other.format)
 
     def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
-        """Fill a new window with what `tensors(next_frames)` of another one named. Raises `RequestFailed`."""
+        """Fill a new window with the tensors named by `tensors(next_frames)` of another one. Raises `RequestFailed`."""
         self.committed_frames = committed_frames
         saved.fill(self.tensors(next_frames))
 

@@ -23,7 +23,7 @@ _TINIEST = 2.0**-10
 
 
 class KVFormat:
-    """Keys and values as they are. dtype: of what is written and read; storage: of the buffer."""
+    """Keys and values as they are. dtype: of keys and values outside; storage: of the buffer."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -56,7 +56,7 @@ class KVFormat:
         """Use another window's scales: its buffer is copied into this one's."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a snapshot keeps beside the buffer, by name."""
+        """A snapshot's tensors beside the buffer, by name."""
         return {}
 
     def fork(self) -> "KVFormat":

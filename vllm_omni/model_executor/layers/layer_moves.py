@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How layers are spread over pipeline stages by what they cost, and how they move when that changes.
+"""How layers are spread over pipeline stages by their cost, and how they move when the spread changes.
 
 `balanced_partition` chooses; `LayerMove` carries weights between stages with point-to-point sends, nothing else, in an
 order that is the same on every stage. Knows no model.
@@ -18,7 +18,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class StageCost:
-    """What a chunk costs one stage, in milliseconds. fixed: everything but its layers (head, embedding, decode)."""
+    """The cost of a chunk on one stage, in milliseconds. fixed: everything but its layers (head, embedding, decode)."""
 
     layer_ms: float
     fixed_ms: float
@@ -42,10 +42,10 @@ def balanced_partition(costs: Sequence[StageCost], num_layers: int) -> list[int]
 def stage_costs(
     steps_ms: Sequence[float], layers: Sequence[int], passes: int, once_ms: Sequence[float]
 ) -> list[StageCost]:
-    """Tell a stage's layers from the rest of it, by what was measured.
+    """Split a stage's measured time into its layers and the rest.
 
-    steps_ms: of one pass, by stage. layers: of each stage at that time. passes: of one chunk. once_ms: what else a
-    stage does per chunk (decoding). A layer costs what it does on the stage that has least beside its layers.
+    steps_ms: of one pass, by stage. layers: of each stage at that time. passes: of one chunk. once_ms: a
+    stage's other work per chunk (decoding). A layer costs as much as on the stage with least work beside its layers.
     """
     layer_ms = min(ms / count for ms, count in zip(steps_ms, layers, strict=True))
     return [

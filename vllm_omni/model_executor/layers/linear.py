@@ -5,7 +5,7 @@ A layer takes its rank and the number of ranks from the `ParallelContext` that t
 tensor-parallel group: under sequence parallelism, and where guidance branches have a rank each, every rank of that
 group holds whole layers. Sums over ranks are the context's, too, so that CUDA graphs end before them.
 
-What a checkpoint calls a layer is said by `slots`; a tensor reaches its parameter through vLLM's `weight_loader`, which
+`slots` gives the checkpoint's names of a layer; a tensor reaches its parameter through vLLM's `weight_loader`, which
 cuts out this rank's part.
 Held by tests/model_executor/layers/test_linear.py.
 """
@@ -78,7 +78,7 @@ class PlainLinearMethod(UnquantizedLinearMethod):
 class LinearPrecision(QuantizationConfig):
     """How each linear layer of a model keeps its weights: as they were loaded, or as the engine's quantization says.
 
-    quantization: what vLLM made of `--quantization`, None = nothing is quantized. kept: patterns (`fnmatch`) of layers'
+    quantization: vLLM's config of `--quantization`, None = nothing is quantized. kept: patterns (`fnmatch`) of layers'
     names that stay as they were loaded all the same.
     """
 
@@ -146,7 +146,7 @@ class ColumnLinear(ColumnParallelLinear, ShardedModule):
 class MergedLinear(MergedColumnParallelLinear, ShardedModule):
     """This rank's output channels of linear layers that share an input, as one matrix product, layer after layer.
 
-    names: what the checkpoint calls them, siblings of this module.
+    names: the checkpoint's, of siblings of this module.
     """
 
     def __init__(
@@ -330,7 +330,7 @@ def check_quantization(network: nn.Module, method: str | None) -> None:
 
 
 def _loader(parameter: Any, *shard: int | str) -> Callable[[torch.Tensor], None]:
-    """What fills a parameter, or one layer's share of it, with its part of a full tensor."""
+    """Return the function that fills a parameter, or one layer's share of it, from a full tensor."""
     return partial(_load, parameter, shard)
 
 

@@ -34,8 +34,8 @@ class ParallelContext:
     stage, num_stages: of the stages that hold layers; the VAE stage, if there is one, comes after them.
     partition: layers of each stage, () = as even as possible.
     decode_group: the same ranks as `group`, which then decode together (`omni.vae_parallel`); None = the first decodes
-    alone. A group of its own: a decode may run on another CUDA stream, beside the steps, and what two streams put into
-    one group waits for each other in the order of issue.
+    alone. A group of its own: a decode may run on another CUDA stream, beside the steps, and collectives of two
+    streams in one group wait for each other in the order of issue.
     """
 
     rank: int = 0
@@ -231,7 +231,7 @@ class CheckpointSlot:
     """Where one full checkpoint tensor goes on this rank.
 
     shape: of the full tensor. target: a view into a parameter. part: the (dimension, start) of this rank's piece of
-    the full tensor; None = all of it. loader: what cuts out that piece and fills `target`; None = a plain copy.
+    the full tensor; None = all of it. loader: cuts out that piece and fills `target`; None = a plain copy.
     """
 
     shape: tuple[int, ...]
@@ -264,7 +264,7 @@ class ShardedModule(nn.Module):
 def checkpoint_slots(model: nn.Module) -> dict[str, CheckpointSlot]:
     """Return a slot for every checkpoint tensor `model` needs on this rank, by checkpoint name."""
     slots: dict[str, CheckpointSlot] = {}
-    spoken_for: str | None = None  # modules come with what is below them right behind
+    spoken_for: str | None = None  # modules come with their children right behind
     for prefix, module in model.named_modules():
         if spoken_for is not None and prefix.startswith(spoken_for):
             continue

@@ -12,9 +12,9 @@ without bound, although the network has only seen short ones; and one day they s
   that were never written are never compared, and no decision is read back by the host.
 
 The sinks as made are kept apart (`sinks`); the buffer's sink slots are a copy that `open` places for one chunk, so an
-abandoned chunk leaves nothing behind. What chunks decided that are not committed yet is kept as a list and laid over
-that copy: a chunk in flight sees what the ones before it in flight decided, and a chunk that begins again drops what it
-and its followers had decided. Held by tests/model_executor/layers/test_sink_window.py.
+abandoned chunk leaves nothing behind. Renewals by chunks that are not committed yet are kept as a list and laid over
+that copy: a chunk in flight sees the renewals of the ones before it in flight, and a chunk that begins again drops its
+own and those of its followers. Held by tests/model_executor/layers/test_sink_window.py.
 """
 
 # L layers, S sink frames, T tokens of a frame, N heads, H head dim, C temporal lanes

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Capabilities`: what a served model can be asked for over HTTP, stated by its family, so that no door names a model.
+"""`Capabilities`: requests that a served model takes over HTTP, stated by its family, so that no door names a model.
 
-Doors consult only this (and `WorldFacts` for worlds); what it does not allow is refused before the engine is touched.
+Doors consult only this (and `WorldFacts` for worlds); other requests are refused before the engine is touched.
 Geometry of worlds (chunk sizes, camera) is `entrypoints/realtime/facts.py`'s. Held by
 tests/entrypoints/openai/test_plan.py.
 """
@@ -38,7 +38,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `1 + frame_stride * k` frames; a world may be cut after any frame.
     images_per_request: pictures the model makes in one engine request; a call that wants more becomes several.
     input_images: pictures an edit may be given. mask: whether an edit honours one.
-    reads: what the model answers questions about in text (`/v1/chat/completions`). read_frames: the most frames of a
+    reads: inputs that the model answers questions about (`/v1/chat/completions`). read_frames: the most frames of a
     clip that is read or edited.
     """
 

@@ -60,22 +60,22 @@ AR_ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What the command line and the config parser need to know about one family.
+    """One family, as the command line and the config parser know it.
 
     detect: whether a directory holds a checkpoint of this family (any of its layouts); must be cheap and not raise.
     hf_config: a directory -> keyword arguments of a `PretrainedConfig` (`architectures`, `dtype`, sizes, layout).
     Raises ValueError with one line when the directory is unusable.
     layouts: the layouts `make_tiny` can write, default first.
-    world_facts: (hf_config as a dict, parsed options) -> what doors must know that differs from the defaults of
+    world_facts: (hf_config as a dict, parsed options) -> the fields that differ from the defaults of
     `WorldFacts` (entrypoints/realtime/facts.py), e.g. another chunk size.
-    capabilities: likewise -> what the OpenAI routes may ask of the model; None = a world started by an image.
+    capabilities: likewise -> requests of the OpenAI routes that the model takes; None = a world started by an image.
     check_options: (hf_config as a dict, parsed options) -> None, or ValueError in one line; must be cheap.
     check_parallel: (hf_config as a dict, parsed options, --tensor-parallel-size, --pipeline-parallel-size) -> None, or
     ValueError in one line, before any process starts; None = the worker finds out.
     kv_cache_dtypes: those of `--kv-cache-dtype` that sessions can be kept in.
     executor_cls: the executor that serves the family in one process, without a worker; None = workers.
     serve_flags: (directory, whether on CPU) -> the flags `vllm serve --omni` adds, for a family that vLLM serves by an
-    autoregressive engine; None = the diffusion worker's. endpoint_plugins: what else it names in VLLM_PLUGINS.
+    autoregressive engine; None = the diffusion worker's. endpoint_plugins: further names in VLLM_PLUGINS.
     """
 
     name: str
@@ -103,7 +103,7 @@ def family_names() -> list[str]:
 
 
 def get_family(name: str) -> ModelFamily:
-    """Return a family by name or alias. Raises ValueError that lists what is known."""
+    """Return a family by name or alias. Raises ValueError that lists the known ones."""
     name = _ALIASES.get(name, name)
     if name not in _FAMILY_MODULES:
         raise ValueError(f"unknown model {name!r}; known: {', '.join([*_FAMILY_MODULES, *_ALIASES])}")
@@ -113,9 +113,9 @@ def get_family(name: str) -> ModelFamily:
 
 
 def detect_family(path: Path, executor: str | None = None) -> ModelFamily:
-    """Return the family whose checkpoint layout `path` has. Raises ValueError that says what was looked for.
+    """Return the family whose checkpoint layout `path` has. Raises ValueError that names the layouts looked for.
 
-    executor: what the user gave as `--distributed-executor-backend`. Several families may take a directory; the first
+    executor: the user's `--distributed-executor-backend`. Several families may take a directory; the first
     in the table wins, unless the user names the executor of another one, which then is the only one asked.
     """
     if not path.is_dir():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a stream is cut into chunks of latent frames, what each chunk sees, and which video frames it becomes.
+"""How a stream is cut into chunks of latent frames, the window of each chunk, and the video frames it becomes.
 
 Held by tests/model_executor/models/lingbot_world/test_lingbot_config.py and
 tests/model_executor/models/causal_wan/test_causal_wan_config.py.
@@ -19,7 +19,7 @@ GLOBAL_FRAMES = 21
 
 
 class StatesWindow(Protocol):
-    """An architecture, of which this reads what the checkpoint recommends; None = nothing."""
+    """The part of an architecture that a checkpoint may recommend; None = it does not."""
 
     @property
     def window_frames(self) -> int | None: ...
@@ -33,7 +33,7 @@ class StatesWindow(Protocol):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Lengths in latent frames. window_frames: what a chunk sees, sinks and itself included.
+    """Lengths in latent frames. window_frames: those a chunk attends to, sinks and itself included.
 
     sink_frames == window_frames: global attention, nothing is evicted. Raises ValueError if the parts do not fit.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`streaming_family`: the table entry of a streaming model, out of what only that model knows.
+"""`streaming_family`: the table entry of a streaming model, from the parts that differ between models.
 
 Reads configs and options; loads no weights. Held by tests/test_combinations.py and the models' own configuration tests.
 """
@@ -50,8 +50,8 @@ def streaming_family(
 ) -> ModelFamily:
     """Return the family of package `models/{name}`.
 
-    read: (the family's part of `hf_config`, options) -> the stream. check_options: beyond what `read` and the video's
-    size refuse. check_parallel: (stream, options, ranks that share layers, pipeline stages). facts: of `WorldFacts`,
+    read: (the family's part of `hf_config`, options) -> the stream. check_options: refusals beyond those of `read` and
+    the video's size. check_parallel: (stream, options, ranks that share layers, stages). facts: `WorldFacts`
     beside the chunks' lengths.
     """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`StreamingModel`: the part of `SupportsStepExecution` that streaming models do the same way.
 
-Sessions and their bytes, what a batch may share, latents between ranks, hand-over to a VAE stage,
+Sessions and their bytes, keys of batches, latents between ranks, hand-over to a VAE stage,
 moving layers. A model brings its networks (`build`), its conditions (`prepare_encode`), its forward
 (`denoise_step`) and the rest of `post_decode` and `commit`.
 Held by the pipeline and parallel tests of the models.
@@ -55,7 +55,7 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
 
     @abstractmethod
     def read_shape(self, params: DiffusionParams) -> Shape:
-        """Read what a session's first chunk fixes. Raises `RequestFailed`."""
+        """Read the sizes that a session's first chunk fixes. Raises `RequestFailed`."""
 
     @abstractmethod
     def window_nbytes(self, shape: Shape) -> int:
@@ -67,7 +67,7 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
 
     @abstractmethod
     def own_bytes(self, shape: Shape) -> int:
-        """Most bytes of what only this model keeps in a session."""
+        """Most bytes of a session's state that only this model has."""
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
         request.work.latents = latents.clone()
 
     def result_meta(self, request: DiffusionRequest[Session, Chunk]) -> dict[str, Any]:
-        """What every chunk's result says of itself."""
+        """Metadata of every chunk's result."""
         session = request.session
         pixel_frames = self.plan.pixel_frames(session.chunk_index)
         return {

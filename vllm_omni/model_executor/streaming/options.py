@@ -18,10 +18,10 @@ from vllm_omni.model_executor.model_options import ModelOptions
 class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`ModelOptions`, and those of every streaming model.
 
-    latent_frames_per_chunk: None = what the checkpoint says, else the model's default. first_chunk_latent_frames: of a
+    latent_frames_per_chunk: None = the checkpoint's, else the model's default. first_chunk_latent_frames: of a
         session's first chunk; None = the same.
     window_frames: latent frames a chunk sees, sinks and itself included; -1 = all (global attention, 21 at most).
-        None = what the checkpoint says, else the model's default. sink_frames: first frames kept for ever.
+        None = the checkpoint's, else the model's default. sink_frames: first frames kept for ever.
     text_encoder_device: None = beside the transformer; `cpu` saves device memory (10.6 GiB for umt5-xxl).
     decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth` in the checkpoint's directory; much cheaper, not exact).
     cuda_graphs: launch the forwards of a session whose window is full as CUDA graphs, one set per place in the ring and
@@ -38,7 +38,7 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Self:
-        """Read `omni.model` and check the shared options. Raises ValueError saying what arrived and what is allowed."""
+        """Read `omni.model` and check the shared options. Raises ValueError with the value and the allowed ones."""
         parsed = parse_options(cls, options, "omni.model")
         if parsed.window_frames == 0:
             raise ValueError("omni.model: window_frames must be -1 (global) or >= 1, got 0")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every streaming model checks of a request in the same way. Each raises `RequestFailed` and changes nothing.
+"""Checks of a request that are the same for every streaming model. Each raises `RequestFailed` and changes nothing.
 
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py and
 tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
@@ -41,7 +41,7 @@ def read_size(params: DiffusionParams, config: Sized, omni: OmniConfig) -> tuple
 
 
 def check_unchanged(params: DiffusionParams, shape: SessionShape, others: Mapping[str, tuple[Any, Any]]) -> None:
-    """Refuse another value of what the first chunk fixed. others: a model's own, name -> (sent, fixed)."""
+    """Refuse another value for a field that the first chunk fixed. others: a model's own, name -> (sent, fixed)."""
     fixed_by_all = {
         "height": (params.height, shape.height),
         "width": (params.width, shape.width),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`StreamingSession`: all that one live stream keeps between chunks on one rank, and `StreamingChunk`, one chunk.
 
-A session's K/V windows have their full size from the start; what else it holds has a known largest size that `nbytes`
+A session's K/V windows have their full size from the start; its other state has a known largest size that `nbytes`
 counts from the start. Everything beside the windows is an immutable value: a chunk makes new ones and `commit` swaps
-the references, so an abandoned chunk leaves no trace. What only one model keeps is one more such value, `own`.
+the references, so an abandoned chunk leaves no trace. State of one model alone is one more such value, `own`.
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py and
 tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
@@ -34,7 +34,7 @@ class Kept(Protocol):
 
 
 class DecoderLayout(Protocol):
-    """What a decoder keeps between a stream's chunks."""
+    """Shapes and types of a decoder's state between a stream's chunks."""
 
     def restore(self, saved: SavedTensors, device: torch.device | str, num_latents: int) -> Any: ...
 
@@ -64,7 +64,7 @@ class Windows(Protocol):
 
 @dataclass(frozen=True)
 class SessionShape:
-    """What a session's first chunk fixes. output: `rgb` sessions keep a decoder cache, `latents` sessions none."""
+    """Sizes fixed by a session's first chunk. output: `rgb` sessions keep a decoder cache, `latents` sessions none."""
 
     height: int
     width: int
@@ -72,7 +72,7 @@ class SessionShape:
 
 
 class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `StreamingSession.scalars` returns, as a file may bring it back; a model adds its own.
+    """The result of `StreamingSession.scalars`, as read from a file; a model adds its own fields.
 
     written_from: of older versions, 0 unless the window had been recomputed under another prompt.
     """
@@ -96,7 +96,7 @@ Scalars = TypeVar("Scalars", bound=SessionScalars)
 
 @dataclass(frozen=True)
 class StateLayouts(Generic[OwnLayout]):
-    """What a session keeps beside its K/V windows on this rank; None = nothing of that kind."""
+    """Layouts of a session's state beside its K/V windows on this rank; None = it has no such state."""
 
     decoder: DecoderLayout | None
     own: OwnLayout | None
@@ -106,9 +106,9 @@ class StateLayouts(Generic[OwnLayout]):
 class StreamingChunk(Generic[Window, Own]):
     """One chunk in flight. The first group is made by `prepare_encode`, the second by later steps.
 
-    latents: fp32 [16, F, h, w]. noise: what the first of them were, and what re-enters before steps 1, 2, ...; None
+    latents: fp32 [16, F, h, w]. noise: the initial latents, and the noise added before steps 1, 2, ...; None
     where no step is run. text: the encoded prompt, None if `cross_kv` is known. window: the session's,
-    where the chunk writes its K/V. The others are what the session becomes when the chunk succeeds.
+    where the chunk writes its K/V. The others are the session's state once the chunk is committed.
     """
 
     frames: range
@@ -195,7 +195,7 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Scal
 
     @abstractmethod
     def own_scalars(self) -> dict[str, Any]:
-        """What the model adds to `scalars`, JSON types only."""
+        """The model's own part of `scalars`, JSON types only."""
 
     @abstractmethod
     def restore_own(self, kept: Scalars, saved: SavedTensors, device: torch.device) -> Own | None:
@@ -216,7 +216,7 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Scal
         return self.plan.frames(self.chunk_index)
 
     def commit(self, chunk: StreamingChunk[Window, Own]) -> None:
-        """Become what `chunk` makes of the session; its window has the chunk's frames already."""
+        """Take over the state that `chunk` has made; the window has the chunk's frames already."""
         self.prompt, self.seed = chunk.prompt, chunk.seed
         self.cross_kv, self.own, self.decoder_cache = chunk.cross_kv, chunk.own, chunk.decoder_cache
         self.chunk_index += 1

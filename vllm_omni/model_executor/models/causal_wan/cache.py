@@ -3,12 +3,12 @@
 
 Three semantics over the same `KVWindow`s:
 
-- strict: one window. A chunk's last pass, over its clean latents, leaves what later chunks see.
-- noise-matched: a window for every denoise step. Step j of a chunk sees what earlier chunks were at step j. After the
-  stream's first chunk, every window holds that chunk as its last step left it.
+- strict: one window. A chunk's last pass, over its clean latents, leaves the K/V that later chunks see.
+- noise-matched: a window for every denoise step. Step j of a chunk sees earlier chunks as they were at step j. After
+  the stream's first chunk, every window holds that chunk as its last step left it.
 
 Each is a function of frame indices and steps alone, so chunks may run one after the other or several at once, as long
-as what a step reads has been written; the result is the same. Nothing is committed before `commit`.
+as the K/V that a step reads have been written; the result is the same. Nothing is committed before `commit`.
 Held by tests/model_executor/models/causal_wan/test_cache.py.
 """
 
@@ -61,7 +61,7 @@ class ChunkCache:
         return self.clean.committed_frames
 
     def at(self, step: int) -> KVView:
-        """Return what the forward of `step` writes to and sees."""
+        """Return the window that the forward of `step` writes and reads."""
         return self.windows[min(step, len(self.windows) - 1)]
 
     def check_fits(self, frames: range) -> None:
@@ -116,7 +116,7 @@ class ChunkCache:
         }
 
     def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
-        """Fill a new cache with what `tensors(next_frames)` of another one named. Raises `RequestFailed`."""
+        """Fill a new cache with the tensors named by `tensors(next_frames)` of another one. Raises `RequestFailed`."""
         for step, window in enumerate(self.windows):
             part = saved if len(self.windows) == 1 else saved.under(f"step{step}.")
             window.restore(part, committed_frames, next_frames)

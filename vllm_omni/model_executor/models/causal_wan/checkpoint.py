@@ -49,7 +49,7 @@ class CheckpointLayout(WanComponents):
     kind: Literal["original", "diffusers"]
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's config as stored, else what its weights' shapes say."""
+        """Return the transformer's config as stored, else as read off its weights' shapes."""
         folder = self.transformer if self.kind == "diffusers" else self.root
         if (folder / "config.json").exists():
             return read_json(folder / "config.json")
@@ -64,7 +64,7 @@ class CheckpointLayout(WanComponents):
 
 
 def find_layout(path: Path) -> CheckpointLayout:
-    """Find the pieces below `path`. Raises ValueError of one line that says what was found and what is looked for."""
+    """Find the pieces below `path`. Raises ValueError of one line that names the pieces found and looked for."""
     kind: Literal["original", "diffusers"]
     if _is_causal_diffusers(path):
         kind, transformer = "diffusers", path / "transformer"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a causal Wan 2.1 checkpoint is (`CausalWanConfig`) and how it is served (`CausalWanOptions`).
+"""A causal Wan 2.1 checkpoint's sizes (`CausalWanConfig`) and how it is served (`CausalWanOptions`).
 
 The architecture comes from the checkpoint and is checked key by key. The options come from
 `additional_config["omni"]["model"]`. Held by tests/model_executor/models/causal_wan/test_causal_wan_config.py.
@@ -81,8 +81,8 @@ _IGNORED = (*IGNORED, "latent_hw", "rope_cache_policy")
 class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`StreamingOptions`, and the choices on which the public implementations differ.
 
-    cache: what a chunk's past is. `strict`: the clean chunk, by one more pass at timestep 0 (Self-Forcing).
-        `noise_matched`: at each denoise step, what earlier chunks were at that step; no clean pass, a window for every
+    cache: the past that a chunk attends to. `strict`: the clean chunk, by one more pass at timestep 0 (Self-Forcing).
+        `noise_matched`: at each denoise step, earlier chunks as they were there; no clean pass, a window for every
         step (StreamDiffusionV2).
     denoising_steps: text-to-video schedule; a step s means entry 1000 - s of the table shifted by 5.
     video_input: whether streams may repaint an input video (loads the VAE's encoder).

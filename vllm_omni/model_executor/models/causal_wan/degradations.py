@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a single chunk can go without (`omni.degradations`), by how the model is configured.
+"""The degradations that a single chunk can take (`omni.degradations`), by the model's options.
 
 Held by test_causal_wan_fewer_steps.py and test_causal_wan_tiny_chunks.py in tests/model_executor/models/causal_wan/.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several chunks of one stream at once: which cache semantics allow it, how far chunks stay apart, what K/V is kept.
+"""Several chunks of one stream at once: which cache semantics allow it, how far chunks stay apart, which K/V are kept.
 
 With a noise-matched cache a chunk's step j sees earlier chunks as they were at their step j, so it may run as soon as
-the chunk before has done that step. What it writes goes into ring slots of its own; the frames it overwrites are kept
+the chunk before has done that step. Its K/V go into ring slots of its own; the frames it overwrites are kept
 as long as an uncommitted chunk could be run again and see them.
 Held by tests/model_executor/models/causal_wan/test_causal_wan_in_flight.py.
 """
@@ -39,7 +39,7 @@ def refuse_temporal_pipeline(options: CausalWanOptions, num_stages: int) -> str 
 def spare_frames(
     options: CausalWanOptions, plan: ChunkPlan, omni: OmniConfig, parallel: ParallelContext
 ) -> tuple[int, ...]:
-    """Return by how many frames each window's ring must be longer than what is seen of it.
+    """Return by how many frames each window's ring must be longer than its visible part.
 
     As many chunks as may have written there ahead of the oldest uncommitted one. On one rank a chunk is committed in
     the engine step of its last pass; on several, an earlier stage hears of it later.

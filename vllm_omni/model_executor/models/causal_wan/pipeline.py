@@ -282,7 +282,7 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
             chunk.window.open(chunk.frames, request.step)
 
     def _end_step(self, request: Request) -> None:
-        """After a forward that ends what sinks are decided by: which of them are renewed. Ranks that share the heads
+        """After a chunk's deciding forward: which sinks are renewed. Ranks that share the heads
         decide together.
         """
         chunk, step = request.work, request.step
@@ -297,7 +297,7 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
             chunk.window.decide(chunk.frames.stop, sums, step)
 
     def _row(self, request: Request, step: int | None = None) -> ChunkRow:
-        """What a forward needs of a chunk: at its next step, or at denoise step `step`."""
+        """A chunk's inputs of a forward: at its next step, or at denoise step `step`."""
         chunk = request.work
         assert chunk.cross_kv is not None
         step, clean = chunk.denoise_index(request.step) if step is None else step, chunk.schedule.num_steps

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything a client may send with one chunk of a stream, checked: here and nowhere else.
 
-Reads a request beside its session and returns `ChunkInputs`, or raises `RequestFailed` naming the field, what arrived
-and what is allowed. Changes nothing, allocates nothing on the device, gives the same answer on every rank.
+Reads a request beside its session and returns `ChunkInputs`, or raises `RequestFailed` with the field, its value
+and the allowed ones. Changes nothing, allocates nothing on the device, gives the same answer on every rank.
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
@@ -29,7 +29,7 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def read_shape(params: DiffusionParams, config: CausalWanConfig, omni: OmniConfig) -> StreamShape:
-    """Read what a stream's first chunk fixes. Raises `RequestFailed`."""
+    """Read the sizes that a stream's first chunk fixes. Raises `RequestFailed`."""
     height, width = read_size(params, config, omni)
     return StreamShape(height, width, params.output, _options(params).source or "text")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How large a stream's parts are on this rank, and the K/V windows made to those sizes.
 
-One place for both, so that what admission counts is what a session allocates.
+One place for both, so that admission counts the bytes that a session allocates.
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamSession`: what a causal Wan stream adds to `StreamingSession`, and `Chunk`, one chunk's working set.
+"""`StreamSession`: causal Wan's part of a `StreamingSession`, and `Chunk`, one chunk's working set.
 
 Its own value is where the input video stands. Held by
 tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
@@ -21,7 +21,7 @@ Source = Literal["text", "video"]
 
 @dataclass(frozen=True)
 class StreamShape(SessionShape):
-    """What a stream's first chunk fixes. A `video` source keeps an encoder cache."""
+    """Sizes fixed by a stream's first chunk. A `video` source keeps an encoder cache."""
 
     source: Source
 
@@ -57,7 +57,7 @@ class Standing:
 
 
 class StreamScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `StreamSession.scalars` returns, as a file may bring it back."""
+    """The result of `StreamSession.scalars`, as read from a file."""
 
     source: str
     noise_scale: float | None

@@ -24,7 +24,7 @@ from vllm_omni.model_executor.models.wan.layers import KVView
 
 @dataclass(frozen=True)
 class ChunkRow:
-    """What one row of a forward brings; tensors on the model's device, made once per chunk except `latents`.
+    """Inputs of one row of a forward; tensors on the model's device, made once per chunk except `latents`.
 
     latents: fp32 [16, F, h, w], noisy (or clean, at the context timestep). timestep: in [0, 1000]. frames: absolute
     latent frames of the chunk. rope: (cos_TC, sin_TC) fp32. cross_kv: [layers, 2, S, N, H] of `cross_attention_kv`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a diffusers pipeline directory says about itself: `model_index.json`, its components, the sizes they imply.
+"""Facts of a diffusers pipeline directory: `model_index.json`, its components, the sizes they imply.
 
 Reads JSON and file headers only, so that `vllm serve --omni` refuses a broken directory within a second. Weights are
 safetensors; pickled ones and code inside a checkpoint are refused. Held by

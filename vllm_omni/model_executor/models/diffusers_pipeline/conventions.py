@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's authors recommend around a bare pipeline call: sizes by aspect ratio, quality phrases by language.
+"""Recommendations of a model's authors around a bare pipeline call: sizes by aspect ratio, quality phrases by language.
 
 Generic code asks this table by pipeline class and names no model; a model's own numbers live in a file of its name.
 """

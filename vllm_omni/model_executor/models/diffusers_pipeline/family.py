@@ -28,7 +28,7 @@ def _hf_config(path: Path) -> dict[str, Any]:
     return {
         "architectures": ["DiffusersPipeline"],
         "dtype": stored_dtype(path, index),
-        # What vLLM asks of every model and a pipeline has no use for.
+        # Fields that vLLM asks of every model and a pipeline has no use for.
         "hidden_size": 1,
         "num_attention_heads": 1,
         "num_hidden_layers": 1,

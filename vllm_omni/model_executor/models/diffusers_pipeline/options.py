@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusersOptions`: what a deployment may set for a diffusers pipeline, under `omni.model`.
+"""`DiffusersOptions`: a deployment's options of a diffusers pipeline, under `omni.model`.
 
 Frozen, parsed once where the executor starts and once by the command line's early check; unknown keys and values out of
 range are errors. Held by tests/model_executor/models/diffusers_pipeline/test_diffusers_checkpoint.py.
@@ -27,7 +27,7 @@ class LoraSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class RequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What requests leave out and is no argument of every pipeline; None = the pipeline's own."""
+    """Defaults of requests that are no argument of every pipeline; None = the pipeline's own."""
 
     width: Pixels | None = None
     height: Pixels | None = None
@@ -47,7 +47,7 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     vae_tiling: decode in overlapping tiles, and one picture at a time, for less memory (not exact).
     attention_backend: diffusers' name of one.
     interleave: requests that may be between two of their denoise steps at once; their steps take turns.
-    defaults: what requests leave out: width, height, num_frames, fps (16), prompt_suffix (`auto` adds the quality
+    defaults: of requests: width, height, num_frames, fps (16), prompt_suffix (`auto` adds the quality
     phrase that the model's authors recommend for the prompt's language) and further arguments of the pipeline's
     `__call__` (`{"true_cfg_scale": 4.0, "negative_prompt": " "}`). max_pixels: the largest
     picture (None: 2048x2048, 1280x720 for videos). max_num_frames: the longest video of a request.
@@ -70,7 +70,7 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "DiffusersOptions":
-        """Raises ValueError naming the key and what is allowed."""
+        """Raises ValueError with the key and the allowed values."""
         parsed = parse_options(cls, options, "additional_config['omni']['model']")
         if parsed.interleave > 1 and parsed.offload != "none":
             raise ValueError(
@@ -84,7 +84,7 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return parsed
 
     def request_defaults(self) -> RequestDefaults:
-        """Those of `defaults` that this package reads. Raises ValueError saying what is allowed."""
+        """Those of `defaults` that this package reads. Raises ValueError with the allowed ones."""
         own = {name: value for name, value in self.defaults.items() if name in RequestDefaults.__struct_fields__}
         return parse_options(RequestDefaults, own, "omni.model.defaults")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline class can be asked for, read from the signature of its `__call__`.
+"""The tasks of a pipeline class, read from the signature of its `__call__`.
 
-Shared by the executor, which checks requests against it, and by the doors, which refuse what it does not allow. Held by
+Shared by the executor, which checks requests against it, and by the doors, which refuse other requests. Held by
 tests/executor/test_call_arguments.py.
 """
 
@@ -69,7 +69,7 @@ def default_size(parameters: Parameters, options: DiffusersOptions) -> tuple[int
 
 
 def tasks_of(class_name: str, parameters: Parameters) -> tuple[Task, ...]:
-    """What a pipeline makes out of what."""
+    """Inputs and result of a pipeline."""
     takes_image = "image" in parameters
     needs_image = takes_image and (is_required(parameters, "image") or any(word in class_name for word in _NEEDS_IMAGE))
     from_text: Task = "text_to_video" if makes_video(parameters) else "text_to_image"
@@ -80,7 +80,7 @@ def tasks_of(class_name: str, parameters: Parameters) -> tuple[Task, ...]:
 
 
 def capabilities(class_name: str, options: DiffusersOptions, temporal_stride: int, *, distilled: bool) -> Capabilities:
-    """What the OpenAI routes may ask of a pipeline class of diffusers under these options."""
+    """Requests of the OpenAI routes that a pipeline class of diffusers takes under these options."""
     import diffusers
 
     parameters = call_parameters(getattr(diffusers, class_name))

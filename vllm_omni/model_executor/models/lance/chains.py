@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the decoder does between matrix products and attention, as pure functions that torch.compile can fuse.
+"""The decoder's arithmetic between matrix products and attention, as pure functions that torch.compile can fuse.
 
 All compute in fp32 and round once at the end. Compiled for a varying number of tokens: requests of every size share one
 kernel. Held by tests/model_executor/models/lance/test_lance_transformer.py.

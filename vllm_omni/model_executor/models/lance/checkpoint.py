@@ -19,7 +19,7 @@ from vllm_omni.model_executor.tensor_files import confined, open_tensors, read_j
 
 IMAGE_FOLDER, VIDEO_FOLDER, VISION_FOLDER = "Lance_3B", "Lance_3B_Video", "Qwen2.5-VL-ViT"
 LAYOUTS = ("image", "video", "repository")
-"""What `make-tiny` writes: a repository with the image decoder, the video decoder, or both."""
+"""Layouts of `make-tiny`: a repository with the image decoder, the video decoder, or both."""
 
 _WEIGHTS = ("model.safetensors", "ema.safetensors")
 _VAE = ("Wan2.2_VAE.pth", "Wan2.2_VAE.safetensors")
@@ -75,7 +75,7 @@ class LanceLayout:
             )
 
     def weight_sources(self) -> tuple[ComponentSource, ...]:
-        """Return which folder fills which part: the decoder, then the vision tower over what the decoder bundles."""
+        """Return which folder fills which part: the decoder, then the vision tower over the decoder's bundled one."""
         inside = None if self.decoder == self.root else self.decoder.name
         sources = [ComponentSource(str(self.root), inside, "bagel.")]
         if self.vision is not None:
@@ -120,7 +120,7 @@ class LanceLayout:
         return shapes[names[0]][0], shapes[names[1]][0] // 4
 
     def dtype(self) -> str:
-        """Return the stored type: what the config says, else the weights'."""
+        """Return the stored type: the config's, else the weights'."""
         stated = self.llm_config()
         for key in ("dtype", "torch_dtype"):
             if isinstance(stated.get(key), str):
@@ -134,7 +134,7 @@ def find_layout(path: Path) -> LanceLayout:
     """Find the pieces below `path`, or beside it when `path` is one of the repository's folders.
 
     A root that holds both decoders means the image decoder: name the folder to get the other one. Raises ValueError of
-    one line that says what was found and what is looked for.
+    one line that names the pieces found and looked for.
     """
     root, chosen = path, None
     if path.name in (IMAGE_FOLDER, VIDEO_FOLDER, VISION_FOLDER) and _first(path.parent, _VAE) is not None:
@@ -169,7 +169,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return what vLLM's config object carries for this checkpoint, JSON types only; needs no weight files.
+    """Return the fields of vLLM's config object for this checkpoint, JSON types only; needs no weight files.
 
     Besides the keys vLLM reads: `lance` with `llm` and `vision` (configs as stored), `max_latent_frames`, `vae_dims`.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Lance checkpoint is (`LanceConfig`), its constants (`LanceDefaults`) and how it is served (`LanceOptions`).
+"""A Lance checkpoint's sizes (`LanceConfig`), constants (`LanceDefaults`) and options when served (`LanceOptions`).
 
 The architecture comes from `llm_config.json`, the vision tower's `config.json` and the header of the weights; a value
 that this code does not implement is an error. Serving options come from `additional_config["omni"]["model"]`; where
@@ -36,7 +36,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True)
 class LanceDefaults:
-    """Constants of the released model and what a request gets when it names nothing."""
+    """Constants of the released model, and defaults of requests."""
 
     latent_patch_size_spatial: int = 1
     latent_patch_size_temporal: int = 1
@@ -220,7 +220,7 @@ class Choices:
     (nothing for an image, <|im_start|><|im_end|> for a video, a negative prompt between those two).
     edit_apostrophe: in the system prompts of edits, U+2019 (`typographic`) or `ascii`.
     uncond_positions: positions of the text behind the user's in the unconditional context: those of the conditional
-    one (`cond`, what the published results used) or recomputed (`own`).
+    one (`cond`, as in the published results) or recomputed (`own`).
     i2v_renorm: guidance norms over all tokens or only those that are not pinned to the first frame.
     i2v_noise_place: positions of the block that is drawn follow all text (`behind_text`), or start where the user's
     text starts (`before_text`).
@@ -269,7 +269,7 @@ CONVENTIONS: Final[dict[Convention, Choices]] = {
 
 
 class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`ModelOptions`, and what is Lance's alone.
+    """`ModelOptions`, and Lance's own.
 
     convention: which public implementation's choices are served: those of the `original` (with references' means, and
     the vision tower of its own file), of the original's path without a cache (`original_uncached`), or `vllm_omni`'s;
@@ -291,5 +291,5 @@ class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "LanceOptions":
-        """Parse `omni.model`. Raises ValueError naming the key and what is allowed."""
+        """Parse `omni.model`. Raises ValueError with the key and the allowed values."""
         return parse_options(cls, options, "additional_config['omni']['model']")

@@ -27,7 +27,7 @@ class PlacedSegment:
 
 @dataclass(frozen=True)
 class Visuals:
-    """What fills the visual blocks of a context. vit: decoder rows [n, D]. reference: clean latents, fp32 [n, 48]."""
+    """Content of the visual blocks of a context. vit: decoder rows [n, D]. reference: clean latents, fp32 [n, 48]."""
 
     vit: torch.Tensor | None = None
     reference: torch.Tensor | None = None
@@ -70,7 +70,7 @@ class ContextWriter:
     def add(
         self, builder: PackBuilder, cache: BranchCache, context: Sequence[PlacedSegment], visuals: Visuals
     ) -> slice | None:
-        """Write `context` behind what `cache` holds; returns where the last text run lies among the `und` tokens."""
+        """Append `context` to `cache`; returns where the last text run lies among the `und` tokens."""
         last = None
         for placed in context:
             segment = placed.segment

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Drawing`: one image or video while it is made: contexts, latents, schedule, guidance.
 
-    first step    the conditional context is written; the unconditional one copies what they share and adds its rest
+    first step    the conditional context is written; the unconditional one copies the shared part and adds its rest
     N steps       one velocity for each branch (conditional; unconditional while guidance acts), one Euler step
 
 A denoise step writes its block's keys and values behind the context and never moves the context's end. Only `advance`
-changes what a later step sees, so a step that failed may simply be run again.
+changes a later step's inputs, so a step that failed may simply be run again.
 Held by the golden files and tests/model_executor/models/lance/test_lance_pipeline.py.
 """
 
@@ -137,7 +137,7 @@ class Drawing:
             writer.add(builder, self.uncond[0], self.plan.uncond[self.plan.shared :], self.visuals)
 
     def finish_context(self, writer: ContextWriter) -> None:
-        """After the second forward: what every denoise step will need."""
+        """After the second forward: the inputs of every denoise step."""
         for cache in self.uncond[1:]:
             cache.copy_context(self.uncond[0], self.uncond[0].length)
         self._time = writer.network.time_embedder(self.timesteps.to(writer.device))

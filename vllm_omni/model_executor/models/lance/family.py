@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `lance` family: what the command line, the config parser and the HTTP routes ask about it."""
+"""The `lance` family's entry for the command line, the config parser and the HTTP routes."""
 
 from typing import Any
 

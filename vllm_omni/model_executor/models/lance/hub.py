@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance on the hub, and what a complete checkpoint holds. Sizes are those of the repository's file list."""
+"""Lance on the hub, and the files of a complete checkpoint. Sizes are those of the repository's file list."""
 
 from pathlib import Path
 

@@ -49,7 +49,7 @@ class Segment:
 
     @property
     def modality(self) -> int:
-        """The original's code of what the segment is."""
+        """The original's code of the segment's kind."""
         if self.kind == "text":
             return 0 if self.user else -1
         return {"vit": 4, "reference": 2, "noise": 1}[self.kind]

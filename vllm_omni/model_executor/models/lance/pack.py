@@ -69,7 +69,7 @@ class Attend:
 
 @dataclass(frozen=True)
 class Pack:
-    """What `Qwen2MoTForCausalLM` runs at once. A missing expert has no tokens; rope: (cos_TC, sin_TC) fp32."""
+    """Tokens of one forward of `Qwen2MoTForCausalLM`. A missing expert has no tokens; rope: (cos_TC, sin_TC) fp32."""
 
     embeds: dict[Expert, torch.Tensor]
     rope: dict[Expert, tuple[torch.Tensor, torch.Tensor]]

@@ -118,7 +118,7 @@ class LanceSetup:
 
 @dataclass(eq=False)
 class Work:
-    """What a request keeps from `prepare_encode` on: a drawing with its checked request, or a reading."""
+    """A request's state from `prepare_encode` on: a drawing with its checked request, or a reading."""
 
     task: Task
     drawing: Drawing | None = None
@@ -216,7 +216,7 @@ class Lance(nn.Module):
 
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the batch; what each request needs from it is kept in its own state. Returns an empty tensor."""
+        """Run the batch; each request's results are kept in its own state. Returns an empty tensor."""
         works = [request.work for request in batch]
         self.stepper.step(
             [work.drawing for work in works if work.drawing is not None],

@@ -4,8 +4,8 @@
     <|im_start|>system\\n SYSTEM <|im_end|>\\n<|im_start|>user\\n [vision] [reference] USER <|im_end|>\\n
     <|im_start|>assistant\\n [noise | the answer]
 
-The unconditional context is the same without USER (or with a negative prompt in its place); `LanceOptions` names what
-other implementations write instead. Text of a user never becomes a special token.
+The unconditional context is the same without USER (or with a negative prompt in its place); `LanceOptions` names
+other implementations' prompts. Text of a user never becomes a special token.
 Held by tests/model_executor/models/lance/test_lance_prompt.py, test_lance_choices.py and the golden files.
 """
 

@@ -3,7 +3,7 @@
 
 The prompt is written in one forward whose last row (the newline behind `assistant`) gives the first token; each later
 forward feeds the newest token. Tokens are chosen on the device; the host looks once per engine step. Only `settle`
-changes what a later step sees, so a step that failed may simply be run again.
+changes a later step's inputs, so a step that failed may simply be run again.
 Held by the golden files and tests/model_executor/models/lance/test_lance_pipeline.py.
 """
 
@@ -36,7 +36,7 @@ class AnswerRules:
 
 @dataclass(frozen=True)
 class ReadingProgress:
-    """What has been decoded. The cache's first `length` slots belong to it; `next_position` is the newest token's.
+    """The decoded tokens. The cache's first `length` slots belong to it; `next_position` is the newest token's.
 
     tokens: everything decoded so far, the end token included. newest: the last token, int64 [1] on the device.
     finish_reason: None while the answer goes on, then `stop` or `length`. sent: characters already returned.
@@ -50,7 +50,7 @@ class ReadingProgress:
     sent: int = 0
 
     def text(self, decode: Decode, rules: AnswerRules) -> str:
-        """Return the answer so far, cut before a stop text. While it goes on, what may still change is left out."""
+        """Return the answer so far, cut before a stop text, without characters that may still change."""
         text = decode([token for token in self.tokens if token != rules.end_token])
         found = [place for stop in rules.stop if (place := text.find(stop)) >= 0]
         if found:
@@ -62,7 +62,7 @@ class ReadingProgress:
         return text
 
     def new_text(self, decode: Decode, rules: AnswerRules) -> str:
-        """Return what `text` has beyond the characters already sent."""
+        """Return the characters of `text` that are not sent yet."""
         return self.text(decode, rules)[self.sent :]
 
 

@@ -2,7 +2,7 @@
 """Everything a client may ask of Lance, checked: here and nowhere else.
 
 Reads `DiffusionParams` and the named tensors of one request and returns `DrawInputs` or `ReadInputs`, or raises
-`RequestFailed` naming the field, what arrived and what is allowed. Changes nothing, allocates nothing on the device.
+`RequestFailed` with the field, its value and the allowed ones. Changes nothing, allocates nothing on the device.
 Held by tests/model_executor/models/lance/test_lance_request.py.
 """
 
@@ -63,7 +63,7 @@ class TurnOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`DiffusionParams.options` of one request.
 
-    task: what to do; None = what prompt, tensors, `num_frames` and `modalities` say. modalities: what comes back,
+    task: None = by prompt, tensors, `num_frames` and `modalities`. modalities: of the result,
     `["text"]`, `["image"]` or `["video"]`. resolution: the preset that references are resized to. origin_fps: of the
     clip that is sent; None = it has 12 frames a second already. system_prompt: instead of the task's own.
     turns: of a conversation, before the prompt. picture_turn: which of them shows the picture; None = the prompt.
@@ -161,7 +161,7 @@ def parse_request_options(params: DiffusionParams) -> RequestOptions:
 
 
 def possible_tasks(params: DiffusionParams, options: RequestOptions) -> tuple[Task, ...]:
-    """Return what a request may turn out to be before its tensors are seen."""
+    """Return the tasks that a request may be, before its tensors are seen."""
     if options.task is not None:
         return (options.task,)
     wanted = _wanted(params, options)

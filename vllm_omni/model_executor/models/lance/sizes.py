@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which latent grid a drawing gets: what was asked for, the server's default, or a reference's bucket.
+"""The latent grid of a drawing: the requested one, the server's default, or a reference's bucket.
 
-A size outside what the position table and the server cover is refused with what is allowed.
+A size beyond the position table or the server's limits is refused with the allowed ones.
 Held by tests/model_executor/models/lance/test_lance_request.py.
 """
 

@@ -43,7 +43,7 @@ class Starter:
         return self.network.language_model.device
 
     def drawing(self, inputs: DrawInputs, reserved_bytes: int, timer: StageTimer) -> Drawing:
-        """Raises `RequestFailed("capacity", ...)` if the caches would exceed what the session announced."""
+        """Raises `RequestFailed("capacity", ...)` if the caches would exceed the session's announced bytes."""
         reads_source = inputs.task in EDIT_TASKS
         vit = reference = None
         visuals, grid = Visuals(), None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LanceSession`: what outlives a request, and `Answer`, one answer that is read in pieces.
+"""`LanceSession`: state that outlives a request, and `Answer`, one answer that is read in pieces.
 
 A drawing leaves nothing behind. An answer read in pieces (`options.chunk_tokens`) lives in its session: the cache of
 question and answer so far; each further request of the session decodes on. A piece that is aborted or fails leaves the
-session as it was: what it wrote into the cache lies behind the committed length.
+session as it was: its cache entries lie behind the committed length.
 Held by tests/model_executor/models/lance/test_lance_pipeline.py.
 """
 

@@ -2,7 +2,7 @@
 """`Stepper`: one engine step of a mixed batch, drawings and readings through the same forwards.
 
     forward 1    contexts of new drawings, blocks of running ones; prompts of new readings, newest tokens of others
-    forward 2    what new unconditional contexts have of their own
+    forward 2    the own part of new unconditional contexts
     forward 3..  further tokens of readings, if a step decodes several
 
 Every matrix product of a forward serves all of them. Knows no request and no session.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Qwen2MoTForCausalLM`: the Qwen2.5-VL decoder in which every weight exists twice, and the bridge to latents.
 
-The expert `und` serves text, vision tokens and block markers, `gen` the latent tokens; both meet in one attention. What
-runs together is described by a `Pack` (`pack.py`). Parameters load by their checkpoint names
+The expert `und` serves text, vision tokens and block markers, `gen` the latent tokens; both meet in one attention. A
+`Pack` (`pack.py`) describes the tokens of one forward. Parameters load by their checkpoint names
 (`layers.N.self_attn.q_proj[_moe_gen].weight`, ...), each rank its heads and columns.
 Source of the maths: bytedance/Lance, modeling/lance. Held by the golden files and
 tests/model_executor/models/lance/test_lance_transformer.py.

@@ -6,7 +6,7 @@ from one latent frame to the next: frame-to-frame poses, translations divided by
 (origin and unit direction). Chunks are computed in fp64 and rounded once to fp32. Maths: Robbyant/lingbot-world
 @ a43bec7, wan/utils/cam_utils.py and wasd_ijkl_to_c2ws.py.
 
-Two conventions differ in what a chunk's first frame is relative to and in the scale:
+Two conventions differ in the reference of a chunk's first frame and in the scale:
 
 - interactive: the previous chunk's last pose, so every frame's action takes effect; a constant unit of translation;
 - trajectory: nothing (the clip's first frame stands still); the clip's largest translation.
@@ -304,7 +304,7 @@ def action_map(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Return what an `act` model is told, [448, N, height/8, width/8], fp32: ray directions, then the keys w a s d.
+    """Return an `act` model's control map, [448, N, height/8, width/8], fp32: ray directions, then the keys w a s d.
 
     As `camera_map`; translations are not looked at, and a key is the same in all pixels of its frame.
     """

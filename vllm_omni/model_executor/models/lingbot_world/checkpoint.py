@@ -71,7 +71,7 @@ class CheckpointLayout(WanComponents):
 def find_layout(path: Path) -> CheckpointLayout:
     """Find the pieces below (or, when `path` is the transformer's own folder, beside) `path`.
 
-    Raises ValueError of one line that says what was found and what is looked for.
+    Raises ValueError of one line that names the pieces found and those looked for.
     """
     folder = next((path / name for name in _TRANSFORMER_FOLDERS if _is_transformer(path / name)), None)
     if folder is not None:

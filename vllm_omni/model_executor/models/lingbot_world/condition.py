@@ -26,12 +26,12 @@ MASK_CHANNELS = 4
 _SETTLED = {torch.float32: 2**-8, torch.bfloat16: 2**-6}
 """By the VAE's type, the largest change from one latent frame to the next, over their deviation, that no longer counts:
 bfloat16, in which the released model takes its condition in, rounds by 2**-8; a VAE in bfloat16 rounds in every layer.
-Changes halve about once a latent frame, so what would still have come is of the same size."""
+Changes halve about once a latent frame, so all later changes together are of the same size."""
 
 
 @dataclass(frozen=True)
 class ConditionLayout:
-    """What the `ConditionState` of a session of `height` x `width` pixels may be. encoder: its cache's layout."""
+    """Layout of the `ConditionState` of a session of `height` x `width` pixels. encoder: its cache's layout."""
 
     height: int
     width: int
@@ -62,8 +62,8 @@ class ConditionState:
     """Where a session's condition stream stands. Immutable; shared by forks.
 
     cache: the encoder's cache; None once settled, and when nothing will be encoded behind the image.
-    last_1CFhw: the newest latent frame, to compare the next one with, fp32; of a settled state what all later chunks
-    are made of: one latent frame, or a whole chunk. num_encoded: latent frames since the image that were encoded.
+    last_1CFhw: the newest latent frame, to compare the next one with, fp32; of a settled state the condition of all
+    later chunks: one latent frame, or a whole chunk. num_encoded: latent frames since the image that were encoded.
     """
 
     height: int
@@ -135,7 +135,7 @@ class GreyCondition:
         return torch.cat([mask_CFhw, cond_CFhw]), state
 
     def state_layout(self, height: int, width: int) -> ConditionLayout:
-        """What a state of this size is; runs nothing."""
+        """Layout of a state of this size; runs nothing."""
         encoder = self.vae.encoder_cache_layout(height, width)
         return ConditionLayout(height, width, self.later, self.chunk_frames, encoder)
 
@@ -158,7 +158,7 @@ class GreyCondition:
         return [latent, *later], state
 
     def _stream(self, state: ConditionState, num_latents: int) -> tuple[list[torch.Tensor], ConditionState]:
-        """Go on with so many latent frames of grey behind what was encoded."""
+        """Encode so many more latent frames of grey."""
         latents = []
         for _ in range(num_latents):
             state = self._grey(state)
@@ -186,7 +186,7 @@ class GreyCondition:
         return self._encoded(replace(state, cache=cache, last_1CFhw=latent, num_encoded=state.num_encoded + 1))
 
     def _has_settled(self, before_1CFhw: torch.Tensor, latent_1CFhw: torch.Tensor) -> bool:
-        """Whether what comes behind `latent_1CFhw` is as good as equal to it."""
+        """Whether later latent frames are as good as equal to `latent_1CFhw`."""
         change = (latent_1CFhw - before_1CFhw).abs().max()
         return bool(change <= _SETTLED[self.vae.dtype] * latent_1CFhw.std())
 

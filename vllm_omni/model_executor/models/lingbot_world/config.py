@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a LingBot-World checkpoint is (`LingBotWorldConfig`) and how it is served (`LingBotOptions`).
+"""A LingBot-World checkpoint's sizes (`LingBotWorldConfig`) and how it is served (`LingBotOptions`).
 
 The architecture comes from the checkpoint and is checked key by key: an unknown key or a value this code does not
 implement is an error, never a guess. The options come from `additional_config["omni"]["model"]`.
@@ -36,9 +36,9 @@ ACTION_FOCAL = 500.0
 Version = Literal["v1", "v2"]
 
 LaterCondition = Literal["streamed", "second_chunk", "last_frame", "fresh_grey"]
-"""What chunks after the image's are conditioned on, F latent frames each:
+"""The condition of chunks after the image's, F latent frames each:
 
-- `streamed`: what the whole clip's encoding has there (the original, vLLM-Omni);
+- `streamed`: that part of the whole clip's encoding (the original, vLLM-Omni);
 - `second_chunk`: the second chunk's, again and again (SGLang);
 - `last_frame`: as streamed for so many video frames, then the last latent frame again and again (SGLang's lazy encode);
 - `fresh_grey`: 1 + 4 F grey frames encoded as a clip of their own, without its first latent (PR 3701's extension).
@@ -123,7 +123,7 @@ class Choices:
     largest one (`chunk_max`), or by the session's largest so far (`session_max`). A request's option `camera_scale`
     overrides all.
     camera_dtype: `fp32` = poses and rays in fp64, rounded once; `bf16` = all of it in bf16 (SGLang 0.5.23).
-    later_condition: what later chunks are conditioned on (`LaterCondition`).
+    later_condition: the condition of later chunks (`LaterCondition`).
     vae_continuation: the decoder goes on from its `cache`, or begins again two latent frames early at each chunk
     (`restart`).
     prompt_switch: a new prompt takes effect from the next chunk on (`refresh`), or after a session's first chunk is
@@ -141,7 +141,7 @@ class Choices:
 
     @property
     def camera_torch_dtype(self) -> torch.dtype:
-        """The type in which poses become rays; what comes out is fp32 in any case."""
+        """The type in which poses become rays; the result is fp32 in any case."""
         return {"fp32": torch.float64, "bf16": torch.bfloat16}[self.camera_dtype]
 
 
@@ -171,7 +171,7 @@ CONVENTIONS: Final[dict[Convention, Choices]] = {
 
 
 class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and what is LingBot World's alone.
+    """`StreamingOptions`, and LingBot World's own.
 
     version: `v1` (LingBot-World-Fast) or `v2` (LingBot-World 2.0 causal fast): same network, other defaults for
         `shift` (10 / 5), `denoise_indices`, `sink_frames` (9 / 6). None = the checkpoint's.
@@ -188,7 +188,7 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], checkpoint_version: Version = "v1") -> "LingBotOptions":
-        """Raises ValueError saying what arrived and what is allowed."""
+        """Raises ValueError with the value and the allowed ones."""
         parsed = cls.read({"version": checkpoint_version, **options})
         try:
             parsed.denoise_schedule()
@@ -229,7 +229,7 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
 
 
 def resolve_plan(config: LingBotWorldConfig, options: LingBotOptions) -> ChunkPlan:
-    """How a session is cut into chunks and what each sees. Raises ValueError."""
+    """How a session is cut into chunks, and the window of each. Raises ValueError."""
     return resolve_chunks(
         options,
         config,

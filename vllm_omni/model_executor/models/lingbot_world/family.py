@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `lingbot_world` family: what the command line and the config parser ask about it."""
+"""The `lingbot_world` family's entry for the command line and the config parser."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -93,7 +93,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
             decoder=decodes and setup.options.decoder == "wan",
             dtype=vae_dtype,
             compiled=setup.compiled,
-            # One at a time halves what a decode needs beside its cache; all are faster on a CPU.
+            # One at a time halves a decode's memory beside its cache; all are faster on a CPU.
             frames_per_call=1 if self.transformer.device.type == "cuda" else None,
             bands=RowBands.of(setup.parallel),
         )
@@ -142,7 +142,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
         return LingBotSession(session_id, shape, self.plan, window, layouts, reserved_bytes)
 
     def make_window(self, shape: SessionShape) -> WorldWindows:
-        """Make what a session's passes write their K/V to."""
+        """Make the windows that a session's passes write their K/V to."""
         return self.make_kv_window(shape)
 
     def make_kv_window(self, shape: SessionShape) -> KVWindow:
@@ -267,7 +267,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
         return action_map(inputs.relative_F44, inputs.intrinsics_F4, inputs.flags_F4, *where)
 
     def condition_blocks(self, request: Request) -> None:
-        """Compute what every block needs of camera and prompt, once per chunk (collective under tensor parallelism)."""
+        """Compute every block's inputs from camera and prompt, once per chunk (collective under tensor parallelism)."""
         session, chunk = request.session, request.work
         assert chunk.camera_map is not None
         chunk.cross_kv = session.cross_kv if chunk.text is None else self.prompts.get(chunk.prompt, chunk.text)

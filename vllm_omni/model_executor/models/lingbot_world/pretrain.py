@@ -59,7 +59,7 @@ def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
 
 
 def solver_step(solver: Any, step: int, latents: torch.Tensor, flow: torch.Tensor) -> torch.Tensor:
-    """Return the latents that `step` leaves, [16, F, h, w] fp32; the solver remembers what it needs for the next."""
+    """Return the latents after `step`, [16, F, h, w] fp32; the solver keeps its state for the next."""
     moved: torch.Tensor = solver.step(flow[None], solver.timesteps[step], latents[None], return_dict=False)[0][0]
     return moved
 
@@ -119,7 +119,7 @@ class GuidedWindows:
 
 @dataclass(eq=False, kw_only=True)
 class GuidedChunk(Chunk):
-    """negative_text: the encoded negative prompt. solver: this chunk's, with what it remembers between steps."""
+    """negative_text: the encoded negative prompt. solver: this chunk's, with its state between steps."""
 
     negative_text: torch.Tensor
     solver: Any

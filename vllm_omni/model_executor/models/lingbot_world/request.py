@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything a client may send with one chunk, checked: here and nowhere else.
 
-Reads a request beside its session and returns `ChunkInputs`, or raises `RequestFailed` naming the field, what arrived
-and what is allowed. Changes nothing, allocates nothing on the device, gives the same answer on every rank.
+Reads a request beside its session and returns `ChunkInputs`, or raises `RequestFailed` with the field, its value
+and the allowed ones. Changes nothing, allocates nothing on the device, gives the same answer on every rank.
 Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
@@ -41,7 +41,7 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def read_shape(params: DiffusionParams, config: LingBotWorldConfig, omni: OmniConfig) -> SessionShape:
-    """Read what a session's first chunk fixes. Raises `RequestFailed("unsupported_size", ...)`."""
+    """Read the sizes that a session's first chunk fixes. Raises `RequestFailed("unsupported_size", ...)`."""
     height, width = read_size(params, config, omni)
     return SessionShape(height, width, params.output)
 
@@ -148,7 +148,7 @@ def _read_flags(request: DiffusionRequest, session: LingBotSession) -> torch.Ten
 
 
 def _camera_scale(params: DiffusionParams, served: LingBotOptions, tail: cam.CameraTail) -> float | None:
-    """Return what translations are divided by; None = the chunk's largest. tail: after this chunk."""
+    """Return the divisor of translations; None = the chunk's largest. tail: after this chunk."""
     try:
         scale = parse_options(ChunkOptions, params.options, "options").camera_scale
     except ValueError as error:

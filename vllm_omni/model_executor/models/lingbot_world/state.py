@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LingBotSession`: what a LingBot World adds to `StreamingSession`, and `Chunk`, one chunk's working set.
+"""`LingBotSession`: LingBot World's part of a `StreamingSession`, and `Chunk`, one chunk's working set.
 
 Its own value is where camera and condition stream stand. Held by
 tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
@@ -53,7 +53,7 @@ class World:
 
 
 class LingBotScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What `LingBotSession.scalars` returns, as a file may bring it back."""
+    """The result of `LingBotSession.scalars`, as read from a file."""
 
     pitch_degrees: float
     largest_step: float = 0.0

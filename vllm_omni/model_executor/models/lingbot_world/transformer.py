@@ -33,7 +33,7 @@ from vllm_omni.model_executor.models.wan.transformer import Block, WanConfig
 
 @dataclass(frozen=True)
 class ChunkRow:
-    """What one row of a forward brings; tensors on the model's device, made once per chunk except `latents`.
+    """Inputs of one row of a forward; tensors on the model's device, made once per chunk except `latents`.
 
     latents: fp32 [16, F, h, w], noisy (or clean, at timestep 0). condition: [20, F, h, w], needed on the first
     stage. timestep: in [0, 1000].

@@ -29,7 +29,7 @@ CAMERA_TENSOR = "patch_embedding_wancamctrl.weight"
 """A LingBot World transformer has it, no other Wan transformer does."""
 
 TRANSFORMER_TENSORS: dict[str, Sizes] = {
-    # The order decides what a seed gives a tiny checkpoint: the camera's tensors follow the patch embedding.
+    # The order decides which values a seed gives a tiny checkpoint: the camera's tensors follow the patch embedding.
     **{name: shape for name, shape in wan.TRANSFORMER_TENSORS.items() if name.startswith("patch_embedding.")},
     CAMERA_TENSOR: ("D", "C"),
     "patch_embedding_wancamctrl.bias": ("D",),
@@ -62,7 +62,7 @@ def transformer_shapes(config: LingBotWorldConfig) -> dict[str, Shape]:
 
 
 def config_of_tensors(shapes: Mapping[str, Shape], where: str, num_heads: int | None = None) -> dict[str, Any]:
-    """Return what tensors say under the original's `config.json` keys: sizes, and the kind of control.
+    """Return values of the original's `config.json` keys read off tensors: sizes, and the kind of control.
 
     Raises ValueError if they are no LingBot World transformer or leave the number of heads open.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Qwen2.5-Omni checkpoint directory holds, read piece by piece: config, voices, single tensors, single rows.
+"""A Qwen2.5-Omni checkpoint directory, read piece by piece: config, voices, single tensors, single rows.
 
 Nothing here keeps a tensor it was not asked for: three engines and the process that connects them read from one
 checkpoint of 22 GB, and the connecting process needs some rows of two embedding tables.
@@ -59,7 +59,7 @@ def stored_dtype(config: dict[str, Any]) -> str:
 
 
 def load_voices(path: Path) -> dict[str, Voice]:
-    """Read `spk_dict.pt` without executing what a pickle may hold."""
+    """Read `spk_dict.pt` without executing any pickled code."""
     stored = torch.load(path / _SPEAKERS, weights_only=True, map_location="cpu")
     return {
         name: Voice(entry["cond"].float(), entry["ref_mel"].float(), int(entry["bos_token"]))

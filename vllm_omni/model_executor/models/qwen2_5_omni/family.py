@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `qwen2_5_omni` family: detection and what the token2wav stage (the one on the diffusion worker) is to vLLM.
+"""The `qwen2_5_omni` family: detection, and the token2wav stage (the one on the diffusion worker) as vLLM sees it.
 
 With `--config-format omni` a checkpoint directory is its token2wav stage; thinker and talker are started from the
 checkpoint's own config (`stages.py`).

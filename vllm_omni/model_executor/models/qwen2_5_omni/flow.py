@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`FlowSolver`: one interval of token2wav's flow, with as few kernels as the reference's arithmetic allows.
 
-At the size of a piece of speech the DiT's kernels take less time than their launches, so the number of launches is what
-a piece costs. transformers' own forward of the DiT computes the same things again in each of the four
+At the size of a piece of speech the DiT's kernels take less time than their launches, so the number of launches
+is a piece's cost. transformers' own forward of the DiT computes the same things again in each of the four
 evaluations of an interval: the speaker encoder over the voice's reference, both code embeddings, rotary angles, and a
 mask of [2 B, heads, T, T] in each layer. Here a clip computes its `conditions` once, masks are broadcast, and an
 interval of a size that comes again is one CUDA graph. Operations on the latents are transformers', in their order: the
@@ -45,7 +45,7 @@ class FlowSolver:
     def conditions(
         self, codes_1N: torch.Tensor, speaker_1D: torch.Tensor, ref_mel: torch.Tensor, guided: bool
     ) -> torch.Tensor:
-        """What the DiT sees beside the latents, [G, T, D] for one request: voice's reference, codes, speaker."""
+        """The DiT's inputs beside the latents, [G, T, D] for one request: voice's reference, codes, speaker."""
         embed, encoder = self._dit.text_embed, self._dit.input_embed.spk_encoder
         code_GTD = embed(codes_1N, drop_code=False)
         speaker_GTD = speaker_1D.unsqueeze(1).repeat(1, code_GTD.shape[1], 1)

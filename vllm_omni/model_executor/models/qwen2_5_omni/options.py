@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be set: of the token2wav engine, of one of its requests, of speech, and of all engines of a server.
+"""Options of the token2wav engine, of one of its requests, of speech, and of all engines of a server.
 
 Light on purpose: the command line reads it before vLLM is imported.
 """

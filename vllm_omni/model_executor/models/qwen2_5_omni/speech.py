@@ -87,8 +87,8 @@ def pieces(num_codes: int, finished: bool, emitted: int, how: SpeechDefaults) ->
 def _codes_queue(how: SpeechDefaults) -> asyncio.Queue[int | None]:
     """Codes from talker to token2wav, then None, with room for those of a whole speech.
 
-    vLLM's engine makes codes at its own pace and keeps what nobody fetches: a shorter queue would slow nothing down,
-    and hold the talker's slot until the sound is made.
+    vLLM's engine makes codes at its own pace and keeps those that nobody fetches: a shorter queue would slow nothing
+    down, and hold the talker's slot until the sound is made.
     """
     return asyncio.Queue(maxsize=how.max_codes + 1)
 

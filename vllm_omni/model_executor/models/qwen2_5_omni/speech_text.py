@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what the thinker computed to what the talker reads: `TalkerPromptBuilder`.
+"""From the thinker's results to the talker's prompt: `TalkerPromptBuilder`.
 
 The recipe is that of transformers' `Qwen2_5OmniForConditionalGeneration.generate`:
 

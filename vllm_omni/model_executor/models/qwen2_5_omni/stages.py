@@ -68,7 +68,7 @@ def token2wav_args(path: Path, **overrides: Any) -> AsyncEngineArgs:
 
 
 def _dtype(path: Path) -> str:
-    """What is stored: `auto` would make half precision of fp32 weights."""
+    """The stored type: `auto` would make half precision of fp32 weights."""
     return stored_dtype(read_config(path))
 
 
@@ -86,7 +86,7 @@ class SpeechEngines:
         thinker: AsyncLLM | None = None,
         **thinker_overrides: Any,
     ) -> Self:
-        """Start what is not running yet. `thinker`: an engine somebody else owns. Stops all if one does not start."""
+        """Start engines that do not run yet. `thinker`: an engine of somebody else. Stops all if one does not start."""
         options = options or StageOptions()
         defaults = options.speech_defaults
         builder = await asyncio.to_thread(TalkerPromptBuilder, path)
@@ -97,7 +97,7 @@ class SpeechEngines:
         if thinker is None:
             wanted = {"thinker": thinker_args(path, **thinker_overrides), **wanted}
         # On a CPU each start is mostly waiting for processes that import and load: all side by side. On a GPU an engine
-        # measures what it may take by what is in use before and after it loads, so nobody else may load meanwhile.
+        # measures its share by the memory in use before and after it loads, so nobody else may load meanwhile.
         names = list(wanted)
         turns = [names] if current_platform.is_cpu() else [[name] for name in names]
         stages: list[Stage] = []

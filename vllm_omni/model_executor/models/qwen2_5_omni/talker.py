@@ -2,7 +2,7 @@
 """The talker on vLLM: codec tokens from the thinker's states, one row of them added at every step.
 
 Built from vLLM's own parts: `Qwen2Model` with layers whose attention takes an explicit head size (the talker's width is
-not heads x head size), `LogitsProcessor`, M-RoPE. What is new is how each token finds the rows of its request.
+not heads x head size), `LogitsProcessor`, M-RoPE. New is how each token finds the rows of its request.
 
 **Slots.** vLLM hands `forward` no request id. Of all it hands over, only M-RoPE positions are a model's own choice: the
 model computes them per request (`get_mrope_input_positions`) and vLLM counts on from there. So the position of

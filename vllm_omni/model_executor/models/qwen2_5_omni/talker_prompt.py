@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a talker request carries what the thinker said: the one file that knows both ends of that wire.
+"""How a talker request carries the thinker's reply: the one file that knows both ends of that wire.
 
 A talker request is a stock `mm_input`: real prompt token ids (sampling penalties see them) and one item of length zero
 that carries tensors to the model. The client picks a `slot`, a number from 1 that no other request in flight uses;
-slot 0 belongs to requests without an item (vLLM's own warm-up). See `talker.py` for what the model does with it.
+slot 0 belongs to requests without an item (vLLM's own warm-up). See `talker.py` for the model's side.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ MODALITY = "thinker"
 class TalkerPrompt:
     """Everything one reply needs to be spoken. L prompt tokens, R reply rows, D the talker's embedding size.
 
-    token_ids: L codec ids. prompt_LD: what stands at each prompt position (thinker states, embeddings and the codec
-    embeddings of the last two). reply_RD: what is added to the codec embedding of generated token k, the last row
+    token_ids: L codec ids. prompt_LD: the embedding of each prompt position (thinker states, embeddings and the codec
+    embeddings of the last two). reply_RD: added to the codec embedding of generated token k, the last row
     from k = R-1 on. positions_3L: rotary positions, int64.
     """
 

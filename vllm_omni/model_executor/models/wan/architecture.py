@@ -16,7 +16,7 @@ from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPA
 class ChunkTransformerConfig:
     """A causal transformer's sizes; a family sets the defaults of its released model.
 
-    window_frames, sink_frames, frames_per_chunk: what the checkpoint recommends; None = nothing.
+    window_frames, sink_frames, frames_per_chunk: the checkpoint's recommendation; None = it has none.
     """
 
     dim: int

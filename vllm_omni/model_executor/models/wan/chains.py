@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the transformer does between matrix products and attention, as pure functions that torch.compile can fuse.
+"""The transformer's arithmetic between matrix products and attention, as pure functions that torch.compile can fuse.
 
 At full size each of these moves about 100 MB per operation when run eagerly; fused, each reads its inputs once. All
 compute in fp32 and round once at the end.

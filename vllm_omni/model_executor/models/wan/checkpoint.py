@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a Wan checkpoint keeps its frozen components: Wan's own file names or the diffusers folders.
 
-What is not in the checkpoint's directory is looked for in its `assets/`, a folder or a link to a directory that several
-checkpoints share.
+Files that the checkpoint's directory lacks are looked for in its `assets/`, a folder or a link to a directory that
+several checkpoints share.
 
 Only looks; `weights.py` loads. A piece that is missing is not an error until it is needed (`require`), so that an
 engine with dummy weights starts from configs alone, and a stage that decodes nothing needs no VAE. A family adds where
@@ -133,7 +133,7 @@ def chunk_hf_config(
     config: ChunkTransformerConfig,
     **facts: str,
 ) -> dict[str, Any]:
-    """Return what vLLM's config object carries for a chunk-by-chunk Wan model, JSON types only. Raises ValueError.
+    """Return the fields of vLLM's config object for a chunk-by-chunk Wan model, JSON types only. Raises ValueError.
 
     Besides the keys vLLM reads: under `name`, `transformer` (its config as stored), `vae` and `umt5` (architectures in
     diffusers' and transformers' keys), and `facts`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one chunk's clean latents to its video frames, by one of two decoders, and what the next chunk goes on from.
+"""From one chunk's clean latents to its video frames, by one of two decoders, and the state for the next chunk.
 
 A decoder that has decoded the chunk before goes on from its own features (`VAECache`), so that a stream equals the
 whole clip. One that has not (the stream's chunks went to the other decoder, or `continuation` is `restart`, PR 3701's
@@ -8,7 +8,7 @@ counts are those of a stream that never switched. How near that is to never havi
 
 - the tiny decoder looks `REACH` latents back and gets as many: its frames are those of a stream that is all its own;
 - Wan's looks dozens back and gets `RESTART_LATENTS` (a causal convolution looks two back): an approximation, which
-  fades as the stream goes on. More would be nearer, and cost what the other decoder has saved.
+  fades as the stream goes on. More would be nearer, and as slow as the other decoder.
 
 Held by tests/model_executor/models/wan/test_chunk_decoder.py and
 tests/model_executor/models/lingbot_world/test_lingbot_alternatives.py.
@@ -32,7 +32,7 @@ RESTART_LATENTS = 2
 
 @dataclass(frozen=True, eq=False)
 class DecoderState:
-    """What a stream remembers of its decode. Immutable; forks share it.
+    """A stream's decoder state. Immutable; forks share it.
 
     cache: of the decoder that made the last frames; None = whichever comes begins again. tiny: that was the second one.
     newest: the last latents [1, 16, F, h, w], fp32, as many as a decoder may begin again with; None = never needed.
@@ -62,7 +62,7 @@ _TINY, _NEWEST = "tiny.", "newest"
 
 @dataclass(frozen=True)
 class DecoderLayout:
-    """What the `DecoderState` of a stream of `height` x `width` pixels may be on this rank.
+    """Layout of the `DecoderState` of a stream of `height` x `width` pixels on this rank.
 
     main, tiny: caches of the two decoders; None = that one keeps none, or is not there.
     """
@@ -124,7 +124,7 @@ class ChunkDecoder:
     def decode(
         self, latents_1CFhw: torch.Tensor, before: DecoderState | None, *, tiny: bool = False
     ) -> tuple[torch.Tensor, DecoderState]:
-        """Return pixels [1, 3, T, H, W] of the stream's next latents, T = 4 F (4 F - 3 at its start), and what to keep.
+        """Return pixels [1, 3, T, H, W] of the stream's next latents, T = 4 F (4 F - 3 at its start), and new state.
 
         tiny: by the tiny decoder (`can_be_tiny`). Where several ranks decode bands of rows, `main` returns the band
         and the tiny one whole frames.
@@ -152,7 +152,7 @@ class ChunkDecoder:
         return both[:, :, -self._num_kept :].float().clone()
 
     def state_layout(self, height: int, width: int) -> DecoderLayout:
-        """What a stream of `height` x `width` pixels may keep; runs nothing."""
+        """Layout of the state of a stream of `height` x `width` pixels; runs nothing."""
         return DecoderLayout(
             height,
             width,
@@ -161,7 +161,7 @@ class ChunkDecoder:
         )
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Most bytes of what a stream of `height` x `width` pixels keeps; runs nothing."""
+        """Most bytes of the state of a stream of `height` x `width` pixels; runs nothing."""
         caches = [] if self._restarts else [self.main.decoder_cache_nbytes(height, width)]
         caches += [] if self.tiny is None else [self.tiny.decoder_cache_nbytes(height, width)]
         cells = (height // VAE_SPATIAL) * (width // VAE_SPATIAL)

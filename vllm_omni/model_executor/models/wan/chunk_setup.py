@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WanChunkSetup`: checkpoint, options and ranks of one pipeline that streams in chunks; a family adds what is its own.
+"""`WanChunkSetup`: checkpoint, options and ranks of one pipeline that streams in chunks; a family adds its own.
 
 Of weights it reads only the tiny decoder's widths, and it asks the device only whether it is there. Held by
 tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
@@ -39,7 +39,7 @@ Layout = TypeVar("Layout", bound=WanComponents)
 class WanChunkSetup(Generic[Config, Options, Layout]):
     """Everything such a pipeline is built from, resolved and checked. layout: where the checkpoint's pieces are.
 
-    dtype: the transformer's. compiled: what `options.compile` comes to. quantization: of the transformer's weights.
+    dtype: the transformer's. compiled: the resolved `options.compile`. quantization: of the transformer's weights.
     kv_dtype: the stored keys and values', None = `dtype`.
     """
 
@@ -67,7 +67,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
         quantization: QuantizationConfig | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> Self:
-        """Read what a family's `hf_config` says of a checkpoint; `parallel` None = vLLM's groups. Raises ValueError.
+        """Read a family's part of `hf_config`; `parallel` None = vLLM's groups. Raises ValueError.
 
         eager: the engine was told not to compile anything.
         """
@@ -90,7 +90,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
 
     @property
     def wants_tiny_vae(self) -> str | None:
-        """What needs the tiny decoder, as a user would name it; None = nothing does."""
+        """The option that needs the tiny decoder, as a user would name it; None = none does."""
         return "omni.model.decoder 'tiny'" if self.options.decoder == "tiny" else None
 
     @property

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the family's causal transformers share: a forward of several sessions' chunks, with windows of keys and values.
+"""The base of the family's causal transformers: a forward of several sessions' chunks, with windows of keys and values.
 
 A row attends to whatever its window shows it, without a mask: causality is in the window's content. No step of the
-forward waits for the device: slots and lengths are host integers, what depends on the timestep is kept on the device by
-timestep. Where windows are full a forward may come by CUDA graphs.
+forward waits for the device: slots and lengths are host integers, tensors of each timestep stay on the device. Where
+windows are full a forward may come by CUDA graphs.
 Held by the tests of the families: tests/model_executor/models/causal_wan/test_causal_wan_graphs.py,
 tests/model_executor/models/lingbot_world/test_lingbot_graphs.py.
 """
@@ -36,7 +36,7 @@ class ChunkTransformer(WanTransformer[Config]):
     """
 
     moving_fields: ClassVar[tuple[str, ...]] = ("latents",)
-    """Of a row: tensors that are others at the next forward. What is not named here stays where it is while its window
+    """Of a row: tensors that are others at the next forward. The others stay where they are while their window
     does (but for `rope`, which moves too); tensors may be None."""
 
     def __init__(
@@ -130,7 +130,7 @@ class ChunkTransformer(WanTransformer[Config]):
 
 
 def _graph_key(rows: Sequence[Any], kv_only: bool) -> Hashable | None:
-    """What a forward of `rows` does but for numbers on the device; None = it does not come again."""
+    """Identity of a forward of `rows` but for numbers on the device; None = it does not come again."""
     keys = [row.window.graph_key(row.frames) for row in rows]
     if any(key is None for key in keys):
         return None

@@ -83,9 +83,9 @@ _TINY = 1e-30
 
 
 def use_cpu_layers(network: Any) -> None:
-    """Replace, in place, what a CPU computes slowly in a Wan encoder, decoder or whole autoencoder that lies on one.
+    """Replace, in place, layers that a CPU computes slowly, in a Wan encoder, decoder or autoencoder on a CPU.
 
-    network: a module; what lies elsewhere stays as it is. Parameters keep their names, values and identity.
+    network: a module; layers on other devices stay as they are. Parameters keep their names, values and identity.
     """
     if any(parameter.device.type != "cpu" for parameter in network.parameters()):
         return

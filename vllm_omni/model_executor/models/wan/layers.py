@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the diffusion transformers of the Wan family share: embeddings, attention with K/V windows, head.
+"""Parts shared by the Wan family's diffusion transformers: embeddings, attention with K/V windows, head.
 
 Knows no session and no schedule: each row of a batch brings its own K/V window and cross-attention K/V. A family puts
 blocks together from these (`lingbot_world/transformer.py`, `causal_wan/transformer.py`).
@@ -42,9 +42,9 @@ class WanArchitecture(Protocol):
 
 
 class KVView(Protocol):
-    """What attention does with a window (`layers/kv_cache.py`): write a chunk's K/V, then read what it may see.
+    """A window as attention uses it (`layers/kv_cache.py`): write a chunk's K/V, then read the visible ones.
 
-    graph_key: what both do but for numbers on the device; None = it does not come again.
+    graph_key: identifies both calls but for numbers on the device; None = it does not come again.
     """
 
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None: ...

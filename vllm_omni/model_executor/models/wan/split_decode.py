@@ -4,7 +4,7 @@
 The decoder is made of 3x3(x3) convolutions, nearest upsampling, norms per position and one attention over each frame
 in the middle. So a band needs of its neighbours one row before each spatial convolution, and everybody's keys and
 values at the attention; all else is its own. At the picture's upper and lower edge a row of zeros stands for the
-neighbour, which is what the whole decoder pads with: the sums are the same, only kernels may order them differently.
+neighbour, as in the whole decoder's padding: the sums are the same, only kernels may order them differently.
 
 `split_decoder` replaces those layers of a built decoder by ones of the same parameter names; the feature cache of a
 stream then holds the band's rows only. Latents go in whole on every rank; frames are joined where they are needed.
@@ -30,7 +30,7 @@ _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else 
 
 
 class RowBands:
-    """This rank's band, and what bands exchange. Bands differ by one latent row at most, the longer ones first.
+    """This rank's band, and the rows bands exchange. Bands differ by one latent row at most, the longer ones first.
 
     group: of `size` ranks, used for decodes only: they may run on a stream of their own beside the denoise steps, whose
     collectives on the same group would have to wait for them.
@@ -63,7 +63,7 @@ class RowBands:
         return range(start, start + lengths[self.rank])
 
     def take(self, latents_1CTHW: torch.Tensor) -> torch.Tensor:
-        """Return this rank's band of whole latents; what follows belongs to a stream of their height."""
+        """Return this rank's band of whole latents; later calls belong to a stream of their height."""
         self._latent_height = latents_1CTHW.shape[3]
         rows = self.rows(self._latent_height)
         return latents_1CTHW[:, :, :, rows.start : rows.stop]

@@ -11,7 +11,7 @@ from vllm_omni.model_executor.layers.parallel import ParallelContext
 
 
 class Sizes(Protocol):
-    """What of an architecture decides."""
+    """The sizes of an architecture that decide."""
 
     @property
     def num_heads(self) -> int: ...

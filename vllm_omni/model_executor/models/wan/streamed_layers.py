@@ -56,7 +56,7 @@ class StreamedUpsample(WanResample):
 
 
 def stream_upsamplers(decoder: nn.Module) -> None:
-    """Replace, in place, what upsamples in a `WanDecoder3d`."""
+    """Replace, in place, the upsamplers of a `WanDecoder3d`."""
     replace_layers(decoder, _streamed)
 
 
@@ -67,7 +67,7 @@ def _streamed(layer: nn.Module) -> nn.Module | None:
 
 
 def replace_layers(network: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Put what `replacement` makes of a layer in the layer's place, throughout `network`; None = it stays."""
+    """Put `replacement(layer)` in the place of each layer, throughout `network`; None = it stays."""
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
             other = replacement(layer)

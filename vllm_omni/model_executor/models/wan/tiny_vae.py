@@ -49,7 +49,7 @@ class MemoryBlock(nn.Module):
         )
 
     def forward(self, x_TCHW: torch.Tensor, before_1CHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (result, what the next call's `before_1CHW` is)."""
+        """Return (result, the next call's `before_1CHW`)."""
         past_TCHW = torch.cat((before_1CHW, x_TCHW[:-1]))
         out_TCHW = functional.relu(self.conv(torch.cat((x_TCHW, past_TCHW), dim=1)) + x_TCHW)
         return out_TCHW, x_TCHW[-1:].clone()
@@ -89,7 +89,7 @@ class TinyVAEDecoder(nn.Module):
         self.dtype = dtype
         self.requires_grad_(False)
         for weight in self.parameters():
-            if weight.device.type == "cpu" and weight.dim() == 4:  # what its kernels are fastest in
+            if weight.device.type == "cpu" and weight.dim() == 4:  # the layout its kernels are fastest in
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
         self.eval()
 
@@ -111,12 +111,12 @@ class TinyVAEDecoder(nn.Module):
             else:
                 x = layer(x)
         if cache is None:
-            x = x[3:]  # what the first latent's frames are grown from has no past
+            x = x[3:]  # the first latent frame has no past
         pixels_1CTHW = (x * 2 - 1).clamp_(-1.0, 1.0).transpose(0, 1).unsqueeze(0)
         return pixels_1CTHW, VAECache(tuple(kept))
 
     def decoder_cache_layout(self, height: int, width: int) -> CacheLayout:
-        """What the cache of a stream of `height` x `width` pixels is."""
+        """Layout of the cache of a stream of `height` x `width` pixels."""
         return CacheLayout(tuple(self._cache_shapes(height // 8, width // 8)), self.dtype)
 
     def decoder_cache_nbytes(self, height: int, width: int) -> int:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The skeleton of the Wan family's diffusion transformers: what a rank holds of one, and one forward of several rows.
+"""The skeleton of the Wan family's diffusion transformers: a rank's part of one, and one forward of several rows.
 
 Owns parameters and their order of use for this rank (a tensor-parallel part, a pipeline stage, or a token part) and
-nothing of sessions, requests or schedules. A family says what its rows bring (`WanTransformer.channels`), how time
-modulates (`Block.modulate`) and what its blocks add (`Block.after_self_attention`).
+nothing of sessions, requests or schedules. A family gives the input channels of its rows (`WanTransformer.channels`),
+the modulation by time (`Block.modulate`) and additions to its blocks (`Block.after_self_attention`).
 
 Precision: linear layers run in the model's type; the residual stream (unless told otherwise), modulation, gates,
 normalisation, rotation, the time MLPs and the head run in fp32. In an fp32 model everything is fp32.
@@ -223,7 +223,7 @@ class WanTransformer(nn.Module, Generic[Config]):
         return to_device(cos[own], self.device), to_device(sin[own], self.device)
 
     def channels(self, row: Any) -> torch.Tensor:
-        """Return what the first stage embeds of a row, contiguous [in_channels, F, h, w]."""
+        """Return the input channels of a row on the first stage, contiguous [in_channels, F, h, w]."""
         raise NotImplementedError
 
     def cross_attention_kv(self, text_SE: torch.Tensor) -> torch.Tensor:

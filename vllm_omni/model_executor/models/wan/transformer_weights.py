@@ -110,7 +110,7 @@ def transformer_shapes(config: WanNetwork) -> dict[str, Shape]:
 def stored_sizes(shapes: Mapping[str, Shape], where: str, num_heads: int | None = None) -> dict[str, int]:
     """Return the sizes that a network's tensors have, under the original's `config.json` keys.
 
-    shapes: by Wan's own names. where: the weights, for errors. num_heads: what the config says, None = nothing.
+    shapes: by Wan's own names. where: the weights, for errors. num_heads: the config's, None = it has none.
     Raises ValueError if they are no network of these tables or leave the number of heads open.
     """
     try:
@@ -136,7 +136,7 @@ def stored_sizes(shapes: Mapping[str, Shape], where: str, num_heads: int | None 
 def network_shapes(
     config: WanNetwork, outside: Mapping[str, Sizes], block: Mapping[str, Sizes], **more_sizes: int
 ) -> dict[str, Shape]:
-    """Shapes of a network of these tables. more_sizes: what letters mean beside those of the tables here."""
+    """Shapes of a network of these tables. more_sizes: sizes of letters beside those of the tables here."""
     patch = config.patch_size[1] * config.patch_size[2]
     sizes: dict[str, int] = {
         "D": config.dim,

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Wan 2.1 video autoencoder as a stream: pixels and latents go in piece by piece, memory of the past is explicit.
 
-The networks are diffusers' `WanEncoder3d` and `WanDecoder3d`; what this file owns is the feature cache of their causal
+The networks are diffusers' `WanEncoder3d` and `WanDecoder3d`; this file owns the feature cache of their causal
 convolutions, which diffusers keeps inside its model and clears on every call. Here a cache is a value: a call takes one
 and returns another, so an aborted chunk leaves the session's cache as it was.
 
 One latent frame stands for 4 pixel frames, the first of a stream for 1. Latents are processed one at a time, so a
 stream cut anywhere equals one call over the whole clip bit for bit. A call holds one cache beside the one it was given:
-what a latent frame leaves behind replaces what the one before left, convolution by convolution.
+the features of a latent frame replace those of the one before, convolution by convolution.
 
 Shape letters: C channels, T frames, H height, W width (pixels of `VAEConfig.spatial_factor` x latent cells).
 Held by tests/model_executor/models/wan/test_vae.py.
@@ -46,7 +46,7 @@ _COMPILE_ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What a stream's caches are after every call. shapes: of the features, in order."""
+    """Layout of a stream's caches after every call. shapes: of the features, in order."""
 
     shapes: tuple[Shape, ...]
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class CacheLayout:
 
 @dataclass(frozen=True, eq=False)
 class VAECache:
-    """What a stream remembers between calls: the last input frames of every causal convolution. Never written to.
+    """A stream's state between calls: the last input frames of every causal convolution. Never written to.
 
     features: tensors [1, C, 1 or 2, h, w] in the VAE's dtype, in the order the network visits its convolutions. Their
     shapes are the same after every call, so `nbytes` is constant over a stream.
@@ -223,7 +223,7 @@ class StreamingWanVAE(nn.Module):
         return torch.cat(pixels, dim=2).clamp_(-1.0, 1.0), VAECache(tuple(features))
 
     def encoder_cache_layout(self, height: int, width: int) -> CacheLayout:
-        """What an encoder cache is for a stream of `height` x `width` pixels; runs nothing."""
+        """Layout of the encoder cache of a stream of `height` x `width` pixels; runs nothing."""
         return _cache_layout(self.config, "encoder", height, width, self.dtype)
 
     def encoder_cache_nbytes(self, height: int, width: int) -> int:
@@ -235,7 +235,7 @@ class StreamingWanVAE(nn.Module):
             self.bands.rows(height // self.config.spatial_factor)
 
     def decoder_cache_layout(self, height: int, width: int) -> CacheLayout:
-        """What this rank's decoder cache is for a stream of `height` x `width` pixels; runs nothing."""
+        """Layout of this rank's decoder cache of a stream of `height` x `width` pixels; runs nothing."""
         if self.bands is not None:
             factor = self.config.spatial_factor
             height = factor * len(self.bands.rows(height // factor))
@@ -272,7 +272,7 @@ def _step(
 ) -> tuple[torch.Tensor, list[Any]]:
     """Run one latent frame's worth through `network`, which replaces `features` in place; return output and features.
 
-    features: owned by the caller alone, so that what is replaced is freed at once; None starts a stream.
+    features: owned by the caller alone, so that replaced features are freed at once; None starts a stream.
     """
     if features is not None:
         return network(x_1CTHW, feat_cache=features, feat_idx=[0]), features
@@ -317,7 +317,7 @@ def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) ->
     def decode_latent(x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]) -> torch.Tensor:
         cut = len(feat_cache) - 1 - of_large
         features = feat_cache[: cut - of_middle], feat_cache[cut - of_middle : cut], feat_cache[cut:]
-        feat_cache.clear()  # now the parts' lists alone hold what they replace
+        feat_cache.clear()  # now the parts' lists alone hold the features they replace
         x_1CTHW = small(x_1CTHW, feat_cache=features[0], feat_idx=[0])
         frames = []
         for piece in x_1CTHW.split(frames_per_call, dim=2):
@@ -346,8 +346,8 @@ def _compiled(network: Network) -> Network:
     """Compile for one shape after another; features end in memory of their own.
 
     Compiled code hands out some features as parts of the buffer that a convolution was given, which they would keep.
-    What cannot be compiled (kernels are made for the device, which has failed by chance) runs as it is; nothing has run
-    by then, since the network is one graph.
+    A network that cannot be compiled (kernels are made for the device, which has failed by chance) runs as it is;
+    nothing has run by then, since the network is one graph.
     """
     compiled: Network = torch.compile(network, dynamic=False, fullgraph=True)
     failures: Counter[torch.Size] = Counter()
@@ -369,7 +369,7 @@ def _compiled(network: Network) -> Network:
 
 
 def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
-    """Give a feature of the first latent its final shape; zero frames in front are what the convolution pads with.
+    """Give a feature of the first latent its final shape; zero frames in front are the convolution's own padding.
 
     The first latent leaves one frame where later ones leave two, and a text marker instead of a tensor in the temporal
     up-samplers, which skip their convolution once. It gets its final layout too: joined with one of another layout,

@@ -52,7 +52,7 @@ class Wan22Layout(WanComponents):
         return values
 
     def facts(self) -> Wan22Checkpoint:
-        """Return what index, VAE and transformer say together. Raises ValueError if they contradict each other."""
+        """Return the fields of index, VAE and transformer together. Raises ValueError if they contradict each other."""
         vae = {**_VAE_DEFAULTS, **self.vae_values()}
         kind: Kind = "t2v"
         if self.index.get("expand_timesteps") is True:
@@ -118,7 +118,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return what vLLM's config object carries for this checkpoint, JSON types only; needs no weights.
+    """Return the fields of vLLM's config object for this checkpoint, JSON types only; needs no weights.
 
     Besides the keys vLLM reads: `wan2_2` with `transformer`, `vae`, `umt5` and `scheduler` (their configs) and `facts`
     (the fields of `Wan22Checkpoint`). Raises ValueError.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Wan 2.2 (or 2.1) checkpoint is: its network, how it is conditioned, and how it is served.
+"""A Wan 2.2 (or 2.1) checkpoint: its network, its conditions, and how it is served.
 
-`Wan22Config` is the network, `Wan22Checkpoint` what `model_index.json` adds to it, `Wan22Options` what a deployment
-sets under `additional_config["omni"]["model"]`, `Wan22RequestOptions` what a request sets under `options`.
+`Wan22Config` is the network, `Wan22Checkpoint` adds the fields of `model_index.json`, `Wan22Options` are a deployment's
+under `additional_config["omni"]["model"]`, `Wan22RequestOptions` a request's under `options`.
 Held by tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
 """
 
@@ -108,7 +108,7 @@ class Wan22Checkpoint:
 
     @property
     def in_channels(self) -> int:
-        """What the network is fed: noise, and for `i2v` a mask channel per pixel frame and the picture's latents."""
+        """Input channels: noise, and for `i2v` a mask channel per pixel frame and the picture's latents."""
         return 2 * self.z_dim + self.temporal_factor if self.kind == "i2v" else self.z_dim
 
     def latent_frames(self, num_frames: int) -> int:
@@ -135,7 +135,7 @@ class Wan22Checkpoint:
 
 @dataclass(frozen=True)
 class Recommended:
-    """What the authors sample with (Wan-Video/Wan2.2 and Wan2.1, wan/configs). guidance_2: below the boundary."""
+    """The authors' sampling defaults (Wan-Video/Wan2.2 and Wan2.1, wan/configs). guidance_2: below the boundary."""
 
     num_inference_steps: int
     guidance: float
@@ -159,7 +159,7 @@ Shift = Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
 class Wan22Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What requests leave out; None = what the checkpoint's authors sample with.
+    """Defaults of requests; None = the checkpoint's authors'.
 
     guidance_scale_2: below the boundary. flow_shift: of the noise schedule (authors: 3 at 480p, 5 at 720p and above).
     """
@@ -174,7 +174,7 @@ class Wan22Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`ModelOptions`, and what is Wan 2.2's alone.
+    """`ModelOptions`, and Wan 2.2's own.
 
     defaults: num_inference_steps, guidance_scale, guidance_scale_2 (below the boundary), num_frames, fps,
     negative_prompt and flow_shift of requests that name none.
@@ -195,7 +195,7 @@ class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "Wan22Options":
-        """Raises ValueError saying what arrived and what is allowed."""
+        """Raises ValueError with the value and the allowed ones."""
         parsed = parse_options(cls, options, "omni.model")
         if parsed.cfg_parallel and parsed.sequence_parallel:
             raise ValueError("omni.model: cfg_parallel and sequence_parallel both take the tensor-parallel ranks")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `wan2_2` family: what the command line, the config parser and the doors ask about it."""
+"""The `wan2_2` family's entry for the command line, the config parser and the doors."""
 
 from typing import Any
 

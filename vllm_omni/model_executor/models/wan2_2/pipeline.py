@@ -125,7 +125,7 @@ class Video:
 
     latents: fp32 [z_dim, F, h, w]. condition: `i2v` [mask and latents, F, h, w], `ti2v` [z_dim, 1, h, w] or None.
     texts: encoded prompt and, if guided, negative prompt. cross_kv: theirs, for the expert `expert`.
-    scheduler: this request's own; stepped on the last stage only. timesteps: what the network is fed, step by step.
+    scheduler: this request's own; stepped on the last stage only. timesteps: inputs of the network, step by step.
     """
 
     request: VideoRequest
@@ -377,7 +377,7 @@ class Wan22(nn.Module):
             video.expert = name
 
     def _inputs(self, video: Video) -> torch.Tensor:
-        """What the network sees of the latents: alone, beside the condition, or with the picture in front."""
+        """The network's input of the latents: alone, beside the condition, or with the picture in front."""
         if video.condition is None:
             return video.latents
         if video.clean_frames:

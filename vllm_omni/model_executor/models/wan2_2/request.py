@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything a client may send with one video request, checked: here and nowhere else.
 
-`read_request` returns a `VideoRequest` with every default resolved, or raises `RequestFailed` naming the field, what
-arrived and what is allowed. Allocates nothing on a device, gives the same answer on every rank.
+`read_request` returns a `VideoRequest` with every default resolved, or raises `RequestFailed` with the field, its
+value and the allowed ones. Allocates nothing on a device, gives the same answer on every rank.
 Held by tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
 """
 
@@ -120,7 +120,7 @@ def read_image(
 
 
 def default_num_frames(checkpoint: Wan22Checkpoint, options: Wan22Options) -> int:
-    """The deployment's default, else the authors', within what the server makes."""
+    """The deployment's default, else the authors', within the server's limits."""
     wanted = options.defaults.num_frames or min(recommended(checkpoint).num_frames, options.max_num_frames)
     return 1 + (wanted - 1) // checkpoint.temporal_factor * checkpoint.temporal_factor
 

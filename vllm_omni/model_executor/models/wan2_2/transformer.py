@@ -26,7 +26,7 @@ from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 
 
 class OwnTokens:
-    """The K/V "window" of a bidirectional network: attention reads back what the same layer has just written."""
+    """The K/V "window" of a bidirectional network: attention reads back the K/V its layer has just written."""
 
     def __init__(self) -> None:
         self._kv: tuple[torch.Tensor, torch.Tensor] | None = None
