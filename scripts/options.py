@@ -34,7 +34,7 @@ HEAD = """# Options
 Written by `scripts/options.py` from the classes that read them; do not edit.
 
 All options of this package stand under `--additional-config '{{"omni": {{...}}}}'`, those of a model under its key
-`model`. A wrong name or a value out of range ends the start and says what is allowed. {total} options in all; one that
+`model`. A wrong name or a value out of range ends the start and names the allowed ones. {total} options in all; one that
 several models have in the same words counts once.
 """
 
@@ -129,7 +129,7 @@ def total() -> int:
 def render() -> str:
     parts = [HEAD.format(total=total())]
     for title, lines in tables().items():
-        parts.append(f"\n## {title}\n\n| option | default | allowed | what it does |\n|---|---|---|---|\n")
+        parts.append(f"\n## {title}\n\n| option | default | allowed | effect |\n|---|---|---|---|\n")
         cells = [(f"`{name}`", default, kind, text) for name, default, kind, text in lines]
         parts += ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in cells]
     return "".join(parts)

@@ -187,7 +187,7 @@ def page(quality: Mapping[str, Any], plot: str) -> str:
             "",
             f"No worse in any column: {', '.join(name for name, found in worse.items() if not found)}.",
             "",
-            "What the columns say:",
+            "The columns:",
             "",
             "- By chunk: PSNR in dB against the rendered truth / sharpness over the truth's. PSNR rewards blur.",
             "- Turn: of a held look key over the commanded 6 degrees, median; wrong: latent frames that turned the "
