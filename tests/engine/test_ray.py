@@ -40,7 +40,8 @@ def walk(cluster: TwoNodes, *arguments: object) -> set[str]:
     """Run ray_walk.py on the cluster; returns the nodes that had workers."""
     script = Path(__file__).with_name("ray_walk.py")
     command = [sys.executable, str(script), *map(str, arguments)]
-    done = subprocess.run(command, env=cluster.environ, capture_output=True, text=True, timeout=400, check=False)
+    environ = {**cluster.environ, "PYTHONPATH": str(script.parents[1])}  # for `helpers`
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return set(json.loads(done.stdout.splitlines()[-1])["nodes"])
 
