@@ -74,7 +74,7 @@ _WHY = {
     ),
     ("LingBot World", "ulysses4_vae_parallel, CUDA graphs"): (
         "Ulysses 4, parallel decode, CUDA graphs",
-        "the same kind of host, launching graphs: passes take what the device takes",
+        "the same kind of host, launching graphs: passes take the device's time",
     ),
     ("LingBot World", "lingbot_world_pp2"): (
         "PP 2",
@@ -168,7 +168,7 @@ _WHY = {
     ),
     ("causal Wan 14B", "ulysses4_vae_parallel, CUDA graphs"): (
         "Ulysses 4, parallel decode, CUDA graphs",
-        "passes take what the devices take",
+        "passes take the devices' time",
     ),
 }
 
