@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import torch
 
+from vllm_omni.actions import MAX_ENTRIES, ActionEntry
 from vllm_omni.outputs import RequestFailed, pack, unpack
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     op: `generate` runs the next chunk; `reset`, `close` and `fork` act on the session and return only metadata.
     chunk_index: the chunk the client expects to be next; None accepts whichever is next.
     prompt: required on a session's first chunk; later, a new prompt from this chunk on.
-    actions: one list of held keys per latent frame (`w a s d i j k l`), instead of a `poses` tensor.
+    actions: one entry per latent frame, names of held buttons or an `ActionFrame`; the model's `ActionSpace` says
+    which it takes. Instead of a `poses` tensor.
     height, width: pixels, fixed for the session by its first chunk. output: `rgb` = uint8 frames
     `[T, H, W, 3]`, `latents` = the model's latents as they are.
     fork_to: the new session's id, for `op="fork"`.
@@ -54,7 +56,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     seed: Seed | None = None
     height: Pixels | None = None
     width: Pixels | None = None
-    actions: Annotated[list[list[str]], msgspec.Meta(max_length=64)] | None = None
+    actions: Annotated[list[ActionEntry], msgspec.Meta(max_length=MAX_ENTRIES)] | None = None
     output: Literal["rgb", "latents"] = "rgb"
     fork_to: SessionId | None = None
     one_shot: bool = False

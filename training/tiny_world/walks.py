@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from training.tiny_world.village import PERIOD, Village, wrap
-from vllm_omni.model_executor.models.lingbot_world.camera import KEYS, PITCH_DEGREES, YAW_DEGREES
+from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_SPACE, PITCH_DEGREES, YAW_DEGREES
 
 STEP_M = 0.5
 """What one latent frame with a movement key covers: 2 m/s at 16 frames a second."""
 _LARGEST_PITCH = 33
+KEYS = ACTION_SPACE.button_names
 _BIT = {key: 1 << index for index, key in enumerate(KEYS)}
 
 # (keys, weight): what a random walker holds next

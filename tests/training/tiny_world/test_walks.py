@@ -7,9 +7,17 @@ import pytest
 import torch
 
 from training.tiny_world.village import PERIOD, Village
-from training.tiny_world.walks import STEP_M, Walks, _blocked, free_places, key_bits, random_walks, scripted_walks
-from vllm_omni.model_executor.models.lingbot_world.camera import (
+from training.tiny_world.walks import (
     KEYS,
+    STEP_M,
+    Walks,
+    _blocked,
+    free_places,
+    key_bits,
+    random_walks,
+    scripted_walks,
+)
+from vllm_omni.model_executor.models.lingbot_world.camera import (
     MOVE_UNIT,
     CameraTail,
     integrate_actions,

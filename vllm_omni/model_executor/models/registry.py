@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
 
@@ -68,6 +69,7 @@ class ModelFamily:
     layouts: the layouts `make_tiny` can write, default first.
     world_facts: (hf_config as a dict, parsed options) -> the fields that differ from the defaults of
     `WorldFacts` (entrypoints/realtime/facts.py), e.g. another chunk size.
+    action_space: likewise -> the controls that the model takes; None = it takes none.
     capabilities: likewise -> requests of the OpenAI routes that the model takes; None = a world started by an image.
     check_options: (hf_config as a dict, parsed options) -> None, or ValueError in one line; must be cheap.
     check_parallel: (hf_config as a dict, parsed options, --tensor-parallel-size, --pipeline-parallel-size) -> None, or
@@ -87,6 +89,7 @@ class ModelFamily:
     check_options: Callable[[dict[str, Any], OmniConfig], None] | None = None
     check_parallel: Callable[[dict[str, Any], OmniConfig, int, int], None] | None = None
     world_facts: Callable[[dict[str, Any], OmniConfig], dict[str, Any]] | None = None
+    action_space: Callable[[dict[str, Any], OmniConfig], ActionSpace] | None = None
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     executor_cls: str | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.dtypes import KV_CACHE_DTYPES
 from vllm_omni.model_executor.models.capabilities import Capabilities
@@ -46,6 +47,7 @@ def streaming_family(
     check_options: Callable[[OmniConfig], None],
     check_parallel: Callable[[Stream[Config, Options], OmniConfig, int, int], None],
     facts: Mapping[str, Any],
+    action_space: Callable[[Stream[Config, Options]], ActionSpace] | None = None,
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None,
 ) -> ModelFamily:
     """Return the family of package `models/{name}`.
@@ -70,6 +72,10 @@ def streaming_family(
             **facts,
         }
 
+    def space(config: dict[str, Any], omni: OmniConfig) -> ActionSpace:
+        assert action_space is not None
+        return action_space(read(config[name], omni))
+
     return ModelFamily(
         name=name,
         title=title,
@@ -80,6 +86,7 @@ def streaming_family(
         check_options=check_served,
         check_parallel=check_split,
         world_facts=world_facts,
+        action_space=None if action_space is None else space,
         capabilities=capabilities,
         kv_cache_dtypes=KV_CACHE_DTYPES,
     )

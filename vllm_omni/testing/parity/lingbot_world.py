@@ -309,7 +309,7 @@ def _compare_full_size(scenario: Scenario, clips: list[str]) -> None:
 
 
 def _compare_actions(scenario: Scenario, height: int, width: int) -> None:
-    held = cam.read_actions(actions := json.loads(scenario.meta("actions")), len(actions))
+    held = cam.read_keys(actions := json.loads(scenario.meta("actions")), len(actions))
     start = cam.CameraTail.origin()
     poses, _ = cam.integrate_actions(held, start)
     offline, _ = cam.integrate_actions(held, start, yaw_degrees=2.0, pitch_degrees=2.0)  # one entry per video frame

@@ -127,10 +127,12 @@ def test_a_step_beyond_85_degrees_of_pitch_is_dropped_whole() -> None:
     assert tail.pitch_degrees == -84
 
 
-@given(st.lists(st.sets(st.sampled_from(list(cam.KEYS))), min_size=2, max_size=12), st.integers(1, 11))
+@given(
+    st.lists(st.sets(st.sampled_from(list(cam.ACTION_SPACE.button_names))), min_size=2, max_size=12), st.integers(1, 11)
+)
 @settings(max_examples=50, deadline=None)
 def test_a_walk_cut_into_chunks_is_the_same_walk(script: list[set[str]], cut: int) -> None:
-    held = cam.read_actions([sorted(keys) for keys in script], len(script))
+    held = cam.read_keys([sorted(keys) for keys in script], len(script))
     whole, _ = cam.integrate_actions(held, cam.CameraTail.origin())
     cut = min(cut, len(held) - 1)
     first, tail = cam.integrate_actions(held[:cut], cam.CameraTail.origin())
@@ -149,15 +151,15 @@ def test_long_walks_stay_rotations(keys: list[str]) -> None:
 
 
 def test_missing_actions_are_idle_and_too_many_refused() -> None:
-    assert cam.read_actions([["w"]], 3) == ["w", "", ""]
+    assert cam.read_keys([["w"]], 3) == ["w", "", ""]
     with pytest.raises(RequestFailed, match="at most 3 entries"):
-        cam.read_actions([["w"]] * 4, 3)
+        cam.read_keys([["w"]] * 4, 3)
 
 
 @pytest.mark.parametrize("key", ["q", "W", "wd", ""])
 def test_unknown_keys_are_refused(key: str) -> None:
-    with pytest.raises(RequestFailed, match=r"invalid_camera: actions\[0\]"):
-        cam.read_actions([[key]], 3)
+    with pytest.raises(RequestFailed, match=r"invalid_action: actions\[0\]"):
+        cam.read_keys([[key]], 3)
 
 
 # -- what clients send -------------------------------------------------------------------------------------------------

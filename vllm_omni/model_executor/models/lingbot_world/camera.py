@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_omni.actions import ActionEntry, ActionSpace, Button, read_actions
 from vllm_omni.model_executor.models.lingbot_world.config import ACTION_FOCAL, NATIVE_HEIGHT, NATIVE_WIDTH
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.chunk_plan import first_pixel_frame
@@ -33,7 +34,19 @@ MOVE_UNIT = 0.05
 YAW_DEGREES, PITCH_DEGREES = 6.0, 4.0
 """Rotation of one latent frame with a look key held."""
 PITCH_LIMIT_DEGREES = 85.0
-KEYS = "wasdijkl"
+ACTION_SPACE = ActionSpace(
+    buttons=(
+        Button("w", "forward", ("KeyW",)),
+        Button("a", "left", ("KeyA",)),
+        Button("s", "back", ("KeyS",)),
+        Button("d", "right", ("KeyD",)),
+        Button("i", "look up", ("KeyI", "ArrowUp")),
+        Button("j", "look left", ("KeyJ", "ArrowLeft")),
+        Button("k", "look down", ("KeyK", "ArrowDown")),
+        Button("l", "look right", ("KeyL", "ArrowRight")),
+    ),
+    pose=True,
+)
 FLAG_KEYS = "wasd"
 """The keys that an `act` model is told, in the order of its channels."""
 
@@ -123,21 +136,14 @@ def read_intrinsics(intrinsics: torch.Tensor, num_frames: int) -> torch.Tensor:
     return values.expand(num_frames, 4)
 
 
-def read_actions(actions: Sequence[Sequence[str]], num_frames: int) -> list[str]:
-    """Check held keys, one list per latent frame; missing frames are idle. Returns one string of keys per frame."""
-    if len(actions) > num_frames:
-        raise RequestFailed(
-            "invalid_camera",
-            f"actions must hold at most {num_frames} entries, one per latent frame, got {len(actions)}",
-        )
-    for index, keys in enumerate(actions):
-        for key in keys:
-            if key not in KEYS or len(key) != 1:
-                raise RequestFailed(
-                    "invalid_camera", f"actions[{index}] holds {key[:16]!r}; keys are {', '.join(KEYS)}"
-                )
-    held = ["".join(sorted(set(keys))) for keys in actions]
-    return held + [""] * (num_frames - len(held))
+def read_keys(actions: Sequence[ActionEntry], num_frames: int) -> list[str]:
+    """Check one entry of `actions` per latent frame; missing frames are idle. Returns one string of keys per frame.
+
+    Raises `RequestFailed("invalid_action", ...)`.
+    """
+    rows = read_actions(ACTION_SPACE, actions, {}, num_frames)
+    assert rows is not None
+    return ["".join(sorted(held)) for held in rows.held(ACTION_SPACE)]
 
 
 def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_SPACE
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS, hf_config, is_checkpoint
 from vllm_omni.model_executor.models.lingbot_world.config import (
     ACTION_FOCAL,
@@ -42,6 +43,7 @@ FAMILY = streaming_family(
     read=_read,
     check_options=lambda omni: omni.refuse_degradations("LingBot World"),
     check_parallel=_check_parallel,
+    action_space=lambda stream: ACTION_SPACE,
     facts={
         "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL),
         "intrinsics_reference_size": (NATIVE_WIDTH, NATIVE_HEIGHT),

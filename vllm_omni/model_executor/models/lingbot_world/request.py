@@ -115,7 +115,7 @@ def _read_camera(
     before = last = session.tail
     if actions is not None:
         start = before or cam.CameraTail.origin()
-        path, tail = cam.integrate_actions(cam.read_actions(actions, len(frames)), start)
+        path, tail = cam.integrate_actions(cam.read_keys(actions, len(frames)), start)
         if served.choices.camera_first_frame == "moves":
             before = start
     else:
@@ -141,7 +141,7 @@ def _read_flags(request: DiffusionRequest, session: LingBotSession) -> torch.Ten
     if request.params.actions is not None:
         if action is not None:
             raise RequestFailed("invalid_camera", "send the tensor `action` with poses, or `actions`: one of the two")
-        return cam.held_flags(cam.read_actions(request.params.actions, len(frames)))
+        return cam.held_flags(cam.read_keys(request.params.actions, len(frames)))
     pixel_frames = len(session.plan.pixel_frames(session.chunk_index))
     flags_N4 = torch.zeros(pixel_frames, 4, dtype=torch.float64)
     return cam.latent_rows(flags_N4 if action is None else cam.read_flags(action, pixel_frames), frames)
