@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World Fast at full size with random weights, through the real engine: chunk time, its stages, memory.
+"""LingBot World at full size with random weights, through the real engine: chunk time, its stages, memory.
 
     python benchmarks/lingbot_world.py                                  # one GPU, 480x832, window 18, sink 9
+    python benchmarks/lingbot_world.py --release v2_1_3b                # chunks of 16 frames, window 18, sink 6
     python benchmarks/lingbot_world.py --sequence-parallel 2            # Ulysses over two GPUs
     python benchmarks/lingbot_world.py --pipeline-parallel 2 --sessions 2
     python benchmarks/lingbot_world.py --tiny --height 64 --width 96 --eager   # try it without a GPU
 
-Random weights at real shapes take the time of real ones. A chunk is 12 frames; the first has 9. Steady state is the
-median over the chunks after the window is full. Stage times are device times from the runner. `--tiny` runs the tests'
-small model: with few `--layers` the full-size one still has its width and its text encoder, some 20 GiB.
+Random weights at real shapes take the time of real ones. A chunk is 12 frames, the first has 9 (v2: 16 and 13). Steady
+state is the median over the chunks after the window is full. Stage times are device times from the runner. `--tiny`
+runs the tests' small model: with few `--layers` the full one still has its width and its text encoder, some 20 GiB.
 """
 
 import argparse
@@ -35,13 +36,30 @@ ORIGINAL_MS = 3073
 """The original code on an H200: denoise and context passes of one chunk at 480x832, window 18, sink 9."""
 
 
-def write_checkpoint(root: Path, layers: int) -> None:
-    """A checkpoint directory of the released architecture without weights (they come from --load-format dummy)."""
+RELEASES: dict[str, dict[str, Any]] = {
+    "fast": {"num_layers": 40},
+    "v2_1_3b": {
+        "num_layers": 30,
+        "dim": 1536,
+        "ffn_dim": 8960,
+        "num_heads": 12,
+        "sliding_window_num_frames": 18,
+        "sink_size": 6,
+        "num_frames_per_block": 4,
+    },
+}
+"""Differences from the architecture's defaults, in the words of the transformer's `config.json`."""
+
+
+def write_checkpoint(root: Path, release: str, layers: int | None = None) -> None:
+    """A checkpoint directory of a released architecture without weights (they come from --load-format dummy)."""
     from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
     transformer = root / "lingbot_world_fast"
     transformer.mkdir(parents=True)
-    config = {"_class_name": "WanModelFast", "model_type": "i2v", "control_type": "cam", "num_layers": layers}
+    config = {"_class_name": "WanModelFast", "model_type": "i2v", "control_type": "cam", **RELEASES[release]}
+    if layers is not None:
+        config["num_layers"] = layers
     (transformer / "config.json").write_text(json.dumps(config))
     write_tokenizer(root / "google" / "umt5-xxl")
 
@@ -71,7 +89,7 @@ async def one_session(engine: Any, name: str, args: argparse.Namespace, chunks: 
         done = time.perf_counter()
         (result,) = tensors.values()
         digest = hashlib.sha256(result.numpy().tobytes()).hexdigest()[:16]
-        return {"done": done, "timings_ms": meta["timings_ms"], "digest": digest}
+        return {"done": done, "timings_ms": meta["timings_ms"], "frames": meta["num_frames"], "digest": digest}
 
     start = time.perf_counter()
     pending = [asyncio.create_task(chunk(0))]
@@ -134,19 +152,20 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "model_options": options,
         "vae_parallel": json.loads(args.omni_options).get("vae_parallel", False),
         "omni_options": json.loads(args.omni_options),
-        "layers": None if args.tiny else args.layers,
+        "release": None if args.tiny else args.release,
+        "layers": None if args.tiny else args.layers or RELEASES[args.release]["num_layers"],
         "tiny": args.tiny,
         "chunks": args.chunks,
         "load_and_warm_up_s": round(load_s, 1),
         "time_to_first_frame_ms": round((records[0]["done"] - runs[0]["start"]) * 1e3, 1),
         "chunk_interval_ms": round(statistics.median(gaps_ms), 1),
         "chunk_interval_ms_all": [round(gap, 1) for gap in gaps_ms],
-        "fps_all_sessions": round(12 * args.sessions / (statistics.median(gaps_ms) / 1e3), 2),
+        "fps_all_sessions": round(steady[0]["frames"] * args.sessions / (statistics.median(gaps_ms) / 1e3), 2),
         "stages_ms": {
             name: stage(name) for name in ("encode", "text", "condition", "camera", "steps", "decode", "total")
         },
         "steps_ms": [round(statistics.median(values), 2) for values in zip(*steps, strict=False)],
-        "original_ms": ORIGINAL_MS,
+        "original_ms": ORIGINAL_MS if args.release == "fast" else None,
         "first_chunk_timings_ms": records[0]["timings_ms"],
         "device_memory": memory,
         "session_bytes": sessions[0]["bytes"],
@@ -164,7 +183,8 @@ def main() -> None:
     parser.add_argument("--warm-chunks", type=int, default=6, help="chunks before the window is full")
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--release", choices=tuple(RELEASES), default="fast")
+    parser.add_argument("--layers", type=int, help="fewer layers than the release has")
     parser.add_argument("--tiny", action="store_true", help="the tests' tiny model with its own weights")
     parser.add_argument("--sessions", type=int, default=1)
     parser.add_argument("--tensor-parallel", type=int, default=1)
@@ -175,7 +195,7 @@ def main() -> None:
         "--disable-custom-all-reduce", action="store_true", help="vLLM's flag: all-reduces by NCCL only"
     )
     add_serving_arguments(parser)
-    parser.add_argument("--name", default="lingbot_world", help="name of the result file")
+    parser.add_argument("--name", help="name of the result file (default: lingbot_world, and the release)")
     add_output_arguments(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -183,9 +203,10 @@ def main() -> None:
         if args.tiny:
             get_family("lingbot_world").make_tiny(model, 0, "original")
         else:
-            write_checkpoint(model, args.layers)
+            write_checkpoint(model, args.release, args.layers)
         result = asyncio.run(run(model, args))
-    save(args.name, {"result": result}, args)
+    default_name = "lingbot_world" if args.release == "fast" else f"lingbot_world_{args.release}"
+    save(args.name or default_name, {"result": result}, args)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ MODELS = {
     "causal_wan_1_3b": _wan("1.3B"),
     "causal_wan_14b": _wan("14B"),
     "lingbot_world": Model(
-        lambda root: lingbot_world.write_checkpoint(root, 40),
+        lambda root: lingbot_world.write_checkpoint(root, "fast"),
         {"text_encoder_device": "cpu"},
         {"actions": [["w"], ["w", "j"], ["w"]]},
         image=True,
