@@ -34,8 +34,8 @@ HEAD = """# Options
 Written by `scripts/options.py` from the classes that read them; do not edit.
 
 All options of this package stand under `--additional-config '{{"omni": {{...}}}}'`, those of a model under its key
-`model`. A wrong name or a value out of range ends the start and names the allowed ones. {total} options in all; one that
-several models have in the same words counts once.
+`model`. A wrong name or a value out of range ends the start and names the allowed ones. {total} options in all; one
+that several models have in the same words counts once.
 """
 
 
