@@ -34,6 +34,7 @@ from vllm_omni.model_executor.interfaces import (
 )
 from vllm_omni.model_executor.layers.linear import check_quantization, online_quantized
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.requests import RequestState, RequestStates
 from vllm_omni.model_executor.whole_request import WholeRequestModel
 from vllm_omni.registration import steps_one_at_a_time
 from vllm_omni.worker.diffusion.admission import Admission
@@ -41,7 +42,6 @@ from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.decode import ChunkEnd, ResultStream
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 from vllm_omni.worker.diffusion.pacing import StepPacer
-from vllm_omni.worker.diffusion.requests import RequestState, RequestStates
 from vllm_omni.worker.diffusion.roles import role_for
 from vllm_omni.worker.diffusion.roles.role import RankParts
 from vllm_omni.worker.diffusion.sessions import SessionStore
@@ -149,7 +149,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         scheduled = list(scheduler_output.num_scheduled_tokens)
         self.role.take_answers([*scheduler_output.finished_req_ids, *scheduled])
         for request_id in scheduler_output.finished_req_ids:
-            self.admission.release(self.requests.remove(request_id))
+            self.admission.release(self.requests.pop(request_id, None))
         for data in scheduler_output.scheduled_new_reqs:
             self.requests.add(data)
         if not scheduled:
@@ -189,7 +189,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         """Apply the last stage's answers to this session's finished chunks, which commits them."""
         done = [
             state.request_id
-            for state in self.requests
+            for state in self.requests.values()
             if state.done and state.chunk is not None and state.chunk.session.session_id == session_id
         ]
         with torch.inference_mode():  # as every commit

@@ -18,13 +18,13 @@ from vllm.sequence import IntermediateTensors
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.interfaces import SupportsStepExecution
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.worker.diffusion.admission import Admission
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.decode import ChunkEnd, ResultStream
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 from vllm_omni.worker.diffusion.link import ReturnChannel, connect_forward
 from vllm_omni.worker.diffusion.pacing import StepPacer
-from vllm_omni.worker.diffusion.requests import RequestState
 from vllm_omni.worker.diffusion.sessions import SessionStore
 
 Envelopes = dict[str, torch.Tensor]
