@@ -54,7 +54,6 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
     def build(self, setup: WorldSetup) -> None:
         choices = setup.options.choices
         self._begin(setup, resolve_plan(setup.config, setup.options))
-        self.kv_dtype = setup.kv_dtype
         self.schedule = setup.options.denoise_schedule()
         with default_dtype(setup.dtype):
             self.transformer = LingBotTransformer(
@@ -105,15 +104,7 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
         return KVWindow(sink_frames=self.plan.sink_frames, device=self.transformer.device, **self._window_sizes(shape))
 
     def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
-        return {
-            "num_layers": self.transformer.num_local_layers,
-            "window_frames": self.plan.window_frames,
-            "tokens_per_frame": self.config.tokens_per_frame(shape.height, shape.width),
-            "num_heads": self.transformer.num_cache_heads,
-            "head_dim": self.config.head_dim,
-            "dtype": self.transformer.dtype,
-            "storage": self.kv_dtype,
-        }
+        return {**self.window_sizes(shape.height, shape.width), "window_frames": self.plan.window_frames}
 
     def own_bytes(self, shape: SessionShape) -> int:
         return 0 if self.condition is None else self.condition.state_nbytes(shape.height, shape.width)

@@ -57,11 +57,23 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
         self.transformer.forget()
         self.prompts.forget()
 
+    def window_sizes(self, height: int, width: int) -> dict[str, Any]:
+        """Arguments of this rank's `KVWindow`s but their frames. height, width: of the video, in pixels."""
+        return {
+            "num_layers": self.transformer.num_local_layers,
+            "tokens_per_frame": self.config.tokens_per_frame(height, width),
+            "num_heads": self.transformer.num_cache_heads,
+            "head_dim": self.config.head_dim,
+            "dtype": self.transformer.dtype,
+            "storage": self.kv_dtype,
+        }
+
     # -- for `build` ---------------------------------------------------------------------------------------------------
 
     def _begin(self, setup: Setup, plan: ChunkPlan) -> None:
         self.config, self.options = setup.config, setup.options
         self.omni, self.parallel, self.plan = setup.omni, setup.parallel, plan
+        self.kv_dtype = setup.kv_dtype
         self.text_encoder = None
         if not setup.parallel.is_vae_stage:
             self.text_encoder = TextEncoder(
