@@ -90,8 +90,6 @@ class LanceWanVAE(nn.Module):
     """See the module docstring. `dtype`: of weights and activations."""
 
     z_channels = LATENT_CHANNELS
-    downsample_spatial = PIXELS_PER_LATENT
-    downsample_temporal = FRAMES_PER_LATENT
 
     latents_mean: torch.Tensor
     latents_std: torch.Tensor
