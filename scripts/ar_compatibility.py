@@ -25,7 +25,7 @@ TABLE = REPO / "docs" / "architecture" / "ar_compatibility.md"
 FOLDERS = ("tests/engine", "tests/worker")
 COLUMNS = {"V1": "V1 runner (CPU, older CUDA configurations)", "V2": "V2 runner (CUDA default)"}
 
-HEAD = """# What the AR worker works with
+HEAD = """# Features of vLLM that work with the AR worker
 
 Written by `scripts/ar_compatibility.py` from the outcome of the tests named in the last column; do not edit. A cell
 says how it was tested: in a **real engine** whose hidden states equal a transformers forward, or **mocked**: scheduler

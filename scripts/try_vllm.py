@@ -6,7 +6,7 @@
     python scripts/try_vllm.py 0.33.0 tests/worker tests/engine/test_engine.py
     python scripts/try_vllm.py 0.33.0 --exec bash              # a shell in it instead of pytest
 
-A release reaches the package index as a CUDA wheel before it has a CPU build. Most of what we depend on is Python, so
+A release reaches the package index as a CUDA wheel before it has a CPU build. Most of our dependencies are Python, so
 this lays the wheel's Python files over a copy of the installed CPU build's libraries, in an environment of its own
 that finds every other package in the project's. The project's environment is only read. Four steps, each kept for the
 next run in `.try_vllm/` (`make clean` removes it; about 0.6 GB a version):

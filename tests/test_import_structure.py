@@ -64,6 +64,15 @@ def test_what_serves_models_imports_none() -> None:
     assert crossing == set()
 
 
+def test_the_executor_without_workers_imports_none_of_them() -> None:
+    """What both need lies below them."""
+    files = modules(PACKAGE)
+    workers = {name for name in files if name.startswith("vllm_omni.worker")}
+    executors = {name: path for name, path in files.items() if name.startswith("vllm_omni.executor")}
+    assert len(executors) > 8 and len(workers) > 30
+    assert {name for name, path in executors.items() if imports(path.read_text(), files.keys()) & workers} == set()
+
+
 def test_what_serves_imports_no_testing_models() -> None:
     """The command `verify` compares with them."""
     files = modules(PACKAGE)

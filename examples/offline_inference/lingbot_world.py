@@ -9,7 +9,7 @@ The camera folder holds `poses.npy` ([N, 4, 4], absolute camera-to-world, OpenCV
 straight on for `--chunks` chunks, or as `--keys` says: held keys per latent frame (four video frames; the first one is
 one), w a s d move, i k j l look, `-` is nothing. Without `--image` the start is the demo's landscape.
 
-The end of `--out` says what is written: `.mp4` a video, `.png` numbered pictures (`walk-0000.png` ...), `.npy` raw
+The suffix of `--out` decides the format: `.mp4` a video, `.png` numbered pictures (`walk-0000.png` ...), `.npy` raw
 frames, uint8 [T, H, W, 3]. With `--latents` it is the model's latents instead, float32
 [16, F, H / 8, W / 8] in a `.npy`.
 """
@@ -121,7 +121,7 @@ def check_out(out: Path, latents: bool) -> None:
 
 
 def write_frames(out: Path, frames_THWC: np.ndarray, fps: float) -> None:
-    """Write uint8 frames as what `out` ends in: a video, numbered pictures beside `out`, or the raw array."""
+    """Write uint8 frames in the format of the suffix: a video, numbered pictures beside `out`, or the raw array."""
     if out.suffix == ".mp4":
         out.write_bytes(encode_mp4(frames_THWC, fps))
     elif out.suffix == ".png":

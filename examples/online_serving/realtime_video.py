@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steer a live stream of a served world and keep what it showed as a video file.
+"""Steer a live stream of a served world and keep its frames as a video file.
 
     python examples/online_serving/realtime_video.py --image start.png --keys "w*12 wl*6" --chunks 6 --output live.mp4
     python examples/online_serving/realtime_video.py --image start.png --switch-prompt 3 "heavy rain" --chunks 8

@@ -136,7 +136,7 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
 
 
 def extra_body(args: argparse.Namespace) -> dict[str, Any]:
-    """Only what the user set; the server knows the rest."""
+    """Only the options that the user set; the server knows the rest."""
     named = {name: getattr(args, name) for name in ("width", "height", "fps", "frames_per_chunk", "seed")}
     policy = {"video_format": args.codec, "pose_policy": "hold_last" if args.camera_path is None else "trim"}
     return {**{name: value for name, value in named.items() if value is not None}, **policy}
@@ -149,7 +149,7 @@ def read_camera(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def steer(args: argparse.Namespace, camera: tuple[np.ndarray, np.ndarray] | None, used: int) -> dict[str, Any] | None:
-    """What steers the next call: keys, or the path from pose `used` on; None when the path is at its end.
+    """The steering of the next call: keys, or the path from pose `used` on; None when the path is at its end.
 
     The server makes whole chunks of a call's poses; those left over begin the next call.
     """

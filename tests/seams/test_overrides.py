@@ -103,8 +103,8 @@ def test_every_override_takes_the_calls_of_what_it_replaces() -> None:
         "DiffusionWorkerMixin.execute_model over Worker",
         "DiffusersPipelineExecutor.profile over Executor",
         "StreamBatchScheduler.schedule over Scheduler",
-        "ARModelRunnerV1Mixin.sample_tokens over GPUModelRunner",
-        "ARModelRunnerV2Mixin.execute_model over GPUModelRunner",
+        "_RowsMixin.sample_tokens over GPUModelRunner",
+        "_RowsMixin.execute_model over GPUModelRunner",
         "OmniConfigParser.parse over ConfigParserBase",
         "HiddenStatesOutput.get_output over AsyncModelRunnerOutput",
     } <= compared

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.agreement import RankAgreement
-from vllm_omni.worker.diffusion.requests import RequestState
 
 ELSEWHERE = ("engine_error", "another rank could not take this request")
 OWN = RequestFailed("capacity", "full")

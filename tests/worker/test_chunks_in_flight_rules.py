@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
-from vllm_omni.worker.diffusion.requests import RequestState
 
 PREDECESSOR = (
     "predecessor_failed",

@@ -123,7 +123,7 @@ def test_what_an_earlier_stage_began_behind_a_failure_takes_part_for_nothing(
     assert [state.failure.code for state in states] == ["predecessor_failed", "predecessor_failed", "out_of_order"]
     assert [state.chunk and state.chunk.state.index for state in states] == [4, 5, None]
     for name in ("s1", "s2", "s3", "late", "later"):
-        runner.admission.release(runner.requests.remove(name))
+        runner.admission.release(runner.requests.pop(name))
     assert not runner.parts.in_flight._failed and not runner.sessions.is_pinned("s")
     assert [torch.equal(a, b) for a, b in zip(rest(runner, 1), expected[1:], strict=True)] == [True] * 3
 

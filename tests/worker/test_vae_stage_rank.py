@@ -12,11 +12,11 @@ from helpers.scheduling import new_request
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.interfaces import check_vae_stage
+from vllm_omni.model_executor.results import PendingResult
 from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.decode import ResultStream
 from vllm_omni.worker.diffusion.link import StageNote
-from vllm_omni.worker.diffusion.results import PendingResult
 from vllm_omni.worker.diffusion.roles import vae
 from vllm_omni.worker.diffusion.roles.before_vae import hand_over
 from vllm_omni.worker.diffusion.roles.vae import VAEStage
@@ -65,7 +65,7 @@ class Pair:
 
     def close(self, *states: Any) -> None:
         for runner, state in zip(self.ranks, states, strict=True):
-            runner.admission.release(runner.requests.remove(state.request_id))
+            runner.admission.release(runner.requests.pop(state.request_id))
 
     def chunk(self, index: int, **fields: Any) -> tuple[Any, Any]:
         ours, theirs = self.admit(f"r{index}", index, **fields)

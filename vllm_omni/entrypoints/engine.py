@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from vllm_omni.processes import machine_id
 from vllm_omni.sessions.snapshot import SnapshotHeader
 from vllm_omni.sessions.snapshot_exchange import (
     Call,
+    Exchange,
     checkpoint_exchange,
     package_version,
     restore_exchange,
@@ -45,6 +46,8 @@ from vllm_omni.sessions.snapshot_exchange import (
 )
 
 logger = logging.getLogger("vllm." + __name__)
+
+T = TypeVar("T")
 
 _DEAD: Final = "the engine has stopped"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
@@ -169,16 +172,17 @@ class OmniEngine:
 
     async def save_session(self, session_id: str, path: Path, owner: Mapping[str, str] | None) -> SnapshotHeader:
         """Write a session, as its last finished chunk left it, to the new file `path`. Raises `RequestFailed`."""
-        rank = self._ranks.rank_of(session_id) or 0 if self._ranks is not None else None
-        exchange = save_exchange(session_id, path, package_version(), owner)
-        return await run_exchange_async(exchange, lambda call: self._ask_workers(call, rank))
+        return await self._exchange(save_exchange(session_id, path, package_version(), owner), session_id)
 
     async def checkpoint_session(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None
     ) -> tuple[SnapshotHeader, float]:
         """The same while the engine goes on: `(header, seconds that it cost the engine)`. Raises `RequestFailed`."""
-        rank = self._ranks.rank_of(session_id) or 0 if self._ranks is not None else None
-        exchange = checkpoint_exchange(session_id, path, package_version(), owner)
+        return await self._exchange(checkpoint_exchange(session_id, path, package_version(), owner), session_id)
+
+    async def _exchange(self, exchange: Exchange[T], session_id: str) -> T:
+        """Run an exchange about a live session with the workers of its rank."""
+        rank = None if self._ranks is None else self._ranks.rank_of(session_id)
         return await run_exchange_async(exchange, lambda call: self._ask_workers(call, rank))
 
     async def restore_session(self, session_id: str, path: Path) -> tuple[SnapshotHeader, dict[str, Any]]:
@@ -196,34 +200,21 @@ class OmniEngine:
 
     async def _ask_workers(self, call: Call, rank: int | None) -> list[dict[str, Any]]:
         """Ask all workers of one data-parallel rank (the others are asked as well, and refuse or do nothing)."""
-        try:
-            if rank is None:
-                answers: list[dict[str, Any]] = await self._client.collective_rpc(call.method, args=call.args)
-                return answers
-            assert isinstance(self._client, AsyncLLM) and isinstance(self._client.engine_core, AsyncMPClient)
-            core = self._client.engine_core
-            everywhere = await core.call_utility_all_async("collective_rpc", call.method, None, call.args, None)
-            chosen: list[dict[str, Any]] = everywhere[rank]
-            return chosen
-        except EngineDeadError:
-            raise RequestFailed("engine_dead", _DEAD) from None
-        except Exception as error:  # boundary, as in `_rpc`
-            logger.debug("worker RPC %s failed", call.method, exc_info=True)
-            raise RequestFailed("engine_error", f"the worker did not answer {call.method}") from error
+        return (await self._ask_everybody(call.method, call.args))[rank or 0]
 
     async def _rpc(self, method: str) -> list[dict[str, Any]]:
         """Ask the first worker of every data-parallel rank; waits for the engine steps that run."""
         return [dict(answers[0]) for answers in await self._ask_everybody(method)]
 
-    async def _ask_everybody(self, method: str) -> list[list[Any]]:
+    async def _ask_everybody(self, method: str, args: tuple[Any, ...] = ()) -> list[list[Any]]:
         """Ask all workers of every data-parallel rank: for each rank, its workers' answers."""
         try:
             if self._ranks is None:
-                return [await self._client.collective_rpc(method)]
+                return [await self._client.collective_rpc(method, args=args)]
             assert isinstance(self._client, AsyncLLM) and isinstance(self._client.engine_core, AsyncMPClient)
             # Stock `collective_rpc` asks every rank and returns the first one's answer.
             core = self._client.engine_core
-            answers: list[list[Any]] = await core.call_utility_all_async("collective_rpc", method, None, (), None)
+            answers: list[list[Any]] = await core.call_utility_all_async("collective_rpc", method, None, args, None)
             return answers
         except EngineDeadError:
             raise RequestFailed("engine_dead", _DEAD) from None

@@ -83,22 +83,8 @@ class DiffusersPipelineExecutor(Executor):
         """Never needed: a pooling request has its output from `execute_model`."""
         return _done(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
 
-    def profile(
-        self,
-        is_start: bool = True,
-        profile_prefix: str | None = None,
-        *,
-        delay_iterations: int | None = None,
-        max_iterations: int | None = None,
-        profiler_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        self.worker.profile(
-            is_start,
-            profile_prefix,
-            delay_iterations=delay_iterations,
-            max_iterations=max_iterations,
-            profiler_kwargs=profiler_kwargs,
-        )
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None, **options: Any) -> None:
+        self.worker.profile(is_start, profile_prefix, **options)
 
     def check_health(self) -> None:
         """The pipeline runs in this process: whoever can ask gets an answer. Raises RuntimeError after `shutdown`."""
@@ -179,32 +165,22 @@ class PipelineWorker:
 
     def set_kv_cache_layout(self, kv_cache_layout: str, cp_kv_cache_interleave_size: int = 1) -> None: ...
 
-    def initialize_from_config(self, kv_cache_configs: Any) -> None: ...
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """There is nothing to do. (Data-parallel engines run on their own: no lockstep to keep.)"""
+
+    initialize_from_config = update_max_model_len = execute_dummy_batch = _nothing
+    get_kv_connector_handshake_metadata = get_simple_cpu_offload_num_cpu_blocks = take_draft_token_ids = _nothing
+    reset_mm_cache = reset_encoder_cache = _nothing
 
     def determine_available_memory(self) -> int:
         return 0
-
-    def update_max_model_len(self, max_model_len: int) -> None: ...
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Nothing is compiled and no request is run: a pipeline's inputs are too various to guess one."""
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
-    def get_kv_connector_handshake_metadata(self) -> None: ...
-
-    def get_simple_cpu_offload_num_cpu_blocks(self) -> None: ...
-
     def supports_draft_weight_updates(self) -> bool:
         return False
-
-    def take_draft_token_ids(self) -> None: ...
-
-    def execute_dummy_batch(self) -> None:
-        """Data-parallel engines run on their own; there is no lockstep to keep."""
-
-    def reset_mm_cache(self) -> None: ...
-
-    def reset_encoder_cache(self) -> None: ...
 
     # -- device ------------------------------------------------------------------------------------------------
 

@@ -27,9 +27,9 @@ from vllm_omni.executor.call_arguments import PipelineCall, PipelineFacts, pipel
 from vllm_omni.executor.call_results import latents_tensor, result_tensors
 from vllm_omni.executor.lane import Gate, Lane
 from vllm_omni.executor.pipeline_host import PipelineHost
+from vllm_omni.model_executor.requests import RequestState, RequestStates
+from vllm_omni.model_executor.results import FiniteCheck
 from vllm_omni.outputs import RequestFailed, pack, pack_error
-from vllm_omni.worker.diffusion.requests import RequestState, RequestStates
-from vllm_omni.worker.diffusion.results import FiniteCheck
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -199,7 +199,7 @@ class PipelineRunner:
 
     def _drop(self, request_id: str) -> None:
         """The scheduler has finished or aborted this request: let go of everything; idempotent."""
-        self.requests.remove(request_id)
+        self.requests.pop(request_id, None)
         if request_id in self._running:
             self._release(request_id)
             self.host.after_abandoned_call()
@@ -227,7 +227,7 @@ class PipelineRunner:
     def request_progress(self) -> dict[str, list[int]]:
         """`{session id: [steps done, steps in all]}` of all unfinished requests; a waiting one has done 0."""
         progress = {}
-        for state in self.requests:
+        for state in self.requests.values():
             if state.params is not None and state.failure is None and not state.is_session_operation:
                 running = self._running.get(state.request_id)
                 wanted = state.params.num_inference_steps or 0

@@ -2,10 +2,10 @@
 """The pieces of a family's checkpoint, and the places of its released weights on the Hugging Face hub.
 
 A family that has released weights defines, in `models/<name>/hub.py`, `PIECES` (files to fetch, and their place in the
-checkpoint directory), `complete(out)` (writes the files that repositories leave out) and `check_complete(path)` (names,
-within a second, the files that a directory lacks). With several releases, `RELEASES` names the others; their names are
-the family's aliases in `models/registry.py`. `vllm-omni download` and `vllm serve --omni` use them; this file names no
-model.
+checkpoint directory), `check_complete(path)` (names, within a second, the files that a directory lacks) and, where
+repositories leave files out, `complete(out)`, which writes them. With several releases, `RELEASES` names the others;
+their names are the family's aliases in `models/registry.py`. `vllm-omni download` and `vllm serve --omni` use them;
+this file names no model.
 """
 
 import importlib
@@ -31,6 +31,10 @@ class HubPiece:
     gigabytes: float
 
 
+def _complete_as_fetched(out: Path) -> list[str]:
+    return []
+
+
 @dataclass(frozen=True)
 class HubSource:
     """All pieces of one checkpoint, and its last step; `complete` returns the names of the files it wrote.
@@ -39,7 +43,7 @@ class HubSource:
     """
 
     pieces: tuple[HubPiece, ...]
-    complete: Callable[[Path], list[str]]
+    complete: Callable[[Path], list[str]] = _complete_as_fetched
     licence: str | None = None
 
     @property
@@ -60,7 +64,7 @@ def hub_source(family_name: str, release: str | None = None) -> HubSource:
         raise ValueError(
             f"{family_name} has no released weights; `vllm-omni make-tiny {family_name} DIR` writes small random ones"
         )
-    return HubSource(module.PIECES, module.complete)
+    return HubSource(module.PIECES, vars(module).get("complete", _complete_as_fetched))
 
 
 def check_complete(family_name: str, path: Path) -> None:

@@ -5,32 +5,22 @@ Names resolve on first use: vLLM's CPU worker modules patch torch when imported,
 CUDA process.
 """
 
+import importlib
 from typing import Any
 
+_CLASSES = {
+    "ARGPUWorker": ("ar.gpu_worker:ARGPUWorker", "ar.cpu_worker:ARCPUWorker"),
+    "DiffusionGPUWorker": ("diffusion.gpu_worker:DiffusionGPUWorker", "diffusion.cpu_worker:DiffusionCPUWorker"),
+    "SharedGPUWorker": ("diffusion.shared_gpu_worker:SharedGPUWorker", "diffusion.cpu_worker:DiffusionCPUWorker"),
+}
+"""Name -> its class on GPUs, and on a CPU."""
 __all__ = ["ARGPUWorker", "DiffusionGPUWorker", "SharedGPUWorker"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.platforms import current_platform
 
-    if name == "ARGPUWorker":
-        if current_platform.is_cpu():
-            from vllm_omni.worker.ar.cpu_worker import ARCPUWorker
-
-            return ARCPUWorker
-        from vllm_omni.worker.ar.gpu_worker import ARGPUWorker
-
-        return ARGPUWorker
-    if current_platform.is_cpu():
-        from vllm_omni.worker.diffusion.cpu_worker import DiffusionCPUWorker
-
-        return DiffusionCPUWorker
-    if name == "SharedGPUWorker":
-        from vllm_omni.worker.diffusion.shared_gpu_worker import SharedGPUWorker
-
-        return SharedGPUWorker
-    from vllm_omni.worker.diffusion.gpu_worker import DiffusionGPUWorker
-
-    return DiffusionGPUWorker
+    module, found = _CLASSES[name][current_platform.is_cpu()].split(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), found)

@@ -21,19 +21,18 @@ from vllm_omni.worker.ar.rows import HiddenStateRows, HiddenStatesOutput, StepRo
 
 if TYPE_CHECKING:
     # Typed loosely: the runners wrap these methods in torch.inference_mode, which hides their signatures.
-    from typing import Any as _RunnerV1
-    from typing import Any as _RunnerV2
+    from typing import Any as _Runner
 
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 else:
-    _RunnerV1 = _RunnerV2 = object
+    _Runner = object
 
 logger = init_logger(__name__)
 
 
-class ARModelRunnerV1Mixin(_RunnerV1):
-    """Mix in before a first-generation runner class."""
+class _RowsMixin(_Runner):
+    """The hooks that both generations share."""
 
     hidden_state_rows: HiddenStateRows
     layer_taps: LayerTaps
@@ -44,6 +43,31 @@ class ARModelRunnerV1Mixin(_RunnerV1):
         super().load_model(*args, **kwargs)
         self.layer_taps = LayerTaps.install(self.vllm_config, self.get_model(), self.use_aux_hidden_state_outputs)
         self.hidden_state_rows = _make_rows(self.vllm_config, self.layer_taps)
+
+    def _make_intermediate_tensors(self) -> None:
+        self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(
+            batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+        )
+
+    def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
+        self.hidden_state_rows.update(scheduler_output)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:
+        taken = self._take_rows() if self.hidden_state_rows else None
+        output = super().sample_tokens(grammar_output)
+        return output if taken is None else _attached(taken, output)
+
+    def _take_rows(self) -> TakenRows | None:
+        """The rows of the step that has run; None = this rank has none."""
+        raise NotImplementedError
+
+
+class ARModelRunnerV1Mixin(_RowsMixin):
+    """Mix in before a first-generation runner class."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
         pp = get_pp_group()
         if self.layer_taps.installed:
             # Stages before the last return intermediate tensors, whatever layers they add to them.
@@ -54,20 +78,7 @@ class ARModelRunnerV1Mixin(_RunnerV1):
                 raise ValueError("omni.hidden_state_layers: the V1 runner hands layers on over two stages at most")
         if not pp.is_first_rank and self.intermediate_tensors is None:
             # Stock code makes them in its warm-up, which the CPU worker skips when eager with a given cache size.
-            self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(
-                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
-            )
-
-    def execute_model(
-        self, scheduler_output: "SchedulerOutput", intermediate_tensors: IntermediateTensors | None = None
-    ) -> Any:
-        self.hidden_state_rows.update(scheduler_output)
-        return super().execute_model(scheduler_output, intermediate_tensors)
-
-    def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:
-        taken = self._take_rows() if self.hidden_state_rows else None
-        output = super().sample_tokens(grammar_output)
-        return output if taken is None else _attached(taken, output)
+            self._make_intermediate_tensors()
 
     def _take_rows(self) -> TakenRows | None:
         state = self.execute_model_state
@@ -105,18 +116,11 @@ class ARModelRunnerV1Mixin(_RunnerV1):
         return sources
 
 
-class ARModelRunnerV2Mixin(_RunnerV2):
+class ARModelRunnerV2Mixin(_RowsMixin):
     """Mix in before a second-generation runner class."""
-
-    hidden_state_rows: HiddenStateRows
-    layer_taps: LayerTaps
-    use_aux_hidden_state_outputs: bool
-    intermediate_tensors: IntermediateTensors | None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        self.layer_taps = LayerTaps.install(self.vllm_config, self.get_model(), self.use_aux_hidden_state_outputs)
-        self.hidden_state_rows = _make_rows(self.vllm_config, self.layer_taps)
         if self.layer_taps.installed:
             self.use_aux_hidden_state_outputs = True
             if self.use_pp:
@@ -127,18 +131,7 @@ class ARModelRunnerV2Mixin(_RunnerV2):
         prepare_stages(self.get_model())
         self.pp_handler.configure_aux_hidden_state_relay(self.get_model())
         if not self.is_first_pp_rank:
-            self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(
-                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
-            )
-
-    def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
-        self.hidden_state_rows.update(scheduler_output)
-        return super().execute_model(scheduler_output, *args, **kwargs)
-
-    def sample_tokens(self, grammar_output: "GrammarOutput | None") -> Any:
-        taken = self._take_rows() if self.hidden_state_rows else None
-        output = super().sample_tokens(grammar_output)
-        return output if taken is None else _attached(taken, output)
+            self._make_intermediate_tensors()
 
     def _take_rows(self) -> TakenRows | None:
         state = self.execute_model_state

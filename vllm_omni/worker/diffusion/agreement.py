@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.diffusion.requests import RequestState
 
 _MASK = "alive"
 _REFUSED, _WAITING = -1, -2

@@ -19,7 +19,7 @@ import torch
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import StagedRank
 from vllm_omni.sessions.snapshot_writing import write_bytes
-from vllm_omni.worker.diffusion.snapshots import Answer, SessionSnapshots, answer, rank_in_world
+from vllm_omni.worker.diffusion.snapshots import SessionSnapshots, answers, rank_in_world
 
 _PIECE_BYTES: Final = 8 << 20
 """Written in one call, during which the steps' thread may run."""
@@ -35,42 +35,33 @@ class SessionCheckpoints:
         self._writing: Future[float] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def stage(self, session_id: str) -> Answer:
-        """Copy a session, as its last finished chunk left it, to memory: `{"ok": StagedRank as JSON}`."""
+    @answers
+    def stage(self, session_id: str) -> bytes:
+        """Copy a session, as its last finished chunk left it, to memory: `StagedRank` as JSON."""
+        if self._writing is not None and not self._writing.done():
+            raise RequestFailed("busy", "another checkpoint is being written; try again later")
+        started_s = time.perf_counter()
+        session = self._snapshots.committed(session_id)
+        described, tensors = self._snapshots.described(session), session.tensors()
+        self._staged, self._writing = None, None
+        self._copy(tensors)
+        self._staged = session_id, sum(tensor.nbytes for tensor in tensors.values())
+        return msgspec.json.encode(StagedRank(described, time.perf_counter() - started_s))
 
-        def work() -> bytes:
-            if self._writing is not None and not self._writing.done():
-                raise RequestFailed("busy", "another checkpoint is being written; try again later")
-            started_s = time.perf_counter()
-            session = self._snapshots.committed(session_id)
-            described, tensors = self._snapshots.described(session), session.tensors()
-            self._staged, self._writing = None, None
-            self._copy(tensors)
-            self._staged = session_id, sum(tensor.nbytes for tensor in tensors.values())
-            return msgspec.json.encode(StagedRank(described, time.perf_counter() - started_s))
-
-        return answer(work)
-
-    def write(self, session_id: str, path: str, starts: Sequence[int]) -> Answer:
+    @answers
+    def write(self, session_id: str, path: str, starts: Sequence[int]) -> None:
         """Begin to write the staged session to its place in the file. starts: as `SnapshotPlan.starts`."""
+        rank = rank_in_world()
+        if self._staged != (session_id, starts[rank + 1] - starts[rank]):
+            raise RequestFailed("session_busy", "another session was staged meanwhile; ask again")
+        self._writing = self._thread.submit(self._write, Path(path), starts, rank)
 
-        def work() -> None:
-            rank = rank_in_world()
-            if self._staged != (session_id, starts[rank + 1] - starts[rank]):
-                raise RequestFailed("session_busy", "another session was staged meanwhile; ask again")
-            self._writing = self._thread.submit(self._write, Path(path), starts, rank)
-
-        return answer(work)
-
-    def written(self, session_id: str) -> Answer:
-        """`{"ok": None}` while the thread writes, then `{"ok": seconds of a processor that it took from the steps}`."""
-
-        def work() -> float | None:
-            if self._staged is None or self._staged[0] != session_id or self._writing is None:
-                raise RequestFailed("session_busy", "another session was staged meanwhile; ask again")
-            return self._writing.result() if self._writing.done() else None
-
-        return answer(work)
+    @answers
+    def written(self, session_id: str) -> float | None:
+        """None while the thread writes, then the seconds of a processor that it took from the steps."""
+        if self._staged is None or self._staged[0] != session_id or self._writing is None:
+            raise RequestFailed("session_busy", "another session was staged meanwhile; ask again")
+        return self._writing.result() if self._writing.done() else None
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
         nbytes, is_cuda = sum(tensor.nbytes for tensor in tensors.values()), self._device.type == "cuda"

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
+from vllm_omni.model_executor.requests import RequestState, as_failure
+from vllm_omni.model_executor.results import PendingResult
 from vllm_omni.outputs import empty_result, pack, pack_error
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
-from vllm_omni.worker.diffusion.requests import RequestState, as_failure
-from vllm_omni.worker.diffusion.results import PendingResult
 
 _MAX_STEP_BYTES = 20 << 20
 """vLLM's worker-to-engine ring takes 24 MiB per message; beyond it a message takes a path about ten times slower."""

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from vllm_omni.core.chunk_order import DONE, ChunkOrder, turn
 from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.diffusion.requests import RequestState
 
 
 class ChunksInFlight:

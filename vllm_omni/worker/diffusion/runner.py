@@ -27,21 +27,13 @@ from vllm_omni.core.step_output import ChunkProgress, StepOutput
 from vllm_omni.model_executor.interfaces import (
     DiffusionRequest,
     SupportsStepExecution,
-    check_chunks_in_flight,
-    check_degradations,
-    check_parallel_decode,
-    check_vae_stage,
 )
 from vllm_omni.model_executor.layers.linear import check_quantization, online_quantized
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.requests import RequestState, RequestStates
 from vllm_omni.model_executor.whole_request import WholeRequestModel
-from vllm_omni.registration import steps_one_at_a_time
-from vllm_omni.worker.diffusion.admission import Admission
 from vllm_omni.worker.diffusion.agreement import RankAgreement
-from vllm_omni.worker.diffusion.decode import ChunkEnd, ResultStream
-from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
-from vllm_omni.worker.diffusion.pacing import StepPacer
-from vllm_omni.worker.diffusion.requests import RequestState, RequestStates
+from vllm_omni.worker.diffusion.decode import ChunkEnd
 from vllm_omni.worker.diffusion.roles import role_for
 from vllm_omni.worker.diffusion.roles.role import RankParts
 from vllm_omni.worker.diffusion.sessions import SessionStore
@@ -82,39 +74,11 @@ class DiffusionGPUModelRunner(RunnerSurface):
             check_quantization(self.network, self.model_config.quantization)
         self.model_memory_usage = sum(p.numel() * p.element_size() for p in self.network.parameters())
         self.model = in_steps(self.network)
-        self.parts = self._make_parts()
+        self.parts = RankParts.of(
+            self.vllm_config, self.network, self.model, self.device, self.place, self.agreement, self.sessions
+        )
         self.admission = self.parts.admission
         self.role = role_for(self.parts)
-
-    def _make_parts(self) -> RankParts:
-        """Raises ValueError if the model does not support the options."""
-        omni, num_ranks = self.omni, get_world_group().world_size
-        check_degradations(self.network, omni.degradations)
-        in_flight = ChunksInFlight(omni.chunks_in_flight)
-        in_flight.order.steps_behind = check_chunks_in_flight(self.network, omni, self.place.num_stages)
-        shares_decode = check_parallel_decode(self.network, omni)
-        check_vae_stage(self.network, omni)
-        step_at_a_time = steps_one_at_a_time(self.vllm_config)
-        several_gpus = self.device.type == "cuda" and num_ranks > 1
-        overlap = step_at_a_time and (several_gpus if omni.overlap_decode is None else omni.overlap_decode)
-        return RankParts(
-            omni=omni,
-            device=self.device,
-            place=self.place,
-            pp=self.pp,
-            num_ranks=num_ranks,
-            step_at_a_time=step_at_a_time,
-            model=self.model,
-            agreement=self.agreement,
-            sessions=self.sessions,
-            in_flight=in_flight,
-            admission=Admission(self.model, self.sessions, in_flight, self.device),
-            results=ResultStream(self.device, overlap, beside_steps=not omni.vae_stage),
-            pacer=StepPacer(self.device, stages=self.pp.world_size > 1),
-            decodes=self.tp.is_first_rank or shares_decode,
-            shares_decode=shares_decode,
-            overlap=overlap,
-        )
 
     def reload_weights(
         self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
@@ -149,7 +113,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         scheduled = list(scheduler_output.num_scheduled_tokens)
         self.role.take_answers([*scheduler_output.finished_req_ids, *scheduled])
         for request_id in scheduler_output.finished_req_ids:
-            self.admission.release(self.requests.remove(request_id))
+            self.admission.release(self.requests.pop(request_id, None))
         for data in scheduler_output.scheduled_new_reqs:
             self.requests.add(data)
         if not scheduled:
@@ -189,7 +153,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         """Apply the last stage's answers to this session's finished chunks, which commits them."""
         done = [
             state.request_id
-            for state in self.requests
+            for state in self.requests.values()
             if state.done and state.chunk is not None and state.chunk.session.session_id == session_id
         ]
         with torch.inference_mode():  # as every commit

@@ -7,12 +7,13 @@ Knows no model by name. Held by tests/worker/test_snapshots.py and tests/engine/
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import msgspec
 import torch
@@ -44,6 +45,28 @@ _SHAPE_FIELDS = ("prompt", "seed", "height", "width", "output", "options")
 """Fields of a first chunk's request that a snapshot may hold."""
 
 Answer = dict[str, Any]
+P = ParamSpec("P")
+
+
+def answers(work: Callable[P, Any]) -> Callable[P, Answer]:
+    """An RPC answers for every rank, `{"ok": result}` or `{"error": [code, message]}`.
+
+    An exception would hide the others' answers.
+    """
+
+    @functools.wraps(work)
+    def answer(*args: P.args, **kwargs: P.kwargs) -> Answer:
+        try:
+            return {"ok": work(*args, **kwargs)}
+        except RequestFailed as failure:
+            return {"error": [failure.code, failure.message]}
+        except torch.OutOfMemoryError:
+            return {"error": ["oom", "the device ran out of memory for this session"]}
+        except Exception:
+            logger.exception("a session could not be saved or restored")
+            return {"error": ["engine_error", "the worker failed on this snapshot; the server's log has details"]}
+
+    return answer
 
 
 class SessionSnapshots:
@@ -54,10 +77,10 @@ class SessionSnapshots:
         self._weights: str | None = None
         self._model: ModelIdentity | None = None
 
-    def describe(self, session_id: str) -> Answer:
-        """`{"ok": RankDescription as JSON}`, or `{"error": [code, message]}`."""
-
-        return answer(lambda: msgspec.json.encode(self.described(self.committed(session_id))))
+    @answers
+    def describe(self, session_id: str) -> bytes:
+        """`RankDescription` as JSON."""
+        return msgspec.json.encode(self.described(self.committed(session_id)))
 
     def described(self, session: Any) -> RankDescription:
         """This rank's part of a session without its bytes."""
@@ -70,26 +93,23 @@ class SessionSnapshots:
             session.tensors(),
         )
 
-    def write(self, session_id: str, path: str, chunk_index: int, starts: Sequence[int]) -> Answer:
+    @answers
+    def write(self, session_id: str, path: str, chunk_index: int, starts: Sequence[int]) -> None:
         """Copy this rank's tensors into the file; `chunk_index` must still be the session's next chunk.
 
         starts: as `SnapshotPlan.starts`.
         """
+        session = self.committed(session_id)
+        if session.chunk_index != chunk_index:
+            raise RequestFailed("session_busy", "a chunk of this session was finished meanwhile; ask again")
+        write_tensors(Path(path), starts, rank_in_world(), session.tensors())
 
-        def work() -> None:
-            session = self.committed(session_id)
-            if session.chunk_index != chunk_index:
-                raise RequestFailed("session_busy", "a chunk of this session was finished meanwhile; ask again")
-            write_tensors(Path(path), starts, rank_in_world(), session.tensors())
-
-        return answer(work)
-
-    def restore(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> Answer:
+    @answers
+    def restore(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> None:
         """Make this rank's part of a new session from a file."""
         own = self._runner.vllm_config.parallel_config.data_parallel_index
-        if data_parallel_rank is not None and data_parallel_rank != own:
-            return {"ok": None}
-        return answer(lambda: self._restore(session_id, Path(path)))
+        if data_parallel_rank is None or data_parallel_rank == own:
+            self._restore(session_id, Path(path))
 
     def forget_weights(self) -> None:
         """The weights were loaded anew."""
@@ -215,16 +235,3 @@ def _opening(fields: Mapping[str, Any], session_id: str) -> DiffusionParams:
 def rank_in_world() -> int:
     """This process among all ranks of the engine: the place of its part in a file."""
     return int(get_world_group().rank_in_group)
-
-
-def answer(work: Callable[[], Any]) -> Answer:
-    """An RPC answers for every rank; an exception would hide the others' answers."""
-    try:
-        return {"ok": work()}
-    except RequestFailed as failure:
-        return {"error": [failure.code, failure.message]}
-    except torch.OutOfMemoryError:
-        return {"error": ["oom", "the device ran out of memory for this session"]}
-    except Exception:
-        logger.exception("a session could not be saved or restored")
-        return {"error": ["engine_error", "the worker failed on this snapshot; the server's log has details"]}

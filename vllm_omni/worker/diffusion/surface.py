@@ -23,17 +23,17 @@ class RunnerSurface:
     def get_kv_cache_spec(self) -> dict[str, Any]:
         return {}  # sessions live in the runner, not in vLLM's block pool
 
-    def initialize_kv_cache(self, kv_cache_config: Any, kv_cache_allocation_context: Any = None) -> None: ...
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """There is nothing to do."""
 
-    def update_max_model_len(self, max_model_len: int) -> None: ...
-
-    def profile_run(self, *args: Any, **kwargs: Any) -> None: ...
+    initialize_kv_cache = update_max_model_len = profile_run = warming_up_model = _nothing
+    _dummy_pooler_run = _dummy_sampler_run = pool = take_draft_token_ids = get_draft_model = _nothing
+    reset_mm_cache = reset_encoder_cache = reset_lora_state = maybe_remove_all_loras = _nothing
 
     def profile_cudagraph_memory(self) -> int:
         return 0
 
-    def capture_model(self) -> int:
-        return 0
+    capture_model = profile_cudagraph_memory
 
     def needs_cudagraph_capture(self) -> bool:
         return False
@@ -43,31 +43,11 @@ class RunnerSurface:
         empty = torch.empty(0, device=self.device)
         return empty, empty
 
-    def _dummy_pooler_run(self, hidden_states: torch.Tensor) -> None: ...
-
-    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None: ...
-
-    def warming_up_model(self) -> None: ...
-
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
         return EMPTY_MODEL_RUNNER_OUTPUT
 
-    def pool(self) -> None: ...
-
-    def take_draft_token_ids(self) -> None: ...
-
-    def get_draft_model(self) -> None: ...
-
     def get_encoder_timing_stats(self) -> dict[str, Any]:
         return {}
-
-    def reset_mm_cache(self) -> None: ...
-
-    def reset_encoder_cache(self) -> None: ...
-
-    def reset_lora_state(self) -> None: ...
-
-    def maybe_remove_all_loras(self, lora_config: Any) -> None: ...
 
     def list_loras(self) -> set[int]:
         return set()

@@ -2,23 +2,34 @@
 """Warm-up of one rank: the largest shape runs once in a throw-away session, and fixes the bytes that sessions may hold.
 
 All ranks warm up together, outside vLLM's engine loop, so tensors between stages are sent and received here. With
-`omni.pipeline_partition` "measured" a session runs before, and its last chunk's times decide which layers move. Knows
-no model by name. Held by tests/worker/test_diffusion_model_runner.py and tests/engine/test_parallel.py.
+`omni.pipeline_partition` "measured" a session runs before, and layers move by its last chunk's times, decode and head
+included, so that the slowest stage is as fast as possible. Knows no model by name.
+Held by tests/worker/test_diffusion_model_runner.py, tests/engine/test_parallel.py and tests/engine/test_rebalance.py.
 """
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from vllm.distributed.parallel_state import get_world_group
 from vllm.sequence import IntermediateTensors
 
+from vllm_omni.model_executor.interfaces import LayeredModel
+from vllm_omni.model_executor.layers.layer_moves import LayerMove, balanced_partition, stage_costs
+from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.worker.diffusion.memory import MemoryBudget
-from vllm_omni.worker.diffusion.rebalance import StageTimes, rebalance
-from vllm_omni.worker.diffusion.requests import RequestState
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 
 logger = logging.getLogger("vllm." + __name__)
 
 _REQUEST_ID = "warm-up"
+
+StageTimes = Mapping[str, Sequence[float]]
+"""`StageTimer.milliseconds` of one chunk."""
 
 
 def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
@@ -85,3 +96,41 @@ def _step(runner: DiffusionGPUModelRunner, state: RequestState) -> None:
     if hidden is not None:
         runner.pp.send_tensor_dict(hidden.tensors, all_gather_group=runner.tp)
         runner.role.listen()
+
+
+def rebalance(runner: DiffusionGPUModelRunner, times: StageTimes) -> None:
+    """Collective. Balance layers by the stage times of a warm-up chunk (`times` is this rank's).
+
+    Raises ValueError, on all ranks alike, if the model's layers cannot move.
+    """
+    model, pp = runner.model, runner.pp
+    if not isinstance(model, LayeredModel):
+        raise ValueError(f"omni.pipeline_partition 'measured': the layers of {type(model).__name__} cannot move")
+    partition = _measured_partition(runner, model, times)
+    stages = len(partition)
+    if pp.rank_in_group < stages and partition != list(model.partition):
+        model.move_layers(LayerMove(pp.ranks[:stages], pp.rank_in_group, model.partition, partition, pp.device_group))
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)
+            torch.cuda.empty_cache()
+    runner.partition = tuple(partition)
+
+
+def _measured_partition(runner: DiffusionGPUModelRunner, model: LayeredModel, times: StageTimes) -> list[int]:
+    pp = runner.pp
+    stages = pp.world_size - runner.omni.vae_stage
+    steps = times.get("steps", [0.0])
+    mine = (pp.rank_in_group, median(steps), len(steps), sum(times.get("decode", [0.0])))
+    everybody: list[Any] = [None] * get_world_group().world_size
+    dist.all_gather_object(everybody, mine, group=get_world_group().cpu_group)
+    # Ranks that share a stage's layers are as slow as the slowest of them.
+    of_stage = [[entry for entry in everybody if entry[0] == stage] for stage in range(stages)]
+    costs = stage_costs(
+        [max(step_ms for _, step_ms, _, _ in entries) for entries in of_stage],
+        model.partition,
+        max(passes for _, _, passes, _ in of_stage[0]),
+        [max(decode_ms for *_, decode_ms in entries) for entries in of_stage],
+    )
+    partition = balanced_partition(costs, model.num_layers)
+    logger.info("pipeline stages cost %s: %s layers each", costs, partition)
+    return partition

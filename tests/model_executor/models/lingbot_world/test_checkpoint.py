@@ -20,12 +20,13 @@ from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTra
 from vllm_omni.model_executor.models.lingbot_world.weights import (
     CAMERA_TENSOR,
     config_of_tensors,
-    load_pipeline_weights,
+    load_transformer,
     transformer_shapes,
 )
 from vllm_omni.model_executor.models.registry import detect_family, get_family
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
+from vllm_omni.model_executor.models.wan.weights import load_pieces
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def load(layout: CheckpointLayout) -> dict[str, torch.Tensor]:
     transformer = LingBotTransformer(config)
     vae = StreamingWanVAE(layout.vae_config())
     text_encoder = TextEncoder(layout.text_config(), layout.tokenizer, max_tokens=config.text_len)
-    load_pipeline_weights(layout, config, transformer, vae, text_encoder)
+    load_pieces(layout, lambda: load_transformer(transformer, layout.transformer, config), vae, text_encoder)
     tensors = {name: slot.target for name, slot in checkpoint_slots(transformer).items()}
     tensors |= dict(vae.named_parameters(prefix="vae"))
     return tensors | dict(text_encoder.named_parameters(prefix="text"))

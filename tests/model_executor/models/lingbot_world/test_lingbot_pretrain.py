@@ -117,7 +117,7 @@ def test_a_session_has_two_windows_and_a_fork_both(world: LingBotWorld) -> None:
     assert session.window.nbytes == world.window_nbytes(session.shape)
     assert world.window_nbytes(session.shape) == 2 * LingBotWorld.window_nbytes(world, session.shape)
     run_chunk(world, session, prompt=PROMPT, output="latents")
-    cond, uncond = session.window.both.values()
+    cond, uncond = session.window.windows
     assert not torch.equal(cond.buffer, uncond.buffer)
     assert {name.split(".")[0] for name in session.window.tensors(3)} == {"cond", "uncond"}
     other = session.fork("other")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_omni.model_executor.models.qwen2_5_omni.options import SpeechDefaults
-from vllm_omni.model_executor.models.qwen2_5_omni.speech import SpeechComposition, Timings, _codes_queue, pieces
+from vllm_omni.model_executor.models.qwen2_5_omni.speech import Speech, SpeechComposition, pieces
 
 
 def test_one_clip() -> None:
@@ -113,11 +113,6 @@ def test_the_talker_is_free_when_it_has_spoken() -> None:
     stage: Any = Talker()
     composition = SpeechComposition(stage, stage, stage, builder=builder, defaults=SpeechDefaults())  # type: ignore[arg-type]
     prompt: Any = SimpleNamespace(token_ids=[1], reply_RD=[1], to_engine_input=lambda name, slot: None)
-    how = SpeechDefaults(max_codes=256)
-    codes = _codes_queue(how)
-
-    async def speak() -> None:
-        await composition._generate_codes(prompt, codes, how, "r", Timings(), 0)
-
-    asyncio.run(asyncio.wait_for(speak(), 5))
-    assert composition._slots.qsize() == 1 and codes.qsize() == 200
+    spoken = Speech("r", SpeechDefaults(max_codes=256), seed=0)
+    asyncio.run(asyncio.wait_for(composition._generate_codes(prompt, spoken), 5))
+    assert composition._slots.qsize() == 1 and spoken.codes.qsize() == 200

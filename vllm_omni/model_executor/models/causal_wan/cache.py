@@ -20,11 +20,11 @@ import torch
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.sink_window import SinkWindow
+from vllm_omni.model_executor.layers.window_set import WindowSet
 from vllm_omni.model_executor.models.wan.layers import KVView
-from vllm_omni.sessions.snapshot import SavedTensors
 
 
-class ChunkCache:
+class ChunkCache(WindowSet):
     """See the module docstring. Build with `strict` or `noise_matched`.
 
     windows: one for strict; one a step for noise-matched (on a stage that owns one step, that step's only).
@@ -32,7 +32,8 @@ class ChunkCache:
     """
 
     def __init__(self, windows: Sequence[KVWindow], has_sinks_per_step: bool) -> None:
-        self.windows = tuple(windows)
+        names = [""] if len(windows) == 1 else [f"step{step}." for step in range(len(windows))]
+        super().__init__(dict(zip(names, windows, strict=True)))
         self.has_sinks_per_step = has_sinks_per_step
 
     @classmethod
@@ -43,30 +44,9 @@ class ChunkCache:
     def noise_matched(cls, windows: Sequence[KVWindow]) -> "ChunkCache":
         return cls(windows, True)
 
-    @property
-    def clean(self) -> KVWindow:
-        """The window whose length and sinks are the stream's."""
-        return self.windows[-1]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(window.nbytes for window in self.windows)
-
-    @property
-    def device(self) -> torch.device:
-        return self.clean.device
-
-    @property
-    def committed_frames(self) -> int:
-        return self.clean.committed_frames
-
     def at(self, step: int) -> KVView:
         """Return the window that the forward of `step` writes and reads."""
         return self.windows[min(step, len(self.windows) - 1)]
-
-    def check_fits(self, frames: range) -> None:
-        """Raise `RequestFailed` if chunk `frames` can not be served."""
-        self.clean.check_fits(frames)
 
     def open(self, frames: range, step: int = 0) -> None:
         """Place the sinks for chunk `frames`, before the forward of `step`; without sinks per step, once a chunk."""
@@ -104,33 +84,6 @@ class ChunkCache:
                 window.take_first_frames(self.clean, frames.stop)
         for window in self.windows:
             window.commit(frames.stop, sinks_kept=self.has_sinks_per_step and not first)
-
-    def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
-        """Return every tensor that a next chunk of `next_frames` can see, by stable name."""
-        if len(self.windows) == 1:
-            return self.clean.tensors(next_frames)
-        return {
-            f"step{step}.{name}": tensor
-            for step, window in enumerate(self.windows)
-            for name, tensor in window.tensors(next_frames).items()
-        }
-
-    def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
-        """Fill a new cache with the tensors named by `tensors(next_frames)` of another one. Raises `RequestFailed`."""
-        for step, window in enumerate(self.windows):
-            part = saved if len(self.windows) == 1 else saved.under(f"step{step}.")
-            window.restore(part, committed_frames, next_frames)
-
-    def fork(self) -> "ChunkCache":
-        return ChunkCache([window.fork() for window in self.windows], self.has_sinks_per_step)
-
-    def to(self, device: torch.device | str) -> None:
-        for window in self.windows:
-            window.to(device)
-
-    def close(self) -> None:
-        for window in self.windows:
-            window.close()
 
     def _sink_windows(self, step: int) -> list[SinkWindow]:
         windows = [self.windows[min(step, len(self.windows) - 1)]] if self.has_sinks_per_step else self.windows

@@ -105,7 +105,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "CausalWanOptions":
-        """Raises ValueError saying what arrived and what is allowed."""
+        """Raises ValueError with the value and the allowed ones."""
         parsed = cls.read(options)
         try:
             text, video = parsed.text_schedule(), parsed.video_schedule()
@@ -138,7 +138,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
 
 
 def resolve_plan(config: CausalWanConfig, options: CausalWanOptions) -> ChunkPlan:
-    """How a stream is cut into chunks and what each sees. Raises ValueError."""
+    """How a stream is cut into chunks, and the window of each. Raises ValueError."""
     plan = resolve_chunks(options, config, chunk_frames=_CHUNK, window_frames=_WINDOW, sink_frames=_SINK)
     chunk, window, sink = plan.chunk_frames, plan.window_frames, plan.sink_frames
     if options.sink_refresh_threshold is not None and (chunk != 1 or not 0 < sink < window):

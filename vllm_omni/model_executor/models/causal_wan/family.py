@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `causal_wan` family: what the command line, the config parser and the doors ask about it."""
+"""The `causal_wan` family's entry for the command line, the config parser and the doors."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -35,8 +35,3 @@ def check_complete(path: Path) -> None:
     found = open_transformer(layout.transformer).shapes
     renamed = {rename(name, TRANSFORMER_RULES): shape for name, shape in found.items()}
     check_shapes(renamed, transformer_shapes(config), str(layout.transformer))
-
-
-def complete(out: Path) -> list[str]:
-    """The repositories leave nothing out."""
-    return []

@@ -27,7 +27,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
-from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout
+from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout, open_transformer
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
 from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes
@@ -35,16 +35,13 @@ from vllm_omni.model_executor.models.causal_wan.state import Chunk, StreamSessio
 from vllm_omni.model_executor.models.causal_wan.stream_setup import StreamSetup
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer, ChunkRow
 from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
-from vllm_omni.model_executor.models.causal_wan.weights import load_pipeline_weights
+from vllm_omni.model_executor.models.causal_wan.weights import load_transformer
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
-from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
-from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
-from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
-from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wanted
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
+from vllm_omni.model_executor.models.wan.chunk_model import WanChunkModel
+from vllm_omni.model_executor.models.wan.split_decode import whole_frames
+from vllm_omni.model_executor.models.wan.vae import to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import every_second_step
-from vllm_omni.model_executor.streaming.model import StreamingModel
 from vllm_omni.model_executor.streaming.session import StateLayouts
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 from vllm_omni.outputs import RequestFailed
@@ -52,33 +49,16 @@ from vllm_omni.outputs import RequestFailed
 Request = DiffusionRequest[StreamSession, Chunk]
 
 
-class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
+class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, CheckpointLayout]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
     config: CausalWanConfig
     options: CausalWanOptions
 
-    def __init__(self, setup: StreamSetup) -> None:
-        super().__init__()
-        self.build(setup)
-
     def build(self, setup: StreamSetup) -> None:
-        """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
-        self.config = setup.config
-        self.options = options = setup.options
-        self.omni = setup.omni
-        self.parallel = parallel = setup.parallel
-        self.plan = resolve_plan(setup.config, options)
+        options, parallel = setup.options, setup.parallel
+        self._begin(setup, resolve_plan(setup.config, options))
         self.schedule = options.text_schedule()
-        self.text_encoder: TextEncoder | None = None
-        if not parallel.is_vae_stage:
-            self.text_encoder = TextEncoder(
-                setup.text_config,
-                setup.layout.tokenizer,
-                max_tokens=setup.config.text_len,
-                device=options.text_encoder_device or "model",
-                dtype=setup.dtype,
-            )
         temporal = setup.omni.pipeline == "temporal"
         self._own_step = parallel.stage if temporal and not parallel.is_vae_stage else None
         with default_dtype(setup.dtype):
@@ -89,41 +69,21 @@ class CausalWan(StreamingModel[StreamShape, StreamSession, Chunk]):
                 cuda_graphs=options.cuda_graphs and torch.cuda.is_available(),
                 quantization=setup.quantization,
             )
-        decodes = parallel.decodes
-        vae_dtype = options.vae_torch_dtype(setup.dtype)
-        self.vae = StreamingWanVAE(
-            setup.vae_config,
-            # on every rank with layers: each needs the noisy latents or their timestep
-            encoder=options.video_input and not parallel.is_vae_stage,
-            decoder=decodes and options.decoder == "wan",
-            dtype=vae_dtype,
-            compiled=setup.compiled,
-            bands=RowBands.of(parallel),
-        )
-        self.tiny_vae: TinyVAEDecoder | None = None
-        self._wants_tiny_vae = setup.wants_tiny_vae
-        tiny_vae_channels = setup.tiny_vae_channels  # read on every rank: each refuses a bad file
-        if decodes and tiny_vae_channels is not None:
-            self.tiny_vae = TinyVAEDecoder(tiny_vae_channels, dtype=vae_dtype)
+        # on every rank with layers: each needs the noisy latents or their timestep
+        self._add_components(setup, encodes=options.video_input and not parallel.is_vae_stage)
         self.decoder: ChunkDecoder | None = None
         if self.tiny_vae is not None and options.decoder == "tiny":
             self.decoder = ChunkDecoder(self.tiny_vae)
-        elif decodes:
+        elif parallel.decodes:
             self.decoder = ChunkDecoder(self.vae, self.tiny_vae)
         self.video = VideoEncoder(self.vae, options) if self.vae.has_encoder else None
         spare = in_flight.spare_frames(options, self.plan, setup.omni, parallel)
         self.sizes = StreamSizes(
             self.config, options, self.plan, self.transformer, spare, self._own_step, setup.kv_dtype
         )
-        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
 
-    def load_checkpoint(self, layout: CheckpointLayout) -> None:
-        """Fill every parameter this rank has, strictly. Raises ValueError."""
-        vae = self.vae if self.vae.has_encoder or self.vae.has_decoder else None
-        load_pipeline_weights(layout, self.config, self.transformer, vae, self.text_encoder)
-        load_wanted(self.tiny_vae, layout, self._wants_tiny_vae)
-        self.transformer.forget()
-        self.prompts.forget()
+    def load_transformer(self, layout: CheckpointLayout) -> None:
+        load_transformer(self.transformer, open_transformer(layout.transformer), self.config)
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
@@ -323,18 +283,7 @@ class CausalWanPipeline(CheckpointPipeline[CheckpointLayout], CausalWan):
         return find_layout(path)
 
     def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
-        values = served.hf_config.causal_wan
-        self.build(
-            StreamSetup.of(
-                values,
-                served.layout,
-                served.omni,
-                served.dtype,
-                eager=served.eager,
-                quantization=served.quantization,
-                kv_dtype=served.kv_dtype,
-            )
-        )
+        self.build(StreamSetup.served(served.hf_config.causal_wan, served))
 
 
 if TYPE_CHECKING:

@@ -13,11 +13,8 @@ Held by tests/model_executor/models/causal_wan/test_causal_wan_parallel.py.
 from dataclasses import dataclass
 
 import torch
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
-from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkTransformer
 from vllm_omni.model_executor.models.wan.layers import KVView
 
@@ -41,27 +38,6 @@ class ChunkRow:
 
 class CausalWanTransformer(ChunkTransformer[CausalWanConfig]):
     """This rank's part of the network. Parameters are created empty, in torch's default type and device."""
-
-    def __init__(
-        self,
-        config: CausalWanConfig,
-        parallel: ParallelContext | None = None,
-        *,
-        residual_fp32: bool = True,
-        compiled: bool = False,
-        cuda_graphs: bool = False,
-        quantization: QuantizationConfig | None = None,
-    ) -> None:
-        chains = Chains.build(compiled)
-        super().__init__(
-            config,
-            parallel,
-            chains,
-            residual_fp32=residual_fp32,
-            cuda_graphs=cuda_graphs,
-            quantization=quantization,
-        )
-        self.requires_grad_(False)
 
     def channels(self, row: ChunkRow) -> torch.Tensor:
         return row.latents

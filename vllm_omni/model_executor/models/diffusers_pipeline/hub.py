@@ -12,11 +12,6 @@ from vllm_omni.model_executor.models.diffusers_pipeline.checkpoint import Pipeli
 PIECES: tuple[HubPiece, ...] = ()
 
 
-def complete(out: Path) -> list[str]:
-    """Nothing is left out of a pipeline directory."""
-    return []
-
-
 def check_complete(path: Path) -> None:
     """Raise ValueError of one line if a component that is there lacks its weights."""
     check_weights(path, PipelineIndex.read(path))

@@ -38,19 +38,11 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 class LanceDefaults:
     """Constants of the released model, and defaults of requests."""
 
-    latent_patch_size_spatial: int = 1
-    latent_patch_size_temporal: int = 1
     max_latent_size: int = 64
     max_num_video_latent_frames: int = 31
-    vit_max_num_patch_per_side: int = 70
-    connector_act: str = "gelu_pytorch_tanh"
     timestep_shift: float = 3.5
     num_timesteps: int = 30
     cfg_text_scale: float = 4.0
-    vae_z_channels: int = LATENT_CHANNELS
-    vae_downsample_spatial: int = PIXELS_PER_LATENT
-    vae_downsample_temporal: int = FRAMES_PER_LATENT
-
     cfg_interval: tuple[float, float] = (0.4, 1.0)
     cfg_renorm_type: str = "global"
     cfg_renorm_min: float = 0.0

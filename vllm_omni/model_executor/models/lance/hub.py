@@ -29,8 +29,3 @@ def check_complete(path: Path) -> None:
         raise ValueError(f"{layout.root} lacks Qwen2.5-VL-ViT/vit.safetensors; run `vllm-omni download lance` again")
     found = {name: shape for name, shape in source.shapes.items() if not name.startswith(BUNDLED_VISION)}
     check_shapes(found, network_shapes(lance_config(hf_config(path)["lance"])), str(layout.weights))
-
-
-def complete(out: Path) -> list[str]:
-    """Nothing to add: the repository holds every file this package reads."""
-    return []

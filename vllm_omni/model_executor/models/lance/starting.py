@@ -45,19 +45,14 @@ class Starter:
     def drawing(self, inputs: DrawInputs, reserved_bytes: int, timer: StageTimer) -> Drawing:
         """Raises `RequestFailed("capacity", ...)` if the caches would exceed the session's announced bytes."""
         reads_source = inputs.task in EDIT_TASKS
-        vit = reference = None
-        visuals, grid = Visuals(), None
-        first = None
+        rows = vit = encoded = None
         if inputs.source is not None:
             source = inputs.source.to(self.device)
             if reads_source:
-                rows, grid = self._see(source, inputs.preset, timer)
-                with timer.stage("reference"):
-                    reference = to_tokens(self._encode(for_vae(source, inputs.size), inputs.seed))
-                visuals, vit = Visuals(rows, reference), grid
-            else:
-                with timer.stage("reference"):
-                    first = to_tokens(self._encode(for_vae(source, inputs.size), inputs.seed))
+                rows, vit = self._see(source, inputs.preset, timer)
+            with timer.stage("reference"):
+                encoded = to_tokens(self._encode(for_vae(source, inputs.size), inputs.seed))
+        visuals, first = (Visuals(rows, encoded), None) if reads_source else (Visuals(), encoded)
         prompt = build_prompt(
             inputs.task,
             self.tokenizer.tokens,

@@ -18,6 +18,7 @@ from torch import nn
 
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.models.lance.config import FRAMES_PER_LATENT, LATENT_CHANNELS, PIXELS_PER_LATENT
+from vllm_omni.model_executor.models.wan.component_names import VAE_COMMON_RULES
 from vllm_omni.model_executor.models.wan.cpu_layers import use_cpu_layers
 
 # fmt: off
@@ -35,23 +36,11 @@ _STD = (
 # fmt: on
 
 VAE_RULES = (
-    (r"^conv1\.", "quant_conv."),
-    (r"^conv2\.", "post_quant_conv."),
-    (r"^(encoder|decoder)\.conv1\.", r"\1.conv_in."),
-    (r"^(encoder|decoder)\.head\.0\.", r"\1.norm_out."),
-    (r"^(encoder|decoder)\.head\.2\.", r"\1.conv_out."),
-    (r"\.middle\.0\.", ".mid_block.resnets.0."),
-    (r"\.middle\.1\.", ".mid_block.attentions.0."),
-    (r"\.middle\.2\.", ".mid_block.resnets.1."),
+    *VAE_COMMON_RULES,
     (r"\.downsamples\.(\d+)\.downsamples\.\d+\.(resample|time_conv)\.", r".down_blocks.\1.downsampler.\2."),
     (r"\.downsamples\.(\d+)\.downsamples\.(\d+)\.", r".down_blocks.\1.resnets.\2."),
     (r"\.upsamples\.(\d+)\.upsamples\.\d+\.(resample|time_conv)\.", r".up_blocks.\1.upsampler.\2."),
     (r"\.upsamples\.(\d+)\.upsamples\.(\d+)\.", r".up_blocks.\1.resnets.\2."),
-    (r"\.residual\.0\.", ".norm1."),
-    (r"\.residual\.2\.", ".conv1."),
-    (r"\.residual\.3\.", ".norm2."),
-    (r"\.residual\.6\.", ".conv2."),
-    (r"\.shortcut\.", ".conv_shortcut."),
 )
 """Wan 2.2's own names -> diffusers `AutoencoderKLWan`."""
 
@@ -101,8 +90,6 @@ class LanceWanVAE(nn.Module):
     """See the module docstring. `dtype`: of weights and activations."""
 
     z_channels = LATENT_CHANNELS
-    downsample_spatial = PIXELS_PER_LATENT
-    downsample_temporal = FRAMES_PER_LATENT
 
     latents_mean: torch.Tensor
     latents_std: torch.Tensor

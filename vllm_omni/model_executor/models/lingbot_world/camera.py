@@ -83,7 +83,7 @@ class CameraTail:
         return cls(pose_44.clone(), float(torch.rad2deg(torch.asin(torch.tensor(upward, dtype=torch.float64)))))
 
 
-# -- what clients send -------------------------------------------------------------------------------------------------
+# -- inputs of clients -------------------------------------------------------------------------------------------------
 
 
 def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:

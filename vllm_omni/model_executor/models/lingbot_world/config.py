@@ -73,11 +73,6 @@ class LingBotWorldConfig(ChunkTransformerConfig):
             )
 
     @property
-    def condition_channels(self) -> int:
-        """Channels of `y`: 4 mask + 16 image latent."""
-        return self.in_channels - self.out_channels
-
-    @property
     def camera_channels(self) -> int:
         """Channels of the control map after the 8x8 space-to-depth."""
         return CONTROL_CHANNELS[self.control_type] * VAE_SPATIAL * VAE_SPATIAL

@@ -65,11 +65,6 @@ def complete(out: Path) -> list[str]:
     return [f"{_TRANSFORMER}/config.json"]
 
 
-def _as_released(out: Path) -> list[str]:
-    """v2 needs nothing more: sizes that no `config.json` states are the tensors'."""
-    return []
-
-
 _V2 = "robbyant/lingbot-world-v2"
 _V2_COMPONENTS = HubPiece(f"{_V2}-14b-causal-fast", _COMPONENTS, "", 11.9)
 _DIFFUSERS = ("model_index.json", "scheduler/*", "text_encoder/*", "tokenizer/*", "transformer/*", "vae/*")
@@ -79,7 +74,8 @@ _CC_BY_NC_SA = (
 
 
 def _v2(*pieces: HubPiece) -> HubSource:
-    return HubSource(pieces, _as_released, _CC_BY_NC_SA)
+    """v2 needs no further files: sizes that no `config.json` states are the tensors'."""
+    return HubSource(pieces, licence=_CC_BY_NC_SA)
 
 
 RELEASES = {

@@ -32,95 +32,50 @@ from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions,
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, ChunkInputs, LingBotSession, World, WorldWindows
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
-from vllm_omni.model_executor.models.lingbot_world.weights import load_pipeline_weights
+from vllm_omni.model_executor.models.lingbot_world.weights import load_transformer
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
-from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
-from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
-from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
-from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wanted
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
+from vllm_omni.model_executor.models.wan.chunk_model import WanChunkModel
+from vllm_omni.model_executor.models.wan.split_decode import whole_frames
+from vllm_omni.model_executor.models.wan.vae import to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
-from vllm_omni.model_executor.streaming.model import StreamingModel
 from vllm_omni.model_executor.streaming.session import SessionShape, StateLayouts
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 
 Request = DiffusionRequest[LingBotSession, Chunk]
 
 
-class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
+class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup, CheckpointLayout]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
     config: LingBotWorldConfig
     options: LingBotOptions
 
-    def __init__(self, setup: WorldSetup) -> None:
-        super().__init__()
-        self.build(setup)
-
     def build(self, setup: WorldSetup) -> None:
-        """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
-        self.config = setup.config
-        self.options = setup.options
-        self.omni = setup.omni
-        self.parallel = setup.parallel
-        self.kv_dtype = setup.kv_dtype
-        self.plan = resolve_plan(setup.config, setup.options)
+        choices = setup.options.choices
+        self._begin(setup, resolve_plan(setup.config, setup.options))
         self.schedule = setup.options.denoise_schedule()
-        self.text_encoder: TextEncoder | None = None
-        if not setup.parallel.is_vae_stage:
-            self.text_encoder = TextEncoder(
-                setup.text_config,
-                setup.layout.tokenizer,
-                max_tokens=setup.config.text_len,
-                device=setup.options.text_encoder_device or "model",
-                dtype=setup.dtype,
-            )
         with default_dtype(setup.dtype):
             self.transformer = LingBotTransformer(
                 setup.config,
                 setup.parallel,
-                residual_fp32=setup.options.choices.residual_dtype == "fp32",
+                residual_fp32=choices.residual_dtype == "fp32",
                 compiled=setup.compiled,
                 cuda_graphs=setup.options.cuda_graphs and torch.cuda.is_available(),
                 quantization=setup.quantization,
             )
-        decodes = setup.parallel.decodes
-        vae_dtype = setup.options.vae_torch_dtype(setup.dtype)
-        self.vae = StreamingWanVAE(
-            setup.vae_config,
-            encoder=setup.parallel.first_stage,
-            decoder=decodes and setup.options.decoder == "wan",
-            dtype=vae_dtype,
-            compiled=setup.compiled,
-            # One at a time halves a decode's memory beside its cache; all are faster on a CPU.
-            frames_per_call=1 if self.transformer.device.type == "cuda" else None,
-            bands=RowBands.of(setup.parallel),
-        )
-        self._wants_tiny_vae = setup.wants_tiny_vae
-        tiny_vae_channels = setup.tiny_vae_channels  # read on every rank: each refuses a bad file
-        self.tiny_vae: TinyVAEDecoder | None = None
-        if decodes and tiny_vae_channels is not None:
-            self.tiny_vae = TinyVAEDecoder(tiny_vae_channels, dtype=vae_dtype)
+        # One frame at a time halves a decode's memory beside its cache; all are faster on a CPU.
+        frames_per_call = 1 if self.transformer.device.type == "cuda" else None
+        self._add_components(setup, encodes=setup.parallel.first_stage, frames_per_call=frames_per_call)
         self.decoder: ChunkDecoder | None = None
-        if decodes:
-            self.decoder = ChunkDecoder(self.tiny_vae or self.vae, continuation=setup.options.choices.vae_continuation)
+        if setup.parallel.decodes:
+            self.decoder = ChunkDecoder(self.tiny_vae or self.vae, continuation=choices.vae_continuation)
         self.condition: GreyCondition | None = None
         if setup.parallel.first_stage:
-            self.condition = GreyCondition(
-                self.vae,
-                setup.options.choices.later_condition,
-                chunk_frames=self.plan.chunk_frames,
-            )
-        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
+            self.condition = GreyCondition(self.vae, choices.later_condition, chunk_frames=self.plan.chunk_frames)
 
-    def load_checkpoint(self, layout: CheckpointLayout) -> None:
-        """Fill every parameter this rank has, strictly. Raises ValueError."""
-        vae = self.vae if self.vae.has_encoder or self.vae.has_decoder else None
-        load_pipeline_weights(layout, self.config, self.transformer, vae, self.text_encoder)
-        load_wanted(self.tiny_vae, layout, self._wants_tiny_vae)
-        self.transformer.forget()
-        self.prompts.forget()
+    def load_transformer(self, layout: CheckpointLayout) -> None:
+        load_transformer(self.transformer, layout.transformer, self.config)
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
@@ -149,15 +104,7 @@ class LingBotWorld(StreamingModel[SessionShape, LingBotSession, Chunk]):
         return KVWindow(sink_frames=self.plan.sink_frames, device=self.transformer.device, **self._window_sizes(shape))
 
     def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
-        return {
-            "num_layers": self.transformer.num_local_layers,
-            "window_frames": self.plan.window_frames,
-            "tokens_per_frame": self.config.tokens_per_frame(shape.height, shape.width),
-            "num_heads": self.transformer.num_cache_heads,
-            "head_dim": self.config.head_dim,
-            "dtype": self.transformer.dtype,
-            "storage": self.kv_dtype,
-        }
+        return {**self.window_sizes(shape.height, shape.width), "window_frames": self.plan.window_frames}
 
     def own_bytes(self, shape: SessionShape) -> int:
         return 0 if self.condition is None else self.condition.state_nbytes(shape.height, shape.width)
@@ -303,18 +250,7 @@ class LingBotWorldPipeline(CheckpointPipeline[CheckpointLayout], LingBotWorld):
         return find_layout(path)
 
     def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
-        values = served.hf_config.lingbot_world
-        self.build(
-            WorldSetup.of(
-                values,
-                served.layout,
-                served.omni,
-                served.dtype,
-                eager=served.eager,
-                quantization=served.quantization,
-                kv_dtype=served.kv_dtype,
-            )
-        )
+        self.build(WorldSetup.served(served.hf_config.lingbot_world, served))
 
 
 if TYPE_CHECKING:

@@ -12,13 +12,14 @@ Everything else is `LingBotWorld`'s. Held by tests/model_executor/models/lingbot
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
+from vllm_omni.model_executor.layers.window_set import WindowSet
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, LingBotWorldPipeline, Request
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk
@@ -27,7 +28,6 @@ from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.streaming.session import SessionShape
-from vllm_omni.sessions.snapshot import SavedTensors
 
 STEPS = 40
 GUIDANCE = 5.0
@@ -69,52 +69,15 @@ def guided(cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
     return uncond + GUIDANCE * (cond - uncond)
 
 
-class GuidedWindows:
-    """The K/V of a session under its prompt and under the negative prompt; `Windows` of both."""
+class GuidedWindows(WindowSet):
+    """The K/V of a session under its prompt and under the negative prompt."""
 
     def __init__(self, cond: KVWindow, uncond: KVWindow) -> None:
-        self.both = {"cond": cond, "uncond": uncond}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(window.nbytes for window in self.both.values())
-
-    @property
-    def device(self) -> torch.device:
-        return self.both["cond"].device
-
-    @property
-    def committed_frames(self) -> int:
-        return self.both["cond"].committed_frames
-
-    def check_fits(self, frames: range) -> None:
-        self.both["cond"].check_fits(frames)
+        super().__init__({"cond.": cond, "uncond.": uncond})
 
     def commit(self, end_frame: int) -> None:
-        for window in self.both.values():
+        for window in self.windows:
             window.commit(end_frame)
-
-    def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
-        return {
-            f"{name}.{key}": tensor
-            for name, window in self.both.items()
-            for key, tensor in window.tensors(next_frames).items()
-        }
-
-    def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
-        for name, window in self.both.items():
-            window.restore(saved.under(f"{name}."), committed_frames, next_frames)
-
-    def fork(self) -> Self:
-        return type(self)(self.both["cond"].fork(), self.both["uncond"].fork())
-
-    def to(self, device: torch.device | str) -> None:
-        for window in self.both.values():
-            window.to(device)
-
-    def close(self) -> None:
-        for window in self.both.values():
-            window.close()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -186,11 +149,8 @@ class LingBotPretrain(LingBotWorld):
     def rows(self, request: Request) -> list[ChunkRow]:
         chunk = _guided_chunk(request)
         assert isinstance(chunk.window, GuidedWindows) and chunk.cross_kv is not None and chunk.negative_kv is not None
-        windows = chunk.window.both
-        return [
-            self.row(request, chunk.cross_kv, windows["cond"]),
-            self.row(request, chunk.negative_kv, windows["uncond"]),
-        ]
+        cond, uncond = chunk.window.windows
+        return [self.row(request, chunk.cross_kv, cond), self.row(request, chunk.negative_kv, uncond)]
 
 
 def _guided_chunk(request: Request) -> GuidedChunk:

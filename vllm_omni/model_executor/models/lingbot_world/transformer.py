@@ -18,17 +18,17 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.chains import LingBotChains
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkTransformer
 from vllm_omni.model_executor.models.wan.layers import patchify, stack
-from vllm_omni.model_executor.models.wan.transformer import Block, WanConfig
+from vllm_omni.model_executor.models.wan.transformer import Block
 
 
 @dataclass(frozen=True)
@@ -95,33 +95,16 @@ class LingBotTransformer(ChunkTransformer[LingBotWorldConfig]):
     """This rank's part of the network. Parameters are created empty, in torch's default type and device."""
 
     block_type = CameraBlock
+    chains_type = LingBotChains
     moving_fields = ("latents", "condition", "camera")
     high_precision = ("blocks.*.cam_*",)
 
-    def __init__(
-        self,
-        config: LingBotWorldConfig,
-        parallel: ParallelContext | None = None,
-        *,
-        residual_fp32: bool = True,
-        compiled: bool = False,
-        cuda_graphs: bool = False,
-        quantization: QuantizationConfig | None = None,
-    ) -> None:
-        chains = LingBotChains.build(compiled)
-        super().__init__(
-            config,
-            parallel,
-            chains,
-            residual_fp32=residual_fp32,
-            cuda_graphs=cuda_graphs,
-            quantization=quantization,
-        )
+    def _add_layers(self) -> None:
+        config = self.config
         dim, patch = config.dim, config.patch_size[1] * config.patch_size[2]
         self.patch_embedding_wancamctrl = nn.Linear(config.camera_channels * patch, dim)
         self.c2ws_hidden_states_layer1 = nn.Linear(dim, dim)
         self.c2ws_hidden_states_layer2 = nn.Linear(dim, dim)
-        self.requires_grad_(False)
 
     def channels(self, row: ChunkRow) -> torch.Tensor:
         """The 36 input channels: noisy latents, then mask and condition."""

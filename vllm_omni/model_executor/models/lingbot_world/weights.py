@@ -8,7 +8,7 @@ Held by tests/model_executor/models/lingbot_world/test_weights.py.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -16,14 +16,8 @@ from vllm_omni.model_executor.models.lingbot_world.config import CONTROL_CHANNEL
 from vllm_omni.model_executor.models.wan import transformer_weights as wan
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.transformer_weights import Sizes
-from vllm_omni.model_executor.models.wan.weights import load_pieces
 from vllm_omni.model_executor.tensor_files import Shape, open_tensors
 from vllm_omni.model_executor.weights import load_strict
-
-if TYPE_CHECKING:
-    from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
-    from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
-    from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 
 CAMERA_TENSOR = "patch_embedding_wancamctrl.weight"
 """A LingBot World transformer has it, no other Wan transformer does."""
@@ -74,17 +68,6 @@ def config_of_tensors(shapes: Mapping[str, Shape], where: str, num_heads: int | 
         raise ValueError(f"{where}: {CAMERA_TENSOR} takes {folded} inputs; known: {allowed}")
     in_dim = shapes.get("patch_embedding.weight", (0, 0))[1]
     return {**sizes, "in_dim": in_dim, "control_type": control}
-
-
-def load_pipeline_weights(
-    layout: "WanComponents",
-    config: LingBotWorldConfig,
-    transformer: nn.Module,
-    vae: "StreamingWanVAE | None" = None,
-    text_encoder: "TextEncoder | None" = None,
-) -> None:
-    """`load_pieces`, with this model's transformer."""
-    load_pieces(layout, lambda: load_transformer(transformer, layout.transformer, config), vae, text_encoder)
 
 
 def load_transformer(transformer: nn.Module, path: Path, config: LingBotWorldConfig) -> None:

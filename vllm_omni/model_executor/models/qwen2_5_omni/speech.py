@@ -84,13 +84,22 @@ def pieces(num_codes: int, finished: bool, emitted: int, how: SpeechDefaults) ->
         emitted = last
 
 
-def _codes_queue(how: SpeechDefaults) -> asyncio.Queue[int | None]:
-    """Codes from talker to token2wav, then None, with room for those of a whole speech.
+@dataclass
+class Speech:
+    """One reply on its way through talker and token2wav. how: its voice is set. seed: None = any."""
+
+    request_id: str
+    how: SpeechDefaults
+    seed: int | None
+    timings: Timings = field(default_factory=Timings)
+    codes: asyncio.Queue[int | None] = field(init=False)
+    """From talker to token2wav, then None, with room for those of a whole speech.
 
     vLLM's engine makes codes at its own pace and keeps those that nobody fetches: a shorter queue would slow nothing
-    down, and hold the talker's slot until the sound is made.
-    """
-    return asyncio.Queue(maxsize=how.max_codes + 1)
+    down, and hold the talker's slot until the sound is made."""
+
+    def __post_init__(self) -> None:
+        self.codes = asyncio.Queue(maxsize=self.how.max_codes + 1)
 
 
 class SpeechComposition:
@@ -131,12 +140,10 @@ class SpeechComposition:
         engine_input: the thinker's rendered prompt. Raises `RequestFailed`, `StageDied`, or vLLM's own client errors.
         Closing the generator or cancelling its reader aborts the request in every stage.
         """
-        how = self._checked(speech)
-        timings = timings or Timings()
+        spoken = self._begin(request_id, speech, seed, timings)
         params = params.clone()
         params.output_kind = RequestOutputKind.DELTA
         params.extra_args = {**(params.extra_args or {}), **HiddenStatesRequest(hidden_states="all").to_extra_args()}
-        codes = _codes_queue(how)
 
         async def think_and_talk(emit: Emit) -> None:
             prompt_ids: list[int] = []
@@ -148,17 +155,11 @@ class SpeechComposition:
                     completion = output.outputs[0]
                     reply_ids.extend(completion.token_ids)
                     states.append(hidden_states_of(completion))
-                    timings.mark("first_text")
+                    spoken.timings.mark("first_text")
                     await emit(TextDelta(completion.text, output))
-            timings.last("thinker_done")
-            await self._talk(
-                prompt_ids, reply_ids, states, visual_grids(engine_input), codes, how, request_id, timings, seed
-            )
+            await self._talk(prompt_ids, reply_ids, states, visual_grids(engine_input), spoken)
 
-        async def sound(emit: Emit) -> None:
-            await self._sound(codes, how, seed, request_id, emit, timings)
-
-        async with aclosing(run_flow([think_and_talk, sound])) as events:
+        async with aclosing(run_flow([think_and_talk, lambda emit: self._sound(spoken, emit)])) as events:
             async for event in events:
                 yield event
 
@@ -176,9 +177,7 @@ class SpeechComposition:
 
         prompt_ids: the conversation up to the reply. text_ids: the reply, with the token that ends the turn.
         """
-        how = self._checked(speech)
-        timings = timings or Timings()
-        codes = _codes_queue(how)
+        spoken = self._begin(request_id, speech, seed, timings)
         extra = HiddenStatesRequest(hidden_states="all").to_extra_args()
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
 
@@ -190,24 +189,22 @@ class SpeechComposition:
             prompt = tokens_input(prompt_token_ids=[*prompt_ids, *text_ids[:-1]])
             async for output in self.thinker.generate(prompt, params, f"{request_id}-thinker"):
                 states.append(hidden_states_of(output))
-            timings.last("thinker_done")
-            await self._talk(prompt_ids, text_ids, states, VisualGrids(), codes, how, request_id, timings, seed)
+            await self._talk(prompt_ids, text_ids, states, VisualGrids(), spoken)
 
-        async def sound(emit: Emit) -> None:
-            await self._sound(codes, how, seed, request_id, emit, timings)
-
-        async with aclosing(run_flow([think_and_talk, sound])) as events:
+        async with aclosing(run_flow([think_and_talk, lambda emit: self._sound(spoken, emit)])) as events:
             async for event in events:
                 yield event
 
     # -- stages ----------------------------------------------------------------------------------------------------
 
-    def _checked(self, speech: SpeechDefaults | None) -> SpeechDefaults:
+    def _begin(
+        self, request_id: str, speech: SpeechDefaults | None, seed: int | None, timings: Timings | None
+    ) -> Speech:
         how = speech or self.defaults
         how = msgspec.structs.replace(how, voice=how.voice or self.defaults.voice)
         self.builder.check_voice(str(how.voice))
         self.check_alive()
-        return how
+        return Speech(request_id, how, seed, timings or Timings())
 
     async def _talk(
         self,
@@ -215,33 +212,22 @@ class SpeechComposition:
         reply_ids: Sequence[int],
         states: list[HiddenStates | None],
         grids: VisualGrids,
-        codes: asyncio.Queue[int | None],
-        how: SpeechDefaults,
-        request_id: str,
-        timings: Timings,
-        seed: int | None,
+        spoken: Speech,
     ) -> None:
         """Put every code of the speech into the queue, then None."""
+        spoken.timings.last("thinker_done")
         joined = concat(states)
         token_ids = [*prompt_ids, *reply_ids]
         prompt = None
         if joined is not None and len(reply_ids) > 1:
             prompt = await asyncio.to_thread(
-                self.builder.build, token_ids, len(prompt_ids), joined, str(how.voice), grids
+                self.builder.build, token_ids, len(prompt_ids), joined, str(spoken.how.voice), grids
             )
         if prompt is not None:
-            await self._generate_codes(prompt, codes, how, request_id, timings, seed)
-        await codes.put(None)
+            await self._generate_codes(prompt, spoken)
+        await spoken.codes.put(None)
 
-    async def _generate_codes(
-        self,
-        prompt: TalkerPrompt,
-        codes: asyncio.Queue[int | None],
-        how: SpeechDefaults,
-        request_id: str,
-        timings: Timings,
-        seed: int | None,
-    ) -> None:
+    async def _generate_codes(self, prompt: TalkerPrompt, spoken: Speech) -> None:
         room = self._max_len - len(prompt.token_ids)
         if room < 1 or len(prompt.reply_RD) > self._max_len:
             raise RequestFailed(
@@ -249,7 +235,7 @@ class SpeechComposition:
                 f"a conversation of {len(prompt.token_ids)} tokens with a reply of {len(prompt.reply_RD)} leaves no "
                 f"room for speech in the talker's {self._max_len} tokens (omni.model.talker.max_model_len)",
             )
-        stop = self.builder.stop_codes
+        stop, how = self.builder.stop_codes, spoken.how
         params = SamplingParams(
             temperature=how.temperature,
             top_k=how.top_k,
@@ -257,37 +243,30 @@ class SpeechComposition:
             repetition_penalty=how.repetition_penalty,
             max_tokens=min(how.max_codes, room),
             stop_token_ids=stop,
-            seed=seed,
+            seed=spoken.seed,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
         slot = await self._slots.get()
         try:
-            name = f"{request_id}-talker"
+            name = f"{spoken.request_id}-talker"
             async with aclosing(self.talker.generate(prompt.to_engine_input(name, slot), params, name)) as outputs:
                 async for output in outputs:
                     for code in output.outputs[0].token_ids:
                         if code not in stop:
-                            timings.mark("first_code")
-                            await codes.put(code)
-            timings.last("talker_done")
+                            spoken.timings.mark("first_code")
+                            await spoken.codes.put(code)
+            spoken.timings.last("talker_done")
         finally:
             self._slots.put_nowait(slot)
 
-    async def _sound(
-        self,
-        codes: asyncio.Queue[int | None],
-        how: SpeechDefaults,
-        seed: int | None,
-        request_id: str,
-        emit: Emit,
-        timings: Timings,
-    ) -> None:
-        seed = secrets.randbits(62) if seed is None else seed
+    async def _sound(self, spoken: Speech, emit: Emit) -> None:
+        how, timings = spoken.how, spoken.timings
+        seed = secrets.randbits(62) if spoken.seed is None else spoken.seed
         collected: list[int] = []
         emitted, number, finished = 0, 0, False
         while not finished:
-            code = await codes.get()
+            code = await spoken.codes.get()
             finished = code is None
             if code is not None:
                 collected.append(code)
@@ -305,7 +284,9 @@ class SpeechComposition:
                     options=options,
                 )
                 begin = time.perf_counter()
-                meta, tensors = await self.token2wav.encode(params, {"codes": piece}, f"{request_id}-wav-{number}")
+                meta, tensors = await self.token2wav.encode(
+                    params, {"codes": piece}, f"{spoken.request_id}-wav-{number}"
+                )
                 timings.marks_s["token2wav"] = timings.marks_s.get("token2wav", 0.0) + time.perf_counter() - begin
                 timings.mark("first_audio")
                 await emit(AudioChunk(tensors["audio"], meta["sample_rate"]))

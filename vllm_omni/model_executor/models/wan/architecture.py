@@ -13,10 +13,10 @@ from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPA
 
 
 @dataclass(frozen=True)
-class ChunkTransformerConfig:
-    """A causal transformer's sizes; a family sets the defaults of its released model.
+class WanConfig:
+    """Sizes that all Wan transformers have; a family sets the defaults of its released model.
 
-    window_frames, sink_frames, frames_per_chunk: the checkpoint's recommendation; None = it has none.
+    text_len: rows that every prompt is padded to; the networks were trained with them.
     """
 
     dim: int
@@ -30,9 +30,6 @@ class ChunkTransformerConfig:
     text_len: int = 512
     patch_size: tuple[int, int, int] = (1, 2, 2)
     eps: float = 1e-6
-    window_frames: int | None = None
-    sink_frames: int | None = None
-    frames_per_chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads or self.head_dim % 2 or self.head_dim < 6:
@@ -45,6 +42,18 @@ class ChunkTransformerConfig:
     @property
     def head_dim(self) -> int:
         return self.dim // self.num_heads
+
+
+@dataclass(frozen=True)
+class ChunkTransformerConfig(WanConfig):
+    """A causal transformer's sizes.
+
+    window_frames, sink_frames, frames_per_chunk: the checkpoint's recommendation; None = it has none.
+    """
+
+    window_frames: int | None = None
+    sink_frames: int | None = None
+    frames_per_chunk: int | None = None
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
         """Pixel size -> latent size. Raises ValueError unless both are multiples of 16."""

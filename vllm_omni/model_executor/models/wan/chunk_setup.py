@@ -7,31 +7,23 @@ tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
 from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.model_executor.models.wan.splits import check_decoder_split
 from vllm_omni.model_executor.models.wan.tiny_vae import tiny_vae_channels
-from vllm_omni.model_executor.vllm_model import compiles
+from vllm_omni.model_executor.streaming.options import StreamingOptions
+from vllm_omni.model_executor.vllm_model import ServedCheckpoint, compiles
 
-
-class _Options(Protocol):
-    @property
-    def sequence_parallel(self) -> bool: ...
-    @property
-    def compile(self) -> bool | None: ...
-    @property
-    def decoder(self) -> Literal["wan", "tiny"]: ...
-
-
-Config = TypeVar("Config")
-Options = TypeVar("Options", bound=_Options)
+Config = TypeVar("Config", bound=ChunkTransformerConfig)
+Options = TypeVar("Options", bound=StreamingOptions)
 Layout = TypeVar("Layout", bound=WanComponents)
 
 
@@ -86,6 +78,19 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
             compiled=compiles(options.compile, eager),
             quantization=quantization,
             kv_dtype=kv_dtype,
+        )
+
+    @classmethod
+    def served(cls, checkpoint: Mapping[str, Any], served: ServedCheckpoint[Layout]) -> Self:
+        """`of` a checkpoint that an engine serves."""
+        return cls.of(
+            checkpoint,
+            served.layout,
+            served.omni,
+            served.dtype,
+            eager=served.eager,
+            quantization=served.quantization,
+            kv_dtype=served.kv_dtype,
         )
 
     @property

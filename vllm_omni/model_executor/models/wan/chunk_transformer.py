@@ -32,9 +32,11 @@ class ChunkTransformer(WanTransformer[Config]):
     """This rank's part of a network. Its rows are dataclasses with `latents` [16, F, h, w], `timestep` in [0, 1000],
     `frames`, `rope`, `cross_kv` and `window`.
 
-    cuda_graphs: launch the forwards of full windows as graphs (`ForwardGraphs`).
+    compiled: fuse the elementwise chains with torch.compile. cuda_graphs: launch the forwards of full windows as graphs
+    (`ForwardGraphs`).
     """
 
+    chains_type: ClassVar[type[Chains]] = Chains
     moving_fields: ClassVar[tuple[str, ...]] = ("latents",)
     """Of a row: tensors that are others at the next forward. The others stay where they are while their window
     does (but for `rope`, which moves too); tensors may be None."""
@@ -42,18 +44,24 @@ class ChunkTransformer(WanTransformer[Config]):
     def __init__(
         self,
         config: Config,
-        parallel: ParallelContext | None,
-        chains: Chains,
+        parallel: ParallelContext | None = None,
         *,
-        residual_fp32: bool,
+        residual_fp32: bool = True,
+        compiled: bool = False,
         cuda_graphs: bool = False,
         quantization: QuantizationConfig | None = None,
     ) -> None:
+        chains = self.chains_type.build(compiled)
         super().__init__(config, parallel, chains, residual_fp32=residual_fp32, quantization=quantization)
         if self.parallel.last_stage:
             self.head = Head(config, chains)
         self._times: OrderedDict[float, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
         self.graphs = ForwardGraphs() if cuda_graphs else None
+        self._add_layers()
+        self.requires_grad_(False)
+
+    def _add_layers(self) -> None:
+        """Make a family's layers beside the blocks."""
 
     def forget(self) -> None:
         self._times.clear()

@@ -7,7 +7,7 @@ Both come with Wan's own names (`.pth`) or with those of diffusers and transform
 
 from vllm_omni.model_executor.weights import Rules
 
-VAE_RULES: Rules = (
+VAE_COMMON_RULES: Rules = (
     (r"^conv1\.", "quant_conv."),
     (r"^conv2\.", "post_quant_conv."),
     (r"^(encoder|decoder)\.conv1\.", r"\1.conv_in."),
@@ -16,6 +16,16 @@ VAE_RULES: Rules = (
     (r"\.middle\.0\.", ".mid_block.resnets.0."),
     (r"\.middle\.1\.", ".mid_block.attentions.0."),
     (r"\.middle\.2\.", ".mid_block.resnets.1."),
+    (r"\.residual\.0\.", ".norm1."),
+    (r"\.residual\.2\.", ".conv1."),
+    (r"\.residual\.3\.", ".norm2."),
+    (r"\.residual\.6\.", ".conv2."),
+    (r"\.shortcut\.", ".conv_shortcut."),
+)
+"""Names that Wan 2.1's and 2.2's VAEs share."""
+
+VAE_RULES: Rules = (
+    *VAE_COMMON_RULES,
     (r"\.downsamples\.(\d+)\.", r".down_blocks.\1."),
     # The decoder's flat list is three residual blocks and an up-sampler for each level.
     *(
@@ -24,11 +34,6 @@ VAE_RULES: Rules = (
         for block in range(3)
     ),
     *((rf"\.upsamples\.{4 * level + 3}\.", f".up_blocks.{level}.upsamplers.0.") for level in range(3)),
-    (r"\.residual\.0\.", ".norm1."),
-    (r"\.residual\.2\.", ".conv1."),
-    (r"\.residual\.3\.", ".norm2."),
-    (r"\.residual\.6\.", ".conv2."),
-    (r"\.shortcut\.", ".conv_shortcut."),
 )
 """Wan's own VAE names -> diffusers `AutoencoderKLWan`. Names that are diffusers' already pass unchanged."""
 

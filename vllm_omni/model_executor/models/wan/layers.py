@@ -21,24 +21,8 @@ from torch.nn import functional
 from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, RowLinear
 from vllm_omni.model_executor.layers.parallel import ChannelWeight, ParallelContext
+from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
-
-
-class WanArchitecture(Protocol):
-    """The sizes that layers need; a family's config has them."""
-
-    @property
-    def dim(self) -> int: ...
-    @property
-    def in_channels(self) -> int: ...
-    @property
-    def out_channels(self) -> int: ...
-    @property
-    def patch_size(self) -> tuple[int, int, int]: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def eps(self) -> float: ...
 
 
 class KVView(Protocol):
@@ -68,7 +52,7 @@ class AttentionRow(Protocol):
 class PatchEmbedding(nn.Module):
     """The (1, 2, 2) patch convolution as a matrix product over `patchify`'s tokens."""
 
-    def __init__(self, config: WanArchitecture) -> None:
+    def __init__(self, config: WanConfig) -> None:
         super().__init__()
         shape = (config.dim, config.in_channels, *config.patch_size)
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
@@ -81,7 +65,7 @@ class PatchEmbedding(nn.Module):
 class SelfAttention(nn.Module):
     def __init__(
         self,
-        config: WanArchitecture,
+        config: WanConfig,
         parallel: ParallelContext,
         chains: Chains,
         quant_config: LinearPrecision,
@@ -129,7 +113,7 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     def __init__(
         self,
-        config: WanArchitecture,
+        config: WanConfig,
         parallel: ParallelContext,
         chains: Chains,
         quant_config: LinearPrecision,
@@ -165,7 +149,7 @@ class CrossAttention(nn.Module):
 class Head(nn.Module):
     """Final modulation and projection to the (ph, pw, channel) values of each token's patch; fp32."""
 
-    def __init__(self, config: WanArchitecture, chains: Chains) -> None:
+    def __init__(self, config: WanConfig, chains: Chains) -> None:
         super().__init__()
         self.eps = config.eps
         self.chains = chains

@@ -4,26 +4,12 @@
 Held by tests/test_combinations.py.
 """
 
-from typing import Protocol
-
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.wan.architecture import WanConfig
 
 
-class Sizes(Protocol):
-    """The sizes of an architecture that decide."""
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def ffn_dim(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-
-def check_split(config: Sizes, omni: OmniConfig, ranks: int, stages: int, *, sequence_parallel: bool) -> None:
+def check_split(config: WanConfig, omni: OmniConfig, ranks: int, stages: int, *, sequence_parallel: bool) -> None:
     """Raise ValueError, with the reason, unless layers and heads divide over `stages` stages of `ranks` ranks.
 
     ranks: that share each layer. stages: with the VAE's, if there is one.

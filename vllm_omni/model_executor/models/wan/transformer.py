@@ -29,27 +29,16 @@ from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import rope_tables
+from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.layers import (
     AttentionRow,
     CrossAttention,
     PatchEmbedding,
     SelfAttention,
-    WanArchitecture,
     patchify,
     stack,
 )
-from vllm_omni.model_executor.models.wan.transformer_weights import WanNetwork
-
-
-class WanConfig(WanArchitecture, WanNetwork, Protocol):
-    """The sizes of a whole network as it is served; a family's config has them."""
-
-    @property
-    def text_len(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-
 
 Config = TypeVar("Config", bound=WanConfig)
 

@@ -9,8 +9,8 @@ tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
 
 import re
 from collections.abc import Mapping
-from typing import Protocol
 
+from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.tensor_files import Shape
 from vllm_omni.model_executor.weights import Rules
 
@@ -19,27 +19,6 @@ HEAD_DIM = 128
 
 Sizes = tuple[int | str, ...]
 """A tensor's shape in letters and numbers."""
-
-
-class WanNetwork(Protocol):
-    """The sizes that shapes depend on; a family's config has them."""
-
-    @property
-    def dim(self) -> int: ...
-    @property
-    def ffn_dim(self) -> int: ...
-    @property
-    def freq_dim(self) -> int: ...
-    @property
-    def text_dim(self) -> int: ...
-    @property
-    def in_channels(self) -> int: ...
-    @property
-    def out_channels(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def patch_size(self) -> tuple[int, int, int]: ...
 
 
 TRANSFORMER_RULES: Rules = (
@@ -102,7 +81,7 @@ BLOCK_TENSORS: dict[str, Sizes] = {
 """The tensors of each block, named `blocks.N.<name>`. F width of the feed-forward layer."""
 
 
-def transformer_shapes(config: WanNetwork) -> dict[str, Shape]:
+def transformer_shapes(config: WanConfig) -> dict[str, Shape]:
     """Return name -> shape of every tensor of this architecture (825 at 1.3B, 1095 at 14B)."""
     return network_shapes(config, TRANSFORMER_TENSORS, BLOCK_TENSORS)
 
@@ -134,7 +113,7 @@ def stored_sizes(shapes: Mapping[str, Shape], where: str, num_heads: int | None 
 
 
 def network_shapes(
-    config: WanNetwork, outside: Mapping[str, Sizes], block: Mapping[str, Sizes], **more_sizes: int
+    config: WanConfig, outside: Mapping[str, Sizes], block: Mapping[str, Sizes], **more_sizes: int
 ) -> dict[str, Shape]:
     """Shapes of a network of these tables. more_sizes: sizes of letters beside those of the tables here."""
     patch = config.patch_size[1] * config.patch_size[2]

@@ -15,10 +15,7 @@ import msgspec
 from vllm_omni.config import parse_options
 from vllm_omni.inputs import Count
 from vllm_omni.model_executor.model_options import ModelOptions
-from vllm_omni.model_executor.models.wan.architecture import read_architecture
-
-TEXT_LEN = 512
-"""Text rows every prompt is padded to; the networks were trained with them."""
+from vllm_omni.model_executor.models.wan.architecture import WanConfig, read_architecture
 
 NUM_TRAIN_TIMESTEPS = 1000
 
@@ -28,35 +25,14 @@ picture's latents stand in the first latent frame, whose tokens are fed timestep
 
 
 @dataclass(frozen=True)
-class Wan22Config:
+class Wan22Config(WanConfig):
     """One transformer's architecture; the defaults are the experts of T2V A14B."""
 
     dim: int = 5120
     ffn_dim: int = 13824
-    freq_dim: int = 256
-    text_dim: int = 4096
     in_channels: int = 16
-    out_channels: int = 16
     num_heads: int = 40
     num_layers: int = 40
-    patch_size: tuple[int, int, int] = (1, 2, 2)
-    eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        if self.dim % self.num_heads or self.head_dim % 2 or self.head_dim < 6:
-            raise ValueError(f"dim {self.dim} over {self.num_heads} heads must give an even head size >= 6")
-        if self.patch_size != (1, 2, 2):
-            raise ValueError(f"patch_size must be (1, 2, 2), got {self.patch_size}")
-        if self.freq_dim % 2:
-            raise ValueError(f"freq_dim must be even, got {self.freq_dim}")
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.num_heads
-
-    @property
-    def text_len(self) -> int:
-        return TEXT_LEN
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "Wan22Config":

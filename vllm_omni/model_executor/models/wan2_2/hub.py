@@ -38,8 +38,3 @@ def check_complete(path: Path) -> None:
         if folder is not None:
             found = {rename(name, TRANSFORMER_RULES): shape for name, shape in open_tensors(folder).shapes.items()}
             check_shapes(found, expected, str(folder))
-
-
-def complete(out: Path) -> list[str]:
-    """The repository leaves nothing out."""
-    return []

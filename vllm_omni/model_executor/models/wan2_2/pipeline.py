@@ -43,7 +43,6 @@ from vllm_omni.model_executor.models.wan.vae import to_uint8
 from vllm_omni.model_executor.models.wan2_2.checkpoint import Wan22Layout, find_layout
 from vllm_omni.model_executor.models.wan2_2.config import (
     NUM_TRAIN_TIMESTEPS,
-    TEXT_LEN,
     Wan22Checkpoint,
     Wan22Config,
     Wan22Options,
@@ -169,7 +168,7 @@ class Wan22(nn.Module):
             self.text_encoder = TextEncoder(
                 setup.text_config,
                 setup.tokenizer,
-                max_tokens=TEXT_LEN,
+                max_tokens=setup.config.text_len,
                 device=self.options.text_encoder_device or "model",
                 dtype=setup.dtype,
             )

@@ -13,10 +13,10 @@ import torch
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.interfaces import VAEStageModel
+from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 from vllm_omni.worker.diffusion.link import ChunkNote, StageNote
-from vllm_omni.worker.diffusion.requests import RequestState
 from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts
 from vllm_omni.worker.diffusion.roles.with_layers import EndsSteps, MicroStep, StepTaker
 

@@ -10,8 +10,8 @@ import torch
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.worker.diffusion.link import HIDDEN, together
-from vllm_omni.worker.diffusion.requests import RequestState
 from vllm_omni.worker.diffusion.roles.role import Envelopes
 from vllm_omni.worker.diffusion.roles.with_layers import MicroStep, WithLayers
 

@@ -9,23 +9,34 @@ be the same on all of them (`RankAgreement`).
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
-from vllm.distributed.parallel_state import GroupCoordinator
+from torch import nn
+from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group, get_world_group
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.interfaces import SupportsStepExecution
+from vllm_omni.model_executor.interfaces import (
+    SupportsStepExecution,
+    check_chunks_in_flight,
+    check_degradations,
+    check_parallel_decode,
+    check_vae_stage,
+)
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.requests import RequestState
+from vllm_omni.registration import steps_one_at_a_time
 from vllm_omni.worker.diffusion.admission import Admission
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.decode import ChunkEnd, ResultStream
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 from vllm_omni.worker.diffusion.link import ReturnChannel, connect_forward
 from vllm_omni.worker.diffusion.pacing import StepPacer
-from vllm_omni.worker.diffusion.requests import RequestState
 from vllm_omni.worker.diffusion.sessions import SessionStore
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 Envelopes = dict[str, torch.Tensor]
 """Request id -> its packed result, or its packed failure."""
@@ -56,6 +67,47 @@ class RankParts:
     decodes: bool
     shares_decode: bool
     overlap: bool
+
+    @classmethod
+    def of(
+        cls,
+        vllm_config: "VllmConfig",
+        network: nn.Module,
+        model: SupportsStepExecution,
+        device: torch.device,
+        place: ParallelContext,
+        agreement: RankAgreement,
+        sessions: SessionStore,
+    ) -> Self:
+        """network: as loaded; model: the same, in steps. Raises ValueError if it does not support the options."""
+        omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        pp, tp, num_ranks = get_pp_group(), get_tp_group(), get_world_group().world_size
+        check_degradations(network, omni.degradations)
+        in_flight = ChunksInFlight(omni.chunks_in_flight)
+        in_flight.order.steps_behind = check_chunks_in_flight(network, omni, place.num_stages)
+        shares_decode = check_parallel_decode(network, omni)
+        check_vae_stage(network, omni)
+        step_at_a_time = steps_one_at_a_time(vllm_config)
+        several_gpus = device.type == "cuda" and num_ranks > 1
+        overlap = step_at_a_time and (several_gpus if omni.overlap_decode is None else omni.overlap_decode)
+        return cls(
+            omni=omni,
+            device=device,
+            place=place,
+            pp=pp,
+            num_ranks=num_ranks,
+            step_at_a_time=step_at_a_time,
+            model=model,
+            agreement=agreement,
+            sessions=sessions,
+            in_flight=in_flight,
+            admission=Admission(model, sessions, in_flight, device),
+            results=ResultStream(device, overlap, beside_steps=not omni.vae_stage),
+            pacer=StepPacer(device, stages=pp.world_size > 1),
+            decodes=tp.is_first_rank or shares_decode,
+            shares_decode=shares_decode,
+            overlap=overlap,
+        )
 
 
 class Role(ABC):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.core.chunk_order import turn
-from vllm_omni.worker.diffusion.requests import RequestState
+from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.worker.diffusion.roles.last import LastStage
 from vllm_omni.worker.diffusion.roles.role import Envelopes
 

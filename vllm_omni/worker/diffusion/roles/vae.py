@@ -20,11 +20,11 @@ import torch
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.interfaces import VAEStageModel
+from vllm_omni.model_executor.requests import RequestState, as_failure
+from vllm_omni.model_executor.results import PendingResult
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.decode import deliverable
 from vllm_omni.worker.diffusion.link import ChunkNote, StageNote
-from vllm_omni.worker.diffusion.requests import RequestState, as_failure
-from vllm_omni.worker.diffusion.results import PendingResult
 from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, delivering, envelopes
 
 _WAIT_S = 0.02

@@ -17,11 +17,11 @@ import torch
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
+from vllm_omni.model_executor.requests import RequestState, as_failure
+from vllm_omni.model_executor.results import FiniteCheck
 from vllm_omni.worker.diffusion.batches import group_requests
 from vllm_omni.worker.diffusion.decode import deliverable
 from vllm_omni.worker.diffusion.link import HIDDEN, unpack
-from vllm_omni.worker.diffusion.requests import RequestState, as_failure
-from vllm_omni.worker.diffusion.results import FiniteCheck
 from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, delivering, envelopes
 
 

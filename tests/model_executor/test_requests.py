@@ -9,8 +9,8 @@ import torch
 
 from vllm_omni.core.scheduler_note import SchedulerNote
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.requests import RequestState, RequestStates, as_failure
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.diffusion.requests import RequestState, RequestStates, as_failure
 
 
 def scheduled(name: str, params: Any) -> Any:
@@ -25,7 +25,7 @@ def sent(note: SchedulerNote | None = None, **fields: Any) -> Any:
 
 
 def test_a_request_is_read_with_its_tensors_and_its_note() -> None:
-    """And is found again by its id until it is removed."""
+    """And is found again by its id."""
     states = RequestStates()
     poses = torch.arange(3.0)
     state = states.add(
@@ -34,8 +34,7 @@ def test_a_request_is_read_with_its_tensors_and_its_note() -> None:
     assert state.failure is None and state.request_id == "r" and state.params is not None
     assert (state.params.session_id, state.params.prompt) == ("s", "hill")
     assert torch.equal(state.tensors["poses"], poses) and state.degradations == ("a", "b")
-    assert states["r"] is states.get("r") is state and list(states) == [state] and len(states) == 1
-    assert states.remove("r") is state and states.remove("r") is None and states.get("r") is None and len(states) == 0
+    assert states["r"] is states.get("r") is state and list(states.values()) == [state]
 
 
 def test_a_request_that_the_scheduler_refuses_ends_with_its_reason() -> None:
@@ -54,7 +53,7 @@ def test_a_request_without_fields_costs_only_itself(params: Any) -> None:
 def test_what_cannot_be_read_at_all_is_logged_and_said(caplog: pytest.LogCaptureFixture) -> None:
     """The client is told no more; the log names the request and the exception."""
     states = RequestStates()
-    with caplog.at_level("ERROR", logger="vllm.vllm_omni.worker.diffusion.requests"):
+    with caplog.at_level("ERROR", logger="vllm.vllm_omni.model_executor.requests"):
         state = states.add(scheduled("r7", SimpleNamespace(extra_kwargs=7)))
     assert state.request_id == "r7" and state.params is None and state.tensors == {} and states["r7"] is state
     assert state.failure is not None
@@ -101,7 +100,7 @@ def test_what_a_client_may_read_of_an_exception(caplog: pytest.LogCaptureFixture
         "the device ran out of memory on this chunk; the session is unchanged",
     )
     assert caplog.records == []
-    with caplog.at_level("ERROR", logger="vllm.vllm_omni.worker.diffusion.requests"):
+    with caplog.at_level("ERROR", logger="vllm.vllm_omni.model_executor.requests"):
         try:
             raise KeyError("secret")
         except KeyError as error:

@@ -2,12 +2,11 @@
 """`RequestStates`: the chunks in flight on one rank, from the scheduler's first mention to its last.
 
 A request that cannot be read becomes a failed state instead of an exception: one request's error is one request's
-error. Held by tests/worker/test_diffusion_model_runner.py.
+error. Workers and the executor without workers share it. Held by tests/model_executor/test_requests.py.
 """
 
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,9 +15,9 @@ import torch
 from vllm_omni.core.scheduler_note import SchedulerNote
 from vllm_omni.inputs import DiffusionParams, request_tensors
 from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.results import FiniteCheck, PendingResult
 from vllm_omni.multimodal import feature_tensors
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.diffusion.results import FiniteCheck, PendingResult
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -60,21 +59,8 @@ class RequestState:
         return self.chunk is not None and 0 < self.chunk.num_steps <= self.chunk.step
 
 
-class RequestStates:
-    def __init__(self) -> None:
-        self._states: dict[str, RequestState] = {}
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __iter__(self) -> Iterator[RequestState]:
-        return iter(self._states.values())
-
-    def __getitem__(self, request_id: str) -> RequestState:
-        return self._states[request_id]
-
-    def get(self, request_id: str) -> RequestState | None:
-        return self._states.get(request_id)
+class RequestStates(dict[str, RequestState]):
+    """Request id -> its state, oldest first."""
 
     def add(self, data: "NewRequestData") -> RequestState:
         """Read a newly scheduled request; a malformed one becomes a state with `failure` set."""
@@ -92,23 +78,19 @@ class RequestStates:
             logger.exception("request %s could not be read", data.req_id)
             unreadable = RequestFailed("invalid_request", "the request could not be read")
             state = RequestState(data.req_id, None, {}, failure=unreadable)
-        self._states[data.req_id] = state
+        self[data.req_id] = state
         return state
 
     def progress(self) -> dict[str, list[int]]:
         """`{session id: [steps done, steps in all]}` of the chunks in flight (vLLM renames request ids)."""
         found: dict[str, list[int]] = {}
-        for state in self:  # oldest first: of several chunks of a session, the one that is done next
+        for state in self.values():  # oldest first: of several chunks of a session, the one that is done next
             if state.chunk is not None:
                 session_id = state.chunk.session.session_id
                 step, num_steps = found.get(session_id, (0, 0))
                 if step >= num_steps:
                     found[session_id] = [state.chunk.step, state.chunk.num_steps]
         return found
-
-    def remove(self, request_id: str) -> RequestState | None:
-        """Forget a request (finished or aborted); idempotent."""
-        return self._states.pop(request_id, None)
 
 
 def as_failure(error: Exception, request_id: str) -> RequestFailed:

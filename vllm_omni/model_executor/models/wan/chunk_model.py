@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`WanChunkModel`: the parts of a streaming model around its transformer: text encoder, VAE, tiny decoder, prompts.
+
+A family's `build` calls `_begin`, makes its transformer and calls `_add_components`.
+Held by the pipeline tests of causal Wan and LingBot World.
+"""
+
+from abc import abstractmethod
+from typing import Any, Generic, TypeVar
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
+from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
+from vllm_omni.model_executor.models.wan.chunk_setup import WanChunkSetup
+from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.split_decode import RowBands
+from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
+from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wanted
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
+from vllm_omni.model_executor.models.wan.weights import load_pieces
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
+from vllm_omni.model_executor.streaming.model import Chunk, Session, Shape, StreamingModel
+from vllm_omni.model_executor.streaming.options import StreamingOptions
+
+Setup = TypeVar("Setup", bound=WanChunkSetup[Any, Any, Any])
+Layout = TypeVar("Layout", bound=WanComponents)
+
+
+class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Session, Chunk, Setup, Layout]):
+    """Base of a streaming model with Wan 2.1's frozen components."""
+
+    config: ChunkTransformerConfig
+    options: StreamingOptions
+    omni: OmniConfig
+    text_encoder: TextEncoder | None
+    """None on a VAE stage."""
+    vae: StreamingWanVAE
+    tiny_vae: TinyVAEDecoder | None
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.build(setup)
+
+    @abstractmethod
+    def build(self, setup: Setup) -> None:
+        """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
+
+    @abstractmethod
+    def load_transformer(self, layout: Layout) -> None:
+        """Load this rank's part of the transformer, strictly. Raises ValueError."""
+
+    def load_checkpoint(self, layout: Layout) -> None:
+        """Fill every parameter this rank has, strictly. Raises ValueError."""
+        vae = self.vae if self.vae.has_encoder or self.vae.has_decoder else None
+        load_pieces(layout, lambda: self.load_transformer(layout), vae, self.text_encoder)
+        load_wanted(self.tiny_vae, layout, self._wants_tiny_vae)
+        self.transformer.forget()
+        self.prompts.forget()
+
+    def window_sizes(self, height: int, width: int) -> dict[str, Any]:
+        """Arguments of this rank's `KVWindow`s but their frames. height, width: of the video, in pixels."""
+        return {
+            "num_layers": self.transformer.num_local_layers,
+            "tokens_per_frame": self.config.tokens_per_frame(height, width),
+            "num_heads": self.transformer.num_cache_heads,
+            "head_dim": self.config.head_dim,
+            "dtype": self.transformer.dtype,
+            "storage": self.kv_dtype,
+        }
+
+    # -- for `build` ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, setup: Setup, plan: ChunkPlan) -> None:
+        self.config, self.options = setup.config, setup.options
+        self.omni, self.parallel, self.plan = setup.omni, setup.parallel, plan
+        self.kv_dtype = setup.kv_dtype
+        self.text_encoder = None
+        if not setup.parallel.is_vae_stage:
+            self.text_encoder = TextEncoder(
+                setup.text_config,
+                setup.layout.tokenizer,
+                max_tokens=setup.config.text_len,
+                device=setup.options.text_encoder_device or "model",
+                dtype=setup.dtype,
+            )
+
+    def _add_components(self, setup: Setup, *, encodes: bool, frames_per_call: int | None = None) -> None:
+        """encodes: whether this rank has the VAE's encoder. frames_per_call: see `StreamingWanVAE`."""
+        dtype, decodes = setup.options.vae_torch_dtype(setup.dtype), setup.parallel.decodes
+        self.vae = StreamingWanVAE(
+            setup.vae_config,
+            encoder=encodes,
+            decoder=decodes and setup.options.decoder == "wan",
+            dtype=dtype,
+            compiled=setup.compiled,
+            frames_per_call=frames_per_call,
+            bands=RowBands.of(setup.parallel),
+        )
+        self._wants_tiny_vae = setup.wants_tiny_vae
+        channels = setup.tiny_vae_channels  # read on every rank: each refuses a bad file
+        self.tiny_vae = TinyVAEDecoder(channels, dtype=dtype) if decodes and channels is not None else None
+        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
