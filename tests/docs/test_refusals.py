@@ -57,7 +57,7 @@ NO_CHUNKS_AHEAD = ("lingbot_world", "wan2_2", "lance", "diffusers_pipeline")
 
 AT_START: dict[str, list[Case]] = {
     # README and serving.md
-    "refuses what cannot work within seconds and with one line": [("null_world", {"no_such_option": 1}, {})],
+    "refuses invalid combinations within seconds and with one line": [("null_world", {"no_such_option": 1}, {})],
     "An unknown key or a value out of range is an error": [
         ("null_world", {"no_such_option": 1}, {}),
         ("null_world", {"max_sessions": 0}, {}),
@@ -97,7 +97,6 @@ AT_START: dict[str, list[Case]] = {
         ("diffusers_pipeline", TEMPORAL, {}),
         ("diffusers_pipeline", {"model": {"cfg_parallel": True}}, {}),
     ],
-    "What else is refused, and why": [],  # the table behind it has a row each, below
     "| `vae_stage` with one stage |": [("causal_wan", {"vae_stage": True}, {})],
     "| stages with a scheduler that runs whole chunks |": [("causal_wan", {}, PP2 | STOCK)],
     "| `vae_parallel` with one rank a stage, with decoder `tiny`, or with another model |": [
@@ -281,7 +280,7 @@ HELD_BY = {
     "is refused by one whose `degradations` lack `tiny_vae`": (
         "tests/worker/test_snapshot_refusals.py::test_a_snapshot_that_does_not_fit_is_refused_by_name"
     ),
-    "What does not fit is refused before the engine holds anything": (
+    "A snapshot that does not fit is refused before the engine holds anything": (
         "tests/worker/test_snapshot_refusals.py::test_a_snapshot_that_does_not_fit_is_refused_by_name"
     ),
     "a tensor that is missing, left over or of another shape is an error": (
@@ -311,7 +310,7 @@ HELD_BY = {
         "tests/core/test_ar_hidden_states_scheduler.py::test_it_refuses_to_share_its_field"
     ),
     "stock auto-detection refuses them": "tests/test_import_purity.py",  # of stock vLLM: why the format is ours
-    "What is not here is refused before any process starts": "tests/test_combinations.py",
+    "Every other combination is refused before any process starts": "tests/test_combinations.py",
 }
 """Part of a sentence -> the test that it is true."""
 
