@@ -231,7 +231,7 @@ def test_a_slow_reader_slows_only_itself(make_door: MakeDoor, engine: FakeEngine
             time.sleep(0.01)
         assert len(door.manager) == 2
         assert most_held <= 4 * chunk_bytes
-        assert 5e5 < read < 0.5 * 20 * chunk_bytes * for_s  # a part of the 20 chunks a second that the engine could make
+        assert 5e5 < read < 0.5 * 20 * chunk_bytes * for_s  # of the 20 chunks a second that the engine could make
         slow.reset()
         wait_until(lambda: len(door.manager) == 1)
     assert steady(arrivals)
