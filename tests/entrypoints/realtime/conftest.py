@@ -14,13 +14,6 @@ from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _servers_end() -> Iterator[None]:
-    """Each server of a module's tests ends when its test is over."""
-    yield
-    DoorServer.wait_until_all_ended()
-
-
 @pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine()
