@@ -69,5 +69,5 @@ def test_two_ranks_with_fp8_weights_agree_with_one(lingbot_world: Path, fp8_engi
         async with running_engine(lingbot_world, {"model": model}, **options) as client:
             return await two_chunks(client, "a")
 
-    alone = fp8_engine.run(two_chunks(fp8_engine.client, f"beside {split}"))
+    alone = fp8_engine.run(two_chunks(fp8_engine.client, f"beside-{split}"))
     assert relative_error(asyncio.run(scenario()), alone) < 0.03
