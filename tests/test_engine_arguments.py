@@ -205,6 +205,20 @@ def test_fp8_is_refused_where_no_session_keeps_keys_and_values(null_world: Path)
         configure_engine(null_world, kv_cache_dtype="fp8")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"quantization_config": {"ignore": ["a"]}}, "--quantization-config quantizes nothing without --quantization"),
+        ({"quantization": "online"}, "--quantization online needs --quantization-config"),
+    ],
+    ids=["without a method", "without its configuration"],
+)
+def test_half_of_a_quantization_is_refused(null_world: Path, arguments: dict[str, Any], line: str) -> None:
+    """vLLM ignores the one, and ends with a TypeError for the other."""
+    with pytest.raises(ValueError, match=line):
+        configure_engine(null_world, **arguments)
+
+
 def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
     """What the config hook would choose itself, and what there is only one of."""
     config = configure_engine(

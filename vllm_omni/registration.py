@@ -105,7 +105,9 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         omni = check_options(vllm_config.model_config.hf_config, vllm_config.additional_config)
         if card is not None and (warning := card.untrained_size(omni.width, omni.height)) is not None:
             logger.warning("omni.width, omni.height: %s", warning)
-        check_quantization(vllm_config.model_config.quantization, omni, cpu=current_platform.is_cpu())
+        has_config = vllm_config.model_config.quantization_config is not None
+        method = vllm_config.model_config.quantization
+        check_quantization(method, omni, has_config=has_config, cpu=current_platform.is_cpu())
         omni.check_stages(parallel.pipeline_parallel_size)
         omni.check_ranks(parallel.tensor_parallel_size)
         if family.check_parallel is not None:

@@ -22,8 +22,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_omni.core.sched import ARHiddenStatesScheduler
-from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, error_of, hidden_states_of
-from vllm_omni.outputs import RequestFailed, pack_error
+from vllm_omni.hidden_states import EXTRA_ARGS_KEY, HiddenStates, HiddenStatesRequest, error_of, hidden_states_of
+from vllm_omni.outputs import RequestFailed, pack, pack_error
 
 BLOCK, WIDTH = 16, 4
 
@@ -39,6 +39,7 @@ class Harness:
         num_blocks: int = 100,
         max_num_batched_tokens: int = 64,
         async_scheduling: bool = False,
+        log_stats: bool = False,
         **omni: Any,
     ) -> None:
         args = EngineArgs(
@@ -64,6 +65,7 @@ class Harness:
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK,
             hash_block_size=BLOCK,
+            log_stats=log_stats,
         )
         self.modes: dict[str, str | None] = {}
         self.states: dict[str, list[HiddenStates]] = {}
@@ -73,8 +75,18 @@ class Harness:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
 
-    def add(self, name: str, mode: str | None, prompt: list[int], max_tokens: int = 4, **params: Any) -> None:
-        asked = HiddenStatesRequest(hidden_states=mode).to_extra_args() if mode else None  # type: ignore[arg-type]
+    def add(
+        self,
+        name: str,
+        mode: str | None,
+        prompt: list[int],
+        max_tokens: int = 4,
+        client_index: int = 0,
+        trace_headers: dict[str, str] | None = None,
+        extra_args: dict[str, Any] | None = None,
+        **params: Any,
+    ) -> None:
+        asked = extra_args or (HiddenStatesRequest(hidden_states=mode).to_extra_args() if mode else None)  # type: ignore[arg-type]
         self.modes[name] = mode
         self.text[name], self.states[name] = [], []
         self.scheduler.add_request(
@@ -83,6 +95,8 @@ class Harness:
                 prompt_token_ids=prompt,
                 sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=asked, **params),
                 pooling_params=None,
+                client_index=client_index,
+                trace_headers=trace_headers,
                 block_hasher=self._hasher,
             )
         )
@@ -119,7 +133,9 @@ class Harness:
 
     def receive(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """The front end: text, rows and endings per request."""
-        for output in [out for group in outputs.values() for out in group.outputs]:
+        received = [out for group in outputs.values() for out in group.outputs]
+        assert len({output.request_id for output in received}) == len(received), "one output for each request"
+        for output in received:
             assert output.pooling_output is None
             self.text[output.request_id] += output.new_token_ids
             if (states := states_of(output)) is not None:
@@ -185,6 +201,7 @@ def test_text_of_every_request_is_the_stock_schedulers(harness_for: Any) -> None
     assert harness.text == stock.text
     assert {n: end[0] for n, end in harness.finished.items()} == {n: end[0] for n, end in stock.finished.items()}
     assert harness.rows("r0") == [] and harness.rows("r4") == []
+    assert harness.rows("r1") == list(range(17)) and harness.rows("r2") == list(range(23, 27))
 
 
 def test_chunks_of_a_prompt_are_held_until_the_first_token(harness_for: Any) -> None:
@@ -214,6 +231,7 @@ def test_last_rows_leave_with_every_token_if_the_front_end_may_stop(harness_for:
     harness.add("l", "last", list(range(10)), max_tokens=3, stop=["x"], detokenize=True)
     harness.run()
     assert harness.rows("l") == [9, 10, 11]
+    assert all(states.newest_only for states in harness.states["l"])
 
 
 def test_cached_tokens_are_computed_again_for_a_request_that_wants_all_rows(harness_for: Any) -> None:
@@ -268,6 +286,54 @@ def test_rows_behind_a_stop_token_stay_in_the_engine(harness_for: Any) -> None:
     assert harness.rows("r") == [*range(10), 10, 11]
 
 
+@pytest.mark.parametrize("sampled", [[5, 9], [5]], ids=["one draft accepted", "none accepted"])
+def test_rejected_drafts_have_no_rows(harness_for: Any, sampled: list[int]) -> None:
+    """Their positions are computed again, and only then do rows leave for them."""
+    harness = harness_for()
+    harness.add("r", "all", list(range(10)), max_tokens=6)
+    harness.step()
+    scheduled = harness.scheduler.schedule()
+    scheduled.num_scheduled_tokens["r"] = 4
+    scheduled.scheduled_spec_decode_tokens["r"] = [5, 6, 7]
+    harness.scheduler.requests["r"].num_computed_tokens += 3
+    harness.scheduler.requests["r"].num_in_flight_tokens += 3
+    harness.receive(harness.scheduler.update_from_output(scheduled, harness.work(scheduled, {"r": sampled})))
+    harness.run()
+    assert harness.rows("r") == list(range(15))
+
+
+def test_steps_without_rows_or_tokens_are_counted(harness_for: Any) -> None:
+    """A worker that computed nothing but parts of prompts returns neither: the rows behind them keep their places."""
+    harness = harness_for(max_num_batched_tokens=16)
+    harness.add("r", "generated", list(range(40)), max_tokens=3)
+    for _ in range(2):
+        scheduled = harness.scheduler.schedule()
+        output = harness.work(scheduled)
+        output.pooler_output, output.sampled_token_ids = None, []
+        harness.receive(harness.scheduler.update_from_output(scheduled, output))
+    harness.run()
+    assert harness.rows("r") == [40, 41]
+
+
+def test_where_nobody_asked_the_step_is_the_stock_schedulers(harness_for: Any) -> None:
+    harness = harness_for()
+    harness.add("plain", None, list(range(10)), max_tokens=3)
+    while harness.scheduler.has_unfinished_requests():
+        scheduled = harness.scheduler.schedule()
+        output = harness.work(scheduled)
+        output.pooler_output = None
+        harness.receive(harness.scheduler.update_from_output(scheduled, output))
+    assert len(harness.text["plain"]) == 3 and harness.finished["plain"] == (FinishReason.LENGTH, None)
+
+
+def test_rows_that_were_replaced_do_not_count(harness_for: Any) -> None:
+    """A request for the newest row holds one, however long it gets."""
+    harness = harness_for(max_hidden_states_bytes=WIDTH * 4)
+    harness.add("last", "last", list(range(10)), max_tokens=5)
+    harness.run()
+    assert harness.finished["last"] == (FinishReason.LENGTH, None) and harness.rows("last") == [13]
+
+
 def test_too_many_bytes_end_that_request_only(harness_for: Any) -> None:
     """25 rows of 16 bytes are allowed: the prompt of 20 passes, the sixth generated token does not."""
     harness = harness_for(max_hidden_states_bytes=25 * WIDTH * 4)
@@ -277,7 +343,10 @@ def test_too_many_bytes_end_that_request_only(harness_for: Any) -> None:
     harness.run()
     reason, failed = harness.finished["big"]
     assert reason == FinishReason.ERROR and failed is not None and failed.code == "too_large"
-    assert "max_hidden_states_bytes" in failed.message and "400 bytes" in failed.message
+    assert failed.message == (
+        "416 bytes of hidden states at token 26 exceed the limit of 400 bytes per request "
+        "(omni.max_hidden_states_bytes): ask for fewer layers, for `generated` or `last` rows, or for fewer tokens"
+    )
     assert harness.finished["last"] == harness.finished["plain"] == (FinishReason.LENGTH, None)
     assert len(harness.text["plain"]) == 20 and len(harness.text["big"]) == 7
     assert harness.scheduler.get_num_unfinished_requests() == 0 and harness.scheduler._rows == {}
@@ -291,6 +360,38 @@ def test_a_prompt_too_large_in_its_first_chunk_ends_at_once(harness_for: Any) ->
     assert harness.text["big"] == [] and harness.finished["big"][1].code == "too_large"
     harness.step()
     assert harness.scheduler.kv_cache_manager.usage == 0
+
+
+def test_an_ending_of_ours_is_told_like_a_stock_one(harness_for: Any) -> None:
+    """To the client that asked, with the events and trace headers of the request."""
+    harness = harness_for(max_hidden_states_bytes=10, log_stats=True)
+    harness.add("big", "all", list(range(8)), client_index=2, trace_headers={"traceparent": "00-1-2-01"})
+    scheduled = harness.scheduler.schedule()
+    output = harness.work(scheduled)
+    output.sampled_token_ids = [[]]
+    outputs = harness.scheduler.update_from_output(scheduled, output)
+    (told,) = outputs[2].outputs
+    assert told.finish_reason == FinishReason.ERROR and told.events
+    assert told.trace_headers == {"traceparent": "00-1-2-01"}
+
+
+@pytest.mark.parametrize(
+    "entry", [pack_error("unsupported_layer", "layer 9"), pack({})], ids=["an error", "none in it"]
+)
+def test_an_envelope_for_a_request_without_rows_ends_it(harness_for: Any, entry: torch.Tensor) -> None:
+    """One whose words were malformed is none of the scheduler's; what the worker says of it is the client's."""
+    harness = harness_for()
+    harness.add("bad", None, list(range(5)), extra_args={EXTRA_ARGS_KEY: "nonsense"})
+    scheduled = harness.scheduler.schedule()
+    output = harness.work(scheduled)
+    output.pooler_output = [entry]
+    harness.receive(harness.scheduler.update_from_output(scheduled, output))
+    reason, failed = harness.finished["bad"]
+    assert reason == FinishReason.ERROR and failed is not None
+    assert (failed.code, failed.message) in (
+        ("unsupported_layer", "layer 9"),
+        ("internal", "the worker returned an envelope without an error"),
+    )
 
 
 def test_an_error_of_the_worker_ends_that_request_only(harness_for: Any) -> None:
@@ -353,7 +454,7 @@ def test_async_scheduling_plans_a_step_ahead(harness_for: Any) -> None:
 
 def test_it_refuses_to_share_its_field(tiny_language_model: Path) -> None:
     """--return-sampling-mask would mix vLLM's masks with rows: a named error at start."""
-    with pytest.raises(ValueError, match="--return-sampling-mask"):
+    with pytest.raises(ValueError, match=r"^ARHiddenStatesScheduler sends .* --return-sampling-mask: use one of them$"):
         _with_sampling_masks(tiny_language_model)
 
 

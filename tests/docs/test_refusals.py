@@ -162,6 +162,9 @@ HELD_BY = {
     "one that would be ignored, such as `--cpu-offload-gb`": (
         "tests/test_engine_arguments.py::test_a_start_is_refused_with_one_line"
     ),
+    "beside it keeps more (alone it is refused)": (
+        "tests/test_engine_arguments.py::test_half_of_a_quantization_is_refused"
+    ),
     "a paused engine refuses requests": (
         "tests/entrypoints/test_engine_refusals.py::test_a_door_gets_one_kind_of_failure"
     ),

@@ -2,12 +2,13 @@
 """`--quantization fp8_per_channel` through the real engine: how far the latents move, reload, ranks, refusals."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.engine_client import EngineClient, running_engine
+from helpers.engine_client import EngineClient, SharedEngine, running_engine, shared_engine
 
 IMAGE = {"image": torch.arange(32 * 48 * 3).reshape(32, 48, 3).to(torch.uint8)}
 FP8 = {"quantization": "fp8_per_channel"}
@@ -27,37 +28,46 @@ def relative_error(got: list[torch.Tensor], expected: list[torch.Tensor]) -> flo
     return max(float((a - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True))
 
 
-def test_fp8_weights_move_latents_a_little_and_are_quantized_anew_by_a_reload(lingbot_world: Path) -> None:
+@pytest.fixture(scope="module")
+def fp8_engine(lingbot_world: Path) -> Iterator[SharedEngine]:
+    with shared_engine(lingbot_world, dtype="bfloat16", **FP8) as shared:
+        yield shared
+
+
+def test_fp8_weights_move_latents_a_little_and_are_quantized_anew_by_a_reload(
+    lingbot_world: Path, fp8_engine: SharedEngine
+) -> None:
     """0.02 was seen on a CPU; FP8's step is 1/16 of a value, and errors of many products average out."""
+    client = fp8_engine.client
+
+    async def without() -> list[torch.Tensor]:
+        async with running_engine(lingbot_world, dtype="bfloat16") as client:
+            return await two_chunks(client, "a")
 
     async def scenario() -> None:
-        async with running_engine(lingbot_world, dtype="bfloat16") as client:
-            exact = await two_chunks(client, "a")
-        async with running_engine(lingbot_world, dtype="bfloat16", **FP8) as client:
-            quantized = await two_chunks(client, "a")
-            assert 0.002 < relative_error(quantized, exact) < 0.06
-            await client.engine.collective_rpc("reload_weights")
-            for again, before in zip(await two_chunks(client, "b"), quantized, strict=True):
-                assert torch.equal(again, before)
-            with pytest.raises(Exception, match=r"."):
-                await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": "/nowhere"})
-            for again, before in zip(await two_chunks(client, "c"), quantized, strict=True):
-                assert torch.equal(again, before)
+        quantized = await two_chunks(client, "a")
+        assert 0.002 < relative_error(quantized, exact) < 0.06
+        await client.engine.collective_rpc("reload_weights")
+        for again, before in zip(await two_chunks(client, "b"), quantized, strict=True):
+            assert torch.equal(again, before)
+        with pytest.raises(Exception, match=r"."):
+            await client.engine.collective_rpc("reload_weights", kwargs={"weights_path": "/nowhere"})
+        for again, before in zip(await two_chunks(client, "c"), quantized, strict=True):
+            assert torch.equal(again, before)
 
-    asyncio.run(scenario())
+    exact = asyncio.run(without())
+    fp8_engine.run(scenario())
 
 
-@pytest.mark.parametrize("split", ["tensor", "sequence"])
-def test_two_ranks_with_fp8_weights_agree_with_one(lingbot_world: Path, split: str) -> None:
+@pytest.mark.parametrize("split", ["tensor", pytest.param("sequence", marks=pytest.mark.nightly)])
+def test_two_ranks_with_fp8_weights_agree_with_one(lingbot_world: Path, fp8_engine: SharedEngine, split: str) -> None:
     """Row-parallel ranks share a scale for each channel; bf16 sums in another order leave what is allowed here."""
     model = {"sequence_parallel": True} if split == "sequence" else {}
+    options: dict[str, Any] = {"dtype": "bfloat16", "tensor_parallel_size": 2, **FP8}
 
-    async def scenario() -> None:
-        async with running_engine(lingbot_world, dtype="bfloat16", **FP8) as client:
-            alone = await two_chunks(client, "a")
-        async with running_engine(
-            lingbot_world, {"model": model}, dtype="bfloat16", tensor_parallel_size=2, **FP8
-        ) as client:
-            assert relative_error(await two_chunks(client, "a"), alone) < 0.03
+    async def scenario() -> list[torch.Tensor]:
+        async with running_engine(lingbot_world, {"model": model}, **options) as client:
+            return await two_chunks(client, "a")
 
-    asyncio.run(scenario())
+    alone = fp8_engine.run(two_chunks(fp8_engine.client, f"beside-{split}"))
+    assert relative_error(asyncio.run(scenario()), alone) < 0.03

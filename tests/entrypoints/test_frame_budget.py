@@ -69,12 +69,13 @@ def test_fragments_within_the_budget_are_one_message(port: int, total: int, size
 
 
 def test_the_budget_comes_back_with_time(port: int) -> None:
-    """Two bursts with a pause between them are no flood."""
-    pings = Frame(Opcode.PING, b"").serialize(mask=True) * (BURST // 2)
+    """More frames than a burst holds are no flood with pauses between them."""
+    ping = Frame(Opcode.PING, b"").serialize(mask=True)
     with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
-        for _ in range(3):
-            client.socket.sendall(pings)
-            time.sleep(BURST / 2 / BUDGET.small_frames_per_s)
+        client.socket.sendall((BURST - 5) * ping)
+        for _ in range(2):
+            time.sleep(0.4)
+            client.socket.sendall(int(0.4 * BUDGET.small_frames_per_s) * ping)
         client.send(b"still here")
         assert client.recv(timeout=10) == "10"
 

@@ -152,7 +152,8 @@ def test_chat_streams_text_and_rows_follow(server: Server) -> None:
     def text(events: list[dict[str, Any]]) -> str:
         return "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
 
-    assert text(asked) == text(plain) != "" and len(asked) > 3
+    assert text(asked) == text(plain) != ""
+    assert len(asked) > 2  # tokens that nobody has read yet come together: a busy machine sends fewer events
     states = server.states(asked[0]["id"])
     assert_equal_transformers(server, states)
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -161,7 +161,13 @@ class FakeEngine:
 
 
 class DoorServer:
-    """All doors behind a real uvicorn server on a loopback port, in a thread of its own."""
+    """All doors behind a real uvicorn server on a loopback port, in a thread of its own.
+
+    Leaving it does not wait: uvicorn takes 0.2 s to end, which hundreds of tests would wait for one after the other.
+    `wait_until_all_ended` does.
+    """
+
+    _ending: ClassVar[list[threading.Thread]] = []
 
     def __init__(self, engine: FakeEngine, limits: DoorLimits, facts: WorldFacts, origins: Sequence[str] = ()) -> None:
         self.engine = engine
@@ -190,8 +196,15 @@ class DoorServer:
 
     def __exit__(self, *exc_info: object) -> None:
         self.server.should_exit = True
-        self._thread.join(10)
-        assert not self._thread.is_alive()
+        self._ending.append(self._thread)
+
+    @classmethod
+    def wait_until_all_ended(cls) -> None:
+        """Every server that was left ends by itself."""
+        while cls._ending:
+            thread = cls._ending.pop()
+            thread.join(10)
+            assert not thread.is_alive(), "a server has not ended 10 s after its test"
 
     def client(self, path: str = PATHS[0], **options: Any) -> "Client":
         return Client(connect(f"ws://127.0.0.1:{self.port}{path}", compression=None, max_size=None, **options))

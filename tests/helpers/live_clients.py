@@ -16,7 +16,7 @@ from websockets.sync.client import ClientConnection, connect
 
 WIDTH, HEIGHT = 48, 32
 
-_QUICK: Any = {"close_timeout": 0.2}  # the library reads no further while it waits for the server's close frame
+_QUICK: Any = {"close_timeout": 0.05}  # the library reads no further while it waits for the server's close frame
 
 _pack = msgspec.msgpack.Encoder().encode
 

@@ -69,8 +69,14 @@ def check_backend(backend: Any, executor_cls: str) -> None:
         )
 
 
-def check_quantization(method: str | None, omni: OmniConfig, *, cpu: bool) -> None:
-    """vLLM's `--quantization`. cpu: whether a CPU computes."""
+def check_quantization(method: str | None, omni: OmniConfig, *, has_config: bool, cpu: bool) -> None:
+    """vLLM's `--quantization`. has_config: whether `--quantization-config` is given. cpu: whether a CPU computes."""
+    if method is None and has_config:
+        raise ValueError("--quantization-config quantizes nothing without --quantization: add --quantization online")
+    if method == "online" and not has_config:
+        raise ValueError(
+            "--quantization online needs --quantization-config, which names the method: add it or take fp8_per_channel"
+        )
     if method is None:
         return
     if omni.pipeline_partition == "measured":
