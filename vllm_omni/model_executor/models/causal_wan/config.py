@@ -92,8 +92,8 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     cache: the past that a chunk attends to. `strict`: the clean chunk, by one more pass at timestep 0 (Self-Forcing).
         `noise_matched`: at each denoise step, earlier chunks as they were there; no clean pass, a window for every
         step (StreamDiffusionV2).
-    denoising_steps: text-to-video schedule; a step s means entry 1000 - s of the table shifted by 5. A release that was
-        trained with other steps has those as its default, and means by them what its own code does (CausVid: timesteps).
+    denoising_steps: text-to-video schedule; a step s means entry 1000 - s of the table shifted by 5. A release trained
+        with other steps has those as its default and reads them as its own code does (CausVid: as timesteps).
     video_input: whether streams may repaint an input video or begin with a picture (loads the VAE's encoder).
     video_denoising_steps: video-to-video schedule, timesteps themselves; the first entry only says how many steps
         there are, the noise controller replaces it chunk by chunk.

@@ -26,8 +26,8 @@ class Release:
     download_name: what `vllm-omni download` takes. files: places below the checkpoint directory, best first.
     state_keys: wrappers of the network that its own code evaluates, best first. loras: places of a LoRA that belongs to
     it and is merged into it when loaded. transformer: keys of a `config.json` (window, sinks, chunk) that its directory
-    leaves out. options: defaults of `CausalWanOptions`. shift: of the table of timesteps. warps_steps: whether a denoising
-    step s is entry 1000 - s of that table, or the timestep s itself. limits: what its own sampler does and ours does not.
+    leaves out. options: defaults of `CausalWanOptions`. shift: of the table of timesteps. warps_steps: whether a step s
+    is entry 1000 - s of that table, or the timestep s itself. limits: what its own sampler does and ours does not.
     """
 
     download_name: str
