@@ -104,7 +104,7 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         return self.sizes.cache_nbytes(shape)
 
     def make_session(self, session_id: str, shape: StreamShape, reserved_bytes: int) -> StreamSession:
-        decoder = self.decoder if shape.output == "rgb" else None
+        decoder = self.decoder if shape.output != "latents" else None
         encodes = self.video is not None and shape.source == "video"
         layouts = StateLayouts(
             None if decoder is None else decoder.state_layout(shape.height, shape.width),
@@ -229,7 +229,8 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
             _go_with(request, degradations.TINY_VAE)
         tiny = degradations.TINY_VAE in request.degradations
         pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), before, tiny=tiny)
-        return meta, whole_frames(to_uint8(pixels), None if tiny else self.vae.bands)
+        frames = whole_frames(to_uint8(pixels), None if tiny else self.vae.bands)
+        return meta, frames | chunk.latents_beside(session.shape)
 
     def hand_over(self, request: Request) -> dict[str, Any]:
         return {"noise_scale": request.work.noise_scale}

@@ -90,7 +90,7 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
 
     def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> LingBotSession:
         window = self.make_window(shape)
-        decoder = self.decoder if shape.output == "rgb" else None
+        decoder = self.decoder if shape.output != "latents" else None
         layouts = StateLayouts(
             None if decoder is None else decoder.state_layout(shape.height, shape.width),
             None if self.condition is None else self.condition.state_layout(shape.height, shape.width),
@@ -181,7 +181,7 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
         assert self.decoder is not None, "this rank does not decode"
         chunk.decoded_from = session.decoder_cache
         pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
-        return meta, whole_frames(to_uint8(pixels), self.vae.bands)
+        return meta, whole_frames(to_uint8(pixels), self.vae.bands) | chunk.latents_beside(session.shape)
 
     def commit(self, request: Request) -> None:
         session, chunk = request.session, request.work
