@@ -233,6 +233,16 @@ def test_a_server_that_cannot_take_a_picture_says_why(
     assert ("image_to_video" in tasks) == (not options)
 
 
+def test_a_session_may_have_frames_and_latents(model: CausalWan) -> None:
+    """`both`: the same as with either alone, and fixed by the first chunk."""
+    session = open_session(model, output="both")
+    both = run_chunk(model, session, prompt="a beach", output="both")[1]
+    frames = run_chunk(model, open_session(model), prompt="a beach")[1]["frames"]
+    assert torch.equal(both["frames"], frames) and torch.equal(both["latents"], stream(model, 1)[0])
+    with pytest.raises(RequestFailed, match="output is fixed at both"):
+        model.prepare_encode(make_request(session, **LATENTS))
+
+
 def test_noise_of_a_chunk_does_not_depend_on_what_was_given(model: CausalWan) -> None:
     """The frames behind a picture begin with the draws they would have without it."""
     session = open_session(model, **LATENTS)
