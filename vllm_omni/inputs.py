@@ -26,6 +26,7 @@ SessionId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 Pixels = Annotated[int, msgspec.Meta(ge=8, le=8192)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+Output = Literal["rgb", "latents", "both"]
 Text = Annotated[str, msgspec.Meta(max_length=16384)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -39,7 +40,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     actions: one entry per latent frame, names of held buttons or an `ActionFrame`; the model's `ActionSpace` says
     which it takes. Instead of a `poses` tensor.
     height, width: pixels, fixed for the session by its first chunk. output: `rgb` = uint8 frames
-    `[T, H, W, 3]`, `latents` = the model's latents as they are.
+    `[T, H, W, 3]`, `latents` = the model's latents as they are, `both` = both, of streaming models.
     fork_to: the new session's id, for `op="fork"`.
     one_shot: the session is made for this request and closed with it, however it ends (one image, one video).
     negative_prompt, num_frames (pixel frames), num_inference_steps, guidance_scale, num_images, fps: for image and
@@ -57,7 +58,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     height: Pixels | None = None
     width: Pixels | None = None
     actions: Annotated[list[ActionEntry], msgspec.Meta(max_length=MAX_ENTRIES)] | None = None
-    output: Literal["rgb", "latents"] = "rgb"
+    output: Output = "rgb"
     fork_to: SessionId | None = None
     one_shot: bool = False
     negative_prompt: Text | None = None

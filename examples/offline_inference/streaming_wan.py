@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan without a server: a prompt becomes a video stream, or an input video is repainted as it arrives.
+"""Causal Wan without a server: a prompt or a picture becomes a video stream, or an input video is repainted.
 
     vllm-omni make-tiny causal_wan my_stream
     python examples/offline_inference/streaming_wan.py my_stream --chunks 4 --out stream.mp4
     python examples/offline_inference/streaming_wan.py my_stream --video input.mp4 --out repainted.mp4
-    python examples/offline_inference/streaming_wan.py my_stream --chunks 6 --switch 3:"a town at night" --out two.mp4
+    python examples/offline_inference/streaming_wan.py my_stream --image start.png --out from_a_picture.mp4
+    python examples/offline_inference/streaming_wan.py my_stream --chunks 9 --out two.mp4 \
+        --switch 3:"a town at night" --switch 5s:"a town in the snow"
 
 vLLM's `LLM` class, one request a chunk. Three latent frames a chunk: 9 video frames the first time, 12 from then on
 (`--model-options '{"latent_frames_per_chunk": 1}'`: 1, then 4). `--out` ends in `.mp4` or `.npy` (uint8 [T, H, W, 3]).
@@ -22,6 +24,7 @@ from PIL import Image
 
 from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.entrypoints.timed_prompts import PromptSchedule, TimedPrompt
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.outputs import RequestFailed, unpack
 
@@ -30,8 +33,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Text or video to a video stream, offline.")
     parser.add_argument("model", type=Path, help="checkpoint directory")
     parser.add_argument("--prompt", default="A coast road in the evening, waves break on the rocks")
-    parser.add_argument("--switch", type=_switch, action="append", default=[], help="CHUNK:PROMPT, from that chunk on")
-    parser.add_argument("--video", type=Path, help="MP4 to repaint; without it the prompt alone makes the video")
+    parser.add_argument(
+        "--switch", type=_switch, action="append", default=[], help="CHUNK:PROMPT or SECONDSs:PROMPT, from there on"
+    )
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument("--image", type=Path, help="the first frame; without it the prompt alone makes the video")
+    begin.add_argument("--video", type=Path, help="MP4 to repaint")
     parser.add_argument("--chunks", type=int, default=3, help="chunks to make without --video (default: 3)")
     parser.add_argument("--height", type=int, default=96)
     parser.add_argument("--width", type=int, default=160)
@@ -42,11 +49,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _switch(text: str) -> tuple[int, str]:
-    chunk, _, prompt = text.partition(":")
-    if not chunk.isdigit() or not prompt:
-        raise argparse.ArgumentTypeError(f"expected CHUNK:PROMPT, for example 3:'a town at night', got {text!r}")
-    return int(chunk), prompt
+def _switch(text: str) -> TimedPrompt:
+    try:
+        return TimedPrompt.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def main(args: argparse.Namespace) -> None:
@@ -65,7 +72,8 @@ def main(args: argparse.Namespace) -> None:
         additional_config={"omni": {"height": args.height, "width": args.width, "model": args.model_options}},
     )
     facts = WorldFacts.from_vllm_config(llm.llm_engine.vllm_config, model=args.model.name)
-    prompts = {0: args.prompt, **dict(args.switch)}
+    prompts = PromptSchedule(args.switch, facts.fps)
+    image = None if args.image is None else torch.from_numpy(np.asarray(Image.open(args.image).convert("RGB")).copy())
 
     results = []
     start = 0
@@ -73,13 +81,15 @@ def main(args: argparse.Namespace) -> None:
         params = DiffusionParams(
             session_id="stream",
             chunk_index=index,
-            prompt=prompts.get(index),
+            prompt=prompts.take(index, start) or (args.prompt if index == 0 else None),
             seed=args.seed if index == 0 else None,
             height=args.height,
             width=args.width,
             options={"source": "text" if video_THWC is None else "video"},
         )
         tensors = {} if video_THWC is None else {"video": video_THWC[start : start + size]}
+        if image is not None and index == 0:
+            tensors["image"] = image
         began_s = time.perf_counter()
         (output,) = llm.encode(
             [engine_prompt()], params.to_pooling_params(tensors), pooling_task="plugin", use_tqdm=False

@@ -18,10 +18,12 @@ MODEL = {"window_frames": 7, "sink_frames": 2}
 
 
 async def stream(client: EngineClient, name: str, seed: int, chunks: int = CHUNKS) -> list[torch.Tensor]:
-    """Latents of a stream; its prompt changes at the third chunk."""
+    """Latents of a stream; its prompt changes at the third chunk. That of seed 1 begins with a picture."""
     latents = []
     for index in range(chunks):
+        image = {"image": torch.full((32, 48, 3), 90, dtype=torch.uint8)} if (seed, index) == (1, 0) else {}
         _, tensors = await client.send(
+            image,
             session_id=name,
             chunk_index=index,
             prompt={0: f"a field in season {seed}", 2: "a town at night"}.get(index),

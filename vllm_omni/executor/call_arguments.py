@@ -145,6 +145,8 @@ def pipeline_call(
     for name in _FRAME_RATE:
         if params.fps is not None and name in facts.parameters:
             arguments[name] = type(default_of(facts.parameters, name) or 1.0)(params.fps)
+    if params.output == "both":
+        raise _invalid("output 'both' is of streaming models; allowed: 'rgb', 'latents'")
     arguments["output_type"] = "latent" if params.output == "latents" else "pt"
     steps = arguments.get("num_inference_steps", default_of(facts.parameters, "num_inference_steps"))
     return PipelineCall(

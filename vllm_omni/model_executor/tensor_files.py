@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -61,7 +61,19 @@ class TorchSource:
             yield name, self.tensors[name]
 
 
-TensorSource = SafetensorsSource | TorchSource
+class TensorSource(Protocol):
+    """Named tensors of a checkpoint. where: its place, for errors. shapes, dtypes: of all of them, by name."""
+
+    @property
+    def where(self) -> str: ...
+    @property
+    def shapes(self) -> Mapping[str, Shape]: ...
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]: ...
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, CPU tensor) for the given names; one tensor is in memory at a time."""
+        ...
 
 
 def open_tensors(path: Path, state_keys: Sequence[str] = ()) -> TensorSource:
@@ -75,6 +87,16 @@ def open_tensors(path: Path, state_keys: Sequence[str] = ()) -> TensorSource:
     if path.suffix == ".safetensors":
         return _open_safetensors([confined(path.parent, path.name)], str(path))
     return _open_torch(confined(path.parent, path.name), state_keys)
+
+
+def unknown_state(path: Path, names: Iterable[str], state_keys: Sequence[str]) -> ValueError:
+    """The error of a file in which the network is under none of `state_keys`. names: the keys in the file."""
+    seen = list(names)
+    first = ", ".join(repr(name[:80]) for name in seen[:4]) + (f" and {len(seen) - 4} more" if len(seen) > 4 else "")
+    return ValueError(
+        f"{path} holds no network known here: its keys are {first or 'none'}; expected the tensors themselves, their "
+        f"names with or without a trainer's prefix, or one of the wrappers {', '.join(state_keys)} around them"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -162,6 +184,8 @@ def _open_torch(path: Path, state_keys: Sequence[str]) -> TorchSource:
         tensors = tensors[key]
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
         raise ValueError(f"{path} must hold a dictionary of tensor name -> tensor, got {type(tensors).__name__}")
+    if state_keys and any(isinstance(value, dict) for value in tensors.values()):
+        raise unknown_state(path, tensors, state_keys)
     for name, tensor in tensors.items():
         if problem := _not_plain(tensor):
             raise ValueError(f"{path}: {name[:80]!r} {problem}; only dense float tensors are loaded")

@@ -68,6 +68,8 @@ class WholeRequestModel:
     def new_session(self, params: DiffusionParams) -> OneShotSession:
         if not params.one_shot:
             raise RequestFailed("invalid_request", "this model keeps nothing between requests: send one_shot")
+        if params.output == "both":
+            raise RequestFailed("invalid_request", "output 'both' is of streaming models; allowed: 'rgb', 'latents'")
         return OneShotSession(params.session_id, _NOMINAL_BYTES)
 
     def prepare_encode(self, request: Request) -> None:

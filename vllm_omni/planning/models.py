@@ -56,7 +56,7 @@ def _lingbot(name: str, config: LingBotWorldConfig, changes: dict[str, Any]) -> 
 
 
 def _causal(name: str, config: CausalWanConfig, changes: dict[str, Any]) -> StreamModel:
-    window, sinks = config.window_frames or 21, config.sink_frames or 3
+    window, sinks = config.window_frames or 21, 3 if config.sink_frames is None else config.sink_frames
     fields = {"window": window, "sinks": sinks, "moving_sinks": True, **changes}
     return StreamModel(name, **_sizes(config, transformer_shapes(config)), **fields)
 

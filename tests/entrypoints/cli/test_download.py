@@ -13,6 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from vllm_omni.entrypoints.cli import download
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.model_executor.hub import hub_source
+from vllm_omni.model_executor.models.causal_wan import releases
 
 
 @pytest.fixture
@@ -99,6 +100,39 @@ def test_a_licence_must_be_accepted_before_the_first_byte(
     assert download.run(arguments) == 0
     assert fetched and all(repo.startswith("robbyant/lingbot-world-v2-") for repo, _ in fetched)
     assert {folder for _, folder in fetched} == {arguments.out}
+
+
+@pytest.mark.parametrize("release", releases.RELEASES, ids=lambda release: release.download_name)
+def test_what_is_fetched_is_what_is_recognised(
+    release: releases.Release, arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every causal Wan release: its files end where the checkpoint's layout looks for them, its LoRA too."""
+
+    def fetch(repo: str, *, allow_patterns: list[str], local_dir: Path) -> None:
+        for pattern in allow_patterns:
+            file = local_dir / pattern
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    arguments.model, arguments.accept_license = release.download_name, True
+    assert download.run(arguments) == 0
+    assert (found := releases.find_release(arguments.out)) is not None and found[0] is release
+    assert (release.find_lora(arguments.out) is not None) == bool(release.loras)
+
+
+@pytest.mark.parametrize(
+    ("release", "licence"),
+    [("causvid", "CC BY-NC-SA 4.0"), ("longlive", "CC BY-NC-SA"), ("reward_forcing", "no licence")],
+)
+def test_causal_wan_releases_that_restrict_their_use_ask_first(
+    release: str, licence: str, arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is fetched until `--accept-license`."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("fetched"))
+    arguments.model = release
+    with pytest.raises(CommandError, match=rf"{licence}.*--accept-license"):
+        download.run(arguments)
 
 
 def test_without_a_network_it_says_what_to_put_where(

@@ -84,6 +84,18 @@ def test_a_world_is_asked_chunk_after_chunk_in_one_session(tmp_path: Path) -> No
     assert not first.one_shot
 
 
+def test_prompts_with_times_take_turns(tmp_path: Path) -> None:
+    """At 16 frames a second the third chunk begins at 1.31 s."""
+    engine = InstantEngine()
+
+    async def work(jobs: VideoJobs) -> None:
+        record = await submit(jobs, num_frames=45, prompts=[{"prompt": "snow", "seconds": 1}])
+        assert (await end_of(jobs, record.id)).status == "completed"
+
+    run(tmp_path, engine, work)
+    assert [params.prompt for params, _ in engine.requests] == ["p", None, "snow", None]
+
+
 def test_a_single_video_is_one_request(tmp_path: Path) -> None:
     """One-shot, with everything in it."""
     engine = InstantEngine()

@@ -140,6 +140,7 @@ def test_a_length_that_cannot_be_made_says_which_can(seconds: Any, message: str)
         ({"negative_prompt": False}, {"negative_prompt": "x"}, "negative_prompt"),
         ({"tasks": ("text_to_image",)}, {}, None),
         ({}, {"camera_actions": [["w"]]}, "camera_actions"),
+        ({}, {"prompts": [{"prompt": "snow", "chunk": 1}]}, "prompts"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused(

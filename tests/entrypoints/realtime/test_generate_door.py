@@ -49,6 +49,10 @@ def client(door: DoorServer) -> Iterator[GenerateClient]:
         {**INIT, "prompt": 5},
         {**INIT, "realtime_output_format": "mp4"},
         {**INIT, "condition_inputs": {"camera_actions": "w"}},
+        {**INIT, "prompts": [{"prompt": "snow"}]},
+        {**INIT, "prompts": [{"prompt": "", "chunk": 1}]},
+        {**INIT, "prompts": [{"prompt": "snow", "chunk": -1}]},
+        {**INIT, "prompts": [{"prompt": "snow", "chunk": 1}] * 65},
     ],
 )
 def test_a_bad_init_is_one_error_and_a_good_one_follows(client: GenerateClient, message: Any) -> None:
@@ -90,6 +94,14 @@ def test_the_image_prompt_and_seed_begin_the_world(client: GenerateClient, engin
     assert (first.params.width, first.params.height) == (WIDTH, HEIGHT)
     assert first.arrays["image"].shape == (HEIGHT, WIDTH, 3)
     assert (second.params.prompt, second.params.seed, second.arrays) == (None, None, {})
+
+
+def test_a_list_of_prompts_takes_turns(client: GenerateClient, engine: FakeEngine) -> None:
+    """Each from the first chunk on that begins at or behind its second or chunk; others are as before."""
+    client.init(max_chunks=4, fps=10, prompts=[{"prompt": "snow", "chunk": 1}, {"prompt": "night", "seconds": 2.2}])
+    for _ in range(4):
+        client.chunk()
+    assert [call.params.prompt for call in engine.chunks] == ["a path", "snow", None, "night"]
 
 
 def test_idle_connections_take_no_slot(make_door: MakeDoor) -> None:

@@ -275,6 +275,14 @@ def test_pacing_spaces_chunks_as_they_play(client: VideoClient) -> None:
     assert (arrivals[-1] - arrivals[1]) / 5 == pytest.approx(LATER / 120, rel=0.15)
 
 
+def test_a_list_of_prompts_takes_turns(client: VideoClient, engine: FakeEngine) -> None:
+    """`extra_params.prompts`; the first may replace the stream's own."""
+    prompts = [{"prompt": "dawn", "seconds": 0}, {"prompt": "snow", "chunk": 2}]
+    client.send({**START, "extra_params": {"prompts": prompts}, "num_frames": FIRST + 2 * LATER})
+    answers(client, "session.done")
+    assert [call.params.prompt for call in engine.chunks] == ["dawn", None, "snow"]
+
+
 def test_a_model_without_camera_or_image_is_steered_by_prompts(make_door: MakeDoor, engine: FakeEngine) -> None:
     """Neither keys nor poses reach it; a camera command is refused; no image is needed."""
     engine.delay_s = 0.05

@@ -27,6 +27,7 @@ from vllm_omni.entrypoints.openai.plan import VideoPlan, new_engine_id
 from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.openai.store import Ending, JobRecord, MediaStore
 from vllm_omni.entrypoints.openai.video_file import VideoFile
+from vllm_omni.entrypoints.timed_prompts import PromptSchedule
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.storage import STORAGE_FULL, is_disk_full
@@ -235,9 +236,11 @@ class VideoJobs:
         world = self._served.world
         assert world is not None
         left, latent_start = plan.num_frames, 0
+        timed = PromptSchedule(plan.prompts, plan.fps)
         for index, size in enumerate(world.chunk_sizes(first=True)):
             if left <= 0:
                 return
+            prompt = timed.take(index, plan.num_frames - left)
             left -= size
             count = world.latent_frames(size)
             actions = plan.actions[latent_start : latent_start + count]
@@ -245,6 +248,8 @@ class VideoJobs:
             first: dict[str, Any] = {}
             if index:
                 first = dict.fromkeys(("prompt", "seed", "height", "width"))
+            if prompt is not None:
+                first["prompt"] = prompt
             yield plan.sampling.params(
                 session_id,
                 one_shot=False,

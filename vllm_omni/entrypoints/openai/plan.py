@@ -15,6 +15,7 @@ import msgspec
 from vllm_omni.entrypoints.openai.errors import ApiError, invalid, not_found
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest
 from vllm_omni.entrypoints.openai.served import ServedModel, Sizes
+from vllm_omni.entrypoints.timed_prompts import TimedPrompt
 from vllm_omni.inputs import DiffusionParams
 
 _MAX_OPTIONS_BYTES: Final = 64 << 10
@@ -71,12 +72,16 @@ class PicturePlan:
 
 @dataclass(frozen=True)
 class VideoPlan:
-    """num_frames: of the file. actions: held keys of a world, per latent frame; may be shorter than the video."""
+    """num_frames: of the file. actions: held keys of a world, per latent frame; may be shorter than the video.
+
+    prompts: those of a world that follow the first one.
+    """
 
     sampling: Sampling
     num_frames: int
     fps: float
     actions: list[list[str]]
+    prompts: tuple[TimedPrompt, ...] = ()
 
     @property
     def seconds(self) -> str:
@@ -116,10 +121,13 @@ def plan_video(request: VideoRequest, served: ServedModel, has_image: bool) -> V
         )
     if request.camera_actions and (served.world is None or not served.world.camera):
         raise unsupported(served, "follow camera_actions", "camera_actions")
+    if request.prompts and served.world is None:
+        raise unsupported(served, "change its prompt on the way", "prompts")
     sizes = served.videos
     sampling = _sampling(request, served, sizes, (sizes.width, sizes.height))
     fps = capabilities.fps if request.fps is None else request.fps
-    return VideoPlan(sampling, _num_frames(request, served, fps), fps, request.camera_actions or [])
+    num_frames = _num_frames(request, served, fps)
+    return VideoPlan(sampling, num_frames, fps, request.camera_actions or [], tuple(request.prompts or ()))
 
 
 def check_video_edit(request: VideoRequest, served: ServedModel) -> None:
@@ -131,6 +139,8 @@ def check_video_edit(request: VideoRequest, served: ServedModel) -> None:
         raise invalid(f"{name} follows the video that is edited: leave it out", name)
     if request.camera_actions:
         raise unsupported(served, "follow camera_actions", "camera_actions")
+    if request.prompts:
+        raise unsupported(served, "change its prompt on the way", "prompts")
 
 
 def plan_video_edit(request: VideoRequest, served: ServedModel, clip_frames: int) -> VideoPlan:

@@ -8,10 +8,11 @@ served model's capabilities are `plan.py`'s. Held by tests/entrypoints/openai/te
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from vllm_omni.entrypoints.openai.errors import ApiError, invalid
+from vllm_omni.entrypoints.timed_prompts import JSON_SCHEMA, MAX_PROMPTS, TimedPrompt
 
 MAX_PROMPT_CHARS = 16384
 MAX_SEED = 2**63 - 65
@@ -37,6 +38,7 @@ def _no_number(value: Any) -> Any:
 Boolean = Annotated[bool, BeforeValidator(_no_number)]
 Integer = Annotated[int, BeforeValidator(_no_boolean)]
 Number = Annotated[float, BeforeValidator(_no_boolean)]
+_TimedPrompt = Annotated[TimedPrompt, PlainValidator(TimedPrompt.read), WithJsonSchema(JSON_SCHEMA)]
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -90,6 +92,11 @@ class VideoRequest(_Request):
         None,
         max_length=4096,
         description="Extension, worlds only. Held keys (w a s d i j k l) for each latent frame; idle behind its end.",
+    )
+    prompts: list[_TimedPrompt] | None = Field(
+        None,
+        max_length=MAX_PROMPTS,
+        description="Extension, worlds only. Prompts that follow `prompt`, each from its `seconds` or `chunk` on.",
     )
 
 

@@ -33,6 +33,7 @@ from vllm_omni.entrypoints.realtime.live import (
 )
 from vllm_omni.entrypoints.realtime.run import Job, ReplyOptions, WorldStart
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+from vllm_omni.entrypoints.timed_prompts import PromptSchedule
 
 PATHS: Final = ("/v1/realtime_video/generate", "/v1/realtime_video/generate/")
 
@@ -45,10 +46,17 @@ class _KeyedSource(LiveChunks):
     """Steers the session's chunks by its client's controls."""
 
     def __init__(
-        self, prompt: str, track: ControlTrack, throttle: Throttle, *, camera: bool, num_chunks: int | None
+        self,
+        prompt: str,
+        timed: PromptSchedule,
+        track: ControlTrack,
+        throttle: Throttle,
+        *,
+        camera: bool,
+        num_chunks: int | None,
     ) -> None:
-        self._prompt, self._track, self._throttle, self._camera = prompt, track, throttle, camera
-        self.num_chunks = num_chunks
+        self._prompt, self._timed, self._track, self._throttle = prompt, timed, track, throttle
+        self._camera, self.num_chunks = camera, num_chunks
 
     @property
     def ready(self) -> bool:
@@ -61,9 +69,11 @@ class _KeyedSource(LiveChunks):
         self._throttle.take()
         sample = self._track.sample(span.num_latents, with_prompt=span.chunk_index > 0)
         actions = sample.actions if sample.actions is not None else [[] for _ in range(span.num_latents)]
+        timed = self._timed.take(span.chunk_index, span.first_frame)
+        own = self._prompt if span.chunk_index == 0 else None
         return Controls(
             actions=actions if self._camera else None,
-            prompt=self._prompt if span.chunk_index == 0 else sample.prompt,
+            prompt=sample.prompt or timed or own,
             mark=sample,
         )
 
@@ -167,7 +177,12 @@ class _Client(LiveClient):
         return Job(
             request_id=uuid.uuid4().hex,
             source=_KeyedSource(
-                init.prompt, self._track, self._throttle, camera=self.facts.camera, num_chunks=init.max_chunks
+                init.prompt,
+                PromptSchedule(init.prompts, init.fps or self.facts.fps),
+                self._track,
+                self._throttle,
+                camera=self.facts.camera,
+                num_chunks=init.max_chunks,
             ),
             start=WorldStart(
                 load_image=None if image is None else lambda height, width: image,

@@ -15,6 +15,7 @@ from vllm_omni.entrypoints.realtime.controls import KEYS, MAX_SCRIPT_ENTRIES, He
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.protocol import with_whole_numbers
+from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
 
 EXTENSIONS: Final = ("receipts", "credit", "control", "ping")
 """Extensions a client may enable with `init.extensions`; others never see another message type."""
@@ -37,12 +38,14 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
     """The first message. Unknown keys are ignored; so are settings that a deployment fixes (steps, causal window).
 
     size: `"832x480"`; None = the deployment's. first_frame: PNG, JPEG or WebP bytes, or a `data:` URL.
+    prompts: extension; prompts that follow `prompt`, each from its second or chunk on; a prompt event comes in between.
     num_frames: accepted and unused, the model's first chunk has its own length. output_compression: quality of webp and
     jpeg. realtime_preview_max_width: frames are scaled down to this width before they are encoded.
     """
 
     type: Literal["init"]
     prompt: str
+    prompts: Annotated[list[TimedPrompt], msgspec.Meta(max_length=MAX_PROMPTS)] = []
     model: str | None = None
     first_frame: Any = None
     size: str | None = None
@@ -126,6 +129,8 @@ def parse_init(value: Any, limits: DoorLimits) -> Init:
     if init.enhance_prompt:
         raise DoorError("invalid_request", "enhance_prompt is not offered", param="enhance_prompt")
     _check_prompt(init.prompt, limits, empty_ok=True)
+    for timed in init.prompts:
+        _check_prompt(timed.prompt, limits, empty_ok=False)
     image = init.first_frame
     if isinstance(image, str) and not image.startswith("data:image/"):
         raise DoorError("invalid_image", "first_frame must be the image's bytes or a data: URL", param="first_frame")

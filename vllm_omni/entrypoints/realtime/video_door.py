@@ -29,6 +29,7 @@ from vllm_omni.entrypoints.realtime.live import UNSENT_CHUNKS, LiveClient, LiveD
 from vllm_omni.entrypoints.realtime.pose_track import PoseTrack, Progress
 from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, ReplyOptions, WorldStart
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
+from vllm_omni.entrypoints.timed_prompts import PromptSchedule
 
 PATHS: Final = ("/v1/realtime/video", "/v1/realtime/video/")
 
@@ -80,12 +81,13 @@ class _CommandedSource(LiveChunks):
     def __init__(
         self,
         prompt: str,
+        timed: PromptSchedule,
         script: Script | None,
         facts: WorldFacts,
         size: tuple[int, int],
         num_chunks: int | None,
     ) -> None:
-        self._prompt, self._facts, self.num_chunks = prompt, facts, num_chunks
+        self._prompt, self._timed, self._facts, self.num_chunks = prompt, timed, facts, num_chunks
         self._intrinsics_4 = np.array(facts.key_intrinsics(size[1], size[0]), np.float32)  # commands, the same view
         self._new_prompt: tuple[str, str] | None = None
         self._keys = ControlTrack()
@@ -103,14 +105,15 @@ class _CommandedSource(LiveChunks):
             self._uses_poses = True
 
     def sample(self, span: ChunkSpan) -> Controls:
-        prompt, progress, camera, actions = None, Progress(), None, None
+        progress, camera, actions = Progress(), None, None
         if self._uses_poses:
             poses_N44, progress = self._poses.sample(span.num_frames, span.num_latents)
             camera = CameraPath(poses_N44, np.tile(self._intrinsics_4, (span.num_frames, 1)))
         elif self._facts.camera:
             actions = self._keys.sample(span.num_latents).actions or [[] for _ in range(span.num_latents)]
+        prompt = self._timed.take(span.chunk_index, span.first_frame)
         if span.chunk_index == 0:
-            prompt = self._prompt
+            prompt = prompt or self._prompt
         elif self._new_prompt is not None:
             (prompt, event_id), self._new_prompt = self._new_prompt, None
             done = (*progress.completed, event_id)
@@ -177,7 +180,8 @@ class _Client(LiveClient):
         await self._send({"type": "video.start", "request_id": request_id, "format": protocol.FORMAT, "config": config})
         script = start.script()
         keys = None if script is None else Script(tuple(script))
-        self._source = _CommandedSource(start.prompt, keys, facts, size, num_chunks)
+        timed = PromptSchedule(start.extra_params.prompts, fps)
+        self._source = _CommandedSource(start.prompt, timed, keys, facts, size, num_chunks)
         self.start(
             Job(
                 request_id=request_id,

@@ -17,6 +17,7 @@ from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.limits import MIB, DoorLimits
 from vllm_omni.entrypoints.realtime.pose_track import Command, unit_quaternion
 from vllm_omni.entrypoints.realtime.protocol import with_whole_numbers
+from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
 
 FORMAT: Final = "m4s"
 MAX_CONTROL_BYTES: Final = 128 * 1024
@@ -33,9 +34,13 @@ class ImageReference(msgspec.Struct, frozen=True):
 
 
 class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
-    """camera_action_script: keys held in each latent frame. pace_to_media_time: send no faster than it plays."""
+    """camera_action_script: keys held in each latent frame. pace_to_media_time: send no faster than it plays.
+
+    prompts: those that follow the first one, each from its second or chunk on; interactions may come in between.
+    """
 
     camera_action_script: Annotated[list[list[str] | str], msgspec.Meta(max_length=MAX_SCRIPT_ENTRIES)] | None = None
+    prompts: Annotated[list[TimedPrompt], msgspec.Meta(max_length=MAX_PROMPTS)] = []
     pace_to_media_time: bool = False
     preencode_mp4: bool = False
 
@@ -124,7 +129,8 @@ def parse_start(value: dict[str, Any], limits: DoorLimits) -> Start:
     start: Start = _convert(fields, Start, "Invalid session.start")
     if start.format != FORMAT:
         raise DoorError("unsupported_codec", f"Invalid session.start format: expected '{FORMAT}'.", param="format")
-    _check_prompt(start.prompt, limits)
+    for prompt in (start.prompt, *(timed.prompt for timed in start.extra_params.prompts)):
+        _check_prompt(prompt, limits)
     if (start.width is None) != (start.height is None):
         raise DoorError("invalid_request", "Invalid session.start: send width and height, or neither", param="width")
     if start.extra_params.preencode_mp4:

@@ -35,6 +35,9 @@ _ALIASES = dict.fromkeys(
         "lingbot_world_v2_14b_pretrain",
     ),
     "lingbot_world",
+) | dict.fromkeys(
+    ("causvid", "stream_diffusion_v2", "longlive", "krea_realtime_14b", "reward_forcing", "rolling_forcing"),
+    "causal_wan",
 )
 """Other names of a family, most of them of its releases (`models/<name>/hub.py`)."""
 

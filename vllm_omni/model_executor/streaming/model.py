@@ -84,7 +84,7 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
     def _reserved_bytes(self, shape: Shape) -> int:
         """Bytes a session may come to hold beside its K/V windows: VAE caches, cross-attention K/V."""
         total: int = self.transformer.cross_kv_nbytes + self.own_bytes(shape)
-        if self.decoder is not None and shape.output == "rgb":
+        if self.decoder is not None and shape.output != "latents":
             total += self.decoder.state_nbytes(shape.height, shape.width)
         return total
 

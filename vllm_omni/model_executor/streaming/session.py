@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
 import msgspec
 import torch
 
-from vllm_omni.inputs import DiffusionParams, Seed, Text
+from vllm_omni.inputs import DiffusionParams, Output, Seed, Text
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import FewStepSchedule
@@ -64,11 +64,11 @@ class Windows(Protocol):
 
 @dataclass(frozen=True)
 class SessionShape:
-    """Sizes fixed by a session's first chunk. output: `rgb` sessions keep a decoder cache, `latents` sessions none."""
+    """Sizes fixed by a session's first chunk. output: `latents` sessions keep no decoder cache, the others do."""
 
     height: int
     width: int
-    output: str
+    output: Output
 
 
 class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -155,6 +155,10 @@ class StreamingChunk(Generic[Window, Own]):
             own=own,
             **others,
         )
+
+    def latents_beside(self, shape: SessionShape) -> dict[str, torch.Tensor]:
+        """The latents of a result that has frames, for a session that wants both."""
+        return {"latents": self.latents} if shape.output == "both" else {}
 
     def denoise_index(self, step: int) -> int | None:
         """Return which denoise step `step` is; None at the clean pass."""
@@ -245,7 +249,7 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Scal
             prompt=self.prompt,
             height=self.shape.height,
             width=self.shape.width,
-            output="latents" if self.shape.output == "latents" else "rgb",
+            output=self.shape.output,
             options=self.opening_options(),
         )
 

@@ -108,6 +108,6 @@ def test_doors_learn_the_stream_s_geometry(tmp_path: Path) -> None:
     facts = family.world_facts(config, omni)
     assert (facts["camera"], facts["needs_image"]) == (False, False)
     assert (facts["latent_frames_per_chunk"], facts["first_chunk_latent_frames"]) == (1, 2)
-    assert family.capabilities(config, omni).tasks == ("world", "text_to_video")
+    assert family.capabilities(config, omni).tasks == ("world", "text_to_video", "image_to_video")
     with pytest.raises(ValueError, match="multiples of 16"):
         family.check_options(config, OmniConfig(height=40, width=48))

@@ -1,85 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the pieces of a causal Wan checkpoint are: Self-Forcing, CausVid, StreamDiffusionV2, or diffusers folders.
+"""Where the pieces of a causal Wan checkpoint are: a published release's, any training checkpoint, diffusers folders.
 
 In the original layouts a training checkpoint lies in a Wan 2.1 T2V directory, whose `config.json`, VAE, text encoder
-and tokenizer it uses. Only looks; `weights.py` loads.
+and tokenizer it uses; `releases.py` lists the published ones. Only looks; `weights.py` loads.
 Held by tests/model_executor/models/causal_wan/test_causal_wan_weights.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from vllm_omni.model_executor.models.causal_wan.config import CLASSES, CausalWanConfig
+from vllm_omni.model_executor.merged_lora import MergedSource
+from vllm_omni.model_executor.models.causal_wan.config import CLASSES, CausalWanConfig, with_settings
+from vllm_omni.model_executor.models.causal_wan.releases import (
+    LORA_KEYS,
+    OTHER,
+    RELEASES,
+    STATE_KEYS,
+    Release,
+    find_release,
+    find_unnamed,
+)
 from vllm_omni.model_executor.models.wan.checkpoint import (
     WanComponents,
     chunk_hf_config,
     find_components,
     find_tiny_vae,
+    has_components,
 )
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, stored_sizes
-from vllm_omni.model_executor.tensor_files import TensorSource, open_tensors, read_json
+from vllm_omni.model_executor.tensor_files import TensorSource, open_tensors, read_json, unknown_state
 from vllm_omni.model_executor.weights import rename
 
 LAYOUTS = ("original", "diffusers", "stream_diffusion_v2")
-"""The real layouts this file understands, by the names `make-tiny` takes."""
-
-ORIGINAL_FILES = (
-    "checkpoints/self_forcing_dmd.pt",
-    "checkpoints/self_forcing_sid.pt",
-    "self_forcing_dmd.pt",
-    "autoregressive_checkpoint/model.pt",
-    "wan_causal_dmd_v2v/model.pt",
-    "wan_causal_dmd_v2v_14b/model.pt",
-)
-"""Self-Forcing (two places), CausVid, StreamDiffusionV2 (two sizes); the first that is there."""
-
-STATE_KEYS = ("generator_ema", "generator", "state_dict")
-"""Where a training checkpoint (`.pt`) keeps the network, best first; without any, the file is the network itself."""
+"""The real layouts this file understands, by the names `make-tiny` takes; releases in the first: `releases.py`."""
 
 _CAUSAL_CLASSES = CLASSES[:2]
 
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """The pieces of one checkpoint; `transformer` is a training checkpoint or a folder of safetensors."""
+    """The pieces of one checkpoint; `transformer` is a training checkpoint or a folder of safetensors.
+
+    origin: the release it is of. lora: merged into the transformer when it is loaded; None = nothing is.
+    """
 
     download_name: ClassVar[str] = "causal_wan"
 
     kind: Literal["original", "diffusers"]
+    origin: Release
+    lora: Path | None
+
+    def release(self) -> str:
+        return self.origin.download_name
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's config as stored, else as read off its weights' shapes."""
+        """Return the transformer's config as stored, else as read off its weights' shapes; the release's settings for
+        what it leaves open.
+        """
         folder = self.transformer if self.kind == "diffusers" else self.root
-        if (folder / "config.json").exists():
-            return read_json(folder / "config.json")
-        return self._config_of_weights()
+        stored = read_json(folder / "config.json") if (folder / "config.json").exists() else self._config_of_weights()
+        return with_settings(stored, self.origin.transformer)
 
     def _config_of_weights(self) -> dict[str, Any]:
-        shapes = {rename(name, TRANSFORMER_RULES): shape for name, shape in self._shapes().items()}
+        found = open_transformer(self.transformer, self.origin.state_keys).shapes
+        shapes = {rename(name, TRANSFORMER_RULES): shape for name, shape in found.items()}
         return stored_sizes(shapes, str(self.transformer))
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return dict(open_transformer(self.transformer).shapes)
+    def open_transformer(self) -> TensorSource:
+        """Open the network, a LoRA that belongs to it merged in. Raises ValueError in one line."""
+        network = open_transformer(self.transformer, self.origin.state_keys)
+        if self.origin.loras and self.lora is None:
+            places = " or ".join(self.origin.loras)
+            raise ValueError(
+                f"{self.root} has {self.transformer.name} without its LoRA ({places}), a part of {self.release()}; "
+                f"complete it with `vllm-omni download {self.release()} {self.root}`"
+            )
+        if self.lora is None:
+            return network
+        return MergedSource.of(network, open_tensors(self.lora, LORA_KEYS), TRANSFORMER_RULES)
 
 
 def find_layout(path: Path) -> CheckpointLayout:
     """Find the pieces below `path`. Raises ValueError of one line that names the pieces found and looked for."""
-    kind: Literal["original", "diffusers"]
+    kind: Literal["original", "diffusers"] = "original"
+    origin, lora = OTHER, None
     if _is_causal_diffusers(path):
         kind, transformer = "diffusers", path / "transformer"
-    elif (original := next((path / name for name in ORIGINAL_FILES if (path / name).is_file()), None)) is not None:
-        kind, transformer = "original", original
+    elif (found := find_release(path)) is not None:
+        origin, transformer = found
+        lora = origin.find_lora(path)
+    elif (unnamed := find_unnamed(path)) is not None and has_components(path):
+        transformer = unnamed
     else:
-        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) if path.is_dir() else "no folder"
+        entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) if path.is_dir() else "no folder"
+        files = ", ".join(name for release in RELEASES for name in release.files)
         raise ValueError(
-            f"{path} holds no causal Wan transformer (found {found or 'nothing'}); expected one of "
-            f"{', '.join(ORIGINAL_FILES)} or transformer/ with a config.json of class {' or '.join(_CAUSAL_CLASSES)}"
+            f"{path} holds no causal Wan transformer (found {entries or 'nothing'}); expected one of {files}, a single "
+            f"other .pt beside Wan's VAE and text encoder, or transformer/ with a config.json of class "
+            f"{' or '.join(_CAUSAL_CLASSES)}"
         )
     places = find_components(path)
     return CheckpointLayout(
         root=path,
         kind=kind,
+        origin=origin,
+        lora=lora,
         transformer=transformer,
         vae=places["vae"],
         text_encoder=places["text_encoder"],
@@ -88,9 +115,15 @@ def find_layout(path: Path) -> CheckpointLayout:
     )
 
 
-def open_transformer(path: Path) -> TensorSource:
-    """Open a folder of safetensors, one weight file, or a training checkpoint, of which the best state is taken."""
-    return open_tensors(path, STATE_KEYS)
+def open_transformer(path: Path, state_keys: Sequence[str] = STATE_KEYS) -> TensorSource:
+    """Open a folder of safetensors, one weight file, or a training checkpoint, of which the best state is taken.
+
+    Raises ValueError of one line that names the wrappers known and the first keys seen if no Wan network is in it.
+    """
+    source = open_tensors(path, state_keys)
+    if not any(rename(name, TRANSFORMER_RULES) == "patch_embedding.weight" for name in source.shapes):
+        raise unknown_state(path, source.shapes, state_keys)
+    return source
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -103,14 +136,16 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint, with `kind`. Raises ValueError.
+    """Return `chunk_hf_config` of this checkpoint, with `kind` and `release`. Raises ValueError.
 
     Needs no weights but in a layout without a `config.json`, and then only their names.
     """
     layout = find_layout(path)
     transformer = layout.transformer_config()
     config = CausalWanConfig.from_checkpoint(transformer)
-    return chunk_hf_config("CausalWanPipeline", "causal_wan", layout, transformer, config, kind=layout.kind)
+    return chunk_hf_config(
+        "CausalWanPipeline", "causal_wan", layout, transformer, config, kind=layout.kind, release=layout.release()
+    )
 
 
 def _is_causal_diffusers(path: Path) -> bool:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from vllm_omni.model_executor.models.causal_wan.motion import lowest_first_timestep
+from vllm_omni.model_executor.models.causal_wan.releases import OTHER, Release, release_named
 from vllm_omni.model_executor.models.wan.architecture import (
     IGNORED,
     RENAMED,
@@ -24,8 +25,8 @@ from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedul
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 
-_SHIFT, _VIDEO_SHIFT = 5.0, 8.0
-"""Of the text-to-video and the video-to-video schedule, as the checkpoints were trained."""
+_VIDEO_SHIFT = 8.0
+"""Of the video-to-video schedule, as the checkpoints were trained."""
 VIDEO_NOISE_SCALE = 0.8
 """Noise injected into the first chunk of an input video, [0, 1]; the largest for a still scene."""
 
@@ -66,6 +67,13 @@ class CausalWanConfig(ChunkTransformerConfig):
 
 _RENAMED = {**RENAMED, "num_frame_per_block": "frames_per_chunk"}
 
+
+def with_settings(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `config.json`'s values, and of `settings` the keys of whatever it leaves open in either key style."""
+    stated = {_RENAMED.get(key, key) for key, value in stored.items() if value is not None}
+    return {**{key: value for key, value in settings.items() if _RENAMED.get(key, key) not in stated}, **stored}
+
+
 CLASSES = ("CausalWanModel", "CausalWanTransformer3DModel", "WanModel", "WanTransformer3DModel")
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -84,8 +92,9 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     cache: the past that a chunk attends to. `strict`: the clean chunk, by one more pass at timestep 0 (Self-Forcing).
         `noise_matched`: at each denoise step, earlier chunks as they were there; no clean pass, a window for every
         step (StreamDiffusionV2).
-    denoising_steps: text-to-video schedule; a step s means entry 1000 - s of the table shifted by 5.
-    video_input: whether streams may repaint an input video (loads the VAE's encoder).
+    denoising_steps: text-to-video schedule; a step s means entry 1000 - s of the table shifted by 5. A release trained
+        with other steps has those as its default and reads them as its own code does (CausVid: as timesteps).
+    video_input: whether streams may repaint an input video or begin with a picture (loads the VAE's encoder).
     video_denoising_steps: video-to-video schedule, timesteps themselves; the first entry only says how many steps
         there are, the noise controller replaces it chunk by chunk.
     normalize_video_latent: False feeds the VAE's raw means, as StreamDiffusionV2's checkpoints expect.
@@ -102,6 +111,14 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     normalize_video_latent: bool = True
     sink_position: Literal["window", "absolute"] = "window"
     sink_refresh_threshold: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> "CausalWanOptions":
+        """Parse `omni.model` for a checkpoint as `hf_config` describes it, its release's settings the defaults.
+
+        Raises ValueError as `parse`.
+        """
+        return cls.parse({**release_named(checkpoint["release"]).options, **options})
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "CausalWanOptions":
@@ -124,12 +141,17 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
             )
         return parsed
 
-    def text_schedule(self) -> FewStepSchedule:
-        """The text-to-video schedule. Raises ValueError."""
+    def text_schedule(self, release: Release = OTHER) -> FewStepSchedule:
+        """The text-to-video schedule; timesteps and sigmas as `release` was trained, their number is any's.
+
+        Raises ValueError.
+        """
+        if not release.warps_steps:
+            return nearest_schedule(release.shift, self.denoising_steps)
         indices = [1000 - step for step in self.denoising_steps]
         if any(index != int(index) for index in indices):
             raise ValueError(f"denoising_steps must be whole numbers, got {self.denoising_steps}")
-        return few_step_schedule("exact", _SHIFT, [int(index) for index in indices])
+        return few_step_schedule("exact", release.shift, [int(index) for index in indices])
 
     def video_schedule(self, first_timestep: float | None = None) -> FewStepSchedule:
         """The video-to-video schedule, begun at `first_timestep` (None = its own). Raises ValueError."""

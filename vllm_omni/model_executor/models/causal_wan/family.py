@@ -16,7 +16,10 @@ CausalWanStream = Stream[CausalWanConfig, CausalWanOptions]
 
 
 def _read(checkpoint: Mapping[str, Any], omni: OmniConfig) -> CausalWanStream:
-    config, options = CausalWanConfig.from_checkpoint(checkpoint["transformer"]), CausalWanOptions.parse(omni.model)
+    config, options = (
+        CausalWanConfig.from_checkpoint(checkpoint["transformer"]),
+        CausalWanOptions.of(checkpoint, omni.model),
+    )
     return Stream(config, options, resolve_plan(config, options))
 
 
@@ -40,12 +43,15 @@ def _check_parallel(stream: CausalWanStream, omni: OmniConfig, ranks: int, stage
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
+    options = CausalWanOptions.of(config["causal_wan"], omni.model)
+    if options.video_input and options.cache == "strict":
+        return Capabilities(tasks=("world", "text_to_video", "image_to_video"))
     return Capabilities(tasks=("world", "text_to_video"))
 
 
 FAMILY = streaming_family(
     name="causal_wan",
-    title="Causal Wan 2.1: streaming text-to-video and video-to-video (Self-Forcing, CausVid, StreamDiffusionV2)",
+    title="Causal Wan 2.1: streaming video from text, a picture or a video (Self-Forcing, LongLive, CausVid, ...)",
     architecture="CausalWanPipeline",
     detect=is_checkpoint,
     hf_config=hf_config,

@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces of a causal Wan checkpoint: Self-Forcing's 1.3B network in a Wan 2.1 T2V directory.
+"""The published causal Wan networks on the hub, each put into a Wan 2.1 T2V directory as `releases.py` expects it.
 
-Sizes are estimates from the tensors' sizes. The licences of the weights are on their model cards.
+Sizes are those of the repositories' file lists where public notes give them, else estimates from the tensors'. A
+licence that forbids a use, or that is nowhere stated, must be accepted; the others are on the model cards.
 """
 
 from pathlib import Path
 
-from vllm_omni.model_executor.hub import HubPiece
+from vllm_omni.model_executor.hub import HubPiece, HubSource
 
-PIECES = (
-    HubPiece(
-        "Wan-AI/Wan2.1-T2V-1.3B",
-        ("google/umt5-xxl/*", "models_t5_umt5-xxl-enc-bf16.pth", "Wan2.1_VAE.pth", "config.json"),
-        "",
-        11.9,
-    ),
-    HubPiece("gdhe17/Self-Forcing", ("checkpoints/self_forcing_dmd.pt",), "", 5.7),
-)
+_COMPONENTS = ("google/umt5-xxl/*", "models_t5_umt5-xxl-enc-bf16.pth", "Wan2.1_VAE.pth", "config.json")
+_WAN_1_3B = HubPiece("Wan-AI/Wan2.1-T2V-1.3B", _COMPONENTS, "", 11.9)
+_WAN_14B = HubPiece("Wan-AI/Wan2.1-T2V-14B", _COMPONENTS, "", 11.9)
+
+PIECES = (_WAN_1_3B, HubPiece("gdhe17/Self-Forcing", ("checkpoints/self_forcing_dmd.pt",), "", 5.7))
 
 
 def check_complete(path: Path) -> None:
@@ -24,7 +21,7 @@ def check_complete(path: Path) -> None:
 
     Only file names and headers are read. The other components' tensors are checked when they are loaded.
     """
-    from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, open_transformer
+    from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout
     from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
     from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
     from vllm_omni.model_executor.weights import check_shapes, rename
@@ -32,6 +29,33 @@ def check_complete(path: Path) -> None:
     layout = find_layout(path)
     layout.require("transformer", "vae", "text_encoder", "tokenizer")
     config = CausalWanConfig.from_checkpoint(layout.transformer_config())
-    found = open_transformer(layout.transformer).shapes
+    found = layout.open_transformer().shapes
     renamed = {rename(name, TRANSFORMER_RULES): shape for name, shape in found.items()}
     check_shapes(renamed, transformer_shapes(config), str(layout.transformer))
+
+
+def _on_1_3b(repo: str, files: tuple[str, ...], gigabytes: float, licence: str | None = None) -> HubSource:
+    return HubSource((_WAN_1_3B, HubPiece(repo, files, "", gigabytes)), licence=licence)
+
+
+_CC_BY_NC_SA = (
+    "CC BY-NC-SA 4.0 (no commercial use, share alike; https://creativecommons.org/licenses/by-nc-sa/4.0/legalcode)"
+)
+_LONGLIVE = (
+    f"{_CC_BY_NC_SA} by their model card, whose text says CC BY-NC 4.0; the code's repository announces Apache-2.0"
+)
+_UNSTATED = "no licence that their model card states: ask the authors before you use them"
+
+RELEASES = {
+    "causvid": _on_1_3b("tianweiy/CausVid", ("autoregressive_checkpoint/model.pt",), 11.4, _CC_BY_NC_SA),
+    "stream_diffusion_v2": _on_1_3b("jerryfeng/StreamDiffusionV2", ("wan_causal_dmd_v2v/model.pt",), 5.7),
+    "longlive": _on_1_3b(
+        "Efficient-Large-Model/LongLive-1.3B", ("models/longlive_base.pt", "models/lora.pt"), 8.5, _LONGLIVE
+    ),
+    "krea_realtime_14b": HubSource(
+        (_WAN_14B, HubPiece("krea/krea-realtime-video", ("krea-realtime-video-14b.safetensors",), "", 28.6))
+    ),
+    "reward_forcing": _on_1_3b("JaydenLu666/Reward-Forcing-T2V-1.3B", ("rewardforcing.pt",), 5.7, _UNSTATED),
+    "rolling_forcing": _on_1_3b("TencentARC/RollingForcing", ("checkpoints/rolling_forcing_dmd.pt",), 16.0),
+}
+"""The others; their repositories hold the network alone."""

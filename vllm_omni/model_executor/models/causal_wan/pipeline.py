@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal Wan 2.1 served chunk by chunk: encode, a few denoise steps, one clean pass, decode, commit.
 
+    transformer(given, 0, cache): of latent frames that the client gave, a start image's for one
     x = noise(seed, chunk, 0), or s noise + (1 - s) vae.encode(video)
     for i, t in enumerate(timesteps):
         v  = transformer(x, t, cache at step i)             denoise_step
@@ -14,7 +15,8 @@
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +29,11 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
-from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout, open_transformer
+from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
 from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes
-from vllm_omni.model_executor.models.causal_wan.state import Chunk, StreamSession, StreamShape
+from vllm_omni.model_executor.models.causal_wan.state import Chunk, ChunkInputs, StreamSession, StreamShape
 from vllm_omni.model_executor.models.causal_wan.stream_setup import StreamSetup
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer, ChunkRow
 from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
@@ -46,6 +48,8 @@ from vllm_omni.model_executor.streaming.session import StateLayouts
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 from vllm_omni.outputs import RequestFailed
 
+logger = logging.getLogger("vllm." + __name__)
+
 Request = DiffusionRequest[StreamSession, Chunk]
 
 
@@ -58,7 +62,7 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
     def build(self, setup: StreamSetup) -> None:
         options, parallel = setup.options, setup.parallel
         self._begin(setup, resolve_plan(setup.config, options))
-        self.schedule = options.text_schedule()
+        self.schedule = options.text_schedule(setup.layout.origin)
         temporal = setup.omni.pipeline == "temporal"
         self._own_step = parallel.stage if temporal and not parallel.is_vae_stage else None
         with default_dtype(setup.dtype):
@@ -83,7 +87,9 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         )
 
     def load_transformer(self, layout: CheckpointLayout) -> None:
-        load_transformer(self.transformer, open_transformer(layout.transformer), self.config)
+        if (limits := layout.origin.limits) is not None:
+            logger.warning("%s is served without a part of its own sampler: %s", layout.release(), limits)
+        load_transformer(self.transformer, layout.open_transformer(), self.config)
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
@@ -98,7 +104,7 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         return self.sizes.cache_nbytes(shape)
 
     def make_session(self, session_id: str, shape: StreamShape, reserved_bytes: int) -> StreamSession:
-        decoder = self.decoder if shape.output == "rgb" else None
+        decoder = self.decoder if shape.output != "latents" else None
         encodes = self.video is not None and shape.source == "video"
         layouts = StateLayouts(
             None if decoder is None else decoder.state_layout(shape.height, shape.width),
@@ -119,7 +125,7 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
     def prepare_encode(self, request: Request) -> None:
         session, before = request.session, request.predecessor
         standing = session.standing() if before is None else before.work.standing()
-        inputs = read_chunk(request, session, standing)
+        inputs = read_chunk(request, session, standing, self.options)
         frames = self.plan.frames(standing.chunk_index)
         size = self.sizes.latent_shape(session.shape, len(frames))
         if self.text_encoder is None:
@@ -143,23 +149,46 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         if inputs.video is not None and self.video is not None:
             with request.timer.stage("video"):
                 latents, schedule, video = self.video.noisy_latents(inputs.video, standing.video, latents)
+        given = self._given(request, inputs)
+        num_given = 0 if given is None else given.shape[1]
+        if given is not None:
+            latents[:, :num_given] = given
+        behind = frames[num_given:] or frames
         request.state = Chunk(
             frames=frames,
             schedule=every_second_step(schedule) if degradations.FEWER_STEPS in request.degradations else schedule,
             latents=latents,
             noise=noise,
-            rope=self.transformer.rope(frames, size),
+            rope=self._rope(behind, session.shape),
             text=text,
             window=session.window,
             prompt=inputs.prompt,
             seed=inputs.seed,
             own=video,
+            given=num_given,
+            given_rope=self._rope(frames[:num_given], session.shape) if num_given else None,
             noise_scale=None if video is None else video.noise_scale,
             cross_kv=standing.cross_kv if known else None,
             index=standing.chunk_index,
         )
-        request.clean_passes = int(self.options.cache != "noise_matched")
-        request.num_steps = request.state.schedule.num_steps + request.clean_passes
+        makes_frames = num_given < len(frames)
+        request.clean_passes = int(self.options.cache != "noise_matched" and makes_frames)
+        request.num_steps = request.state.num_steps + request.clean_passes
+
+    def batch_key(self, request: Request) -> Hashable:
+        return super().batch_key(request), len(request.work.part(request.step))
+
+    @torch.no_grad()
+    def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
+        """As of every streaming model; latent frames that were given stay as they are."""
+        for request, flow in zip(batch, prediction, strict=True):
+            chunk = request.work
+            kept = chunk.latents[:, : chunk.given]
+            if chunk.given and chunk.denoise_index(request.step) is not None:
+                flow = torch.cat([torch.zeros_like(kept), flow], dim=1)
+            super().step_scheduler([request], flow[None])
+            if chunk.given:
+                chunk.latents[:, : chunk.given] = kept
 
     def refuse_degradation(self, name: str) -> str | None:
         return degradations.refuse_degradation(name, self.options)
@@ -200,7 +229,8 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
             _go_with(request, degradations.TINY_VAE)
         tiny = degradations.TINY_VAE in request.degradations
         pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), before, tiny=tiny)
-        return meta, whole_frames(to_uint8(pixels), None if tiny else self.vae.bands)
+        frames = whole_frames(to_uint8(pixels), None if tiny else self.vae.bands)
+        return meta, frames | chunk.latents_beside(session.shape)
 
     def hand_over(self, request: Request) -> dict[str, Any]:
         return {"noise_scale": request.work.noise_scale}
@@ -229,6 +259,20 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         return inputs
 
     # -- parts of the above --------------------------------------------------------------------------------------------
+
+    def _given(self, request: Request, inputs: ChunkInputs) -> torch.Tensor | None:
+        """The chunk's first latent frames [16, G, h, w] that the client gave, on the device; None = it gave none."""
+        if inputs.latents is not None:
+            return inputs.latents.to(self.transformer.device)
+        if inputs.image is None:
+            return None
+        assert self.video is not None, "read_chunk lets no image through that cannot be encoded"
+        shape = request.session.shape
+        with request.timer.stage("image"):
+            return self.video.picture(inputs.image, shape.height, shape.width, self.transformer.device)
+
+    def _rope(self, frames: range, shape: StreamShape) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.transformer.rope(frames, self.sizes.latent_shape(shape, len(frames)))
 
     def _begin_step(self, request: Request) -> None:
         """Before a chunk's first forward: the prompt's K/V (collective under tensor parallelism). Where
@@ -260,12 +304,15 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         """A chunk's inputs of a forward: at its next step, or at denoise step `step`."""
         chunk = request.work
         assert chunk.cross_kv is not None
+        part = chunk.part(request.step)
+        rope = chunk.given_rope if chunk.given and request.step == 0 else chunk.rope
+        assert rope is not None
         step, clean = chunk.denoise_index(request.step) if step is None else step, chunk.schedule.num_steps
         return ChunkRow(
-            latents=chunk.latents,
+            latents=chunk.latents_of(part),
             timestep=0.0 if step is None else chunk.schedule.timesteps[step],
-            frames=chunk.frames,
-            rope=chunk.rope,
+            frames=part,
+            rope=rope,
             cross_kv=chunk.cross_kv,
             window=chunk.window.at(clean if step is None else step),
         )

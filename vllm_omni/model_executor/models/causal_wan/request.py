@@ -6,16 +6,22 @@ and the allowed ones. Changes nothing, allocates nothing on the device, gives th
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
+from collections.abc import Mapping
+
 import msgspec
 import torch
 
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
 from vllm_omni.model_executor.models.causal_wan.state import ChunkInputs, Source, Standing, StreamSession, StreamShape
+from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.streaming.request import DEFAULT_SEED, check_unchanged, read_size
 from vllm_omni.outputs import RequestFailed
+
+_TENSORS = ("video", "image", "latents")
+_MAX_IMAGE_SIDE = 8192
 
 
 class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,18 +40,17 @@ def read_shape(params: DiffusionParams, config: CausalWanConfig, omni: OmniConfi
     return StreamShape(height, width, params.output, _options(params).source or "text")
 
 
-def read_chunk(request: DiffusionRequest, session: StreamSession, standing: Standing) -> ChunkInputs:
+def read_chunk(
+    request: DiffusionRequest, session: StreamSession, standing: Standing, served: CausalWanOptions
+) -> ChunkInputs:
     """Check one chunk's request against its stream, as it stands before the chunk. Raises `RequestFailed`."""
     params = request.params
     session.window.check_fits(session.plan.frames(standing.chunk_index))
     check_unchanged(params, session.shape, {"options.source": (_options(params).source, session.shape.source)})
     _check_unused(params)
-    unknown = sorted(set(request.tensors) - {"video"})
+    unknown = sorted(set(request.tensors) - set(_TENSORS))
     if unknown:
-        raise RequestFailed(
-            "invalid_request",
-            f"unknown tensors {unknown[:3]}; this model streams from text, or from the tensor 'video'",
-        )
+        raise RequestFailed("invalid_request", f"unknown tensors {unknown[:3]}; this model takes {', '.join(_TENSORS)}")
     prompt = standing.prompt if params.prompt is None else params.prompt
     if not prompt:
         raise RequestFailed("invalid_request", "prompt must not be empty; a stream's first chunk needs one")
@@ -53,6 +58,8 @@ def read_chunk(request: DiffusionRequest, session: StreamSession, standing: Stan
     return ChunkInputs(
         prompt=prompt,
         seed=DEFAULT_SEED if seed is None else seed,
+        image=_read_image(request.tensors, session, standing.chunk_index, served),
+        latents=_read_latents(request.tensors.get("latents"), session, standing.chunk_index, served),
         video=_read_video(request.tensors.get("video"), session, standing.chunk_index),
     )
 
@@ -95,3 +102,54 @@ def _read_video(video: torch.Tensor | None, session: StreamSession, chunk_index:
             f"video of chunk {chunk_index} must be uint8 {expected}, got {video.dtype} {list(video.shape)}",
         )
     return video
+
+
+def _read_image(
+    tensors: Mapping[str, torch.Tensor], session: StreamSession, chunk_index: int, served: CausalWanOptions
+) -> torch.Tensor | None:
+    image = tensors.get("image")
+    if image is None:
+        return None
+    _check_may_be_given("image", session, served)
+    if chunk_index > 0 or "latents" in tensors:
+        raise RequestFailed(
+            "invalid_request", "an image is a stream's first frame: send it alone, with the first chunk"
+        )
+    if not served.video_input:
+        raise RequestFailed("invalid_request", "this server cannot encode a picture (omni.model.video_input)")
+    if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 or image.numel() == 0:
+        raise RequestFailed(
+            "invalid_image", f"image must be uint8 of shape [H, W, 3], got {image.dtype} {list(image.shape)}"
+        )
+    if max(image.shape[:2]) > _MAX_IMAGE_SIDE:
+        raise RequestFailed(
+            "image_too_large",
+            f"image is {image.shape[1]}x{image.shape[0]}; each side may have at most {_MAX_IMAGE_SIDE} pixels",
+        )
+    return image
+
+
+def _read_latents(
+    latents: torch.Tensor | None, session: StreamSession, chunk_index: int, served: CausalWanOptions
+) -> torch.Tensor | None:
+    if latents is None:
+        return None
+    _check_may_be_given("latents", session, served)
+    most = len(session.plan.frames(chunk_index))
+    cells = [session.shape.height // VAE_SPATIAL, session.shape.width // VAE_SPATIAL]
+    shape = list(latents.shape)
+    fits = latents.dim() == 4 and [shape[0], *shape[2:]] == [LATENT_CHANNELS, *cells] and 1 <= shape[1] <= most
+    if not (fits and latents.dtype == torch.float32 and bool(torch.isfinite(latents).all())):
+        raise RequestFailed(
+            "invalid_latents",
+            f"latents of chunk {chunk_index} must be finite float32 [{LATENT_CHANNELS}, 1 to {most}, {cells[0]}, "
+            f"{cells[1]}], got {latents.dtype} {shape}",
+        )
+    return latents
+
+
+def _check_may_be_given(name: str, session: StreamSession, served: CausalWanOptions) -> None:
+    if session.shape.source == "video":
+        raise RequestFailed("invalid_request", f"this stream repaints a video: leave {name} out")
+    if served.cache != "strict":
+        raise RequestFailed("unsupported", f"{name} needs omni.model.cache 'strict', this server has {served.cache!r}")

@@ -90,20 +90,56 @@ class StreamSession(StreamingSession[StreamShape, ChunkCache, VideoInput, CacheL
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """A checked request. video: uint8 [T, H, W, 3], exactly the chunk's frames, or None in a text-to-video stream."""
+    """A checked request. video: uint8 [T, H, W, 3], exactly the chunk's frames, or None in a text-to-video stream.
+
+    image: uint8 [H, W, 3], the stream's first frame. latents: fp32 [16, G, h, w], the chunk's first G latent frames.
+    """
 
     prompt: str
     seed: int
     video: torch.Tensor | None
+    image: torch.Tensor | None
+    latents: torch.Tensor | None
 
 
 @dataclass(eq=False, kw_only=True)
 class Chunk(StreamingChunk[ChunkCache, VideoInput]):
-    """One chunk in flight; `own` is where the input video stands after it."""
+    """One chunk in flight; `own` is where the input video stands after it.
+
+    given: so many of its latent frames, from the first on, are the client's and stay as they are: the chunk's first
+    pass, a clean one, leaves their K/V, and the other passes make the frames behind them. given_rope: of that pass.
+    """
 
     index: int
     noise_scale: float | None = None
     """The video input's, also where that is not."""
+    given: int = 0
+    given_rope: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Passes but for the clean one at the end."""
+        if self.given == len(self.frames):
+            return 1
+        return int(self.given > 0) + self.schedule.num_steps
+
+    def denoise_index(self, step: int) -> int | None:
+        if self.given == 0:
+            return super().denoise_index(step)
+        return None if step == 0 else super().denoise_index(step - 1)
+
+    def part(self, step: int) -> range:
+        """The latent frames, by absolute index, that pass `step` works on."""
+        if self.given == 0:
+            return self.frames
+        behind = self.frames.start + self.given
+        return range(self.frames.start, behind) if step == 0 else range(behind, self.frames.stop)
+
+    def latents_of(self, part: range) -> torch.Tensor:
+        """The latents of some of the chunk's frames, [16, len(part), h, w]."""
+        if len(part) == len(self.frames):
+            return self.latents
+        return self.latents[:, part.start - self.frames.start : part.stop - self.frames.start]
 
     def standing(self) -> Standing:
         """Where the stream stands if this chunk succeeds; its first step has been run."""

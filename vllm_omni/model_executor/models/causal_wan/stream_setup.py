@@ -24,5 +24,5 @@ class StreamSetup(WanChunkSetup[CausalWanConfig, CausalWanOptions, CheckpointLay
 
     @classmethod
     def _read(cls, checkpoint: Mapping[str, Any], omni: OmniConfig) -> tuple[CausalWanConfig, CausalWanOptions]:
-        options = CausalWanOptions.parse(omni.model)
+        options = CausalWanOptions.of(checkpoint, omni.model)
         return CausalWanConfig.from_checkpoint(checkpoint["transformer"]), options

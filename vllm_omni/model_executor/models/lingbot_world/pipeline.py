@@ -27,7 +27,7 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, Suppor
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.models.lingbot_world.camera import action_map, camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
-from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition, prepare_image
+from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig, resolve_plan
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, ChunkInputs, LingBotSession, World, WorldWindows
@@ -36,6 +36,7 @@ from vllm_omni.model_executor.models.lingbot_world.weights import load_transform
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.chunk_model import WanChunkModel
+from vllm_omni.model_executor.models.wan.pictures import prepare_image
 from vllm_omni.model_executor.models.wan.split_decode import whole_frames
 from vllm_omni.model_executor.models.wan.vae import to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
@@ -89,7 +90,7 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
 
     def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> LingBotSession:
         window = self.make_window(shape)
-        decoder = self.decoder if shape.output == "rgb" else None
+        decoder = self.decoder if shape.output != "latents" else None
         layouts = StateLayouts(
             None if decoder is None else decoder.state_layout(shape.height, shape.width),
             None if self.condition is None else self.condition.state_layout(shape.height, shape.width),
@@ -180,7 +181,7 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
         assert self.decoder is not None, "this rank does not decode"
         chunk.decoded_from = session.decoder_cache
         pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
-        return meta, whole_frames(to_uint8(pixels), self.vae.bands)
+        return meta, whole_frames(to_uint8(pixels), self.vae.bands) | chunk.latents_beside(session.shape)
 
     def commit(self, request: Request) -> None:
         session, chunk = request.session, request.work

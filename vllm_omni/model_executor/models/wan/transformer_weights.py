@@ -23,7 +23,7 @@ Sizes = tuple[int | str, ...]
 
 TRANSFORMER_RULES: Rules = (
     (r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.", ""),
-    (r"^model\.", ""),
+    (r"^((base_model|module|generator|model|diffusion_model)\.)+", ""),
     (r"^condition_embedder\.text_embedder\.linear_1\.", "text_embedding.0."),
     (r"^condition_embedder\.text_embedder\.linear_2\.", "text_embedding.2."),
     (r"^condition_embedder\.time_embedder\.linear_1\.", "time_embedding.0."),

@@ -213,7 +213,8 @@ class NullWorldPipeline(StepPipeline):
         for number in range(count):
             frames_THWC[number].fill_((first + number) % 256)
         frames_THWC[:, 0, 0] = torch.tensor([index % 256, signature % 256, 0], dtype=torch.uint8)
-        return meta, {"frames": frames_THWC}
+        beside = {"latents": chunk.latents_CHW} if request.params.output == "both" else {}
+        return meta, {"frames": frames_THWC, **beside}
 
     def hand_over(self, request: Request) -> dict[str, Any]:
         return {}

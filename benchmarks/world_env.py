@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worlds as environments on a CPU: a `WorldVectorEnv` of N against N of one environment, one after the other.
+
+    python benchmarks/world_env.py                           # 8 tiny worlds, random weights, 48x32
+    python benchmarks/world_env.py --model DIR --size 160x96 --envs 4
+
+Both arms step the same engine in turn, A B A B ..., so that a change of the machine's load meets both. A step is one
+chunk of every environment. Processor time is this process's and the engine's. The result is the median of the pairs'
+ratios.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import add_output_arguments, save
+
+
+def processor_s() -> float:
+    """Seconds of processor time of this process and all below it, so far."""
+    import psutil
+
+    me = psutil.Process()
+    return sum(times.user + times.system for times in (each.cpu_times() for each in (me, *me.children(recursive=True))))
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"p50": round(statistics.median(values), 1), "min": round(min(values), 1), "max": round(max(values), 1)}
+
+
+def measure(envs: list[Any], actions: list[Any]) -> tuple[float, float]:
+    """(wall, processor) seconds in which every environment makes a step."""
+    wall, processor = time.perf_counter(), processor_s()
+    for env, action in zip(envs, actions, strict=True):
+        env.step(action)
+    return time.perf_counter() - wall, processor_s() - processor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="checkpoint directory (default: a tiny LingBot World)")
+    parser.add_argument("--size", default="48x32", help="WIDTHxHEIGHT (default: %(default)s)")
+    parser.add_argument("--envs", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=15, help="measured steps of each arm (default: %(default)s)")
+    parser.add_argument(
+        "--warm", type=int, default=6, help="steps before, until windows are full (default: %(default)s)"
+    )
+    parser.add_argument("--exact", action="store_true", help="omni.batch_invariant: a forward for each environment")
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.model is None:
+            from vllm_omni.model_executor.models.registry import get_family
+
+            args.model = Path(folder) / "world"
+            get_family("lingbot_world").make_tiny(args.model, 0, "original")
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    import numpy as np
+
+    from vllm_omni.environments.world import WorldVectorEnv
+
+    width, height = map(int, args.size.split("x"))
+    world: dict[str, Any] = {"prompt": "a village", "height": height, "width": width}
+    world["image"] = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    together = WorldVectorEnv.load(args.model, args.envs, exact=args.exact, **world)
+    single = [WorldVectorEnv(together._llm, 1, **world) for _ in range(args.envs)]
+    arms = {"together": [together], "one_after_the_other": single}
+    for envs in arms.values():
+        for number, env in enumerate(envs):
+            env.reset(seed=number)
+            env.action_space.seed(number)
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+    load = os.getloadavg()[0]
+    for pair in range(args.warm + args.pairs):
+        for name, envs in arms.items():
+            times = measure(envs, [env.action_space.sample() for env in envs])
+            if pair >= args.warm:
+                taken[name].append(times)
+    pairs = list(zip(taken["one_after_the_other"], taken["together"], strict=True))
+    rows = {
+        name: {
+            kind: spread([1e3 * time[index] for time in times])
+            for index, kind in enumerate(("wall_ms", "processor_ms"))
+        }
+        for name, times in taken.items()
+    }
+    ratio = {
+        kind: round(statistics.median(one[index] / all_[index] for one, all_ in pairs), 2)
+        for index, kind in enumerate(("wall", "processor"))
+    }
+    frames = args.envs * together.facts.chunk_frames
+    result = {
+        "envs": args.envs,
+        "size": args.size,
+        "exact": args.exact,
+        "pairs": args.pairs,
+        "rows": rows,
+        "ratio": ratio,
+        "frames_per_s": round(1e3 * frames / rows["together"]["wall_ms"]["p50"], 1),
+        "load_average": [round(load, 1), round(os.getloadavg()[0], 1)],
+        "note": "the machine was shared: other work ran beside both arms",
+    }
+    save(f"world_env{'_exact' if args.exact else ''}", {"result": result}, args)
+
+
+if __name__ == "__main__":
+    main()

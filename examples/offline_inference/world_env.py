@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""World models as environments: eight worlds stepped together with random keys, a fork, a replay. Trains nothing.
+
+    vllm-omni make-world my_world
+    python examples/offline_inference/world_env.py my_world --image my_world/start/street_day.png --envs 8
+
+Needs `pip install vllm-omni[env]` (gymnasium). Prints how many chunks and frames a second all of them make together.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from vllm_omni.environments.world import WorldVectorEnv
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Worlds as a gymnasium VectorEnv, offline.")
+    parser.add_argument("model", type=Path, help="checkpoint directory of a world")
+    parser.add_argument("--image", type=Path, help="start image; without it the worlds begin in grey")
+    parser.add_argument("--prompt", default="the village on a clear day")
+    parser.add_argument("--envs", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5, help="chunks of each environment (default: 5)")
+    parser.add_argument("--height", type=int, default=96)
+    parser.add_argument("--width", type=int, default=160)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--fast", action="store_true", help="one forward for all: results depend on it in the last bits"
+    )
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    grey = np.full((args.height, args.width, 3), 128, np.uint8)
+    image = grey if args.image is None else np.asarray(Image.open(args.image).convert("RGB"))
+    env = WorldVectorEnv.load(
+        args.model,
+        args.envs,
+        exact=not args.fast,
+        prompt=args.prompt,
+        image=image,
+        height=args.height,
+        width=args.width,
+    )
+    print(f"observations {env.single_observation_space}, actions {env.single_action_space}")
+    frames, infos = env.reset(seed=args.seed)
+    env.action_space.seed(args.seed)
+    began_s = time.perf_counter()
+    for _ in range(args.steps):
+        frames, _, _, _, infos = env.step(env.action_space.sample())
+    took_s = time.perf_counter() - began_s
+    chunks = args.envs * args.steps
+    print(
+        f"{args.envs} environments, {args.steps} steps: {chunks / took_s:.2f} chunks and "
+        f"{chunks * frames.shape[1] / took_s:.1f} frames a second; latents {list(infos['latents'].shape)}"
+    )
+
+    episode, last = env.episodes[0], frames[0].copy()
+    assert episode is not None
+    if args.envs > 1:
+        env.fork(0, [1])
+        print("environment 1 is a copy of environment 0 now")
+    again = env.replay(args.envs - 1, episode)
+    same = "equal" if np.array_equal(again[-len(last) :], last) else "other"
+    print(f"played again: {len(again)} frames, the last chunk {same}")
+    env.close()
+
+
+if __name__ == "__main__":
+    main(make_parser().parse_args())

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gymnasium space is made of what a model states it takes, and its members become the engine's actions."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button
+from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, idle
+from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_SPACE
+
+GAME = ActionSpace(
+    buttons=(Button("left", "left"), Button("fire", "fire")),
+    axes=(Axis(name="yaw", title="turn", unit="degrees", low=-2, high=2),),
+    scroll=True,
+)
+ONE_KEY = ActionSpace(buttons=(Button("n", "north"), Button("s", "south")), exclusive=True)
+
+
+def test_a_camera_world_s_keys_are_bits_by_name() -> None:
+    space = gymnasium_space(ACTION_SPACE)
+    assert space == spaces.Dict({"buttons": spaces.MultiBinary(len(ACTION_SPACE.button_names))})
+    held = np.array([name in ("w", "l") for name in ACTION_SPACE.button_names], np.int8)
+    assert set(action_frame(ACTION_SPACE, {"buttons": held}).buttons) == {"w", "l"}
+
+
+def test_every_kind_of_control_has_its_space() -> None:
+    space = gymnasium_space(GAME)
+    assert isinstance(space, spaces.Dict) and set(space) == {"buttons", "axes", "scroll"}
+    action = {"buttons": np.array([0, 1]), "axes": np.array([1.5], np.float32), "scroll": np.int64(-1)}
+    assert space.contains({**action, "buttons": np.array([0, 1], np.int8)})
+    assert action_frame(GAME, action) == ActionFrame(buttons=("fire",), axes={"yaw": 1.5}, scroll=-1.0)
+    assert idle(GAME) == ActionFrame(axes={"yaw": 0.0})
+
+
+@pytest.mark.parametrize(("number", "names"), [(0, ()), (1, ("n",)), (2, ("s",))])
+def test_one_button_at_a_time_is_a_number(number: int, names: tuple[str, ...]) -> None:
+    assert gymnasium_space(ONE_KEY) == spaces.Dict({"buttons": spaces.Discrete(3)})
+    assert action_frame(ONE_KEY, {"buttons": np.int64(number)}).buttons == names
+
+
+def test_a_model_without_actions_only_goes_on() -> None:
+    assert gymnasium_space(ActionSpace()) == spaces.Discrete(1)
+    assert action_frame(ActionSpace(), np.int64(0)) == ActionFrame()
+
+
+@pytest.mark.parametrize("action", [{"buttons": np.zeros(2)}, {}, np.int64(0)])
+def test_an_action_of_another_shape_says_what_the_model_takes(action: Any) -> None:
+    with pytest.raises(ValueError, match=r"must hold \['axes', 'buttons', 'scroll'\].*takes buttons left, fire"):
+        action_frame(GAME, action)

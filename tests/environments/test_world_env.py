@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worlds as a gymnasium `VectorEnv` on a real engine: steps, seeds, forks, replays, truncation; one engine for all."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_omni.environments.world import WorldVectorEnv
+from vllm_omni.outputs import RequestFailed
+
+pytestmark = pytest.mark.engine
+SIZE = {"height": 32, "width": 48}
+IMAGE = np.full((32, 48, 3), 90, np.uint8)
+
+
+@pytest.fixture(scope="module")
+def engine(lingbot_world: Path) -> Iterator[WorldVectorEnv]:
+    """Three environments; the tests make others in the same engine."""
+    env = WorldVectorEnv.load(lingbot_world, 3, prompt="a village", image=IMAGE, **SIZE)
+    yield env
+    env.close()
+
+
+@pytest.fixture
+def env(engine: WorldVectorEnv) -> Iterator[WorldVectorEnv]:
+    env = WorldVectorEnv(engine._llm, 3, prompt=["a village", "a town", "a village"], image=IMAGE, **SIZE)
+    yield env
+    env.close()
+
+
+def keys(env: WorldVectorEnv, *held: str) -> dict[str, np.ndarray]:
+    """One action of each environment."""
+    names = env.model_actions.button_names
+    return {"buttons": np.array([[name in each for name in names] for each in held], np.int8)}
+
+
+def test_a_step_is_a_chunk_of_every_environment(env: WorldVectorEnv) -> None:
+    """Frames in the observation, latents and seeds beside them; a reset's chunk is padded in front."""
+    frames, infos = env.reset(seed=5)
+    assert env.observation_space.contains(frames) and frames.shape == (3, 12, 32, 48, 3)
+    assert np.array_equal(frames[:, 0], frames[:, 3]) and infos["seed"].tolist() == [5, 6, 7]
+    env.action_space.seed(0)
+    frames, rewards, terminations, truncations, infos = env.step(env.action_space.sample())
+    assert env.observation_space.contains(frames) and infos["latents"].shape == (3, 16, 3, 4, 6)
+    assert infos["chunks"].tolist() == [2, 2, 2] and not rewards.any()
+    assert not terminations.any() and not truncations.any()
+
+
+def test_the_same_seeds_and_actions_give_the_same_bits(env: WorldVectorEnv) -> None:
+    """Also in another place of the vector; other keys, seeds and prompts give others."""
+    env.reset(seed=[1, 1, 2])
+    first = env.step(keys(env, "w", "w", "w"))[0]
+    env.reset(seed=[2, 1, 1])
+    again = env.step(keys(env, "w", "w", "w"))[0]
+    assert np.array_equal(first[2], again[0]) and np.array_equal(first[1], again[1])
+    assert np.array_equal(first[0], again[2]) and not np.array_equal(first[0], first[1])
+    env.reset(seed=[1, 1, 1])
+    assert not np.array_equal(env.step(keys(env, "s", "w", "wl"))[0][0], first[0])
+
+
+def test_a_fork_goes_on_as_its_source_and_then_its_own_way(env: WorldVectorEnv) -> None:
+    env.reset(seed=1)
+    env.step(keys(env, "w", "", ""))
+    env.fork(0, [1, 2])
+    frames = env.step(keys(env, "w", "w", "s"))[0]
+    assert np.array_equal(frames[0], frames[1]) and not np.array_equal(frames[0], frames[2])
+    assert [len(episode.actions) for episode in env.episodes if episode is not None] == [2, 2, 2]
+
+
+def test_an_episode_is_played_again_bit_for_bit(env: WorldVectorEnv) -> None:
+    """In another environment, from its seed, prompt and actions; a fork's record is whole."""
+    frames = [env.reset(seed=1)[0][1][-9:]]
+    frames += [env.step(keys(env, "", held, ""))[0][1] for held in ("w", "wl")]
+    episode = env.episodes[1]
+    assert episode is not None
+    assert np.array_equal(env.replay(0, episode), np.concatenate(frames))
+    env.fork(1, [2])
+    copy = env.episodes[2]
+    assert copy is not None and np.array_equal(env.replay(0, copy), np.concatenate(frames))
+
+
+def test_an_episode_that_is_long_enough_begins_anew(engine: WorldVectorEnv) -> None:
+    """The step behind its end is the next reset, as gymnasium's `NEXT_STEP` says."""
+    env = WorldVectorEnv(
+        engine._llm, 2, prompt="a village", image=IMAGE, max_steps=2, reward=lambda f, z: np.ones(2), **SIZE
+    )
+    env.reset(seed=0)
+    seen = [env.step(keys(env, "w", "w")) for _ in range(4)]
+    assert [step[3].tolist() for step in seen] == [[False] * 2, [True] * 2, [False] * 2, [False] * 2]
+    assert [step[1].tolist() for step in seen] == [[1.0] * 2, [1.0] * 2, [0.0] * 2, [1.0] * 2]
+    assert seen[2][4]["chunks"].tolist() == [1, 1] and seen[2][4]["seed"].tolist() != [0, 1]
+    env.close()
+
+
+def test_some_environments_begin_anew(env: WorldVectorEnv) -> None:
+    env.reset(seed=1)
+    before = env.step(keys(env, "w", "w", "w"))[0]
+    frames, infos = env.reset(seed=9, options={"reset_mask": np.array([False, True, False])})
+    assert np.array_equal(frames[[0, 2]], before[[0, 2]]) and infos["chunks"].tolist() == [2, 1, 2]
+    assert infos["seed"].tolist() == [1, 10, 3]
+
+
+def test_a_failed_chunk_costs_its_own_episode(env: WorldVectorEnv, engine: WorldVectorEnv) -> None:
+    env.reset(seed=1)
+    lost = env.episodes[1]
+    assert lost is not None
+    env._close([lost.session_id])
+    with pytest.raises(RequestFailed):
+        env.step(keys(env, "w", "w", "w"))
+    assert env.episodes[1] is None and env.episodes[0] is not None
+    with pytest.raises(ValueError, match="environment 1 has no episode; call reset"):
+        env.step(keys(env, "w", "w", "w"))
+
+
+@pytest.mark.parametrize(
+    ("count", "prompt", "message"),
+    [(9, "a village", "holds 6 sessions, 9 environments"), (2, ["a village"], "one of each of 2 environments; got 1")],
+)
+def test_what_does_not_fit_is_refused(
+    count: int, prompt: str | list[str], message: str, engine: WorldVectorEnv
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        WorldVectorEnv(engine._llm, count, prompt=prompt, image=IMAGE, **SIZE)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's `ActionSpace` as a gymnasium space, and an environment's action as what the engine takes.
+
+Held by tests/environments/test_action_spaces.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from vllm_omni.actions import ActionFrame, ActionSpace
+
+Action = Mapping[str, np.ndarray] | np.integer
+
+
+def gymnasium_space(space: ActionSpace) -> spaces.Dict | spaces.Discrete:
+    """The space of one environment's action, which holds for a whole chunk.
+
+    buttons: `MultiBinary` over `ActionSpace.button_names`, or, where one at most is held, `Discrete` with 0 for none.
+    axes: `Box` over `ActionSpace.axis_names`, in their units. scroll: `Discrete`, -1, 0 or 1. A kind that the model
+    does not take is left out; one that takes none at all has `Discrete(1)`: go on.
+    """
+    kinds: dict[str, spaces.Space[Any]] = {}
+    if space.buttons and space.exclusive:
+        kinds["buttons"] = spaces.Discrete(1 + len(space.buttons))
+    elif space.buttons:
+        kinds["buttons"] = spaces.MultiBinary(len(space.buttons))
+    if space.axes:
+        low, high = ([getattr(axis, side) for axis in space.axes] for side in ("low", "high"))
+        kinds["axes"] = spaces.Box(np.array(low, np.float32), np.array(high, np.float32), dtype=np.float32)
+    if space.scroll:
+        kinds["scroll"] = spaces.Discrete(3, start=-1)
+    return spaces.Dict(kinds) if kinds else spaces.Discrete(1)
+
+
+def action_frame(space: ActionSpace, action: Action) -> ActionFrame:
+    """Read one environment's action, a member of `gymnasium_space(space)`. Raises ValueError with what is taken."""
+    taken = gymnasium_space(space)
+    if not isinstance(taken, spaces.Dict):
+        return ActionFrame()
+    if not isinstance(action, Mapping) or taken.keys() != action.keys():
+        found = sorted(action) if isinstance(action, Mapping) else type(action).__name__
+        raise ValueError(f"an action must hold {sorted(taken.keys())}, got {found}; the model takes {space.describe()}")
+    names: tuple[str, ...] = ()
+    if "buttons" in action:
+        held = np.asarray(action["buttons"])
+        if space.exclusive:
+            names = space.button_names[int(held) - 1 :][:1] if int(held) else ()
+        else:
+            names = tuple(name for name, down in zip(space.button_names, held, strict=True) if down)
+    axes = zip(space.axis_names, np.asarray(action.get("axes", ())).tolist(), strict=True)
+    return ActionFrame(buttons=names, axes=dict(axes), scroll=float(action.get("scroll", 0)))
+
+
+def idle(space: ActionSpace) -> ActionFrame:
+    """Nothing held, nothing moved."""
+    return ActionFrame(axes=dict.fromkeys(space.axis_names, 0.0))

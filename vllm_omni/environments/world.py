@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`WorldVectorEnv`: worlds of one served model as a gymnasium `VectorEnv`, all stepped by one call to the engine.
+
+    env = WorldVectorEnv.load("my_world", 8, prompt="a village", image=picture)
+    frames, infos = env.reset(seed=0)
+    frames, rewards, terminations, truncations, infos = env.step(env.action_space.sample())
+
+A step is one chunk: an environment's action holds for all its latent frames. Frames are uint8, latents float32 as the
+model made them (`infos["latents"]`). Each environment is a session of the engine: forking copies it, and since noise
+depends on (seed, chunk, step) alone, the same seeds and actions give the same bits. Rewards are the caller's
+(`reward`), the worlds have none. Only `LLM.encode` of stock vLLM is used. Held by tests/environments/test_world_env.py.
+"""
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space, iterate
+
+from vllm_omni.actions import ActionFrame, ActionSpace
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
+from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, idle
+from vllm_omni.inputs import DiffusionParams, engine_prompt
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed, unpack
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+# N environments, T frames of a chunk, H height, W width
+
+Reward = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""(frames [N, T, H, W, 3], latents [N, C, F, h, w]) -> rewards [N]."""
+
+
+@dataclass
+class Episode:
+    """One environment since its reset: enough to play it again. actions: one of each step."""
+
+    session_id: str
+    seed: int
+    prompt: str
+    actions: list[ActionFrame] = field(default_factory=list)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks its session has; the first one is the reset's."""
+        return 1 + len(self.actions)
+
+
+class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
+    """See the module docstring.
+
+    observation_space: the chunk's frames [T, H, W, 3]; a reset's first chunk is shorter and is padded in front with its
+    first frame. action_space: `gymnasium_space` of what the model states it takes. max_steps: an episode is truncated
+    after so many; None = never. An episode that has ended is reset by the next step (`AutoresetMode.NEXT_STEP`).
+    A chunk that cannot be made raises `RequestFailed`; that environment needs a reset, the others have moved on.
+    """
+
+    metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 - gymnasium's own attribute
+
+    def __init__(
+        self,
+        llm: "LLM",
+        num_envs: int,
+        *,
+        prompt: str | Sequence[str],
+        image: np.ndarray | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        max_steps: int | None = None,
+        reward: Reward | None = None,
+    ) -> None:
+        """prompt: of all environments, or one of each. image: uint8 [H, W, 3], of models that begin with one.
+
+        Raises ValueError for a model that is no world, or that cannot hold so many.
+        """
+        config = llm.llm_engine.vllm_config
+        self.facts = WorldFacts.from_vllm_config(config, model="world")
+        self.model_actions = _action_space_of(config)
+        if num_envs > self.facts.max_sessions:
+            raise ValueError(
+                f"the engine holds {self.facts.max_sessions} sessions, {num_envs} environments were asked for; start "
+                "it with additional_config omni.max_sessions"
+            )
+        self.num_envs = num_envs
+        self._llm, self._image, self._reward, self._max_steps = llm, image, reward, max_steps
+        self._prompts = [prompt] * num_envs if isinstance(prompt, str) else list(prompt)
+        if len(self._prompts) != num_envs:
+            raise ValueError(f"one prompt, or one of each of {num_envs} environments; got {len(self._prompts)}")
+        self._size = (height or self.facts.height, width or self.facts.width)
+        shape = (self.facts.chunk_frames, *self._size, 3)
+        self.single_observation_space: spaces.Space[Any] = spaces.Box(0, 255, shape, np.uint8)
+        self.single_action_space: spaces.Space[Any] = gymnasium_space(self.model_actions)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.episodes: list[Episode | None] = [None] * num_envs
+        self._ended = np.zeros(num_envs, bool)
+        self._frames = np.zeros((num_envs, *shape), np.uint8)
+        self._latents: list[np.ndarray] = [np.zeros(0, np.float32)] * num_envs
+
+    @classmethod
+    def load(
+        cls, model: str | Path, num_envs: int, *, exact: bool = True, omni: dict[str, Any] | None = None, **env: Any
+    ) -> "WorldVectorEnv":
+        """Start vLLM's offline engine on a checkpoint directory and make environments in it.
+
+        exact: an environment's bits do not depend on the others beside it; False: one forward for all, faster for small
+        models (`omni.batch_invariant`). omni: more of `additional_config["omni"]`. env: of the constructor.
+        """
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB; unset, a CPU worker wants 92 % of the memory
+        from vllm import LLM
+
+        sizes = {name: env[name] for name in ("height", "width") if env.get(name)}
+        options = {"max_sessions": 2 * num_envs, "batch_invariant": exact, "max_requests_per_step": num_envs, **sizes}
+        llm = LLM(
+            model=str(model),
+            config_format="omni",
+            skip_tokenizer_init=True,
+            max_num_seqs=num_envs,
+            additional_config={"omni": {**options, **(omni or {})}},
+        )
+        return cls(llm, num_envs, **env)
+
+    # -- gymnasium -----------------------------------------------------------------------------------------------------
+
+    def reset(
+        self, *, seed: int | Sequence[int] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Begin every episode anew: its first chunk, idle. seed: of the first environment, the others count on from it.
+
+        options: `reset_mask`, bool [N], those to begin anew; the others stay as they are.
+        """
+        mask = np.asarray((options or {}).get("reset_mask", np.ones(self.num_envs, bool)))
+        seeds: Sequence[int | None] = [None] * self.num_envs
+        if seed is not None:
+            seeds = [seed + index for index in range(self.num_envs)] if isinstance(seed, int) else seed
+        which = np.flatnonzero(mask).tolist()
+        self._begin(which, [seeds[index] for index in which])
+        self._ended[which] = False
+        return self._frames.copy(), self._infos()
+
+    def step(self, actions: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """One chunk of every environment; those whose episode has ended begin anew and ignore their action."""
+        taken = [action_frame(self.model_actions, action) for action in iterate(self.action_space, actions)]
+        begins = np.flatnonzero(self._ended).tolist()
+        goes_on = [index for index in range(self.num_envs) if not self._ended[index]]
+        self._begin(begins, [None] * len(begins))
+        self._advance(goes_on, [taken[index] for index in goes_on])
+        steps = np.array([0 if episode is None else len(episode.actions) for episode in self.episodes])
+        truncations = np.zeros(self.num_envs, bool) if self._max_steps is None else steps >= self._max_steps
+        self._ended = truncations.copy()
+        infos = self._infos()
+        rewards = np.zeros(self.num_envs)
+        if self._reward is not None:
+            rewards = np.asarray(self._reward(self._frames, infos["latents"]), np.float64)
+            rewards[begins] = 0.0
+        return self._frames.copy(), rewards, np.zeros(self.num_envs, bool), truncations, infos
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Free the sessions; the engine stays with its caller."""
+        ids = [episode.session_id for episode in self.episodes if episode is not None]
+        self._close(ids)
+        self.episodes = [None] * self.num_envs
+
+    # -- research ------------------------------------------------------------------------------------------------------
+
+    def fork(self, source: int, targets: Sequence[int]) -> None:
+        """Make environments `targets` exact copies of `source`; each then goes its own way."""
+        origin = self._episode(source)
+        targets = [target for target in targets if target != source]
+        self._close([old.session_id for target in targets if (old := self.episodes[target]) is not None])
+        ids = [_new_id() for _ in targets]
+        self._encode([DiffusionParams(session_id=origin.session_id, op="fork", fork_to=new) for new in ids])
+        for target, new in zip(targets, ids, strict=True):
+            self.episodes[target] = Episode(new, origin.seed, origin.prompt, list(origin.actions))
+            self._frames[target], self._ended[target] = self._frames[source], self._ended[source]
+            self._latents[target] = self._latents[source]
+
+    def replay(self, target: int, episode: Episode) -> np.ndarray:
+        """Play a recorded episode (`episodes[i]`, or one stored elsewhere) in environment `target`, from its start.
+
+        Returns its frames, uint8 [frames, H, W, 3]: bit for bit those of the first time (`exact`).
+        """
+        self._begin([target], [episode.seed], [episode.prompt])
+        parts = [self._frames[target][-self.facts.first_chunk_frames :].copy()]
+        for action in tuple(episode.actions):
+            self._advance([target], [action])
+            parts.append(self._frames[target].copy())
+        return np.concatenate(parts)
+
+    # -- the engine ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, which: list[int], seeds: Sequence[int | None], prompts: Sequence[str] | None = None) -> None:
+        """Run the first chunk of new episodes."""
+        if not which:
+            return
+        self._close([old.session_id for index in which if (old := self.episodes[index]) is not None])
+        prompts = prompts or [self._prompts[index] for index in which]
+        begun = [
+            Episode(_new_id(), secrets.randbits(31) if seed is None else seed, prompt)
+            for seed, prompt in zip(seeds, prompts, strict=True)
+        ]
+        height, width = self._size
+        latent_frames = self.facts.first_chunk_latent_frames or self.facts.latent_frames_per_chunk
+        params = [
+            self._params(
+                episode, 0, latent_frames, None, prompt=episode.prompt, seed=episode.seed, height=height, width=width
+            )
+            for episode in begun
+        ]
+        image = {} if self._image is None else {"image": torch.from_numpy(np.ascontiguousarray(self._image))}
+        for index, episode in zip(which, begun, strict=True):
+            self.episodes[index] = episode
+        self._run(which, params, image)
+
+    def _advance(self, which: list[int], actions: Sequence[ActionFrame]) -> None:
+        """Run the next chunk of episodes."""
+        episodes = [self._episode(index) for index in which]
+        count = self.facts.latent_frames_per_chunk
+        params = [
+            self._params(episode, episode.chunks, count, action)
+            for episode, action in zip(episodes, actions, strict=True)
+        ]
+        self._run(which, params)
+        for episode, action in zip(episodes, actions, strict=True):
+            episode.actions.append(action)
+
+    def _params(
+        self, episode: Episode, chunk: int, latent_frames: int, action: ActionFrame | None, **first: Any
+    ) -> DiffusionParams:
+        held = idle(self.model_actions) if action is None else action
+        return DiffusionParams(
+            session_id=episode.session_id,
+            chunk_index=chunk,
+            actions=[held] * latent_frames if self.facts.camera or self.model_actions != ActionSpace() else None,
+            output="both",
+            **first,
+        )
+
+    def _run(
+        self, which: Sequence[int], params: Sequence[DiffusionParams], tensors: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        """Make one chunk of each environment; those that fail lose their episode, and the first failure is raised."""
+        failures: list[RequestFailed] = []
+        for index, envelope in zip(which, self._encode(params, tensors), strict=True):
+            try:
+                self._keep(index, unpack(envelope)[1])
+            except RequestFailed as failure:
+                self.episodes[index] = None
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+
+    def _encode(
+        self, params: Sequence[DiffusionParams], tensors: dict[str, torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """One call to the engine for all requests; returns their envelopes (`outputs.unpack`)."""
+        if not params:
+            return []
+        pooling = [each.to_pooling_params(tensors) for each in params]
+        prompts = [engine_prompt() for _ in params]
+        outputs = self._llm.encode(prompts, pooling, pooling_task="plugin", use_tqdm=False)
+        return [output.outputs.data for output in outputs]
+
+    def _close(self, ids: Sequence[str]) -> None:
+        self._encode([DiffusionParams(session_id=session_id, op="close") for session_id in ids])
+
+    def _keep(self, index: int, result: dict[str, torch.Tensor]) -> None:
+        """Take over a chunk's frames and latents; a first chunk is padded in front with its first frame."""
+        frames, latents = result["frames"].numpy(), result["latents"].float().numpy()
+        missing = self._frames.shape[1] - len(frames)
+        self._frames[index, :missing], self._frames[index, missing:] = frames[0], frames
+        missing = self.facts.latent_frames_per_chunk - latents.shape[1]
+        self._latents[index] = np.pad(latents, ((0, 0), (max(0, missing), 0), (0, 0), (0, 0)), mode="edge")
+
+    def _episode(self, index: int) -> Episode:
+        episode = self.episodes[index]
+        if episode is None:
+            raise ValueError(f"environment {index} has no episode; call reset")
+        return episode
+
+    def _infos(self) -> dict[str, Any]:
+        """latents: float32 [N, C, F, h, w]; seed, chunks: int [N]."""
+        episodes = [self._episode(index) for index in range(self.num_envs)]
+        return {
+            "latents": np.stack(self._latents),
+            "seed": np.array([episode.seed for episode in episodes]),
+            "chunks": np.array([episode.chunks for episode in episodes]),
+        }
+
+
+def _new_id() -> str:
+    return f"env-{secrets.token_hex(16)}"
+
+
+def _action_space_of(config: Any) -> ActionSpace:
+    """What the served model states it takes."""
+    from vllm_omni.config import OmniConfig
+
+    hf_config: dict[str, Any] = config.model_config.hf_config.to_dict()
+    family = get_family(hf_config["omni_family"])
+    if family.action_space is None:
+        return ActionSpace()
+    return family.action_space(hf_config, OmniConfig.from_additional_config(config.additional_config))

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`prepare_image`: a client's picture as the VAE takes it.
+
+Held by tests/model_executor/models/lingbot_world/test_condition.py.
+"""
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+def prepare_image(
+    image: torch.Tensor, height: int, width: int, fit: Literal["exact", "cover"] = "exact"
+) -> torch.Tensor:
+    """Return an image as the VAE takes it: [1, 3, 1, height, width], fp32 in about [-1, 1], on the image's device.
+
+    image: uint8 [h, w, 3], or float [3, h, w] in [0, 1]. fit: `exact` resizes both sides (the original: its output
+    size already follows the image's aspect), `cover` keeps the aspect and cuts the middle.
+    Bicubic without antialiasing and without clamping its overshoot, as the original. Raises ValueError on other
+    shapes, types and non-finite values.
+    """
+    if image.dtype == torch.uint8:
+        if image.ndim != 3 or image.shape[2] != 3:
+            raise ValueError(f"a uint8 image must be [height, width, 3], got {list(image.shape)}")
+        unit_CHW = image.permute(2, 0, 1).float() / 255
+    else:
+        if image.ndim != 3 or image.shape[0] != 3 or not image.is_floating_point():
+            raise ValueError(
+                f"an image must be uint8 [h, w, 3] or float [3, h, w], got {image.dtype} {list(image.shape)}"
+            )
+        unit_CHW = image.float()
+        if not bool(((unit_CHW >= 0) & (unit_CHW <= 1)).all()):
+            raise ValueError("a float image must have values from 0 to 1")
+    source_height, source_width = unit_CHW.shape[1:]
+    if min(source_height, source_width) < 1:
+        raise ValueError(f"the image is empty: {source_height} x {source_width}")
+    size = (height, width)
+    if fit == "cover":
+        scale = max(height / source_height, width / source_width)
+        size = (max(height, round(source_height * scale)), max(width, round(source_width * scale)))
+    pixels_1CHW = nn.functional.interpolate((unit_CHW * 2 - 1)[None], size=size, mode="bicubic")
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    return pixels_1CHW[:, :, top : top + height, left : left + width][:, :, None].contiguous()
