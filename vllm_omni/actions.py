@@ -31,7 +31,7 @@ Use = Literal["none", "optional", "required"]
 class Button(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A control that is held or not. title: its effect, in one or two words.
 
-    codes: what presses it on the web page, keys as browsers name them (KeyW, ArrowUp) or a mouse's buttons (Mouse0).
+    codes: inputs of the web page, keys as browsers name them (KeyW, ArrowUp) or a mouse's buttons (Mouse0).
     """
 
     name: Name
@@ -83,7 +83,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return tuple(axis.name for axis in self.axes)
 
     def describe(self) -> str:
-        """What it takes, for refusals: one line, at most 24 names of each kind."""
+        """The actions it takes, for refusals: one line, at most 24 names of each kind."""
         parts = [
             f"{kind} {', '.join(names[:24])}{', ...' if len(names) > 24 else ''}"
             for kind, names in (("buttons", self.button_names), ("axes", self.axis_names))

@@ -119,7 +119,7 @@ class Connection:
         self._arrivals.append(now)
 
     def count_values(self, num_values: int) -> None:
-        """Count what decoding a message cost. Raises `DoorError` with a close code when that was too much."""
+        """Count the cost of decoding a message. Raises `DoorError` with a close code when that was too much."""
         if not self._values.take(num_values):
             raise DoorError(
                 "rate_limited",
@@ -128,7 +128,7 @@ class Connection:
             )
 
     def undecodable(self, error: CodecError) -> DoorError:
-        """Return what the client is told; too many such messages, or one of too many values, end the connection."""
+        """Return the message for the client; too many such messages, or one of too many values, end the connection."""
         close = Close.POLICY if isinstance(error, TooManyValues) else None
         return self.strike(DoorError("invalid_msgpack", str(error), close=close))
 
@@ -193,7 +193,7 @@ class Connection:
             self.cut()
 
     def cut_soon(self) -> None:
-        """Drop the TCP connection in a moment: a slow peer may come to what is still to be said, and may not."""
+        """Drop the TCP connection in a moment: a slow peer may still get the last messages, or may not."""
         if (transport := self._transport()) is not None:
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, transport.abort)
 

@@ -149,7 +149,7 @@ class LiveClient(ABC):
         self._num_messages += 1
 
     async def end_with(self, error: DoorError) -> None:
-        """Tell the client what went wrong and close: every end has a close code and a reason."""
+        """Tell the client the error and close: every end has a close code and a reason."""
         self._end = f"{error.code}: {error.message}"
         if error.close is Close.SLOW_CONSUMER:
             self.connection.cut_soon()

@@ -226,7 +226,7 @@ class Session:
         except BaseException as error:
             refused = isinstance(error, DoorError) and error.code not in ("cancelled", "engine_error")
             if isinstance(error, DoorError) and not refused:
-                self.in_step = False  # the engine ended that chunk in a way that does not tell what became of it
+                self.in_step = False  # the engine ended that chunk without saying how
             if isinstance(error, DoorError):
                 self.meter.chunks_aborted(error.code)
             await self._abort(run, in_flight, refused)

@@ -226,7 +226,7 @@ class SessionManager:
         return task
 
     def spawn_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """The same for what runs as long as the manager does: nobody waits for it, and it is of no one's request."""
+        """The same for a task that lives as long as the manager: nobody waits for it, and it is of no one's request."""
         task = self.spawn(work, contextvars.Context())
         self._background.add(task)
         return task

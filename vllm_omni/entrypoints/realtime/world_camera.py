@@ -101,7 +101,7 @@ class _Client:
         await self._send(protocol.hello(facts, self._limits, self._own_session_id, max_bytes))
 
     async def _leave(self) -> None:
-        """Abort what runs for this client; its sessions stay for a while, so that it can come back."""
+        """Abort the runs of this client; its sessions stay for a while, so that it can come back."""
         requests = list(self._requests)
         for task in requests:
             task.cancel()

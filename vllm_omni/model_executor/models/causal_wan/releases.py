@@ -23,7 +23,7 @@ LORA_KEYS = ("generator_lora",)
 class Release:
     """One published network.
 
-    download_name: what `vllm-omni download` takes. files: places below the checkpoint directory, best first.
+    download_name: for `vllm-omni download`. files: places below the checkpoint directory, best first.
     state_keys: wrappers of the network that its own code evaluates, best first. loras: places of a LoRA that belongs to
     it and is merged into it when loaded. transformer: keys of a `config.json` (window, sinks, chunk) that its directory
     leaves out. options: defaults of `CausalWanOptions`. shift: of the table of timesteps. warps_steps: whether a step s
