@@ -29,7 +29,6 @@ from vllm_omni.entrypoints.realtime.generate_door import PATHS, GenerateDoor
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.entrypoints.websocket import WebSocketOptions
-from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import pack
 
 
@@ -55,17 +54,17 @@ class TimerModel:
         return len(self._worlds)
 
     async def encode(self, prompt: Any, pooling_params: Any, request_id: str) -> AsyncIterator[Any]:
-        params = DiffusionParams.from_extra_kwargs(pooling_params.extra_kwargs)
-        if params.op == "generate":
-            data = await self._generate(params, request_id)
+        params = pooling_params.extra_kwargs["omni"]  # unchecked: what a worker does is not the door's time
+        if params.get("op", "generate") == "generate":
+            data = await self._generate(params["session_id"], request_id)
         else:
-            self._worlds.pop(params.session_id, None)
-            data = pack({"op": params.op})
+            self._worlds.pop(params["session_id"], None)
+            data = pack({"op": params["op"]})
         yield SimpleNamespace(outputs=SimpleNamespace(data=data), finished=True)
 
-    async def _generate(self, params: DiffusionParams, request_id: str) -> torch.Tensor:
+    async def _generate(self, session_id: str, request_id: str) -> torch.Tensor:
         now_s = time.monotonic()
-        world = self._worlds.setdefault(params.session_id, [now_s + self._period_s, 0])
+        world = self._worlds.setdefault(session_id, [now_s + self._period_s, 0])
         if now_s > world[0] + self._period_s:  # nobody asked for it: the model did something else meanwhile
             world[0] = now_s
         due_s, number = world

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_omni.outputs import _DTYPES, RequestFailed, empty_result, pack, pack_error, unpack
+from vllm_omni.outputs import _DTYPES, RequestFailed, empty_result, pack, pack_error, unpack, unpack_arrays
 
 shapes = st.lists(st.integers(0, 5), max_size=4)
 
@@ -139,7 +139,7 @@ def test_an_envelope_of_another_writer_is_read() -> None:
         (envelope_of(EMPTY, version=2), "not a version 1 envelope"),
         (envelope_of(EMPTY, header_bytes=241), "header length 241 exceeds the envelope of 256 bytes"),
         (envelope_of({"meta": {"text": "x" * (1 << 20)}, "tensors": []}), "header length"),
-        (envelope_of(EMPTY, header_bytes=3), "malformed envelope header: JSONDecodeError"),
+        (envelope_of(EMPTY, header_bytes=3), "malformed envelope header: DecodeError"),
         (envelope_of({"tensors": []}), "malformed envelope header: KeyError"),
         (envelope_of({"meta": [], "tensors": []}), "malformed envelope header: TypeError"),
         (envelope_of({"meta": {}, "tensors": {}}), "malformed envelope header: TypeError"),
@@ -212,3 +212,23 @@ def in_place() -> torch.Tensor:
 def test_numbers_that_json_lacks_are_refused_when_packing(value: float) -> None:
     with pytest.raises(ValueError, match="JSON"):
         pack({"loss": value})
+
+
+def test_arrays_are_views_too() -> None:
+    """As `unpack`, as NumPy arrays in the envelope's memory; bfloat16 is refused by name."""
+    frames = torch.arange(72, dtype=torch.uint8).view(2, 3, 4, 3)
+    envelope = pack({"n": 1}, {"frames": frames, "pose": torch.eye(4), "none": torch.zeros(0, 3)})
+    meta, arrays = unpack_arrays(envelope)
+    assert meta == {"n": 1}
+    assert {name: (array.dtype.name, array.shape) for name, array in arrays.items()} == {
+        "frames": ("uint8", (2, 3, 4, 3)),
+        "pose": ("float32", (4, 4)),
+        "none": ("float32", (0, 3)),
+    }
+    assert (arrays["frames"] == frames.numpy()).all()
+    envelope.fill_(7)
+    assert (arrays["frames"] == 7).all()
+    with pytest.raises(ValueError, match="'x' is bfloat16, which NumPy does not have; use `unpack`"):
+        unpack_arrays(pack({}, {"x": torch.zeros(2, dtype=torch.bfloat16)}))
+    with pytest.raises(RequestFailed, match="capacity: full"):
+        unpack_arrays(pack_error("capacity", "full"))

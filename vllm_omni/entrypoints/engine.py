@@ -12,8 +12,8 @@ With data parallelism a request is sent to the rank that `SessionRanks` names (`
 
 import asyncio
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -32,7 +32,7 @@ from vllm_omni import log_context
 from vllm_omni.entrypoints.ranks import SessionRanks
 from vllm_omni.entrypoints.tracing import tracing
 from vllm_omni.inputs import DiffusionParams, engine_prompt
-from vllm_omni.outputs import RequestFailed, unpack
+from vllm_omni.outputs import RequestFailed, unpack_arrays
 from vllm_omni.processes import machine_id
 from vllm_omni.sessions.snapshot import SnapshotHeader
 from vllm_omni.sessions.snapshot_exchange import (
@@ -79,13 +79,13 @@ class OmniEngine:
         self, params: DiffusionParams, arrays: Mapping[str, np.ndarray], rank: int | None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         # The engine's log lines name a request by this.
-        request_id = "-".join(["omni", *log_context.current().values(), uuid.uuid4().hex])
+        request_id = "-".join(["omni", *log_context.current().values(), secrets.token_hex(16)])
         try:
             tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
             answer = await self._encode(params.to_pooling_params(tensors), request_id, rank)
             if answer is None or answer.outputs.data.numel() == 0:  # stock vLLM's answer to an aborted request
                 raise RequestFailed("cancelled", "the request was cancelled")
-            meta, results = unpack(answer.outputs.data)
+            return unpack_arrays(answer.outputs.data)
         except asyncio.CancelledError:
             await self._client.abort(request_id)  # a dropped `encode` generator does not; unknown ids are ignored
             raise
@@ -106,7 +106,6 @@ class OmniEngine:
             raise RequestFailed(
                 "engine_error", "the engine failed on this request; the server's log has details"
             ) from error
-        return meta, {name: tensor.numpy() for name, tensor in results.items()}
 
     async def _encode(self, params: PoolingParams, request_id: str, rank: int | None) -> PoolingRequestOutput | None:
         """The engine's last answer to one request; None if there was none."""

@@ -62,6 +62,7 @@ class DoorMetrics:
         self.stage = Histogram(
             "omni_rt_chunk_seconds", "Where a chunk's time goes.", (*endpoint, "stage"), buckets=_SECONDS
         )
+        self._stage = functools.cache(self.stage.labels)  # for every chunk; `labels` looks its child up under a lock
         self.duration = Histogram(
             "omni_rt_session_duration_seconds", "Length of sessions.", endpoint, buckets=_LONG_SECONDS
         )
@@ -115,9 +116,9 @@ class DoorMetrics:
         spent_s = {name: sum(times) / 1e3 for name, times in timings_ms.items()}
         for name, label in STAGES.items():
             if name in spent_s:
-                self.stage.labels(endpoint, label).observe(spent_s[name])
+                self._stage(endpoint, label).observe(spent_s[name])
         busy_s = spent_s.get("total", sum(spent_s.values()))
-        self.stage.labels(endpoint, "queue").observe(max(0.0, wall_s - busy_s))
+        self._stage(endpoint, "queue").observe(max(0.0, wall_s - busy_s))
 
 
 @functools.cache
@@ -142,6 +143,8 @@ class SessionMeter:
         self._worst_gap_s = 0.0
         self._metrics.opened.labels(endpoint).inc()
         self._metrics.sessions.labels(endpoint).inc()
+        self._chunks, self._frames = self._metrics.chunks.labels(endpoint), self._metrics.frames.labels(endpoint)
+        self._gap = self._metrics.gap.labels(endpoint)
         log_event("session_opened", endpoint=endpoint)
 
     def request_started(self) -> None:
@@ -153,8 +156,8 @@ class SessionMeter:
         now, endpoint = time.monotonic(), self._endpoint
         self.num_chunks += 1
         self.num_frames += num_frames
-        self._metrics.chunks.labels(endpoint).inc()
-        self._metrics.frames.labels(endpoint).inc(num_frames)
+        self._chunks.inc()
+        self._frames.inc(num_frames)
         self._metrics.stages(endpoint, timings_ms, wall_s)
         if self._last_chunk_s is None:
             first_s = now - (self._opened_s if self._request_s is None else self._request_s)
@@ -164,7 +167,7 @@ class SessionMeter:
         else:
             gap_s = now - self._last_chunk_s
             self._worst_gap_s = max(self._worst_gap_s, gap_s)
-            self._metrics.gap.labels(endpoint).observe(gap_s)
+            self._gap.observe(gap_s)
             if now > self._due_s + LATE_TOLERANCE_S:
                 self.num_late += 1
                 self._metrics.late.labels(endpoint).inc()

@@ -14,6 +14,7 @@ from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, wait_until
 from helpers.live_clients import HEIGHT, WIDTH, GenerateClient, png
 
 from vllm_omni.entrypoints.realtime.generate_door import PATHS
+from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 
@@ -114,9 +115,10 @@ def test_idle_connections_take_no_slot(make_door: MakeDoor) -> None:
         good.chunk()
 
 
-def test_a_full_server_waits_a_second_and_refuses(make_door: MakeDoor, engine: FakeEngine) -> None:
+def test_a_full_server_waits_and_refuses(make_door: MakeDoor, engine: FakeEngine) -> None:
     """U. One error with the known text and 1008; the client that has the slot does not notice."""
-    door = make_door(facts={"max_sessions": 1})
+    assert DoorLimits().slot_wait_s == 15
+    door = make_door(facts={"max_sessions": 1}, slot_wait_s=1.0)
     engine.delay_s = 0.05
     with GenerateClient(door.port) as first, GenerateClient(door.port) as second:
         first.init()

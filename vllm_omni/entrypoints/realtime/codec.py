@@ -169,7 +169,7 @@ class _Reviver:
             return [self.revive(item) if isinstance(item, list | dict) else item for item in value]
         if not isinstance(value, dict):
             return value
-        fields = {_text(key): item for key, item in value.items()}
+        fields = {key if isinstance(key, str) else _text(key): item for key, item in value.items()}
         if "__ndarray__" in fields:
             self.dialect = Dialect.OPENPI
             return _array(fields.get("dtype"), fields.get("shape"), fields.get("data"))
@@ -183,17 +183,14 @@ class _Reviver:
             if fields["nd"] is True:
                 return _array(fields.get("type"), fields.get("shape"), fields.get("data"))
             return _array(fields.get("type"), [], fields.get("data")).item()
-        return {key: self.revive(item) for key, item in fields.items()}
+        return {key: self.revive(item) if isinstance(item, list | dict) else item for key, item in fields.items()}
 
 
-def _text(key: Any) -> str:
-    if isinstance(key, bytes):
-        try:
-            return key.decode()
-        except UnicodeDecodeError:
-            raise CodecError("a map key is not UTF-8") from None
-    assert isinstance(key, str)  # _check_structure let nothing else through
-    return key
+def _text(key: bytes) -> str:  # `_check_structure` lets no keys but strings and bytes through
+    try:
+        return key.decode()
+    except UnicodeDecodeError:
+        raise CodecError("a map key is not UTF-8") from None
 
 
 def _dtypes() -> dict[str, np.dtype[Any]]:

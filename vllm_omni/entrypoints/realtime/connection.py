@@ -3,7 +3,7 @@
 
 Sends have a deadline, receives an idle timeout and a rate, undecodable messages are counted, every end has a close code
 and a reason. A peer that stopped reading is cut off at the transport, because a close frame would only queue behind the
-data it does not read. Held by tests/entrypoints/realtime/test_world_camera*.py.
+data it does not read. Held by tests/entrypoints/realtime/{test_connection_sends,test_world_camera*}.py.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from vllm_omni.entrypoints.realtime.codec import MAX_NODES, CodecError, TooManyValues
+from vllm_omni.entrypoints.realtime.deadline import Deadline
 from vllm_omni.entrypoints.realtime.errors import ClientGone, Close, DoorError
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.token_bucket import TokenBucket
@@ -48,6 +49,7 @@ class Connection:
         self._websocket = websocket
         self._limits = limits
         self._send_lock = asyncio.Lock()
+        self._send_deadline = Deadline(limits.send_deadline_s, self._give_up)
         self._closed = False
         self._failure: DoorError | None = None
         self._fail_by_s = 0.0
@@ -145,40 +147,49 @@ class Connection:
         return error
 
     async def send(self, *messages: bytes | memoryview | str) -> None:
-        """Hand messages to the network, none of another task between them, and all of them even when cancelled.
+        """Hand messages to the network, none of another task between them, and all of them or none when cancelled.
 
         Raises `ClientGone`; a peer that reads too slowly is closed with 4008.
         """
-        if len(messages) == 1:
-            await self._send(messages)
-            return
-        sending = asyncio.ensure_future(self._send(messages))
         try:
-            await asyncio.shield(sending)
-        except asyncio.CancelledError:
-            await asyncio.wait([sending])
-            if not sending.cancelled():
-                sending.exception()
-            raise
-
-    async def _send(self, messages: tuple[bytes | memoryview | str, ...]) -> None:
-        try:
-            async with asyncio.timeout(self._limits.send_deadline_s), self._send_lock:
+            async with self._send_lock:
                 if self._closed:
                     raise ClientGone
-                for message in messages:
-                    if isinstance(message, str):
-                        await self._websocket.send_text(message)
-                    else:
-                        await self._websocket.send_bytes(message)  # type: ignore[arg-type]  # any buffer is sent as it is
+                with self._send_deadline:
+                    await self._send_all(messages)
         except TimeoutError:
-            logger.info("a client did not read for %g s; closing it", self._limits.send_deadline_s)
-            self._closed = True
-            self.cut()
             raise ClientGone from None
         except (WebSocketDisconnect, RuntimeError, OSError):
             self._closed = True
             raise ClientGone from None
+
+    async def _send_all(self, messages: tuple[bytes | memoryview | str, ...]) -> None:
+        for number, message in enumerate(messages):
+            try:
+                if isinstance(message, str):
+                    await self._websocket.send_text(message)
+                else:
+                    await self._websocket.send_bytes(message)  # type: ignore[arg-type]  # any buffer is sent as it is
+            except asyncio.CancelledError:
+                if number and not self._send_deadline.expired:  # the peer takes whatever comes next for the rest
+                    await self._send_rest(messages[number:])
+                raise
+
+    async def _send_rest(self, messages: tuple[bytes | memoryview | str, ...]) -> None:
+        """Send them although this task is cancelled; the deadline still holds."""
+        sending = asyncio.ensure_future(self._send_all(messages))
+        while not sending.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([sending])
+            if self._send_deadline.expired:
+                sending.cancel()
+        if not sending.cancelled():
+            sending.exception()  # the connection's next send finds it closed
+
+    def _give_up(self) -> None:
+        logger.info("a client did not read for %g s; closing it", self._limits.send_deadline_s)
+        self._closed = True
+        self.cut()
 
     async def close(self, code: Close, reason: str) -> None:
         """Close with a code and a reason; idempotent, never blocks longer than the send deadline."""

@@ -147,19 +147,25 @@ class ControlTrack:
             prompt, event = self._prompt
             self._prompt = None
             events.append(event)
-        named = [event for event in events if event.event_id is not None]
-        newest = max(named, key=lambda event: event.order, default=None)
+        newest: _Event | None = None
+        applied: dict[int, int] = {}
+        for event in events:
+            if event.event_id is None:
+                continue
+            if newest is None or event.order > newest.order:
+                newest = event
+            if event.order not in self._acting:
+                applied[event.order] = event.event_id
         is_new = newest is not None and newest.order > self._newest_told
-        if newest is not None:
-            self._newest_told = max(self._newest_told, newest.order)
-        applied = {event.order: event.event_id for event in named if event.order not in self._acting}
+        if is_new and newest is not None:
+            self._newest_told = newest.order
         self._acting = {event.order for event in events}
         return Sample(
             actions=actions,
             prompt=prompt,
             event_id=newest.event_id if newest is not None else None,
             is_new=is_new,
-            applied=tuple(event_id for _, event_id in sorted(applied.items()) if event_id is not None),
+            applied=tuple(event_id for _, event_id in sorted(applied.items())),
         )
 
     def _sample_keys(self, latent_frames: int, events: list[_Event]) -> list[list[str]]:

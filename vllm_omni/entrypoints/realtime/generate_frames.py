@@ -7,8 +7,8 @@ tests/entrypoints/realtime/test_generate_frames.py.
 """
 
 import io
+import secrets
 import time
-import uuid
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,16 +58,17 @@ class ChunkReport:
 
 @dataclass(frozen=True)
 class FrameMessage:
-    """WebSocket messages that belong together. report: of the whole chunk, with its last message only."""
+    """WebSocket messages that belong together, `num_bytes` long. report: of the whole chunk, with its last one only."""
 
     parts: tuple[bytes | memoryview, ...]
+    num_bytes: int
     chunk_frames: int
     is_first: bool
     is_new_event: bool
     report: ChunkReport | None
 
     def __len__(self) -> int:
-        return sum(map(len, self.parts))
+        return self.num_bytes
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class FrameBatcher:
         started_s = time.perf_counter()
         frames_THWC = chunk.result.frames_THWC
         sample: Sample = chunk.controls.mark
-        request_id = f"{chunk.session_id}_{uuid.uuid4().hex}"
+        request_id = f"{chunk.session_id}_{secrets.token_hex(16)}"
         step = ENCODED_FRAMES_PER_MESSAGE if self.format in _DEFAULT_QUALITY else RAW_FRAMES_PER_MESSAGE
         starts = range(0, len(frames_THWC), step)
         messages = []
@@ -125,6 +126,7 @@ class FrameBatcher:
         return [
             FrameMessage(
                 parts=parts,
+                num_bytes=sum(map(len, parts)),
                 chunk_frames=len(frames_THWC),
                 is_first=index == 0,
                 is_new_event=sample.is_new,

@@ -51,7 +51,10 @@ class Journal:
 
     def forget_old(self) -> None:
         """Forget ended requests beyond the number that is remembered."""
-        for request_id, run in list(self.runs.items())[: max(0, len(self.runs) - _REMEMBERED_RUNS)]:
+        num_old = len(self.runs) - _REMEMBERED_RUNS
+        if num_old <= 0:  # almost always, and this is asked after every chunk
+            return
+        for request_id, run in list(self.runs.items())[:num_old]:
             if run.finished and not run.has_follower:
                 self._forget(request_id, run)
 

@@ -51,7 +51,7 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     handshake_timeout_s: a new connection of any kind must have sent its first request's headers in this time; 0 = no
     bound.
     start_timeout_s: a client of `/v1/realtime/video` must send `session.start` in this time.
-    slot_wait_s: how long a start waits for a session to end before it is refused.
+    slot_wait_s: how long a start at a streaming door waits for a session to end before it is refused.
     """
 
     idle_timeout_s: Seconds = 300.0
@@ -74,7 +74,7 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
     sessions_per_client: Count = 64
     handshake_timeout_s: SecondsOrNever = 10.0
     start_timeout_s: Seconds = 10.0
-    slot_wait_s: Seconds = 1.0
+    slot_wait_s: Seconds = 15.0
 
     @property
     def frame_budget(self) -> FrameBudget:

@@ -148,6 +148,7 @@ class Run:
     dropped: Callable[[int], None] = lambda num_frames: None
     _follower: "_Follower | None" = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _num_waiting: int = 0
 
     @property
     def num_replies(self) -> int:
@@ -247,7 +248,7 @@ class Run:
                 elif self.finished:
                     break
                 else:
-                    await self._changed.wait()
+                    await self._change()
             if self.error is not None:
                 raise self.error
             return True
@@ -261,10 +262,12 @@ class Run:
     async def wait_for_reader(self, unsent_chunks: int) -> None:
         """Return when at most `unsent_chunks` chunks wait for delivery."""
         while self._num_unsent_chunks() > unsent_chunks:
-            await self._changed.wait()
+            await self._change()
 
     def _num_unsent_chunks(self) -> int:
         unsent = self.num_replies - max(self.delivered, self.first_kept)
+        if unsent <= 1:
+            return unsent
         return len({reply.chunk_index for reply in islice(reversed(self.replies), unsent)})
 
     def drop_oldest(self) -> int:
@@ -279,6 +282,14 @@ class Run:
         self._grow(-freed)
         return freed
 
+    async def _change(self) -> None:
+        self._num_waiting += 1
+        try:
+            await self._changed.wait()
+        finally:
+            self._num_waiting -= 1
+
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._num_waiting:
+            self._changed.set()
+            self._changed = asyncio.Event()

@@ -12,7 +12,6 @@ Held by tests/entrypoints/realtime/test_session.py.
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import secrets
 import time
@@ -25,6 +24,7 @@ import numpy as np
 from vllm_omni import log_context
 from vllm_omni.entrypoints.metrics import SessionMeter
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls
+from vllm_omni.entrypoints.realtime.deadline import Deadline
 from vllm_omni.entrypoints.realtime.engine import ChunkResult
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.journal import Journal
@@ -42,6 +42,23 @@ _MAX_WAITING: Final = 2  # one request runs, one waits
 def new_session_id() -> str:
     """An unguessable id; whoever knows it may continue the session."""
     return secrets.token_urlsafe(16)
+
+
+async def _settled(task: "asyncio.Task[ChunkResult]") -> None:
+    """Return when the task has ended, however; a cancellation leaves it running. As `asyncio.wait`, for one task."""
+    if task.done():
+        return
+    ended = task.get_loop().create_future()
+
+    def end(_: object) -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    task.add_done_callback(end)
+    try:
+        await ended
+    finally:
+        task.remove_done_callback(end)
 
 
 class Session:
@@ -179,6 +196,7 @@ class Session:
         planned = len(run.sizes)
         self.allowance.charge_chunks(max(0, planned - run.completed))  # a live run is charged chunk by chunk
         in_flight: deque[asyncio.Task[ChunkResult]] = deque()
+        deadline = Deadline(limits.chunk_timeout_s)
         spans = run.spans(facts)
         most_in_flight = source.most_in_flight(facts, limits)
         unsent_chunks = limits.unsent_chunks if unsent_chunks is None else unsent_chunks
@@ -211,8 +229,8 @@ class Session:
                     if is_held_back:
                         self.allowance.check_chunk()
                     continue  # there is a chunk in the quota now, or the client has paused again
-                async with asyncio.timeout(limits.chunk_timeout_s):
-                    await asyncio.wait([in_flight[0]])
+                with deadline:
+                    await _settled(in_flight[0])
                 result = in_flight.popleft().result()
                 chunk = self._advance(run, result, warnings)
                 fill()  # the engine goes on while this chunk is rendered and sent
@@ -231,6 +249,8 @@ class Session:
                 self.meter.chunks_aborted(error.code)
             await self._abort(run, in_flight, refused)
             raise
+        finally:
+            deadline.close()
         if drain.is_draining and run.completed != run.num_chunks:
             await drain.save(self)  # now: a live client's world goes with its connection
             drain.check(next_chunk_index=self.next_chunk)
@@ -318,9 +338,9 @@ class Session:
         trace = self.trace.chunk(span.chunk_index)
         try:
             with trace.until_answered():
-                result = await self._manager.engine.generate(params, arrays)
+                result = await self._manager.engine.generate(params, arrays, trace)
             trace.answered(result.meta)
-            return dataclasses.replace(result, trace=trace)
+            return result
         except DoorError as error:
             if error.code == "unknown_session" or (error.code == "out_of_order" and not self.in_step):
                 raise self._lost(error) from error

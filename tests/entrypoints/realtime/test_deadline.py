@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Deadline`: a time limit that is entered for every chunk and keeps its timer."""
+
+import asyncio
+
+import pytest
+from virtual_time import run_in_virtual_time
+
+from vllm_omni.entrypoints.realtime.deadline import Deadline
+
+
+def test_a_block_that_takes_too_long_is_ended() -> None:
+    """With TimeoutError, after `on_expiry` was told; the deadline can be used again."""
+
+    async def scenario() -> None:
+        told: list[float] = []
+        loop = asyncio.get_running_loop()
+        deadline = Deadline(3.0, lambda: told.append(loop.time()))
+        for started_s in (0.0, 3.0):
+            with pytest.raises(TimeoutError), deadline:
+                await asyncio.sleep(10)
+            assert deadline.expired
+            assert loop.time() == told[-1] == started_s + 3.0
+        assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+
+    run_in_virtual_time(scenario())
+
+
+def test_many_short_blocks_have_their_whole_time() -> None:
+    """The timer of an earlier block does not end a later one early, and the last one is still ended."""
+
+    async def scenario() -> None:
+        deadline = Deadline(3.0)
+        for _ in range(7):
+            with deadline:
+                await asyncio.sleep(2.0)
+            await asyncio.sleep(0.5)
+        assert not deadline.expired
+        started_s = asyncio.get_running_loop().time()
+        with pytest.raises(TimeoutError), deadline:
+            await asyncio.sleep(10)
+        assert asyncio.get_running_loop().time() == started_s + 3.0
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_cancellation_from_outside_stays_one() -> None:
+    """Also when the time is up in the same moment."""
+
+    async def scenario() -> None:
+        deadline = Deadline(3.0)
+
+        async def work() -> None:
+            with deadline:
+                await asyncio.sleep(10)
+
+        for wait_s in (1.0, 3.0):
+            task = asyncio.ensure_future(work())
+            await asyncio.sleep(wait_s)
+            task.cancel()
+            with pytest.raises((asyncio.CancelledError, TimeoutError)):
+                await task
+            assert task.cancelled() or wait_s == 3.0
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_closed_deadline_has_no_timer() -> None:
+    """Nothing of it is left in the event loop."""
+
+    async def scenario() -> None:
+        deadline = Deadline(3.0)
+        with deadline:
+            await asyncio.sleep(0.1)
+        deadline.close()
+        loop = asyncio.get_running_loop()
+        assert all(handle.cancelled() for handle in loop._scheduled)  # type: ignore[attr-defined]
+
+    run_in_virtual_time(scenario())
