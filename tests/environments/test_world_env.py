@@ -1,31 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds as a gymnasium `VectorEnv` on a real engine: steps, seeds, forks, replays, truncation; one engine for all."""
+"""Worlds as a gymnasium `VectorEnv`: steps, seeds, forks, replays, truncation; with a real engine at the end."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from in_process_llm import InProcessLLM
 
 from vllm_omni.environments.world import WorldVectorEnv
 from vllm_omni.outputs import RequestFailed
 
-pytestmark = pytest.mark.engine
 SIZE = {"height": 32, "width": 48}
 IMAGE = np.full((32, 48, 3), 90, np.uint8)
 
 
 @pytest.fixture(scope="module")
-def engine(lingbot_world: Path) -> Iterator[WorldVectorEnv]:
-    """Three environments; the tests make others in the same engine."""
-    env = WorldVectorEnv.load(lingbot_world, 3, prompt="a village", image=IMAGE, **SIZE)
-    yield env
-    env.close()
+def llm(lingbot_world: Path) -> Any:
+    return InProcessLLM(lingbot_world, {**SIZE, "max_sessions": 6})
 
 
 @pytest.fixture
-def env(engine: WorldVectorEnv) -> Iterator[WorldVectorEnv]:
-    env = WorldVectorEnv(engine._llm, 3, prompt=["a village", "a town", "a village"], image=IMAGE, **SIZE)
+def env(llm: Any) -> Iterator[WorldVectorEnv]:
+    env = WorldVectorEnv(llm, 3, prompt=["a village", "a town", "a village"], image=IMAGE, **SIZE)
     yield env
     env.close()
 
@@ -81,11 +79,9 @@ def test_an_episode_is_played_again_bit_for_bit(env: WorldVectorEnv) -> None:
     assert copy is not None and np.array_equal(env.replay(0, copy), np.concatenate(frames))
 
 
-def test_an_episode_that_is_long_enough_begins_anew(engine: WorldVectorEnv) -> None:
+def test_an_episode_that_is_long_enough_begins_anew(llm: Any) -> None:
     """The step behind its end is the next reset, as gymnasium's `NEXT_STEP` says."""
-    env = WorldVectorEnv(
-        engine._llm, 2, prompt="a village", image=IMAGE, max_steps=2, reward=lambda f, z: np.ones(2), **SIZE
-    )
+    env = WorldVectorEnv(llm, 2, prompt="a village", image=IMAGE, max_steps=2, reward=lambda f, z: np.ones(2), **SIZE)
     env.reset(seed=0)
     seen = [env.step(keys(env, "w", "w")) for _ in range(4)]
     assert [step[3].tolist() for step in seen] == [[False] * 2, [True] * 2, [False] * 2, [False] * 2]
@@ -102,7 +98,7 @@ def test_some_environments_begin_anew(env: WorldVectorEnv) -> None:
     assert infos["seed"].tolist() == [1, 10, 3]
 
 
-def test_a_failed_chunk_costs_its_own_episode(env: WorldVectorEnv, engine: WorldVectorEnv) -> None:
+def test_a_failed_chunk_costs_its_own_episode(env: WorldVectorEnv) -> None:
     env.reset(seed=1)
     lost = env.episodes[1]
     assert lost is not None
@@ -118,8 +114,27 @@ def test_a_failed_chunk_costs_its_own_episode(env: WorldVectorEnv, engine: World
     ("count", "prompt", "message"),
     [(9, "a village", "holds 6 sessions, 9 environments"), (2, ["a village"], "one of each of 2 environments; got 1")],
 )
-def test_what_does_not_fit_is_refused(
-    count: int, prompt: str | list[str], message: str, engine: WorldVectorEnv
-) -> None:
+def test_what_does_not_fit_is_refused(count: int, prompt: str | list[str], message: str, llm: Any) -> None:
     with pytest.raises(ValueError, match=message):
-        WorldVectorEnv(engine._llm, count, prompt=prompt, image=IMAGE, **SIZE)
+        WorldVectorEnv(llm, count, prompt=prompt, image=IMAGE, **SIZE)
+
+
+def test_closing_frees_the_sessions(llm: Any) -> None:
+    env = WorldVectorEnv(llm, 2, prompt="a village", image=IMAGE, **SIZE)
+    before = len(llm.sessions)
+    env.reset(seed=0)
+    assert len(llm.sessions) == before + 2
+    env.close()
+    assert len(llm.sessions) == before
+
+
+@pytest.mark.engine
+def test_an_engine_steps_forks_and_replays(lingbot_world: Path) -> None:
+    """vLLM's own `LLM`, two worlds side by side: a replay is bit for bit the first play."""
+    env = WorldVectorEnv.load(lingbot_world, 2, prompt="a village", image=IMAGE, **SIZE)
+    frames = [env.reset(seed=1)[0][0][-9:]]
+    frames += [env.step(keys(env, held, ""))[0][0] for held in ("w", "wl")]
+    env.fork(0, [1])
+    episode = env.episodes[1]
+    assert episode is not None and np.array_equal(env.replay(1, episode), np.concatenate(frames))
+    env.close()
