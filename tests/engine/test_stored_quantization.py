@@ -19,7 +19,8 @@ from helpers.quantized import QUANTIZED, with_transformer
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.testing.tiny.quantized import SIZES, draw
 
-FP8_ERROR, INT8_ERROR, FP4_ERROR = 0.3, 0.15, 0.6
+FP8_ERROR, INT8_ERROR, FP4_ERROR = 0.15, 0.05, 0.4
+"""Of a video's latents after four steps; 0.064, 0.017 and 0.26 were seen."""
 VIDEO: dict[str, Any] = {"one_shot": True, "prompt": "a field", "output": "latents", "seed": 1, "num_frames": 5}
 
 
