@@ -53,7 +53,7 @@ village() { # village NAME OPTIONS...: PSNR and SSIM over held-out walks
     '"$walks"' "${@:2}" >"$1"' "$PYTHON" "$WORK/results/village_$name.json" "$@"
 }
 
-part products 60 "$PYTHON" benchmarks/fp8.py products ${TINY:+--tiny} --out "$WORK/results"
+part products 90 "$PYTHON" benchmarks/fp8.py products ${TINY:+--tiny} --out "$WORK/results"
 chunk bf16
 chunk fp8_per_channel --quantization fp8_per_channel
 chunk fp8_per_channel_kv --quantization fp8_per_channel --kv-cache-dtype fp8
@@ -61,7 +61,7 @@ village bf16 --dtype bfloat16
 village fp8 --dtype bfloat16 --quantization fp8_per_channel
 village fp8_kv --dtype bfloat16 --quantization fp8_per_channel --kv-cache-dtype fp8
 village kv --dtype bfloat16 --kv-cache-dtype fp8
-part stored 60 "$PYTHON" benchmarks/fp8.py stored --out "$WORK/results"
+part stored 90 "$PYTHON" benchmarks/fp8.py stored --out "$WORK/results"
 chunk fp8_per_block --quantization fp8_per_block
 chunk fp8_per_tensor --quantization fp8_per_tensor
 chunk kv --kv-cache-dtype fp8

@@ -5,6 +5,7 @@ The files are those of tests/golden/quantized, written by ModelOpt, llmcompresso
 layout, written here.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,12 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from vllm_omni.model_executor.dtypes import default_dtype
-from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
+from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
+from vllm_omni.model_executor.models.lingbot_world.checkpoint import hf_config as lingbot_hf_config
+from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
+from vllm_omni.model_executor.models.lingbot_world.weights import load_transformer as load_lingbot
 from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 from vllm_omni.model_executor.models.wan2_2.transformer import Wan22Transformer
 from vllm_omni.model_executor.models.wan2_2.weights import load_transformer
@@ -76,6 +82,25 @@ def community(plain: Path, tmp_path: Path) -> Path:
 
 def test_the_communitys_fp8_files_are_read(plain: Path, community: Path) -> None:
     assert FP8_ERROR / 10 < largest_error(load(community), load(plain)) < FP8_ERROR
+
+
+def test_a_lingbot_world_in_the_communitys_fp8_is_read(lingbot_world: Path, tmp_path: Path) -> None:
+    """One file in the place of the transformer's own; camera layers, which are never quantized here, are read back."""
+    shutil.copytree(lingbot_world, tmp_path, dirs_exist_ok=True)
+    folder = find_layout(tmp_path).transformer
+    config = LingBotWorldConfig.from_checkpoint(find_layout(tmp_path).transformer_config())
+    tensors: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors*"):
+        if path.suffix == ".safetensors":
+            tensors |= load_file(path)
+        path.unlink()
+    save_file(tensors, tmp_path / "plain.safetensors")
+    write_fp8_scaled(tmp_path / "plain.safetensors", folder / "LingBot_fp8_e4m3fn_scaled.safetensors")
+    assert lingbot_hf_config(tmp_path)["quantization_config"]["quant_method"] == "fp8"
+    transformer = LingBotTransformer(config)
+    load_lingbot(transformer, folder, config)
+    found = {name: slot.target for name, slot in checkpoint_slots(transformer).items()}
+    assert FP8_ERROR / 10 < largest_error(found, {name: tensors[name].float() for name in found}) < FP8_ERROR
 
 
 def test_a_stage_leaves_the_layers_of_others_to_them(plain: Path, community: Path) -> None:
