@@ -34,13 +34,14 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
     parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside sizes and model")
+    parser.add_argument("--dtype", default="auto", help="vLLM's flag (default: what the checkpoint stores)")
     parser.add_argument("--quantization", help="vLLM's flag")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="vLLM's flag")
 
 
 def precision_of(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's arguments for numbers of fewer bits: for the engine and for its result."""
-    return {"quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
+    return {"dtype": args.dtype, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype}
 
 
 IDLE_S = 1.0

@@ -26,7 +26,7 @@ TOGETHER: dict[str, Any] = {
     "ec_manager_config": {"encoder_cache_manager_cls": "a.B"},
     "engram_config": {},
     "tokenizer_revision": "other",
-    "quantization": "fp8",
+    "quantization": "awq",
     "allow_deprecated_quantization": True,
     "kv_cache_memory_bytes": 1 << 30,
     "gpu_memory_utilization": 0.5,

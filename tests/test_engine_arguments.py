@@ -184,8 +184,8 @@ def test_a_meaningless_argument_costs_a_warning(
     ("arguments", "line"),
     [
         (
-            {"quantization": "fp8"},
-            "--quantization fp8: weights are quantized as they are loaded, by one of fp8_per_channel",
+            {"quantization": "awq"},
+            "--quantization awq: weights are quantized as they are loaded, by one of fp8, fp8_per_channel",
         ),
         ({"enable_lora": True}, "--enable-lora: adapters are not served: merge the adapter into the checkpoint"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2: sessions keep keys and values as --dtype says or"),

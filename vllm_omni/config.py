@@ -54,6 +54,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     quotas: a TOML file with limits per API key (docs/user_guide/operators.md); None = all keys share the capacity.
     checkpoint_s: also save there, every so many seconds, each session that has moved on, for a server that starts
     after a crash; less often if that would cost the engine more than 1.5 % of its time. None = only when told to stop.
+    dequantize: read quantized weights back into `--dtype` while they are loaded; for a format the device cannot compute
+    in (docs/user_guide/quantization.md).
     max_hidden_states_bytes: rows one request of a language model may ask for. hidden_state_layers: those whose rows may
     be asked for, besides the last.
     model: options of the model itself.
@@ -82,6 +84,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     drain_snapshot_dir: str | None = None
     quotas: str | None = None
     checkpoint_s: Annotated[float, msgspec.Meta(ge=0.1, le=86_400)] | None = None
+    dequantize: bool = False
     max_hidden_states_bytes: Positive = 256 << 20
     hidden_state_layers: tuple[Annotated[int, msgspec.Meta(ge=0, le=1024)], ...] = ()
     model: dict[str, Any] = msgspec.field(default_factory=dict)

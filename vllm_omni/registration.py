@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from transformers import PreTrainedConfig
+from vllm.config.quantization import resolve_quantization_config
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, register_config_parser
@@ -49,6 +50,8 @@ logger = logging.getLogger("vllm." + __name__)
 
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """By its full name: on a CPU vLLM replaces the name `uni` by `mp`."""
+ONLINE_METHOD = "fp8_per_channel"
+"""What `--quantization fp8` means for a checkpoint that is not stored quantized."""
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's own variable: cores of each rank."""
 
@@ -105,9 +108,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         omni = check_options(vllm_config.model_config.hf_config, vllm_config.additional_config)
         if card is not None and (warning := card.untrained_size(omni.width, omni.height)) is not None:
             logger.warning("omni.width, omni.height: %s", warning)
-        has_config = vllm_config.model_config.quantization_config is not None
-        method = vllm_config.model_config.quantization
-        check_quantization(method, omni, has_config=has_config, cpu=current_platform.is_cpu())
+        resolve_quantization(vllm_config.model_config, omni, cpu=current_platform.is_cpu())
         omni.check_stages(parallel.pipeline_parallel_size)
         omni.check_ranks(parallel.tensor_parallel_size)
         if family.check_parallel is not None:
@@ -155,6 +156,21 @@ def choose_executor(parallel: "ParallelConfig", executor_cls: str) -> None:
     check_backend(backend, executor_cls)
     if backend in (None, "uni", "mp"):  # vLLM's own choices for one process
         parallel.distributed_executor_backend = executor_cls
+
+
+def resolve_quantization(model_config: "ModelConfig", omni: OmniConfig, *, cpu: bool) -> None:
+    """Settle which of vLLM's methods the transformers' layers take; raises ValueError with the reason for none.
+
+    `fp8` of a plain checkpoint means `fp8_per_channel`; in vLLM it names a stored format. cpu: whether a CPU computes.
+    """
+    stored = getattr(model_config.hf_config, "quantization_config", None)
+    has_config = model_config.quantization_config is not None
+    if omni.dequantize and stored is not None:
+        model_config.quantization = None
+    elif stored is None and model_config.quantization == "fp8":
+        model_config.quantization = ONLINE_METHOD
+        model_config.quantization_config = resolve_quantization_config(ONLINE_METHOD, model_config.quantization_config)
+    check_quantization(model_config.quantization, omni, has_config=has_config, cpu=cpu, stored=stored)
 
 
 def stay_in_process(parallel: "ParallelConfig") -> None:

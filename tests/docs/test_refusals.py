@@ -159,6 +159,14 @@ AT_START: dict[str, list[Case]] = {
 """Part of a sentence or table row -> what cannot be configured if it is true."""
 
 HELD_BY = {
+    # quantization.md
+    "Where vLLM has no kernel for a format": (
+        "tests/model_executor/test_checkpoint_quantization.py::"
+        "test_formats_without_a_cpu_kernel_are_refused_on_a_cpu_alone"
+    ),
+    "These are refused with one line: a method that is not in the table": (
+        "tests/model_executor/test_quantized_weights.py::test_missing_scales_are_refused_with_three_examples"
+    ),
     "one that would be ignored, such as `--cpu-offload-gb`": (
         "tests/test_engine_arguments.py::test_a_start_is_refused_with_one_line"
     ),

@@ -16,7 +16,7 @@ from vllm import LLM
 if __name__ == "__main__":
     LLM(**json.loads(sys.argv[1]))
 """
-DIFFUSION = "the diffusion worker cannot honour --quantization fp8: weights are quantized as they are loaded"
+DIFFUSION = "the diffusion worker cannot honour --quantization awq: weights are quantized as they are loaded"
 
 
 def start(*command: str, **variables: str) -> tuple[int, str]:
@@ -30,10 +30,10 @@ def test_omni_ends_with_status_2_and_one_line(null_world: Path) -> None:
     """`--omni`: no traceback; the flags of another server's WebSocket library do not stand in the way."""
     status, output = start(
         *(sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "serve", str(null_world), "--port", "0"),
-        *("--ws", "websockets", "--quantization", "fp8"),
+        *("--ws", "websockets", "--quantization", "awq"),
     )
     assert status == 2, output
-    assert output.rstrip().splitlines()[-1].startswith(f"vllm-omni: error: {DIFFUSION}, by one of fp8_per_channel")
+    assert output.rstrip().splitlines()[-1].startswith(f"vllm-omni: error: {DIFFUSION}, by one of fp8, fp8_per_channel")
 
 
 @pytest.mark.nightly
@@ -42,7 +42,7 @@ def test_plain_vllm_serve_is_refused_too(null_world: Path) -> None:
     status, output = start(
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(null_world), "--port", "0"),
         *("--config-format", "omni", "--worker-cls", "vllm_omni.worker.DiffusionGPUWorker", "--skip-tokenizer-init"),
-        *("--scheduler-cls", "vllm_omni.core.sched.StreamBatchScheduler", "--quantization", "fp8"),
+        *("--scheduler-cls", "vllm_omni.core.sched.StreamBatchScheduler", "--quantization", "awq"),
         VLLM_PLUGINS="vllm_omni",
     )
     assert status != 0 and DIFFUSION in output

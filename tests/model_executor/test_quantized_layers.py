@@ -115,7 +115,7 @@ class Source:
     where = "a file"
 
     def __init__(self) -> None:
-        self.shapes = {"weight": (2,)}
+        self.shapes, self.dtypes = {"weight": (2,)}, {"weight": torch.float32}
 
     def read(self, names: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weight", torch.tensor([1.0, torch.nan])

@@ -21,9 +21,10 @@ from vllm_omni.planning.cost import (
     pass_ms,
     predict,
     splits,
+    weight_bytes,
 )
 from vllm_omni.planning.models import NAMES, model_of
-from vllm_omni.planning.report import candidates
+from vllm_omni.planning.report import WEIGHT_ITEMSIZES, candidates
 
 MAX_ERROR = 0.20
 
@@ -235,7 +236,31 @@ def test_the_command_prints_the_best_split_and_its_flags(capsys: pytest.CaptureF
     assert "model.video_input true --additional-config.omni.model.latent_frames_per_chunk 1" in video
     fp8 = plan(capsys, "lingbot_world", "--kv-cache-dtype", "fp8")
     assert "FP8 keys and values" in fp8 and fp8.rstrip().endswith("--kv-cache-dtype fp8")
+    weights = plan(capsys, "lingbot_world", "--quantization", "fp8", "--text-encoder", "gpu")
+    assert "FP8 weights" in weights and weights.rstrip().endswith("--quantization fp8")
     assert "FPS" in plan(capsys, "causal_wan_14b", "--gpu", "H200", "--n", "2", "--sessions", "2", "--window", "9")
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "nvfp4"])
+def test_quantized_weights_are_those_of_the_blocks(quantization: str) -> None:
+    """Of LingBot's 18.5 billion numbers the blocks' own layers have 14; camera layers, embeddings and head stay."""
+    plain = model_of("lingbot_world")
+    assert 0.74 < plain.block_parameters / plain.parameters < 0.77
+    quantized = replace(plain, weight_itemsize=WEIGHT_ITEMSIZES[quantization])
+    saved = weight_bytes(plain, Split()) - weight_bytes(quantized, Split())
+    assert saved == plain.block_parameters * (2 - WEIGHT_ITEMSIZES[quantization])
+    halves = weight_bytes(plain, Split(2, tensor=True)) - weight_bytes(quantized, Split(2, tensor=True))
+    assert halves == saved / 2
+
+
+def test_all_models_stand_in_one_table_by_card(capsys: pytest.CaptureFixture[str]) -> None:
+    """More memory and smaller numbers hold no fewer sessions; the text encoder on the host makes room."""
+    lines = plan(capsys, "all").splitlines()
+    assert lines[0].split()[5::2] == ["24", "32", "48", "80", "96", "141"]
+    held = [[int(count) for count in line[70:].split()] for line in lines[1:]]
+    assert len(held) == 4 * 3 * 2 and all(row == sorted(row) for row in held)
+    for on_host, beside in zip(held[::2], held[1::2], strict=True):
+        assert all(a >= b for a, b in zip(on_host, beside, strict=True))
 
 
 def test_a_checkpoint_directory_can_be_planned(capsys: pytest.CaptureFixture[str], lingbot_world: Path) -> None:

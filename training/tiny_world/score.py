@@ -358,6 +358,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, choices=(1, 2, 4), help="denoise steps")
     parser.add_argument("--window", type=int, help="latent frames a chunk sees")
     parser.add_argument("--sink", type=int, help="first latent frames kept for ever")
+    parser.add_argument("--quantization", help="as vLLM's")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="as vLLM's")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the checkpoint's")
     parser.add_argument("--model-options", type=json.loads, default={}, help="JSON for omni.model")
@@ -389,6 +390,8 @@ def run(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
     }
     if args.dtype:
         engine["dtype"] = args.dtype
+    if args.quantization is not None:
+        engine["quantization"] = args.quantization
     if args.kv_cache_dtype != "auto":
         engine["kv_cache_dtype"] = args.kv_cache_dtype
     if device == "cuda":

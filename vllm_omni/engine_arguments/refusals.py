@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.engine_arguments.table import STORED_METHODS
 
 CONFIG_FORMAT: Final = "omni"
 WORKER_CLS: Final = "vllm_omni.worker.DiffusionGPUWorker"
@@ -69,8 +70,19 @@ def check_backend(backend: Any, executor_cls: str) -> None:
         )
 
 
-def check_quantization(method: str | None, omni: OmniConfig, *, has_config: bool, cpu: bool) -> None:
-    """vLLM's `--quantization`. has_config: whether `--quantization-config` is given. cpu: whether a CPU computes."""
+def check_quantization(
+    method: str | None,
+    omni: OmniConfig,
+    *,
+    has_config: bool,
+    cpu: bool,
+    stored: Mapping[str, Any] | None = None,
+) -> None:
+    """vLLM's `--quantization`, or the method of a checkpoint that is stored quantized.
+
+    has_config: whether `--quantization-config` is given. cpu: whether a CPU computes. stored: the description of a
+    quantized checkpoint (`checkpoint_quantization.py`).
+    """
     if method is None and has_config:
         raise ValueError("--quantization-config quantizes nothing without --quantization: add --quantization online")
     if method == "online" and not has_config:
@@ -79,6 +91,11 @@ def check_quantization(method: str | None, omni: OmniConfig, *, has_config: bool
         )
     if method is None:
         return
+    if stored is None and method in STORED_METHODS:
+        raise ValueError(
+            f"--quantization {method} names how a checkpoint is stored, and this one is plain; take fp8 to quantize it "
+            "while it is loaded"
+        )
     if omni.pipeline_partition == "measured":
         raise ValueError(
             f"--quantization {method}: quantized layers cannot move, as omni.pipeline_partition 'measured' asks; "
@@ -86,6 +103,27 @@ def check_quantization(method: str | None, omni: OmniConfig, *, has_config: bool
         )
     if cpu and method == "fp8_per_tensor":
         raise ValueError(f"--quantization {method}: vLLM has no kernel for it on a CPU; take fp8_per_channel")
+    if cpu and stored is not None and (scheme := _not_on_cpu(stored)) is not None:
+        raise ValueError(
+            f"the checkpoint is stored in {scheme}, for which vLLM has no kernel on a CPU; set omni.dequantize to true "
+            "to read its weights back into --dtype"
+        )
+
+
+def _not_on_cpu(stored: Mapping[str, Any]) -> str | None:
+    """The name of a stored format that vLLM cannot compute in on a CPU; None if it may."""
+    method = stored["quant_method"]
+    if method == "fp8":
+        return None if stored.get("weight_block_size") else "FP8 with a scale per tensor"
+    if method == "modelopt":
+        names = {"FP8": "ModelOpt's FP8", "NVFP4": "NVFP4", "W4A16_NVFP4": "NVFP4"}
+        return names.get(stored["quant_algo"])
+    weights = dict(stored["config_groups"]["all"]["weights"])
+    if weights.get("num_bits") == 4:
+        return "NVFP4" if weights.get("type") == "float" else None
+    return (
+        "FP8 with a scale per tensor" if (weights.get("type"), weights.get("strategy")) == ("float", "tensor") else None
+    )
 
 
 def check_stages_scheduler(stages: int, *, by_step: bool) -> None:

@@ -72,7 +72,8 @@ def refused(instead: str, *unless: Any) -> Verdict:
     return Verdict("refused", instead, unless)
 
 
-_ONLINE_FP8 = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
+_ONLINE_FP8 = ("fp8", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
+STORED_METHODS = ("modelopt", "modelopt_fp4", "compressed-tensors")
 _COMPONENT_TYPES = refused("weights are served in the type that --dtype or omni.model.component_dtypes names: drop it")
 _LOCAL = meaningless("the checkpoint is a local directory, and none of its code is run")
 _TEXT_ENCODER = meaningless("prompts go to the pipeline's own text encoder, with its own tokenizer")
@@ -130,7 +131,9 @@ ROWS = (
     Row(
         "quantization",
         refused(
-            f"weights are quantized as they are loaded, by one of {', '.join(_ONLINE_FP8)}", *_ONLINE_FP8, "online"
+            f"weights are quantized as they are loaded, by one of {', '.join(_ONLINE_FP8)}, or stored quantized by "
+            f"{', '.join(STORED_METHODS)}",
+            *(*_ONLINE_FP8, "online", *STORED_METHODS),
         ),
         _COMPONENT_TYPES,
     ),

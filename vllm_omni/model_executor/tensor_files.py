@@ -3,8 +3,8 @@
 
 Files are untrusted. Two formats are read: safetensors, and PyTorch zip archives through `torch.load(weights_only=True,
 mmap=True)`, which runs no code from the file and maps it instead of reading it. A truncated file, or one that is of
-another kind than its name says or holds anything but dense float tensors is a ValueError of one line before any data is
-used.
+another kind than its name says or holds anything but dense float tensors (in safetensors also those of quantized
+weights, `QUANTIZED_DTYPES`) is a ValueError of one line before any data is used.
 Held by tests/model_executor/test_tensor_files.py.
 """
 
@@ -19,8 +19,12 @@ from safetensors import SafetensorError, safe_open
 
 Shape = tuple[int, ...]
 
-_SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES = frozenset(_SAFETENSORS_DTYPES.values())
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_QUANTIZED = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8}
+_SAFETENSORS_DTYPES = {**_FLOATS, **_QUANTIZED}
+_DTYPES = frozenset(_FLOATS.values())
+QUANTIZED_DTYPES = frozenset(_QUANTIZED.values())
+"""Of weights that stand beside scales (`quantized_weights.py`)."""
 _ZIP_MAGIC = b"PK\x03\x04"
 _MAX_JSON_BYTES = 64 << 20
 

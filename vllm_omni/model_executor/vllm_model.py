@@ -21,7 +21,9 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.sequence import IntermediateTensors
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.checkpoint_quantization import LAYERS_KEY
 from vllm_omni.model_executor.dtypes import kv_cache_dtype
+from vllm_omni.model_executor.layers.stored_quantization import StoredQuantization
 from vllm_omni.multimodal import NamedTensorsInfo, NamedTensorsProcessor, NoDummyInputs
 
 
@@ -90,7 +92,17 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
         config, eager = self.model_config.hf_config, self.model_config.enforce_eager
         layout, dtype = self.served_layout(), self.model_config.dtype
         kv_dtype = kv_cache_dtype(vllm_config.cache_config.cache_dtype)
-        self.build_served(ServedCheckpoint(config, layout, omni, dtype, eager, vllm_config.quant_config, kv_dtype))
+        quantization = _quantization(vllm_config.quant_config, config)
+        try:
+            self.build_served(ServedCheckpoint(config, layout, omni, dtype, eager, quantization, kv_dtype))
+        except ValueError as error:
+            if quantization is None or "kernel" not in str(error):
+                raise
+            reasons = " ".join(str(error).split())
+            raise ValueError(
+                f"vLLM has no kernel for {self.model_config.quantization} weights here ({reasons}); drop "
+                "--quantization, or set omni.dequantize to true to read stored ones back into --dtype"
+            ) from error
 
     def find_layout(self, path: Path) -> Layout:
         """Find the pieces of the checkpoint below `path`. Raises ValueError."""
@@ -107,6 +119,14 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
         """Load every piece of the checkpoint strictly; `weights` (vLLM's flat file iterator) is not touched."""
         self.load_checkpoint(self.served_layout())
         return {name for name, _ in self.named_parameters()}
+
+
+def _quantization(quantization: QuantizationConfig | None, hf_config: Any) -> QuantizationConfig | None:
+    """vLLM's config, with the names of the layers that the checkpoint stores in it."""
+    stored = getattr(hf_config, "quantization_config", None)
+    if quantization is None or stored is None:
+        return quantization
+    return StoredQuantization(quantization, stored[LAYERS_KEY])
 
 
 def compiles(asked: bool | None, eager: bool) -> bool:

@@ -9,10 +9,10 @@ Held by tests/model_executor/models/lingbot_world/test_weights.py.
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-import torch
 from torch import nn
 
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
+from vllm_omni.model_executor.quantized_weights import ReadBack, fit_layers, is_finite, model_names
 from vllm_omni.model_executor.tensor_files import Shape, TensorSource
 
 Rules = Sequence[tuple[str, str]]
@@ -40,28 +40,29 @@ def load_strict(
     expected: name -> shape of the whole component, of which `module` may hold a part (a pipeline stage, a tensor
     parallel slice, one half of a VAE). rules: stored names -> names in `expected`. what: the component, for errors.
     ignored: stored names to leave out.
-    Raises ValueError with counts and examples for missing, unexpected, misshapen, repeated and non-finite tensors.
+    Layers that are stored quantized go, with their scales, into layers of this kind; elsewhere their numbers are read
+    back. Raises ValueError with counts and examples for missing, unexpected, misshapen, repeated, mistyped and
+    non-finite tensors.
     """
-    stored: dict[str, str] = {}
-    for name in source.shapes:
-        if name in ignored:
-            continue
-        target = rename(name, rules)
-        if target in stored:
-            raise ValueError(f"{what}: {source.where} holds {target!r} twice, as {stored[target]!r} and {name!r}")
-        stored[target] = name
-    check_shapes({target: source.shapes[name] for target, name in stored.items()}, expected, f"{what}: {source.where}")
-
+    try:
+        stored = model_names(source, rules, ignored)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
     slots = {rename(name, rules): slot for name, slot in checkpoint_slots(module).items()}  # tied names become one
-    assert slots.keys() <= expected.keys(), f"{what}: the model has parameters that its own list of names lacks"
-    targets = {stored[target]: target for target in slots}
+    fit = fit_layers(stored, source, expected, slots)
+    check_shapes(fit.found, fit.expected, f"{what}: {source.where}")
+    assert slots.keys() <= fit.expected.keys(), f"{what}: the model has parameters that its own list of names lacks"
+    if mistyped := fit.mistyped(source.dtypes, slots):
+        raise ValueError(f"{what}: {source.where} has tensors of another type than this model: {_some(mistyped)}")
+
+    targets = {fit.stored[target]: target for target in slots}
     unfilled, non_finite = set(slots), []
-    for name, tensor in source.read(targets):
+    for name, tensor in ReadBack(source, fit.read_back.values()).read(targets):
         slot = slots[targets[name]]
         slot.load(tensor)
         unfilled.remove(targets[name])
         held = tensor if slot.target.is_meta else slot.target  # a weight that is quantized once its layer is complete
-        if not bool(torch.isfinite(held).all()):
+        if not is_finite(held):
             non_finite.append(name)
     if non_finite:
         raise ValueError(f"{what}: {source.where} has NaN or Inf in {_some(non_finite)}; download it again")

@@ -43,6 +43,7 @@ class StreamModel:
     work at once. cuda_graphs: full windows are launched as graphs. camera: has camera layers, and an image condition
     with an encoder stream. video_input: each chunk brings its video, which is encoded first. moving_sinks: sinks are
     kept twice. text_on_cpu: the text encoder is on the host. kv_itemsize: bytes of a stored key or value's number.
+    weight_itemsize: bytes of a number of the blocks' linear layers, its share of a scale included.
     """
 
     name: str
@@ -67,6 +68,7 @@ class StreamModel:
     moving_sinks: bool = False
     text_on_cpu: bool = False
     kv_itemsize: int = _BF16
+    weight_itemsize: float = _BF16
 
     @property
     def passes(self) -> int:
@@ -84,6 +86,11 @@ class StreamModel:
     @property
     def frames_per_chunk(self) -> int:
         return 4 * self.chunk
+
+    @property
+    def block_parameters(self) -> int:
+        """Of the linear layers of all blocks: those that quantization takes."""
+        return self.layers * (8 * self.dim**2 + 2 * self.dim * self.ffn_dim)
 
     @property
     def area(self) -> float:
@@ -331,7 +338,8 @@ def session_bytes(model: StreamModel, split: Split) -> float:
 
 def weight_bytes(model: StreamModel, split: Split) -> float:
     shared = split.layer_parts * (split.ranks if split.tensor else 1)
-    return model.parameters * _BF16 / shared + _VAE_WEIGHTS + (0 if model.text_on_cpu else _TEXT_WEIGHTS)
+    saved = model.block_parameters * (_BF16 - model.weight_itemsize)
+    return (model.parameters * _BF16 - saved) / shared + _VAE_WEIGHTS + (0 if model.text_on_cpu else _TEXT_WEIGHTS)
 
 
 def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> Prediction:

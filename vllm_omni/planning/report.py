@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions as text: the table `vllm-omni plan` prints."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from vllm_omni.planning.cards import Card
 from vllm_omni.planning.cost import Prediction, Split, StreamModel, predict, splits
@@ -9,6 +11,13 @@ from vllm_omni.planning.cost import Prediction, Split, StreamModel, predict, spl
 _HOST = "  host"
 _CARDS_GB = (24, 32, 48, 80, 96, 141)
 """Memory of common cards."""
+WEIGHT_ITEMSIZES = {"auto": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+"""Bytes of a number of a block's linear layers; NVFP4 has a scale of one byte for 16 of them."""
+_PRECISIONS: Mapping[str, Mapping[str, Any]] = {
+    "bf16": {},
+    "FP8 weights": {"weight_itemsize": WEIGHT_ITEMSIZES["fp8"]},
+    "FP8 weights and K/V": {"weight_itemsize": WEIGHT_ITEMSIZES["fp8"], "kv_itemsize": 1},
+}
 
 
 def candidates(model: StreamModel, card: Card, gpus: int, sessions: int) -> list[Prediction]:
@@ -48,10 +57,27 @@ def plan_text(model: StreamModel, card: Card, gpus: int, sessions: int) -> str:
 
 def room(model: StreamModel, card: Card) -> str:
     """How many sessions one GPU of each common size holds, at 10^9 bytes a GB."""
-    sized = [replace(card, memory_bytes=size * 1e9) for size in _CARDS_GB]
-    counts = [predict(model, each, Split()).max_sessions for each in sized]
+    counts = [predict(model, each, Split()).max_sessions for each in _sized(card)]
     held = ", ".join(f"{size} GB: {count or 'none'}" for size, count in zip(_CARDS_GB, counts, strict=True))
     return f"sessions that one GPU holds: {held}"
+
+
+def fits_text(models: Sequence[StreamModel], card: Card) -> str:
+    """A table: how many sessions one GPU of each common size holds of each model in each precision, the text encoder on
+    the host or beside it. 0 = the model does not fit.
+    """
+    lines = [f"{'sessions on one GPU of':70s}" + "".join(f"{size:>5d} GB" for size in _CARDS_GB)]
+    for model in models:
+        for name, fields in _PRECISIONS.items():
+            for text, on_cpu in (("text encoder on the host", True), ("text encoder beside it", False)):
+                served = replace(model, text_on_cpu=on_cpu, **fields)
+                held = "".join(f"{predict(served, each, Split()).max_sessions:8d}" for each in _sized(card))
+                lines.append(f"{f'{model.name}, {name}, {text}':70s}{held}")
+    return "\n".join(lines)
+
+
+def _sized(card: Card) -> list[Card]:
+    return [replace(card, memory_bytes=size * 1e9) for size in _CARDS_GB]
 
 
 def _served(model: StreamModel) -> str:
@@ -60,8 +86,13 @@ def _served(model: StreamModel) -> str:
     parts += [f"{model.in_flight} chunks in flight"] if model.in_flight > 1 else []
     parts += ["video to video"] if model.video_input else []
     parts += ["FP8 keys and values"] if model.kv_itemsize == 1 else []
+    parts += [f"{_weights_of(model)} weights"] if model.weight_itemsize < WEIGHT_ITEMSIZES["auto"] else []
     parts += ["CUDA graphs"] if model.launches_graphs else []
     return "".join(f", {part}" for part in parts)
+
+
+def _weights_of(model: StreamModel) -> str:
+    return next(name.upper() for name, size in WEIGHT_ITEMSIZES.items() if size == model.weight_itemsize)
 
 
 def _flags(model: StreamModel, split: Split) -> list[str]:
@@ -93,4 +124,6 @@ def _flags(model: StreamModel, split: Split) -> list[str]:
         options["model.cuda_graphs"] = "true"
     if model.kv_itemsize == 1:
         flags.append("--kv-cache-dtype fp8")
+    if model.weight_itemsize == WEIGHT_ITEMSIZES["fp8"]:
+        flags.append("--quantization fp8")
     return flags + [f"--additional-config.omni.{name} {value}" for name, value in options.items()]

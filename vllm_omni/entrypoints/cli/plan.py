@@ -10,7 +10,9 @@ from vllm_omni.entrypoints.cli.errors import CommandError
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("plan", help="predict speed, memory and the best split over several GPUs")
     parser.add_argument(
-        "model", help="lingbot_world, lingbot_world_v2_1_3b, causal_wan_1_3b, causal_wan_14b, or a checkpoint directory"
+        "model",
+        help="lingbot_world, lingbot_world_v2_1_3b, causal_wan_1_3b, causal_wan_14b, a checkpoint directory, or `all`: "
+        "which of them fit which card in which precision",
     )
     parser.add_argument("--gpu", default="H200", help="kind of GPU; only H200 is measured (default: H200)")
     parser.add_argument("--n", type=int, default=1, help="GPUs to use at most (default: 1)")
@@ -21,6 +23,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--latent-frames", type=int, help="of a chunk, four frames each (default: 3)")
     parser.add_argument("--video-input", action="store_true", help="each chunk brings its video (causal Wan)")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="as vLLM's (default: auto)")
+    parser.add_argument(
+        "--quantization", choices=("fp8", "nvfp4"), help="of the weights; their memory is counted (default: none)"
+    )
+    parser.add_argument(
+        "--text-encoder",
+        choices=("host", "gpu"),
+        help="where it is (default: the host for LingBot World, else the GPU)",
+    )
     parser.add_argument("--cuda-graphs", action="store_true", help="as served with omni.model.cuda_graphs")
     parser.add_argument(
         "--host-launch-ms",
@@ -34,8 +44,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from vllm_omni.planning.cards import CARDS
-    from vllm_omni.planning.models import model_of
-    from vllm_omni.planning.report import plan_text
+    from vllm_omni.planning.models import NAMES, model_of
+    from vllm_omni.planning.report import WEIGHT_ITEMSIZES, fits_text, plan_text
 
     if args.gpu not in CARDS:
         raise CommandError(f"--gpu {args.gpu}: measured are {', '.join(CARDS)}")
@@ -54,17 +64,29 @@ def run(args: argparse.Namespace) -> int:
         changes["video_input"] = True
     if args.kv_cache_dtype == "fp8":
         changes["kv_itemsize"] = 1
+    if args.quantization is not None:
+        changes["weight_itemsize"] = WEIGHT_ITEMSIZES[args.quantization]
+    if args.text_encoder is not None:
+        changes["text_on_cpu"] = args.text_encoder == "host"
     changes |= _cache(args)
     card = CARDS[args.gpu]
     if args.host_launch_ms is not None:
         if not 0.05 <= args.host_launch_ms <= 100:
             raise CommandError(f"--host-launch-ms must be from 0.05 to 100, got {args.host_launch_ms:g}")
         card = card.beside_host(args.host_launch_ms / (1e3 * card.launch_s))
+    if args.model == "all":
+        print(fits_text([model_of(name, **sized(changes)) for name in NAMES], card))
+        return 0
     try:
         print(plan_text(model_of(args.model, **changes), card, args.n, args.sessions))
     except ValueError as error:
         raise CommandError(str(error)) from error
     return 0
+
+
+def sized(changes: dict[str, Any]) -> dict[str, Any]:
+    """The settings among `changes` that all models take. Precision and place of the text encoder are rows."""
+    return {name: value for name, value in changes.items() if name in ("height", "width", "window")}
 
 
 def _cache(args: argparse.Namespace) -> dict[str, Any]:

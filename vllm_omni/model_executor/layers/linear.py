@@ -11,6 +11,7 @@ Held by tests/model_executor/layers/test_linear.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from vllm.model_executor.layers.quantization.base_config import (
     resolve_quant_method,
 )
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.parameter import PerTensorScaleParameter
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
@@ -137,10 +139,9 @@ class ColumnLinear(ColumnParallelLinear, ShardedModule):
         _await_bias(self)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        start = self.tp_rank * self.output_size_per_partition
+        rows = _Rows(self, 0, self.output_size_per_partition, self.output_size, self.tp_rank)
         for kind, parameter in self.named_parameters(recurse=False):
-            shape = (self.output_size, *parameter.shape[1:])
-            yield f"{prefix}.{kind}", CheckpointSlot(shape, parameter.data, (0, start), _loader(parameter))
+            yield f"{prefix}.{kind}", rows.slot(parameter)
 
 
 class MergedLinear(MergedColumnParallelLinear, ShardedModule):
@@ -184,15 +185,10 @@ class MergedLinear(MergedColumnParallelLinear, ShardedModule):
         """`slots`, where the merged layers have these full names."""
         row = 0
         for index, (name, full) in enumerate(zip(names, self.output_sizes, strict=True)):
-            own = full // self.tp_size
+            rows = _Rows(self, row, full // self.tp_size, full, self.tp_rank, index)
             for kind, parameter in self.named_parameters(recurse=False):
-                target = parameter.data[row : row + own]
-                shape = (full, *parameter.shape[1:])
-                yield (
-                    f"{name}.{kind}",
-                    CheckpointSlot(shape, target, (0, self.tp_rank * own), _loader(parameter, index)),
-                )
-            row += own
+                yield f"{name}.{kind}", rows.slot(parameter, index)
+            row += rows.own
 
 
 class QKVLinear(QKVParallelLinear, ShardedModule):
@@ -239,17 +235,17 @@ class QKVLinear(QKVParallelLinear, ShardedModule):
         """Where the tensors of the layers with these three full names go."""
         kv_rank = self.tp_rank // self.num_kv_head_replicas
         row = 0
-        for name, shard, heads, own, rank in (
-            (names[0], "q", self.total_num_heads, self.num_heads, self.tp_rank),
-            (names[1], "k", self.total_num_kv_heads, self.num_kv_heads, kv_rank),
-            (names[2], "v", self.total_num_kv_heads, self.num_kv_heads, kv_rank),
+        for index, (name, heads, own, rank) in enumerate(
+            (
+                (names[0], self.total_num_heads, self.num_heads, self.tp_rank),
+                (names[1], self.total_num_kv_heads, self.num_kv_heads, kv_rank),
+                (names[2], self.total_num_kv_heads, self.num_kv_heads, kv_rank),
+            )
         ):
-            rows = own * self.head_size
+            rows = _Rows(self, row, own * self.head_size, heads * self.head_size, rank, index)
             for kind, parameter in self.named_parameters(recurse=False):
-                shape, part = (heads * self.head_size, *parameter.shape[1:]), (0, rank * rows)
-                target = parameter.data[row : row + rows]
-                yield f"{name}.{kind}", CheckpointSlot(shape, target, part, _loader(parameter, shard))
-            row += rows
+                yield f"{name}.{kind}", rows.slot(parameter, "qkv"[index])
+            row += rows.own
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
         parent = prefix.rpartition(".")[0]
@@ -300,12 +296,43 @@ class RowLinear(RowParallelLinear, ShardedModule):
         return part
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        start = self.tp_rank * self.input_size_per_partition
+        rows = _Rows(self, 0, self.output_size, self.output_size, 0)
         for kind, parameter in self.named_parameters(recurse=False):
-            split = kind == "weight"
-            shape = (self.output_size, self.input_size) if split else (self.output_size,)
-            part = (1, start) if split else None
-            yield f"{prefix}.{kind}", CheckpointSlot(shape, parameter.data, part, _loader(parameter))
+            slot = rows.slot(parameter)
+            if (dim := getattr(parameter, "input_dim", None)) is not None and self.tp_size > 1:
+                own = parameter.shape[dim]
+                shape = (*slot.shape[:dim], own * self.tp_size, *slot.shape[dim + 1 :])
+                slot = replace(slot, shape=shape, part=(dim, self.tp_rank * own))
+            yield f"{prefix}.{kind}", slot
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The output channels of one layer of the checkpoint on this rank, in a module that may hold more layers.
+
+    row: its first in the module. own: here. full: in the checkpoint. rank: this one's place among those that split the
+    layer. index: its place in the module.
+    """
+
+    module: LinearBase
+    row: int
+    own: int
+    full: int
+    rank: int
+    index: int = 0
+
+    def slot(self, parameter: Any, *shard: int | str) -> CheckpointSlot:
+        """Where a tensor of the layer goes: rows of a parameter, a scale of its own, or a value that layers share."""
+        if getattr(parameter, "output_dim", None) is None:
+            single = isinstance(parameter, PerTensorScaleParameter)
+            target = parameter.data[self.index] if single else parameter.data
+            return CheckpointSlot(tuple(target.shape), target, None, _loader(parameter, *shard))
+        # A scale of a block of channels has fewer rows than the weight.
+        channels = self.module.output_size_per_partition
+        row, own = (rows * parameter.shape[0] // channels for rows in (self.row, self.own))
+        shape = (own * self.full // self.own, *parameter.shape[1:])
+        target = parameter.data[row : row + own]
+        return CheckpointSlot(shape, target, (0, self.rank * own), _loader(parameter, *shard))
 
 
 def _await_bias(layer: LinearBase) -> None:
@@ -317,15 +344,24 @@ def _await_bias(layer: LinearBase) -> None:
         initialize_online_processing(layer)
 
 
-def online_quantized(network: nn.Module) -> nn.ModuleList:
-    """The linear layers whose weights are quantized as they are loaded."""
+def quantized_layers(network: nn.Module) -> nn.ModuleList:
+    """The linear layers whose weights a method of vLLM's keeps: their tensors are not the checkpoint's."""
     layers = (module for module in network.modules() if isinstance(module, LinearBase))
-    return nn.ModuleList(layer for layer in layers if layer.quant_method.uses_meta_device)
+    return nn.ModuleList(layer for layer in layers if not isinstance(layer.quant_method, PlainLinearMethod))
+
+
+def check_reloadable(layers: nn.ModuleList) -> None:
+    """Raise ValueError if vLLM has packed a layer's weight for its kernel and dropped it, as it does int8 on a CPU."""
+    if any(getattr(layer, "weight", None) is None and not hasattr(layer, "weight_packed") for layer in layers):
+        raise ValueError(
+            "reload_weights: vLLM has packed these quantized weights for this device and cannot load them again in "
+            "place; start the server anew"
+        )
 
 
 def check_quantization(network: nn.Module, method: str | None) -> None:
     """Raise ValueError if `method` (`--quantization`) would change nothing."""
-    if not online_quantized(network):
+    if not quantized_layers(network):
         raise ValueError(f"--quantization {method}: {type(network).__name__} has no layer for it; drop it")
 
 

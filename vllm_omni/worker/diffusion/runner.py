@@ -28,7 +28,7 @@ from vllm_omni.model_executor.interfaces import (
     DiffusionRequest,
     SupportsStepExecution,
 )
-from vllm_omni.model_executor.layers.linear import check_quantization, online_quantized
+from vllm_omni.model_executor.layers.linear import check_quantization, check_reloadable, quantized_layers
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.requests import RequestState, RequestStates
 from vllm_omni.model_executor.whole_request import WholeRequestModel
@@ -86,9 +86,10 @@ class DiffusionGPUModelRunner(RunnerSurface):
         """Load the checkpoint again, in place (after sleep level 2, or from another directory of the same shape)."""
         if weights_iterator is not None or not is_checkpoint_format:
             raise ValueError("reload_weights takes a checkpoint directory (weights_path) or nothing, no iterator")
+        quantized = quantized_layers(self.network)
+        check_reloadable(quantized)
         if weights_path is not None:
             self.model_config.model = weights_path
-        quantized = online_quantized(self.network)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(quantized)
             try:

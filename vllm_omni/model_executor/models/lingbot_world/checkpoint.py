@@ -119,7 +119,7 @@ def hf_config(path: Path) -> dict[str, Any]:
     config = LingBotWorldConfig.from_checkpoint(transformer)
     facts = {"kind": layout.kind, "version": layout.version, "mode": layout.mode}
     architecture = "LingBotPretrainPipeline" if layout.mode == "pretrain" else "LingBotWorldPipeline"
-    return chunk_hf_config(architecture, "lingbot_world", layout, transformer, config, **facts)
+    return chunk_hf_config(architecture, "lingbot_world", layout, transformer, config, (), **facts)
 
 
 def _is_pretrain(folder: Path, path: Path) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_omni.model_executor.checkpoint_quantization import DESCRIPTIONS
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 
 
@@ -119,7 +120,7 @@ def read_architecture(
     one of those listed. ignored: keys that change nothing. Raises ValueError naming unknown keys, values that are not
     implemented, and keys that contradict each other.
     """
-    unknown = sorted(set(values) - set(renamed) - set(required) - set(ignored))
+    unknown = sorted(set(values) - set(renamed) - set(required) - set(ignored) - set(DESCRIPTIONS))
     if unknown:
         raise ValueError(
             f"transformer config has unknown keys {unknown}; known: {sorted({*renamed, *required, *ignored})}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from vllm_omni.model_executor.checkpoint_quantization import quantization_of
 from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
 from vllm_omni.model_executor.models.wan.component_names import TEXT_RULES, VAE_RULES
 from vllm_omni.model_executor.models.wan.components import UMT5_XXL, VAEConfig
@@ -131,12 +132,13 @@ def chunk_hf_config(
     layout: WanComponents,
     transformer: dict[str, Any],
     config: ChunkTransformerConfig,
+    rules: Rules = (),
     **facts: str,
 ) -> dict[str, Any]:
     """Return the fields of vLLM's config object for a chunk-by-chunk Wan model, JSON types only. Raises ValueError.
 
-    Besides the keys vLLM reads: under `name`, `transformer` (its config as stored), `vae` and `umt5` (architectures in
-    diffusers' and transformers' keys), and `facts`.
+    rules: stored names of the transformer -> its own. Besides the keys vLLM reads: under `name`, `transformer` (its
+    config as stored), `vae` and `umt5` (architectures in diffusers' and transformers' keys), and `facts`.
     """
     text, vae = layout.checked_components(config.text_dim, config.out_channels)
     return {
@@ -147,6 +149,7 @@ def chunk_hf_config(
         "num_hidden_layers": config.num_layers,
         "vocab_size": text["vocab_size"],
         "max_position_embeddings": 16,
+        **quantization_of({"transformer": layout.transformer}, rules),
         name: {"transformer": transformer, "vae": vae.to_dict(), "umt5": text, **facts},
     }
 

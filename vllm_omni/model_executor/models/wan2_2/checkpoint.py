@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from vllm_omni.model_executor.checkpoint_quantization import quantization_of
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components
+from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
 from vllm_omni.model_executor.models.wan2_2.config import Kind, Wan22Checkpoint, Wan22Config
 from vllm_omni.model_executor.tensor_files import read_json
 
@@ -29,6 +31,11 @@ class Wan22Layout(WanComponents):
 
     transformer_2: Path | None
     index: dict[str, Any]
+
+    def transformers(self) -> dict[str, Path]:
+        """Name -> folder, of one or two."""
+        second = {} if self.transformer_2 is None else {"transformer_2": self.transformer_2}
+        return {"transformer": self.transformer, **second}
 
     def transformer_config(self) -> dict[str, Any]:
         return read_json(self.transformer / "config.json")
@@ -139,6 +146,7 @@ def hf_config(path: Path) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "vocab_size": text["vocab_size"],
         "max_position_embeddings": 16,
+        **quantization_of(layout.transformers(), TRANSFORMER_RULES),
         "wan2_2": {
             "transformer": transformer,
             "vae": layout.vae_values(),

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StoredQuantization`: which layers take the format that a checkpoint is stored in; the others stay plain.
+
+Held by tests/model_executor/test_checkpoint_quantization.py.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+    resolve_quant_method,
+)
+
+from vllm_omni.model_executor.layers.linear import PlainLinearMethod
+
+
+class StoredQuantization(QuantizationConfig):
+    """vLLM's config of a checkpoint's format, for the layers whose tensors are in it.
+
+    layers: their names; of a merged layer, those of its parts. None = every layer that may be quantized.
+    """
+
+    def __init__(self, config: QuantizationConfig, layers: Collection[str] | None) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = None if layers is None else frozenset(layers)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Raises ValueError if a merged layer is quantized in part."""
+        if self.layers is not None:
+            names = stored_names(layer, prefix)
+            quantized = [name for name in names if name in self.layers]
+            if not quantized:
+                return PlainLinearMethod()
+            if len(quantized) < len(names):
+                raise ValueError(f"{', '.join(names)} are one product here, and only {', '.join(quantized)} quantized")
+        return resolve_quant_method(self.config, layer, prefix)
+
+    def get_name(self) -> Any:
+        return self.config.get_name()
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return self.config.get_supported_act_dtypes()
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "StoredQuantization":
+        raise NotImplementedError("made of a config of vLLM's")
+
+
+def stored_names(layer: nn.Module, prefix: str) -> Sequence[str]:
+    """The checkpoint's names of the layers that `layer` computes as one."""
+    parts = getattr(layer, "names", None)
+    return [prefix] if parts is None else [f"{prefix.rpartition('.')[0]}.{part}" for part in parts]
