@@ -144,11 +144,14 @@ def hf_config(path: Path) -> dict[str, Any]:
     transformer = layout.transformer_config()
     config = CausalWanConfig.from_checkpoint(transformer)
     return chunk_hf_config(
-<<<<<<< HEAD
-        "CausalWanPipeline", "causal_wan", layout, transformer, config, kind=layout.kind, release=layout.release()
-=======
-        "CausalWanPipeline", "causal_wan", layout, transformer, config, TRANSFORMER_RULES, kind=layout.kind
->>>>>>> e307510 (Quantized checkpoints of ModelOpt, compressed-tensors, torchao and the Wan community are served; --quantization fp8 works)
+        "CausalWanPipeline",
+        "causal_wan",
+        layout,
+        transformer,
+        config,
+        TRANSFORMER_RULES,
+        kind=layout.kind,
+        release=layout.release(),
     )
 
 
