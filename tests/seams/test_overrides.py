@@ -20,6 +20,7 @@ NOT_CALLED_BY_VLLM = {
         for layer in ("ColumnLinear", "MergedLinear", "QKVLinear", "RowLinear")
     },
     "LinearPrecision.__init__": "our transformers alone make it, of the config that vLLM made",
+    "StoredQuantization.__init__": "the pipeline alone makes it, of the config that vLLM made",
 }
 """Methods named as one of vLLM's class, each with the reason why vLLM never calls them there."""
 

@@ -143,16 +143,8 @@ def hf_config(path: Path) -> dict[str, Any]:
     layout = find_layout(path)
     transformer = layout.transformer_config()
     config = CausalWanConfig.from_checkpoint(transformer)
-    return chunk_hf_config(
-        "CausalWanPipeline",
-        "causal_wan",
-        layout,
-        transformer,
-        config,
-        TRANSFORMER_RULES,
-        kind=layout.kind,
-        release=layout.release(),
-    )
+    facts = {"kind": layout.kind, "release": layout.release()}
+    return chunk_hf_config("CausalWanPipeline", "causal_wan", layout, transformer, config, TRANSFORMER_RULES, **facts)
 
 
 def _is_causal_diffusers(path: Path) -> bool:
