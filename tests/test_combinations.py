@@ -33,7 +33,7 @@ def checkpoints(
     tmp_path_factory: pytest.TempPathFactory, causal_wan: Path, lingbot_world: Path, null_world: Path
 ) -> dict[str, Path]:
     found = {"causal_wan": causal_wan, "lingbot_world": lingbot_world, "null_world": null_world}
-    for name in ("wan2_2", "lance", "diffusers_pipeline"):
+    for name in ("wan2_2", "lance", "diffusers_pipeline", "matrix_game"):
         family, found[name] = get_family(name), tmp_path_factory.mktemp(name)
         family.make_tiny(found[name], 0, family.layouts[0])
     return found
@@ -65,6 +65,10 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
         ("causal_wan", {"pipeline_partition": [4, 1]}, PP2, "does not fit: 4 layers over 2 stages"),
         ("lingbot_world", TEMPORAL, PP2, NEEDS),
         ("lingbot_world", {"chunks_in_flight": 2}, {}, NEEDS),
+        ("matrix_game", {"chunks_in_flight": 2}, {}, NEEDS),
+        ("matrix_game", {"degradations": ["tiny_vae"], "scheduling": "deadline"}, {}, "Matrix-Game"),
+        ("matrix_game", {}, TP3, "does not divide over 3 parallel ranks"),
+        ("matrix_game", {"model": {"convention": "sglang"}}, {}, "omni.model"),
         ("lingbot_world", {}, TP3, "does not divide over 3 parallel ranks"),
         ("lingbot_world", {"pipeline_partition": [4, 1], "vae_stage": True}, PP3, "does not fit: 4 layers"),
         ("wan2_2", {"chunks_in_flight": 2}, PP2, NEEDS),
@@ -98,6 +102,8 @@ def test_what_cannot_work_is_refused(
         ("causal_wan", {"vae_stage": True, "pipeline_partition": [3, 1]}, PP3 | TP2),
         ("causal_wan", {"model": {"cuda_graphs": True}}, PP2),
         ("lingbot_world", {"vae_stage": True}, PP3 | TP2),
+        ("matrix_game", {"vae_stage": True}, PP3 | TP2),
+        ("matrix_game", {"model": {"cuda_graphs": True, "sequence_parallel": True}}, PP2 | TP2),
         ("lingbot_world", {"vae_stage": True, "model": {"cuda_graphs": True, "sequence_parallel": True}}, PP2 | TP2),
         ("wan2_2", {"model": {"cfg_parallel": True}, "vae_stage": True}, PP3 | TP2),
     ],

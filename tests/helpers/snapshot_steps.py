@@ -70,6 +70,13 @@ def world_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> d
     return worker.chunk(session_id, image, actions=keys, **{**first, **fields})
 
 
+def game_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+    """No prompt: where one would be new, another key is."""
+    keys = [["s"] if fields.pop("prompt", None) else ["w"], ["w", "l"], ["i"]]
+    image = {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)} if index == 0 else None
+    return worker.chunk(session_id, image, actions=keys, **fields)
+
+
 def text_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
     first = {"prompt": "a beach", "seed": 4} if index == 0 else {}
     return worker.chunk(session_id, **{**first, **fields})

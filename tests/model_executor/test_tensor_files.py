@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from vllm_omni.model_executor.tensor_files import confined, open_tensors, read_json
+from vllm_omni.model_executor.tensor_files import AdaptedSource, confined, open_tensors, read_json
 
 MARKER = "payload_ran"
 
@@ -45,6 +45,21 @@ def test_pth_tensors_are_mapped_and_read_back(tmp_path):
     assert source.shapes == {"a": (2, 3), "b": (4,)}
     assert source.dtypes == {"a": torch.float32, "b": torch.bfloat16}
     assert all(torch.equal(tensor, stored[name]) for name, tensor in source.read(["b", "a"]))
+
+
+def test_tensors_are_given_in_another_form(tmp_path):
+    """Stacked ones as their parts, others without leading dimensions of one; only what is asked for is given."""
+    stored = {"qkv": torch.arange(12.0).view(6, 2), "flat": torch.arange(3.0).view(1, 1, 3), "c": torch.ones(1, 2)}
+    torch.save(stored, tmp_path / "x.pth")
+    source = AdaptedSource(open_tensors(tmp_path / "x.pth"), {"qkv": ("q", "k", "v")}, ["flat"])
+    assert source.shapes == {"q": (2, 2), "k": (2, 2), "v": (2, 2), "flat": (3,), "c": (1, 2)}
+    assert set(source.dtypes) == set(source.shapes) and source.where == str(tmp_path / "x.pth")
+    read = dict(source.read(["v", "flat", "c"]))
+    assert {name: tensor.tolist() for name, tensor in read.items()} == {
+        "v": [[8.0, 9.0], [10.0, 11.0]],
+        "flat": [0.0, 1.0, 2.0],
+        "c": [[1.0, 1.0]],
+    }
 
 
 def test_an_index_chooses_the_files(tmp_path):

@@ -22,6 +22,7 @@ from vllm_omni.planning.cost import (
     predict,
     splits,
     weight_bytes,
+    window_bytes,
 )
 from vllm_omni.planning.models import NAMES, model_of
 from vllm_omni.planning.report import WEIGHT_ITEMSIZES, candidates
@@ -82,8 +83,22 @@ def test_flops_of_a_pass(name: str, window: int, linear: float, attention: float
 
 
 def test_models_have_the_parameters_of_their_checkpoints() -> None:
-    expected = [18_544_332_864, 1_709_502_016, 1_418_996_800, 14_288_491_584]
+    expected = [18_544_332_864, 1_709_502_016, 1_418_996_800, 14_288_491_584, 1_619_242_304]
     assert [model_of(name).parameters for name in NAMES] == expected
+
+
+def test_the_action_modules_of_a_game_are_counted() -> None:
+    """TFLOP of one pass over three latent frames at 352x640, and bytes of a session's keys and values, bf16."""
+    model = model_of("matrix_game")
+    trunk = replace(model, side_flop=0.0, side_kv=0)
+    assert linear_tflop(trunk, 3) == pytest.approx(6.60, rel=2e-3)
+    assert linear_tflop(model, 3) - linear_tflop(trunk, 3) == pytest.approx(0.83, rel=5e-3)
+    assert attention_tflop(model, 3, model.window) == pytest.approx(2.57, rel=2e-3)
+    assert cross_tflop(model, 3) == pytest.approx(0.125, rel=1e-2)
+    assert window_bytes(trunk, 6) == pytest.approx(973e6, rel=1e-3)
+    assert window_bytes(model, 6) - window_bytes(trunk, 6) == pytest.approx(324e6, rel=2e-3)
+    with pytest.raises(ValueError, match="matrix_game takes no video"):
+        model_of("matrix_game", video_input=True)
 
 
 def test_splits_are_those_that_can_be_served() -> None:
@@ -258,7 +273,7 @@ def test_all_models_stand_in_one_table_by_card(capsys: pytest.CaptureFixture[str
     lines = plan(capsys, "all").splitlines()
     assert lines[0].split()[5::2] == ["24", "32", "48", "80", "96", "141"]
     held = [[int(count) for count in line[70:].split()] for line in lines[1:]]
-    assert len(held) == 4 * 3 * 2 and all(row == sorted(row) for row in held)
+    assert len(held) == len(NAMES) * 3 * 2 and all(row == sorted(row) for row in held)
     for on_host, beside in zip(held[::2], held[1::2], strict=True):
         assert all(a >= b for a, b in zip(on_host, beside, strict=True))
 

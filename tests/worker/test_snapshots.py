@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.scheduling import execute, new_request, step
-from helpers.snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
+from helpers.snapshot_steps import Worker, game_chunk, text_chunk, video_chunk, world_chunk
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.model_executor.one_shot import OneShotSession
@@ -30,6 +30,13 @@ def lingbot_pretrain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def matrix_game(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("matrix_game")
+    get_family("matrix_game").make_tiny(folder, 0, "original")
+    return folder
+
+
 Chunk = Callable[..., dict[str, torch.Tensor]]
 SMALL = {"window_frames": 7, "sink_frames": 2}
 CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
@@ -47,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "world as PR 3701's": ("lingbot_world", {**SMALL, "convention": "pr3701"}, world_chunk, 3),
     "world as PR 3701's, before it repeats": ("lingbot_world", {**SMALL, "convention": "pr3701"}, world_chunk, 1),
     "world before distillation, a window for each branch": ("lingbot_pretrain", {}, world_chunk, 2),
+    "game, windows of trunk, mouse and keyboard": ("matrix_game", {}, game_chunk, 3),
     "stream, moving sinks": ("causal_wan", SMALL, text_chunk, 4),
     "stream, video in": ("causal_wan", SMALL, video_chunk, 3),
     "stream, a window for every step": ("causal_wan", {**SMALL, "cache": "noise_matched"}, text_chunk, 3),
@@ -63,6 +71,7 @@ DAILY = (
     "world, ring and sinks",
     "world as SGLang's, lazy",
     "world as PR 3701's",
+    "game, windows of trunk, mouse and keyboard",
     "stream, moving sinks",
     "stream, renewed sinks",
 )

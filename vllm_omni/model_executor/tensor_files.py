@@ -80,7 +80,58 @@ class TensorSource(Protocol):
         ...
 
 
-def open_tensors(path: Path, state_keys: Sequence[str] = ()) -> TensorSource:
+@dataclass(frozen=True)
+class AdaptedSource:
+    """Another source, some of whose tensors are given in another form.
+
+    parts: stored name -> the names of its equal parts, which are stacked along its first dimension. flat: stored names
+    of tensors given without their leading dimensions of one.
+    """
+
+    source: TensorSource
+    parts: Mapping[str, tuple[str, ...]]
+    flat: Sequence[str] = ()
+
+    @property
+    def where(self) -> str:
+        return self.source.where
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """A tensor whose first dimension does not divide has parts as long as itself, which no loader takes."""
+        shapes: dict[str, Shape] = {}
+        for name, shape in self.source.shapes.items():
+            parts = self.parts.get(name)
+            if parts is not None:
+                rows = shape[0] if shape[0] % len(parts) else shape[0] // len(parts)
+                shapes |= dict.fromkeys(parts, (rows, *shape[1:]))
+            else:
+                shapes[name] = self._flattened(shape) if name in self.flat else shape
+        return shapes
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {part: dtype for name, dtype in self.source.dtypes.items() for part in self.parts.get(name, (name,))}
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        wanted = set(names)
+        stored = [name for name in self.source.shapes if not wanted.isdisjoint(self.parts.get(name, (name,)))]
+        for name, tensor in self.source.read(stored):
+            parts = self.parts.get(name, (name,))
+            if name in self.flat:
+                tensor = tensor.reshape(self._flattened(tuple(tensor.shape)))
+            for part, piece in zip(parts, tensor.chunk(len(parts)), strict=True):
+                if part in wanted:
+                    yield part, piece
+
+    @staticmethod
+    def _flattened(shape: Shape) -> Shape:
+        while len(shape) > 1 and shape[0] == 1:
+            shape = shape[1:]
+        return shape
+
+
+def open_tensors(path: Path, state_keys: Sequence[str] = ()) -> SafetensorsSource | TorchSource:
     """Open a folder of safetensors (with or without an index), one safetensors file, or one `.pth`.
 
     state_keys: a `.pth` that holds one of these keys is a training checkpoint: the first one there is the network, and

@@ -7,7 +7,8 @@ layers:
 
     linear  2 q (6 d^2 + 2 d f) L        self-attention  4 q k d L        cross-attention  4 q 512 d L
 
-A prompt's K/V are kept, a camera's modulation is computed once a chunk (8 q d^2 L).
+A prompt's K/V are kept, a camera's modulation is computed once a chunk (8 q d^2 L). Layers beside the trunk's (action
+modules) are `side` of `StreamModel`.
 
 Two things bound a pass, and the slower one decides: the device's arithmetic, and the host, which launches kernels and
 collectives layer by layer and takes part in each engine step. Small models over several GPUs are bound by the host.
@@ -40,9 +41,11 @@ class StreamModel:
     parameters: of the transformer. window, sinks, chunk, first_chunk: latent frames. denoise: steps; clean: passes
     after them, 1 with the strict cache, 0 where each step keeps a window of its own (noise-matched). waits_for_clean:
     frames come after the clean pass, not before it; with a VAE stage they never do. in_flight: chunks of one session at
-    work at once. cuda_graphs: full windows are launched as graphs. camera: has camera layers, and an image condition
-    with an encoder stream. video_input: each chunk brings its video, which is encoded first. moving_sinks: sinks are
-    kept twice. text_on_cpu: the text encoder is on the host. kv_itemsize: bytes of a stored key or value's number.
+    work at once. cuda_graphs: full windows are launched as graphs. camera: has camera layers. image: has an image
+    condition with an encoder stream. video_input: each chunk brings its video, which is encoded first. moving_sinks:
+    sinks are kept twice. text_on_cpu: the encoder of its context is on the host. kv_itemsize: bytes of a stored key or
+    value's number. side_flop: of a token's pass outside the trunk; side_kv: numbers kept of a token beside the trunk's
+    keys and values. context_rows, context_weights: rows that cross-attention reads; bytes of their encoder's weights.
     weight_itemsize: bytes of a number of the blocks' linear layers, its share of a scale included.
     """
 
@@ -64,11 +67,16 @@ class StreamModel:
     in_flight: int = 1
     cuda_graphs: bool = False
     camera: bool = False
+    image: bool = False
     video_input: bool = False
     moving_sinks: bool = False
     text_on_cpu: bool = False
     kv_itemsize: int = _BF16
     weight_itemsize: float = _BF16
+    side_flop: float = 0.0
+    side_kv: int = 0
+    context_rows: int = TEXT_ROWS
+    context_weights: float = _TEXT_WEIGHTS
 
     @property
     def passes(self) -> int:
@@ -169,7 +177,7 @@ class Prediction:
 
 def linear_tflop(model: StreamModel, query_frames: int) -> float:
     q = query_frames * model.tokens_per_frame
-    return 2 * q * (6 * model.dim**2 + 2 * model.dim * model.ffn_dim) * model.layers / 1e12
+    return q * (2 * (6 * model.dim**2 + 2 * model.dim * model.ffn_dim) * model.layers + model.side_flop) / 1e12
 
 
 def attention_tflop(model: StreamModel, query_frames: int, window: int) -> float:
@@ -178,7 +186,7 @@ def attention_tflop(model: StreamModel, query_frames: int, window: int) -> float
 
 
 def cross_tflop(model: StreamModel, query_frames: int) -> float:
-    return 4 * query_frames * model.tokens_per_frame * TEXT_ROWS * model.dim * model.layers / 1e12
+    return 4 * query_frames * model.tokens_per_frame * model.context_rows * model.dim * model.layers / 1e12
 
 
 def pass_ms(model: StreamModel, card: Card, window: int) -> float:
@@ -259,7 +267,7 @@ def step_ms(card: Card, split: Split, passes: tuple[float, float]) -> float:
 def setup_ms(model: StreamModel, card: Card) -> float:
     """Work of a session's first chunk before its steps."""
     setup = 1e3 * card.text_encoder_cpu_s if model.text_on_cpu else 0.0
-    if model.camera:  # the start picture through the VAE's encoder, with the chunk's grey frames behind it
+    if model.image:  # the start picture through the VAE's encoder, with the chunk's grey frames behind it
         setup += 1e3 * _ENCODE_TFLOP * (1 + model.first_chunk) * model.area / card.vae_tflops
     return setup
 
@@ -309,7 +317,8 @@ def chunk_steps_ms(model: StreamModel, card: Card, split: Split, window: int) ->
 
 def window_bytes(model: StreamModel, frames: int) -> float:
     """K/V of so many latent frames, all layers and heads."""
-    return 2 * model.kv_itemsize * frames * model.tokens_per_frame * model.dim * model.layers
+    numbers = 2 * model.dim * model.layers + model.side_kv
+    return float(model.kv_itemsize * frames * model.tokens_per_frame * numbers)
 
 
 def decode_ms(model: StreamModel, card: Card, split: Split, *, first: bool = False) -> float:
@@ -322,7 +331,15 @@ def decode_ms(model: StreamModel, card: Card, split: Split, *, first: bool = Fal
 
 def cross_kv_bytes(model: StreamModel, split: Split) -> float:
     """Each chunk in flight may bring a prompt of its own."""
-    one = 2 * TEXT_ROWS * model.dim * _BF16 * model.layers / split.layer_parts / (split.ranks if split.tensor else 1)
+    one = (
+        2
+        * model.context_rows
+        * model.dim
+        * _BF16
+        * model.layers
+        / split.layer_parts
+        / (split.ranks if split.tensor else 1)
+    )
     return model.in_flight * one
 
 
@@ -332,14 +349,15 @@ def session_bytes(model: StreamModel, split: Split) -> float:
     windows = 1 if model.clean or split.temporal else model.denoise
     window = windows * window_bytes(model, frames) / (split.ranks * split.layer_parts)
     decoder = 0.0 if split.vae_stage else _DECODER_CACHE / split.decode_ranks
-    caches = (decoder + (_ENCODER_CACHE if model.camera or model.video_input else 0)) * model.area
+    caches = (decoder + (_ENCODER_CACHE if model.image or model.video_input else 0)) * model.area
     return window + cross_kv_bytes(model, split) + caches
 
 
 def weight_bytes(model: StreamModel, split: Split) -> float:
     shared = split.layer_parts * (split.ranks if split.tensor else 1)
     saved = model.block_parameters * (_BF16 - model.weight_itemsize)
-    return (model.parameters * _BF16 - saved) / shared + _VAE_WEIGHTS + (0 if model.text_on_cpu else _TEXT_WEIGHTS)
+    context = 0 if model.text_on_cpu else model.context_weights
+    return (model.parameters * _BF16 - saved) / shared + _VAE_WEIGHTS + context
 
 
 def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> Prediction:

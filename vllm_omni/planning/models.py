@@ -8,12 +8,17 @@ from typing import Any
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes as lingbot_shapes
+from vllm_omni.model_executor.models.matrix_game.checkpoint import transformer_shapes as matrix_game_shapes
+from vllm_omni.model_executor.models.matrix_game.config import NATIVE_HEIGHT, NATIVE_WIDTH, MatrixGameConfig
 from vllm_omni.model_executor.models.registry import detect_family
+from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
 from vllm_omni.model_executor.models.wan.transformer_weights import transformer_shapes
 from vllm_omni.planning.cost import StreamModel
 
-NAMES = ("lingbot_world", "lingbot_world_v2_1_3b", "causal_wan_1_3b", "causal_wan_14b")
+NAMES = ("lingbot_world", "lingbot_world_v2_1_3b", "causal_wan_1_3b", "causal_wan_14b", "matrix_game")
 _LINGBOT_1_3B: dict[str, Any] = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30, "sink_frames": 6}
+_CLIP_WEIGHTS = 1.26e9
+"""ViT-H/14's vision tower but for its last layer, bf16."""
 _WAN_14B: dict[str, Any] = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
 
 
@@ -27,6 +32,8 @@ def model_of(name: str, **changes: Any) -> StreamModel:
         return _causal(name, CausalWanConfig(), changes)
     if name == "causal_wan_14b":
         return _causal(name, CausalWanConfig(**_WAN_14B), changes)
+    if name == "matrix_game":
+        return _matrix_game(name, MatrixGameConfig(), changes)
     path = Path(name)
     if not path.is_dir():
         raise ValueError(f"{name} is neither a checkpoint directory nor one of {', '.join(NAMES)}")
@@ -36,23 +43,52 @@ def model_of(name: str, **changes: Any) -> StreamModel:
         return _lingbot("lingbot_world", LingBotWorldConfig.from_checkpoint(values), changes)
     if family.name == "causal_wan":
         return _causal(str(path), CausalWanConfig.from_checkpoint(values), changes)
-    raise ValueError(f"{name} is a {family.name}; `plan` knows lingbot_world and causal_wan")
+    if family.name == "matrix_game":
+        return _matrix_game(str(path), MatrixGameConfig.from_checkpoint(values), changes)
+    raise ValueError(f"{name} is a {family.name}; `plan` knows lingbot_world, causal_wan and matrix_game")
 
 
 def _lingbot(name: str, config: LingBotWorldConfig, changes: dict[str, Any]) -> StreamModel:
-    if changes.get("in_flight", 1) > 1 or changes.get("clean", 1) == 0:
-        raise ValueError("lingbot_world has no noise-matched cache; causal Wan has")
-    if changes.get("video_input"):
-        raise ValueError("lingbot_world takes no video; causal Wan does")
+    _check_world("lingbot_world", changes)
     fields = {
         "window": config.window_frames or 18,
         "sinks": config.sink_frames or 9,
         "camera": True,
+        "image": True,
         "waits_for_clean": True,
         "text_on_cpu": True,
         **changes,
     }
     return StreamModel(name, **_sizes(config, lingbot_shapes(config)), **fields)
+
+
+def _matrix_game(name: str, config: MatrixGameConfig, changes: dict[str, Any]) -> StreamModel:
+    _check_world("matrix_game", changes)
+    variant, dim, keys, mouse = config.variant, config.dim, config.keyboard_width, config.mouse_width
+    action = 2 * dim * keys  # the keyboard's queries and its result
+    if config.mouse_dim:
+        action += mouse * (dim + config.action_rows * config.mouse_dim + 4 * mouse + dim)
+    fields = {
+        "height": NATIVE_HEIGHT,
+        "width": NATIVE_WIDTH,
+        "window": config.window_frames or variant.window_frames,
+        "sinks": 0,
+        "denoise": len(variant.steps),
+        "image": True,
+        "side_flop": 2.0 * action * len(config.action_blocks),
+        "side_kv": 2 * mouse * len(config.action_blocks) if config.mouse_dim else 0,
+        "context_rows": config.text_len,
+        "context_weights": _CLIP_WEIGHTS,
+        **changes,
+    }
+    return StreamModel(name, **_sizes(config, matrix_game_shapes(config)), **fields)
+
+
+def _check_world(name: str, changes: dict[str, Any]) -> None:
+    if changes.get("in_flight", 1) > 1 or changes.get("clean", 1) == 0:
+        raise ValueError(f"{name} has no noise-matched cache; causal Wan has")
+    if changes.get("video_input"):
+        raise ValueError(f"{name} takes no video; causal Wan does")
 
 
 def _causal(name: str, config: CausalWanConfig, changes: dict[str, Any]) -> StreamModel:
@@ -61,7 +97,7 @@ def _causal(name: str, config: CausalWanConfig, changes: dict[str, Any]) -> Stre
     return StreamModel(name, **_sizes(config, transformer_shapes(config)), **fields)
 
 
-def _sizes(config: LingBotWorldConfig | CausalWanConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _sizes(config: ChunkTransformerConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     return {
         "dim": config.dim,
         "ffn_dim": config.ffn_dim,

@@ -11,7 +11,14 @@ from vllm.config import ModelConfig
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, QKVLinear, RowLinear
+from vllm_omni.model_executor.layers.linear import (
+    ColumnLinear,
+    LinearPrecision,
+    MergedLinear,
+    QKVLinear,
+    RowLinear,
+    StackedLinear,
+)
 from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
 
 IN, OUT, RANKS = 12, 8, 2
@@ -22,6 +29,7 @@ LAYERS: dict[str, Make] = {
     "column": lambda parallel: ColumnLinear(IN, OUT, parallel, PRECISION, "layer"),
     "merged": lambda parallel: MergedLinear(IN, ("k", "v"), (OUT, OUT), parallel, PRECISION, "layer"),
     "qkv": lambda parallel: QKVLinear(IN, 2, 4, 2, parallel, PRECISION, "layer"),
+    "stacked": lambda parallel: StackedLinear(IN, (OUT // 2, OUT // 2), parallel, PRECISION, "layer"),
     "row": lambda parallel: RowLinear(IN, OUT, parallel, PRECISION, "layer"),
 }
 
@@ -51,6 +59,7 @@ def shards(kind: str) -> list[LinearBase]:
                 **{f"{name}.bias": (rows,) for name, rows in (("q", 8), ("k", 4), ("v", 4))},
             },
         ),
+        ("stacked", {"layer.weight": (OUT, IN), "layer.bias": (OUT,)}),
         ("merged", {"k.weight": (OUT, IN), "k.bias": (OUT,), "v.weight": (OUT, IN), "v.bias": (OUT,)}),
     ],
 )
@@ -68,10 +77,11 @@ def test_ranks_of_a_column_layer_compute_its_channels_in_order() -> None:
     torch.testing.assert_close(torch.cat([layer(x) for layer in shards("column")], dim=-1), whole)
 
 
-def test_ranks_of_merged_layers_hold_a_part_of_each() -> None:
+@pytest.mark.parametrize("kind", ["merged", "stacked"])
+def test_ranks_of_merged_layers_hold_a_part_of_each(kind: str) -> None:
     x = torch.randn(3, IN)
-    k, v = model("merged", ParallelContext())["layer"](x).chunk(2, dim=-1)
-    parts = [layer(x).chunk(2, dim=-1) for layer in shards("merged")]
+    k, v = model(kind, ParallelContext())["layer"](x).chunk(2, dim=-1)
+    parts = [layer(x).chunk(2, dim=-1) for layer in shards(kind)]
     torch.testing.assert_close(torch.cat([part[0] for part in parts], dim=-1), k)
     torch.testing.assert_close(torch.cat([part[1] for part in parts], dim=-1), v)
 

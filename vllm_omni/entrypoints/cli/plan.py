@@ -11,14 +11,14 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("plan", help="predict speed, memory and the best split over several GPUs")
     parser.add_argument(
         "model",
-        help="lingbot_world, lingbot_world_v2_1_3b, causal_wan_1_3b, causal_wan_14b, a checkpoint directory, or `all`: "
-        "which of them fit which card in which precision",
+        help="lingbot_world, lingbot_world_v2_1_3b, causal_wan_1_3b, causal_wan_14b, matrix_game, a checkpoint "
+        "directory, or `all`: which of them fit which card in which precision",
     )
     parser.add_argument("--gpu", default="H200", help="kind of GPU; only H200 is measured (default: H200)")
     parser.add_argument("--n", type=int, default=1, help="GPUs to use at most (default: 1)")
     parser.add_argument("--sessions", type=int, default=1, help="live sessions at once (default: 1)")
-    parser.add_argument("--height", type=int, help="pixels (default: 480)")
-    parser.add_argument("--width", type=int, help="pixels (default: 832)")
+    parser.add_argument("--height", type=int, help="pixels (default: the model's, 480)")
+    parser.add_argument("--width", type=int, help="pixels (default: the model's, 832)")
     parser.add_argument("--window", type=int, help="latent frames a chunk sees (default: the model's)")
     parser.add_argument("--latent-frames", type=int, help="of a chunk, four frames each (default: 3)")
     parser.add_argument("--video-input", action="store_true", help="each chunk brings its video (causal Wan)")

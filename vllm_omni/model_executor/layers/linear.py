@@ -191,6 +191,31 @@ class MergedLinear(MergedColumnParallelLinear, ShardedModule):
             row += rows.own
 
 
+class StackedLinear(MergedLinear):
+    """A `MergedLinear` whose layers are one tensor in the checkpoint, too, under this module's name."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: Sequence[int],
+        parallel: ParallelContext,
+        quant_config: LinearPrecision,
+        prefix: str,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(in_features, (), out_features, parallel, quant_config, prefix, bias=bias)
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        for kind, parameter in self.named_parameters(recurse=False):
+            shape = (sum(self.output_sizes), *parameter.shape[1:])
+            yield f"{prefix}.{kind}", CheckpointSlot(shape, parameter.data, None, partial(self._load_all, parameter))
+
+    def _load_all(self, parameter: Any, full: torch.Tensor) -> None:
+        for index, part in enumerate(full.split(self.output_sizes)):
+            _load(parameter, (index,), part)
+
+
 class QKVLinear(QKVParallelLinear, ShardedModule):
     """This rank's heads of queries, keys and values as one matrix product, in this order.
 

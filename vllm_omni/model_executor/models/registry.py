@@ -20,24 +20,29 @@ _FAMILY_MODULES = {
     "null_image": "vllm_omni.testing.null.image.family",
     "lingbot_world": "vllm_omni.model_executor.models.lingbot_world.family",
     "causal_wan": "vllm_omni.model_executor.models.causal_wan.family",
+    "matrix_game": "vllm_omni.model_executor.models.matrix_game.family",
     "wan2_2": "vllm_omni.model_executor.models.wan2_2.family",
     "lance": "vllm_omni.model_executor.models.lance.family",
     "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.family",
     # Last: it takes any directory in diffusers' layout, also of a model that is served by a worker here.
     "diffusers_pipeline": "vllm_omni.model_executor.models.diffusers_pipeline.family",
 }
-_ALIASES = dict.fromkeys(
-    (
-        "lingbot_world_fast",
-        "lingbot_world_v2_1_3b",
-        "lingbot_world_v2_14b",
-        "lingbot_world_v2_14b_diffusers",
-        "lingbot_world_v2_14b_pretrain",
-    ),
-    "lingbot_world",
-) | dict.fromkeys(
-    ("causvid", "stream_diffusion_v2", "longlive", "krea_realtime_14b", "reward_forcing", "rolling_forcing"),
-    "causal_wan",
+_ALIASES = (
+    dict.fromkeys(
+        (
+            "lingbot_world_fast",
+            "lingbot_world_v2_1_3b",
+            "lingbot_world_v2_14b",
+            "lingbot_world_v2_14b_diffusers",
+            "lingbot_world_v2_14b_pretrain",
+        ),
+        "lingbot_world",
+    )
+    | dict.fromkeys(
+        ("causvid", "stream_diffusion_v2", "longlive", "krea_realtime_14b", "reward_forcing", "rolling_forcing"),
+        "causal_wan",
+    )
+    | dict.fromkeys(("matrix_game_gta_drive", "matrix_game_templerun"), "matrix_game")
 )
 """Other names of a family, most of them of its releases (`models/<name>/hub.py`)."""
 
@@ -47,6 +52,7 @@ ARCHITECTURES = {
     "LancePipeline": "vllm_omni.model_executor.models.lance.pipeline:LancePipeline",
     "LingBotPretrainPipeline": ("vllm_omni.model_executor.models.lingbot_world.pretrain:LingBotPretrainPipeline"),
     "LingBotWorldPipeline": "vllm_omni.model_executor.models.lingbot_world.pipeline:LingBotWorldPipeline",
+    "MatrixGamePipeline": "vllm_omni.model_executor.models.matrix_game.pipeline:MatrixGamePipeline",
     "NullImagePipeline": "vllm_omni.testing.null.image.pipeline:NullImagePipeline",
     "NullWorldPipeline": "vllm_omni.testing.null.world.pipeline:NullWorldPipeline",
     "Wan22Pipeline": "vllm_omni.model_executor.models.wan2_2.pipeline:Wan22Pipeline",

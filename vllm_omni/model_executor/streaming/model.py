@@ -14,14 +14,15 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
+from vllm_omni.actions import ActionSpace
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.options import StreamingOptions
+from vllm_omni.model_executor.streaming.request import check_prompt
 from vllm_omni.model_executor.streaming.session import SessionShape, StreamingChunk, StreamingSession
-from vllm_omni.outputs import RequestFailed
 
 
 class _Config(Protocol):
@@ -50,6 +51,8 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
     transformer: Any
     prompts: Any
     decoder: _Decoder | None
+    action_space: ActionSpace = ActionSpace()
+    """Here only for `prompt`, whether a session's first chunk needs one."""
 
     # -- of each model -------------------------------------------------------------------------------------------------
 
@@ -77,8 +80,7 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
 
     def new_session(self, params: DiffusionParams) -> Session:
         shape = self.read_shape(params)
-        if not params.prompt:
-            raise RequestFailed("invalid_request", "a session's first chunk needs a prompt")
+        check_prompt(params, self.action_space, first_chunk=True)
         return self.make_session(params.session_id, shape, self._reserved_bytes(shape))
 
     def _reserved_bytes(self, shape: Shape) -> int:

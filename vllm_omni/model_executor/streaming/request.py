@@ -8,12 +8,17 @@ tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
+
+from vllm_omni.actions import ACTION_TENSORS, ActionRows, ActionSpace, read_actions
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, first_pixel_frame
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.outputs import RequestFailed
 
 DEFAULT_SEED = 0
+_MAX_IMAGE_SIDE = 8192
 
 
 class Sized(Protocol):
@@ -52,3 +57,53 @@ def check_unchanged(params: DiffusionParams, shape: SessionShape, others: Mappin
             raise RequestFailed(
                 "invalid_request", f"{name} is fixed at {fixed} by the session's first chunk, got {sent}"
             )
+
+
+def check_prompt(params: DiffusionParams, space: ActionSpace, *, first_chunk: bool) -> None:
+    """Refuse a prompt where the model takes none, and a first chunk without one where it needs it."""
+    if space.prompt == "none" and params.prompt:
+        raise RequestFailed("invalid_request", f"this model takes no prompt; it takes an image and {space.describe()}")
+    if space.prompt == "required" and first_chunk and not params.prompt:
+        raise RequestFailed("invalid_request", "a session's first chunk needs a prompt")
+
+
+def read_image(image: torch.Tensor | None, *, first_chunk: bool) -> torch.Tensor | None:
+    """Check a start image, uint8 [H, W, 3] of any size; None goes on from the session's."""
+    if image is None:
+        if first_chunk:
+            raise RequestFailed("missing_image", "a session's first chunk needs an image, uint8 [H, W, 3]")
+        return None
+    if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 or image.numel() == 0:
+        raise RequestFailed(
+            "invalid_image", f"image must be uint8 of shape [H, W, 3], got {image.dtype} {list(image.shape)}"
+        )
+    if max(image.shape[:2]) > _MAX_IMAGE_SIDE:
+        raise RequestFailed(
+            "image_too_large",
+            f"image is {image.shape[1]}x{image.shape[0]}; each side may have at most {_MAX_IMAGE_SIDE} pixels",
+        )
+    return image
+
+
+def read_action_rows(
+    params: DiffusionParams,
+    tensors: Mapping[str, torch.Tensor],
+    space: ActionSpace,
+    plan: ChunkPlan,
+    chunk_index: int,
+) -> ActionRows:
+    """Return the controls of every video frame of a chunk; without actions, nothing is held.
+
+    An entry of `params.actions`, or a row of the tensors, is a latent frame's, for all its video frames; tensors may
+    also have a row for every video frame.
+    """
+    frames, pixel_frames = plan.frames(chunk_index), len(plan.pixel_frames(chunk_index))
+    dense = [tensors[name] for name in ACTION_TENSORS if name in tensors]
+    if any(tensor.shape[:1] == (pixel_frames,) for tensor in dense):
+        rows = read_actions(space, params.actions, tensors, pixel_frames)
+        assert rows is not None
+        return rows
+    entries = [] if params.actions is None and not dense else params.actions
+    rows = read_actions(space, entries, tensors, len(frames))
+    assert rows is not None
+    return rows.repeated([first_pixel_frame(frame + 1) - first_pixel_frame(frame) for frame in frames])

@@ -5,9 +5,9 @@ import json
 
 import torch
 
-from vllm_omni.model_executor.models.lingbot_world.condition import MASK_CHANNELS, GreyCondition
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.component_names import VAE_RULES
+from vllm_omni.model_executor.models.wan.image_condition import MASK_CHANNELS, GreyCondition
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8
 from vllm_omni.model_executor.models.wan.weights import load_vae
 from vllm_omni.model_executor.weights import rename

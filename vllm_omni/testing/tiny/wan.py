@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save
 from transformers import UMT5Config, UMT5EncoderModel
 
-from vllm_omni.model_executor.models.wan.components import UMT5_XXL, VAEConfig
+from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES
+from vllm_omni.model_executor.models.wan.components import CLIP_HEAD_DIM, CLIP_VIT_H, UMT5_XXL, VAEConfig, clip_tokens
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 from vllm_omni.model_executor.weights import Rules, rename, shapes_of
@@ -24,6 +25,14 @@ from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 Tensors = dict[str, torch.Tensor]
 
 VAE = VAEConfig(base_dim=4)
+CLIP = {
+    **CLIP_VIT_H,
+    "hidden_size": CLIP_HEAD_DIM,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 1,
+    "image_size": 28,
+}
 TEXT = {**UMT5_XXL, "vocab_size": 512, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 
 _WAN_VAE_NAMES: Rules = (
@@ -66,7 +75,37 @@ def write_original_components(out: Path, seed: int, vae: VAEConfig = VAE) -> Non
     write_tokenizer(out / "google" / "umt5-xxl")
     text = {rename(name, _WAN_TEXT_NAMES): tensor for name, tensor in _text_tensors(seed).items()}
     torch.save(text, out / "models_t5_umt5-xxl-enc-bf16.pth")
+    write_original_vae(out, seed, vae)
+
+
+def write_original_vae(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
     torch.save({rename(name, _WAN_VAE_NAMES): t for name, t in _vae_tensors(seed, vae).items()}, out / "Wan2.1_VAE.pth")
+
+
+def write_original_clip(out: Path, seed: int) -> None:
+    """Write the vision tower under Wan's own file and tensor names, and a tensor of the text tower beside it."""
+    tensors = {f"visual.{name}": tensor for name, tensor in _clip_tensors(seed).items()}
+    tensors |= {"textual.norm.weight": torch.ones(8), "log_scale": torch.zeros(())}
+    torch.save(tensors, out / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth")
+
+
+def write_diffusers_clip(out: Path, seed: int) -> None:
+    """Write the folder `image_encoder` of a diffusers checkpoint: transformers' `CLIPVisionModel`."""
+    tensors: Tensors = {}
+    for name, tensor in _clip_tensors(seed).items():
+        stacked = ".to_qkv." in name
+        for kind, part in zip("qkv", tensor.chunk(3) if stacked else (tensor,), strict=False):
+            target = rename(name.replace(".to_qkv.", f".to_{kind}."), CLIP_RULES)
+            if target in ("embeddings.class_embedding", "embeddings.position_embedding.weight"):
+                part = part.squeeze()
+            tensors[f"vision_model.{target}"] = part.contiguous()
+    write_component(out / "image_encoder", {"model_type": "clip_vision_model", **CLIP}, "config.json")
+    save_tensors(tensors, out / "image_encoder" / "model.safetensors")
+
+
+def write_diffusers_vae(out: Path, seed: int) -> None:
+    write_component(out / "vae", {"_class_name": "AutoencoderKLWan", **VAE.to_dict()}, "config.json")
+    save_tensors(_vae_tensors(seed), out / "vae" / "diffusion_pytorch_model.safetensors")
 
 
 def write_diffusers_components(out: Path, seed: int, flow_shift: float) -> None:
@@ -74,8 +113,7 @@ def write_diffusers_components(out: Path, seed: int, flow_shift: float) -> None:
     write_tokenizer(out / "tokenizer")
     write_component(out / "text_encoder", UMT5Config(**TEXT, dtype="bfloat16").to_diff_dict(), "config.json")
     save_tensors(_text_tensors(seed), out / "text_encoder" / "model.safetensors")
-    write_component(out / "vae", {"_class_name": "AutoencoderKLWan", **VAE.to_dict()}, "config.json")
-    save_tensors(_vae_tensors(seed), out / "vae" / "diffusion_pytorch_model.safetensors")
+    write_diffusers_vae(out, seed)
     scheduler = {
         "_class_name": "UniPCMultistepScheduler",
         "flow_shift": flow_shift,
@@ -139,6 +177,35 @@ def _text_tensors(seed: int) -> Tensors:
         else:
             tensor = normal(name, shape, seed) / math.sqrt(shape[1])
         tensors[name] = tensor.to(torch.bfloat16)
+    return tensors
+
+
+def _clip_tensors(seed: int) -> Tensors:
+    """By Wan's own names."""
+    dim, mlp, side = CLIP["hidden_size"], CLIP["intermediate_size"], CLIP["patch_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "cls_embedding": (1, 1, dim),
+        "patch_embedding.weight": (dim, 3, side, side),
+        "pos_embedding": (1, clip_tokens(CLIP), dim),
+        **{f"{norm}.{kind}": (dim,) for norm in ("pre_norm", "post_norm") for kind in ("weight", "bias")},
+    }
+    layers = {"attn.to_qkv": (3 * dim, dim), "attn.proj": (dim, dim), "mlp.0": (mlp, dim), "mlp.2": (dim, mlp)}
+    for layer in range(CLIP["num_hidden_layers"]):
+        for name, (rows, columns) in layers.items():
+            shapes |= {
+                f"transformer.{layer}.{name}.weight": (rows, columns),
+                f"transformer.{layer}.{name}.bias": (rows,),
+            }
+        shapes |= {f"transformer.{layer}.norm{n}.{kind}": (dim,) for n in (1, 2) for kind in ("weight", "bias")}
+    tensors: Tensors = {}
+    for name, shape in shapes.items():
+        values = normal(f"clip {name}", shape, seed)
+        if "norm" in name and name.endswith("weight"):
+            tensors[name] = 1 + 0.1 * values
+        elif len(shape) == 2 or name == "patch_embedding.weight":
+            tensors[name] = values / math.sqrt(math.prod(shape[1:]))
+        else:
+            tensors[name] = 0.1 * values
     return tensors
 
 

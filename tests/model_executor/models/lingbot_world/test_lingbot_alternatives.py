@@ -26,11 +26,11 @@ from lingbot_world_driver import (
 from safetensors.torch import load_file
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition
 from vllm_omni.model_executor.models.lingbot_world.config import CONVENTIONS, Convention
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
 from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
+from vllm_omni.model_executor.models.wan.image_condition import ConditionState, GreyCondition
 from vllm_omni.model_executor.models.wan.pictures import prepare_image
 from vllm_omni.model_executor.models.wan.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig, to_uint8

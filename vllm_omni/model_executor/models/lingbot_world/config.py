@@ -20,6 +20,7 @@ from vllm_omni.model_executor.models.wan.architecture import (
     ChunkTransformerConfig,
     read_architecture,
 )
+from vllm_omni.model_executor.models.wan.components import LaterCondition
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
@@ -34,15 +35,6 @@ ACTION_FOCAL = 500.0
 """Focal length in pixels of the output, when actions come without intrinsics."""
 
 Version = Literal["v1", "v2"]
-
-LaterCondition = Literal["streamed", "second_chunk", "last_frame", "fresh_grey"]
-"""The condition of chunks after the image's, F latent frames each:
-
-- `streamed`: that part of the whole clip's encoding (the original, vLLM-Omni);
-- `second_chunk`: the second chunk's, again and again (SGLang);
-- `last_frame`: as streamed for so many video frames, then the last latent frame again and again (SGLang's lazy encode);
-- `fresh_grey`: 1 + 4 F grey frames encoded as a clip of their own, without its first latent (PR 3701's extension).
-"""
 
 DENOISE_INDICES: dict[Version, tuple[int, ...]] = {"v1": (0, 179, 358, 679), "v2": (0, 250, 500, 750)}
 _SHIFTS: dict[Version, float] = {"v1": 10.0, "v2": 5.0}

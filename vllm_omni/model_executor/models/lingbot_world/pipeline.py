@@ -27,7 +27,6 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, Suppor
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.models.lingbot_world.camera import action_map, camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
-from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig, resolve_plan
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, ChunkInputs, LingBotSession, World, WorldWindows
@@ -36,6 +35,7 @@ from vllm_omni.model_executor.models.lingbot_world.weights import load_transform
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.chunk_model import WanChunkModel
+from vllm_omni.model_executor.models.wan.image_condition import ConditionState, GreyCondition
 from vllm_omni.model_executor.models.wan.pictures import prepare_image
 from vllm_omni.model_executor.models.wan.split_decode import whole_frames
 from vllm_omni.model_executor.models.wan.vae import to_uint8

@@ -19,11 +19,10 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.model_executor.models.lingbot_world.config import ControlType, LingBotOptions, LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.state import ChunkInputs, LingBotSession
-from vllm_omni.model_executor.streaming.request import DEFAULT_SEED, check_unchanged, read_size
+from vllm_omni.model_executor.streaming.request import DEFAULT_SEED, check_unchanged, read_image, read_size
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.outputs import RequestFailed
 
-_MAX_IMAGE_SIDE = 8192
 _TENSORS: dict[ControlType, tuple[str, ...]] = {
     "cam": ("image", "poses", "intrinsics"),
     "act": ("image", "poses", "intrinsics", "action"),
@@ -66,29 +65,12 @@ def read_chunk(
     return ChunkInputs(
         prompt=prompt,
         seed=DEFAULT_SEED if seed is None else seed,
-        image=_read_image(request.tensors.get("image"), first_chunk=session.chunk_index == 0),
+        image=read_image(request.tensors.get("image"), first_chunk=session.chunk_index == 0),
         relative_F44=relative,
         intrinsics_F4=intrinsics,
         tail=tail,
         flags_F4=_read_flags(request, session) if control == "act" else None,
     )
-
-
-def _read_image(image: torch.Tensor | None, *, first_chunk: bool) -> torch.Tensor | None:
-    if image is None:
-        if first_chunk:
-            raise RequestFailed("missing_image", "a session's first chunk needs an image, uint8 [H, W, 3]")
-        return None
-    if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 or image.numel() == 0:
-        raise RequestFailed(
-            "invalid_image", f"image must be uint8 of shape [H, W, 3], got {image.dtype} {list(image.shape)}"
-        )
-    if max(image.shape[:2]) > _MAX_IMAGE_SIDE:
-        raise RequestFailed(
-            "image_too_large",
-            f"image is {image.shape[1]}x{image.shape[0]}; each side may have at most {_MAX_IMAGE_SIDE} pixels",
-        )
-    return image
 
 
 def _read_camera(

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail
-from vllm_omni.model_executor.models.lingbot_world.condition import ConditionLayout, ConditionState
+from vllm_omni.model_executor.models.wan.image_condition import ConditionLayout, ConditionState
 from vllm_omni.model_executor.streaming.session import (
     SessionScalars,
     SessionShape,

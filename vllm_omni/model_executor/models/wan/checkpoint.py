@@ -9,23 +9,29 @@ engine with dummy weights starts from configs alone, and a stage that decodes no
 its transformer is. Held by tests/model_executor/models/lingbot_world/test_checkpoint.py.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from vllm_omni.model_executor.checkpoint_quantization import quantization_of
 from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
-from vllm_omni.model_executor.models.wan.component_names import TEXT_RULES, VAE_RULES
-from vllm_omni.model_executor.models.wan.components import UMT5_XXL, VAEConfig
+from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES, TEXT_RULES, VAE_RULES
+from vllm_omni.model_executor.models.wan.components import CLIP_HEAD_DIM, CLIP_VIT_H, UMT5_XXL, VAEConfig
 from vllm_omni.model_executor.tensor_files import confined, open_tensors, read_json
 from vllm_omni.model_executor.weights import Rules, rename
 
-Piece = Literal["transformer", "vae", "text_encoder", "tokenizer"]
+Piece = Literal["transformer", "vae", "text_encoder", "tokenizer", "image_encoder"]
 
 COMPONENT_PLACES: dict[str, tuple[str, ...]] = {
     "vae": ("Wan2.1_VAE.pth", "Wan2.1_VAE.safetensors", "vae"),
     "text_encoder": ("models_t5_umt5-xxl-enc-bf16.pth", "models_t5_umt5-xxl-enc-bf16.safetensors", "text_encoder"),
     "tokenizer": ("google/umt5-xxl", "tokenizer"),
+    "image_encoder": (
+        "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth",
+        "models_clip_open-clip-xlm-roberta-large-vit-huge-14.safetensors",
+        "image_encoder",
+    ),
 }
 
 ASSETS_FOLDER = "assets"
@@ -37,9 +43,9 @@ _TINY_VAE_PLACES = (TINY_VAE_FILE, "taew2_1.safetensors")
 class WanComponents:
     """The resolved places of a checkpoint's pieces; None = not there.
 
-    root: the folder that holds them. transformer: a folder of safetensors, or a weight file. vae, text_encoder: a
-    `.pth`/`.safetensors` file or a folder. tiny_vae: a TAEHV file. Subclasses set `download_name`, the name `vllm-omni
-    download` takes.
+    root: the folder that holds them. transformer: a folder of safetensors, or a weight file. vae, text_encoder,
+    image_encoder: a `.pth`/`.safetensors` file or a folder. tiny_vae: a TAEHV file. Subclasses set `download_name`, the
+    name `vllm-omni download` takes.
     """
 
     download_name: ClassVar[str]
@@ -49,6 +55,7 @@ class WanComponents:
     vae: Path | None
     text_encoder: Path | None
     tokenizer: Path | None
+    image_encoder: Path | None = field(default=None, kw_only=True)
     tiny_vae: Path | None = field(default=None, kw_only=True)
 
     def release(self) -> str:
@@ -73,6 +80,7 @@ class WanComponents:
             "vae": self.vae,
             "text_encoder": self.text_encoder,
             "tokenizer": self.tokenizer,
+            "image_encoder": self.image_encoder,
         }
         place = places[piece]
         if place is None or not place.is_dir():
@@ -111,6 +119,27 @@ class WanComponents:
             "d_ff": shape_of(self.text_encoder, "encoder.block.0.layer.1.DenseReluDense.wo.weight", TEXT_RULES)[1],
             "num_layers": sum(name.endswith(".SelfAttention.q.weight") for name in names),
             "num_heads": num_heads,
+        }
+
+    def clip_config(self) -> dict[str, Any]:
+        """Return `CLIPVisionConfig` values from the encoder's config, else its weights' shapes, else the released."""
+        path = self.image_encoder
+        if path is not None and (path / "config.json").exists():
+            stated = read_json(path / "config.json")
+            return {key: stated.get("vision_config", stated).get(key, value) for key, value in CLIP_VIT_H.items()}
+        if path is None or path.is_dir():
+            return dict(CLIP_VIT_H)
+        dim, _, patch, _ = shape_of(path, "embeddings.patch_embedding.weight", CLIP_RULES)
+        *_, positions, _ = shape_of(path, "embeddings.position_embedding.weight", CLIP_RULES)
+        names = {rename(name, CLIP_RULES) for name in open_tensors(path).shapes if name.startswith("visual.")}
+        return {
+            **CLIP_VIT_H,
+            "hidden_size": dim,
+            "intermediate_size": shape_of(path, "encoder.layers.0.mlp.fc1.weight", CLIP_RULES)[0],
+            "num_hidden_layers": sum(name.endswith(".mlp.fc1.weight") for name in names),
+            "num_attention_heads": max(1, dim // CLIP_HEAD_DIM),
+            "image_size": patch * math.isqrt(positions - 1),
+            "patch_size": patch,
         }
 
     def checked_components(self, text_dim: int, latent_channels: int) -> tuple[dict[str, Any], VAEConfig]:
@@ -155,7 +184,7 @@ def chunk_hf_config(
 
 
 def find_components(root: Path) -> dict[str, Path | None]:
-    """Return the places of `vae`, `text_encoder` and `tokenizer` in `root` or its assets; None = nowhere."""
+    """Return the places of the pieces of `COMPONENT_PLACES` in `root` or its assets; None = nowhere."""
     return {piece: _own_or_shared(root, names) for piece, names in COMPONENT_PLACES.items()}
 
 

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WanChunkModel`: the parts of a streaming model around its transformer: text encoder, VAE, tiny decoder, prompts.
+"""`WanChunkModel`: the parts of a streaming model around its transformer: encoders for its context, VAE, tiny decoder.
 
 A family's `build` calls `_begin`, makes its transformer and calls `_add_components`.
 Held by the pipeline tests of causal Wan and LingBot World.
 """
 
 from abc import abstractmethod
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
 from vllm_omni.model_executor.models.wan.chunk_setup import WanChunkSetup
+from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
@@ -33,7 +34,8 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
     options: StreamingOptions
     omni: OmniConfig
     text_encoder: TextEncoder | None
-    """None on a VAE stage."""
+    image_encoder: ImageEncoder | None
+    """None on a VAE stage, and of a model that takes no prompts, or no images for cross-attention."""
     vae: StreamingWanVAE
     tiny_vae: TinyVAEDecoder | None
 
@@ -52,7 +54,7 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
     def load_checkpoint(self, layout: Layout) -> None:
         """Fill every parameter this rank has, strictly. Raises ValueError."""
         vae = self.vae if self.vae.has_encoder or self.vae.has_decoder else None
-        load_pieces(layout, lambda: self.load_transformer(layout), vae, self.text_encoder)
+        load_pieces(layout, lambda: self.load_transformer(layout), vae, self.text_encoder, self.image_encoder)
         load_wanted(self.tiny_vae, layout, self._wants_tiny_vae)
         self.transformer.forget()
         self.prompts.forget()
@@ -74,15 +76,18 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
         self.config, self.options = setup.config, setup.options
         self.omni, self.parallel, self.plan = setup.omni, setup.parallel, plan
         self.kv_dtype = setup.kv_dtype
-        self.text_encoder = None
-        if not setup.parallel.is_vae_stage:
+        self.text_encoder = self.image_encoder = None
+        device: Literal["model", "cpu"] = setup.options.text_encoder_device or "model"
+        if setup.text_config and not setup.parallel.is_vae_stage:
             self.text_encoder = TextEncoder(
                 setup.text_config,
                 setup.layout.tokenizer,
                 max_tokens=setup.config.text_len,
-                device=setup.options.text_encoder_device or "model",
+                device=device,
                 dtype=setup.dtype,
             )
+        if setup.image_config and not setup.parallel.is_vae_stage:
+            self.image_encoder = ImageEncoder(setup.image_config, device=device, dtype=setup.dtype)
 
     def _add_components(self, setup: Setup, *, encodes: bool, frames_per_call: int | None = None) -> None:
         """encodes: whether this rank has the VAE's encoder. frames_per_call: see `StreamingWanVAE`."""

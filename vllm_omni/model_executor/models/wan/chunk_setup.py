@@ -6,7 +6,7 @@ tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -31,8 +31,9 @@ Layout = TypeVar("Layout", bound=WanComponents)
 class WanChunkSetup(Generic[Config, Options, Layout]):
     """Everything such a pipeline is built from, resolved and checked. layout: where the checkpoint's pieces are.
 
-    dtype: the transformer's. compiled: the resolved `options.compile`. quantization: of the transformer's weights.
-    kv_dtype: the stored keys and values', None = `dtype`.
+    text_config, image_config: of the encoders for cross-attention; empty without one. dtype: the transformer's.
+    compiled: the resolved `options.compile`. quantization: of the transformer's weights. kv_dtype: the stored keys and
+    values', None = `dtype`.
     """
 
     config: Config
@@ -46,6 +47,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
     compiled: bool
     quantization: QuantizationConfig | None = None
     kv_dtype: torch.dtype | None = None
+    image_config: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -68,7 +70,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
         return cls(
             config=config,
             vae_config=VAEConfig.from_dict(checkpoint["vae"]),
-            text_config=checkpoint["umt5"],
+            text_config=checkpoint.get("umt5", {}),
             layout=layout,
             options=options,
             omni=omni,
@@ -78,6 +80,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
             compiled=compiles(options.compile, eager),
             quantization=quantization,
             kv_dtype=kv_dtype,
+            image_config=checkpoint.get("clip", {}),
         )
 
     @classmethod

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight names of Wan 2.1's two frozen components, as tables.
+"""Weight names of Wan 2.1's frozen components, as tables.
 
-Both come with Wan's own names (`.pth`) or with those of diffusers and transformers; `weights.py` loads by these tables,
+All come with Wan's own names (`.pth`) or with those of diffusers and transformers; `weights.py` loads by these tables,
 `checkpoint.py` reads sizes by them. Held by tests/model_executor/models/lingbot_world/test_weights.py.
 """
 
@@ -50,3 +50,20 @@ TEXT_RULES: Rules = (
     (r"^blocks\.(\d+)\.ffn\.fc2\.", r"encoder.block.\1.layer.1.DenseReluDense.wo."),
 )
 """Wan's own umt5-xxl names -> transformers `UMT5EncoderModel`. Names that are transformers' already pass unchanged."""
+
+CLIP_RULES: Rules = (
+    (r"^vision_model\.", ""),
+    (r"^visual\.", ""),
+    (r"^cls_embedding$", "embeddings.class_embedding"),
+    (r"^patch_embedding\.", "embeddings.patch_embedding."),
+    (r"^pos_embedding$", "embeddings.position_embedding.weight"),
+    (r"^pre_norm\.", "pre_layrnorm."),
+    (r"^post_norm\.", "post_layernorm."),
+    (r"^transformer\.", "encoder.layers."),
+    (r"\.attn\.to_(q|k|v)\.", r".self_attn.\1_proj."),
+    (r"\.attn\.proj\.", ".self_attn.out_proj."),
+    (r"\.norm(1|2)\.", r".layer_norm\1."),
+    (r"\.mlp\.0\.", ".mlp.fc1."),
+    (r"\.mlp\.2\.", ".mlp.fc2."),
+)
+"""Wan's own names of the vision tower, queries, keys and values apart -> transformers' `CLIPVisionModel`."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures of the two frozen components, VAE and text encoder, without their networks.
+"""Architectures of the frozen components, VAE, text and image encoder, without their networks.
 
-The command line and the config parser read these before anything heavy is imported; `vae.py` and `text_encoder.py`
-build the networks.
+The command line and the config parser read these before anything heavy is imported; `vae.py`, `text_encoder.py`
+and `image_encoder.py` build the networks.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 UMT5_XXL: dict[str, Any] = {
     "model_type": "umt5",
@@ -20,6 +20,26 @@ UMT5_XXL: dict[str, Any] = {
 }
 """The released encoder. Everything else is `UMT5Config`'s default: gated tanh-GELU, 32 buckets up to 128, eps 1e-6."""
 
+CLIP_VIT_H: dict[str, Any] = {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "image_size": 224,
+    "patch_size": 14,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+}
+"""The released vision tower of image-to-video models (open-clip ViT-H/14)."""
+CLIP_HEAD_DIM = 80
+"""Of the released tower; tensors do not tell it."""
+
+
+def clip_tokens(config: Mapping[str, Any]) -> int:
+    """Return how many rows a vision tower gives, the class token included."""
+    return 1 + (int(config["image_size"]) // int(config["patch_size"])) ** 2
+
+
 _LATENTS_MEAN = (
     *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
     *(0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
@@ -28,6 +48,15 @@ _LATENTS_STD = (
     *(2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743),
     *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160),
 )
+
+LaterCondition = Literal["streamed", "second_chunk", "last_frame", "fresh_grey"]
+"""The condition of chunks after the image's, F latent frames each:
+
+- `streamed`: that part of the whole clip's encoding (the original, vLLM-Omni);
+- `second_chunk`: the second chunk's, again and again (SGLang);
+- `last_frame`: as streamed for so many video frames, then the last latent frame again and again (SGLang's lazy encode);
+- `fresh_grey`: 1 + 4 F grey frames encoded as a clip of their own, without its first latent (PR 3701's extension).
+"""
 
 _IMPLEMENTED = {
     "attn_scales": [],

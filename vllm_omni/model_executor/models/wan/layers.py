@@ -146,6 +146,21 @@ class CrossAttention(nn.Module):
         return self.o(stack(attended).flatten(-2))
 
 
+class ImageProjection(nn.Module):
+    """Rows of an image encoder -> the network's width, in image-to-video networks."""
+
+    def __init__(self, config: WanConfig) -> None:
+        super().__init__()
+        width, dim = config.text_dim, config.dim
+        self.proj = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, dim), nn.LayerNorm(dim)
+        )
+
+    def forward(self, rows_SE: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.proj(rows_SE)
+        return embedded
+
+
 class Head(nn.Module):
     """Final modulation and projection to the (ph, pw, channel) values of each token's patch; fp32."""
 

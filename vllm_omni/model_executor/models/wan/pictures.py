@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`prepare_image`: a client's picture as the VAE takes it.
+"""A client's picture as the VAE takes it: stretched or covering (`prepare_image`), or its middle (`cut_image`).
 
-Held by tests/model_executor/models/lingbot_world/test_condition.py.
+Held by test_image_condition.py and test_image_encoder.py in tests/model_executor/models/wan/.
 """
 
 from typing import Literal
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 
 
@@ -42,3 +44,22 @@ def prepare_image(
     pixels_1CHW = nn.functional.interpolate((unit_CHW * 2 - 1)[None], size=size, mode="bicubic")
     top, left = (size[0] - height) // 2, (size[1] - width) // 2
     return pixels_1CHW[:, :, top : top + height, left : left + width][:, :, None].contiguous()
+
+
+def cut_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Cut the middle of a uint8 image to the aspect of `width` x `height`, resize it: as `prepare_image`, in [-1, 1].
+
+    Bilinear with antialiasing, by Pillow on the host, as the original of Matrix-Game does.
+    """
+    cut = Image.fromarray(image_HWC.cpu().numpy()).crop(middle_box(image_HWC, height, width))
+    resized = torch.from_numpy(np.array(cut.resize((width, height), Image.Resampling.BILINEAR)))
+    return (resized.permute(2, 0, 1)[None, :, None].float() / 255) * 2 - 1
+
+
+def middle_box(image_HWC: torch.Tensor, height: int, width: int) -> tuple[int, int, int, int]:
+    """(left, top, right, bottom) of the largest middle part of an image with the aspect of `width` x `height`."""
+    rows, columns = image_HWC.shape[:2]
+    tall = rows / columns > height / width
+    high, wide = (int(columns * height / width), columns) if tall else (rows, int(rows * width / height))
+    left, top = (columns - wide) / 2, (rows - high) / 2
+    return round(left), round(top), round(left + wide), round(top + high)

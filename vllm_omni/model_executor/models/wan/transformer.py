@@ -91,6 +91,17 @@ class Block(nn.Module):
         norm3 = self.norm3
         return self.chains.after_self_attention(x_BTD, attended_BTD, gate, norm3.weight, norm3.bias, self.eps)
 
+    def after_cross_attention(
+        self,
+        x_BTD: torch.Tensor,
+        attended_BTD: torch.Tensor,
+        shift: torch.Tensor,
+        scale: torch.Tensor,
+        rows: Sequence[Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add cross-attention to the residual stream; return that and the input of the FFN."""
+        return self.chains.after_cross_attention(x_BTD, attended_BTD, shift, scale, self.eps)
+
     def forward(
         self,
         x_BTD: torch.Tensor,
@@ -108,7 +119,7 @@ class Block(nn.Module):
         if attended is None:
             return x_BTD
         x, hidden = self.after_self_attention(x_BTD, attended, gate1, rows)
-        x, hidden = chains.after_cross_attention(x, self.cross_attn(hidden, rows, self.index), shift2, scale2, self.eps)
+        x, hidden = self.after_cross_attention(x, self.cross_attn(hidden, rows, self.index), shift2, scale2, rows)
         return chains.gated_add(x, self.ffn(hidden), gate2)
 
 
@@ -147,9 +158,7 @@ class WanTransformer(nn.Module, Generic[Config]):
         dim = config.dim
         if parallel.first_stage:
             self.patch_embedding = PatchEmbedding(config)
-        self.text_embedding = nn.Sequential(
-            nn.Linear(config.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
-        )
+        self._add_context_layers()
         self.time_embedding = nn.Sequential(nn.Linear(config.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         self.prefix = prefix
@@ -166,19 +175,29 @@ class WanTransformer(nn.Module, Generic[Config]):
         name = f"{self.prefix}.blocks.{layer}"
         return self.block_type(self.config, self.parallel, chains, index, self.quant_config, name)
 
+    def _add_context_layers(self) -> None:
+        """Make the layers of `embed_context`."""
+        text_dim, dim = self.config.text_dim, self.config.dim
+        self.text_embedding = nn.Sequential(nn.Linear(text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim))
+
+    def embed_context(self, text_SE: torch.Tensor) -> torch.Tensor:
+        """Rows that cross-attention reads, as an encoder gives them -> as its keys and values are made of, [S, D]."""
+        embedded: torch.Tensor = self.text_embedding(text_SE)
+        return embedded
+
     @property
-    def _text_weight(self) -> torch.Tensor:
-        layer = self.text_embedding[0]
+    def _time_weight(self) -> torch.Tensor:
+        layer = self.time_embedding[0]
         assert isinstance(layer, nn.Linear)
         return layer.weight
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._text_weight.dtype
+        return self._time_weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._text_weight.device
+        return self._time_weight.device
 
     @property
     def num_local_layers(self) -> int:
@@ -226,7 +245,7 @@ class WanTransformer(nn.Module, Generic[Config]):
         if rows > text_len or width != text_dim:
             raise ValueError(f"text must be [<= {text_len}, {text_dim}], got {rows}x{width}")
         padded = functional.pad(text_SE.to(self.device, self.dtype), (0, 0, 0, text_len - rows))
-        text_SD = self.text_embedding(padded)
+        text_SD = self.embed_context(padded)
         return torch.stack([block.cross_attn.keys_values(text_SD) for block in self._blocks()])
 
     def through_blocks(

@@ -42,6 +42,14 @@ TRANSFORMER_RULES: Rules = (
 )
 """Training wrappers' prefixes and diffusers names -> Wan's own, which pass unchanged."""
 
+IMAGE_RULES: Rules = (
+    (r"^condition_embedder\.image_embedder\.norm1\.", "img_emb.proj.0."),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj\.", "img_emb.proj.1."),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.2\.", "img_emb.proj.3."),
+    (r"^condition_embedder\.image_embedder\.norm2\.", "img_emb.proj.4."),
+)
+"""The same for `IMAGE_TENSORS`."""
+
 TRANSFORMER_TENSORS: dict[str, Sizes] = {
     "patch_embedding.weight": ("D", "I", 1, 2, 2),
     "patch_embedding.bias": ("D",),
@@ -61,6 +69,18 @@ TRANSFORMER_TENSORS: dict[str, Sizes] = {
 }
 """The tensors outside the blocks. D width, I input channels, X text width, Q time frequencies, O output channels of one
 2x2 patch."""
+
+IMAGE_TENSORS: dict[str, Sizes] = {
+    "img_emb.proj.0.weight": ("X",),
+    "img_emb.proj.0.bias": ("X",),
+    "img_emb.proj.1.weight": ("X", "X"),
+    "img_emb.proj.1.bias": ("X",),
+    "img_emb.proj.3.weight": ("D", "X"),
+    "img_emb.proj.3.bias": ("D",),
+    "img_emb.proj.4.weight": ("D",),
+    "img_emb.proj.4.bias": ("D",),
+}
+"""Of a network whose context is an image; X the width of its rows."""
 
 BLOCK_TENSORS: dict[str, Sizes] = {
     "modulation": (1, 6, "D"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict loading of Wan 2.1's two frozen components; the tables of names are `component_names.py`'s.
+"""Strict loading of Wan 2.1's frozen components; the tables of names are `component_names.py`'s.
 
 Held by tests/model_executor/models/lingbot_world/test_weights.py.
 """
@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from vllm_omni.model_executor.models.wan.component_names import TEXT_RULES, VAE_RULES
-from vllm_omni.model_executor.tensor_files import open_tensors
+from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES, TEXT_RULES, VAE_RULES
+from vllm_omni.model_executor.tensor_files import AdaptedSource, open_tensors
 from vllm_omni.model_executor.weights import load_strict, shapes_of
 
 if TYPE_CHECKING:
     from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
+    from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder
     from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
     from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
+
+_CLIP_UNUSED = ("textual.", "visual.head", "log_scale", "visual_projection.", "embeddings.position_ids")
+"""Beginnings of names that a file with the vision tower holds beside it."""
 
 
 def load_pieces(
@@ -26,8 +30,11 @@ def load_pieces(
     load_transformer: Callable[[], None],
     vae: "StreamingWanVAE | None" = None,
     text_encoder: "TextEncoder | None" = None,
+    image_encoder: "ImageEncoder | None" = None,
 ) -> None:
     """Fill every component this rank has (None = not here); a missing piece is reported before anything is read."""
+    if image_encoder is not None:
+        layout.require("image_encoder")
     if text_encoder is not None:
         layout.require("text_encoder", "tokenizer")
     if vae is not None:
@@ -35,6 +42,8 @@ def load_pieces(
     layout.require("transformer")
     load_transformer()
     load_components(layout, vae, text_encoder)
+    if image_encoder is not None and layout.image_encoder is not None:
+        load_image_encoder(image_encoder, layout.image_encoder)
 
 
 def load_components(
@@ -63,3 +72,17 @@ def load_vae(vae: "StreamingWanVAE", path: Path) -> None:
     with torch.device("meta"):
         whole = StreamingWanVAE(vae.config)
     load_strict(vae, open_tensors(path), shapes_of(whole), VAE_RULES, what="VAE")
+
+
+def load_image_encoder(encoder: "ImageEncoder", path: Path) -> None:
+    """Load the tower from Wan's `.pth`, of which it is a part, or from a transformers folder. Raises ValueError."""
+    source = open_tensors(path)
+    parts = {
+        name: tuple(name.replace(".to_qkv.", f".to_{kind}.") for kind in "qkv")
+        for name in source.shapes
+        if ".to_qkv." in name and name.startswith("visual.")
+    }
+    flat = [name for name in ("visual.cls_embedding", "visual.pos_embedding") if name in source.shapes]
+    ignored = [name for name in source.shapes if name.startswith(_CLIP_UNUSED) or name.endswith("position_ids")]
+    adapted = AdaptedSource(source, parts, flat)
+    load_strict(encoder.model, adapted, encoder.shapes(), CLIP_RULES, what="image encoder", ignored=ignored)

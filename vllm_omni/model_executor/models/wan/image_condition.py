@@ -4,8 +4,9 @@
 The original encodes image and grey frames as one clip; here the causal encoder is streamed chunk by chunk, which gives
 the same bits without knowing the length in advance. After the image the encoder settles: once a latent frame differs
 from the one before it by no more than `_SETTLED`, it stands for all later ones and the encoder is not run again. Other
-implementations stop encoding earlier, or begin afresh: `config.LaterCondition`.
-Held by tests/model_executor/models/lingbot_world/test_condition.py and test_lingbot_alternatives.py.
+implementations stop encoding earlier, or begin afresh: `components.LaterCondition`.
+Held by tests/model_executor/models/wan/test_image_condition.py and
+tests/model_executor/models/lingbot_world/test_lingbot_alternatives.py.
 """
 
 # C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_omni.model_executor.models.lingbot_world.config import LaterCondition
+from vllm_omni.model_executor.models.wan.components import LaterCondition
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, StreamingWanVAE, VAECache
 from vllm_omni.sessions.snapshot import SavedTensors

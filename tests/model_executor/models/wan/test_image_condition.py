@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from vllm_omni.model_executor.models.lingbot_world.condition import ConditionState, GreyCondition
+from vllm_omni.model_executor.models.wan.image_condition import ConditionState, GreyCondition
 from vllm_omni.model_executor.models.wan.pictures import prepare_image
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
 from vllm_omni.model_executor.models.wan.weights import load_vae

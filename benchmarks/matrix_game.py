@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix-Game 2.0 at full size with random weights, through the real engine: frames a second, first frame, stages.
+
+    python benchmarks/matrix_game.py                                    # universal, one GPU, 352x640, window 6, 3 steps
+    python benchmarks/matrix_game.py --variant gta_drive
+    python benchmarks/matrix_game.py --model-options '{"cuda_graphs": true}'
+    python benchmarks/matrix_game.py --sessions 4
+    python benchmarks/matrix_game.py --tiny --height 64 --width 96 --eager --chunks 6   # try it without a GPU
+
+Random weights at real shapes take the time of real ones. Steady state is the median over the chunks after the window is
+full, end to end: controls in, uint8 frames out, decoded by the exact VAE unless the options say otherwise; each chunk
+is asked for while the one before is running. The authors report 25 frames a second on an H100.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import add_output_arguments, add_serving_arguments, precision_of, run_request, running_engine, save
+
+AUTHORS_FPS = 25.0
+HELD = {"universal": ["w", "l"], "gta_drive": ["w", "d"], "templerun": ["jump"]}
+_LAYOUTS = {"universal": "original", "gta_drive": "original_gta", "templerun": "original_templerun"}
+
+
+def write_checkpoint(root: Path, variant: str) -> None:
+    """A checkpoint directory of a released architecture without weights (they come from --load-format dummy)."""
+    from vllm_omni.model_executor.models.matrix_game.checkpoint import FOLDERS
+    from vllm_omni.model_executor.models.matrix_game.config import VARIANTS
+
+    keys = {each.name: len(each.keyboard) for each in VARIANTS}[variant]
+    folder = root / next(folder for folder, served in FOLDERS.items() if served == variant)
+    folder.mkdir(parents=True)
+    action = {"keyboard_dim_in": keys, "enable_mouse": variant != "templerun"}
+    config = {"_class_name": "CausalWanModel", "model_type": "i2v", "action_config": action}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run one session's chunks; returns each one's timings and arrival."""
+    import torch
+
+    from vllm_omni.inputs import DiffusionParams
+
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randint(0, 256, (args.height, args.width, 3), dtype=torch.uint8, generator=generator)
+
+    async def chunk(index: int) -> dict[str, Any]:
+        params = DiffusionParams(
+            session_id=name,
+            chunk_index=index,
+            seed=1,
+            height=args.height,
+            width=args.width,
+            actions=[HELD[args.variant], [], HELD[args.variant]],
+        )
+        meta, tensors = await run_request(engine, params, {"image": image} if index == 0 else None, f"{name}-{index}")
+        assert len(tensors["frames"]) == meta["num_frames"]
+        return {"done": time.perf_counter(), "timings_ms": meta["timings_ms"], "frames": meta["num_frames"]}
+
+    start = time.perf_counter()
+    pending = [asyncio.create_task(chunk(0))]
+    records: list[dict[str, Any]] = []
+    for index in range(args.chunks):
+        if index + 1 < args.chunks:
+            pending.append(asyncio.create_task(chunk(index + 1)))
+        records.append(await pending.pop(0))
+    return [{"done": start, "timings_ms": {}, "frames": 0}, *records]
+
+
+async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = json.loads(args.model_options)
+    omni = {"height": args.height, "width": args.width, "model": options, **json.loads(args.omni_options)}
+    async with running_engine(
+        model,
+        omni,
+        enforce_eager=args.eager,
+        load_format="auto" if args.tiny else "dummy",
+        tensor_parallel_size=args.tensor_parallel,
+        pipeline_parallel_size=args.pipeline_parallel,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        **precision_of(args),
+    ) as engine:
+        sessions = await asyncio.gather(*(play(engine, f"game{n}", args) for n in range(args.sessions)))
+        memory = await engine.collective_rpc("device_memory")
+        held = await engine.collective_rpc("session_stats")
+    start, *records = sessions[0]
+    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][args.warm_chunks - 1 :]
+    steady = records[args.warm_chunks :]
+    names = sorted({name for record in steady for name in record["timings_ms"]})
+    interval_ms = statistics.median(gaps_ms)
+    return {
+        "variant": args.variant,
+        "size": [args.height, args.width],
+        "tiny": args.tiny,
+        "sessions": args.sessions,
+        "parallel": {"tensor": args.tensor_parallel, "pipeline": args.pipeline_parallel},
+        "omni_options": omni,
+        "chunks": args.chunks,
+        "time_to_first_frame_ms": round((records[0]["done"] - start["done"]) * 1e3, 1),
+        "chunk_interval_ms": round(interval_ms, 1),
+        "fps_each_session": round(steady[0]["frames"] / interval_ms * 1e3, 2),
+        "fps_all_sessions": round(args.sessions * steady[0]["frames"] / interval_ms * 1e3, 2),
+        "authors_fps": AUTHORS_FPS,
+        "stages_ms": {
+            name: round(statistics.median(sum(record["timings_ms"].get(name, [])) for record in steady), 2)
+            for name in names
+        },
+        "first_chunk_timings_ms": records[0]["timings_ms"],
+        "device_memory": memory,
+        "session_bytes": held[0]["bytes"],
+        "eager": args.eager,
+        **precision_of(args),
+    }
+
+
+def main() -> None:
+    from vllm_omni.model_executor.models.registry import get_family
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variant", choices=tuple(HELD), default="universal")
+    parser.add_argument("--chunks", type=int, default=24)
+    parser.add_argument("--warm-chunks", type=int, default=6, help="chunks before all is compiled")
+    parser.add_argument("--height", type=int, default=352)
+    parser.add_argument("--width", type=int, default=640)
+    parser.add_argument("--sessions", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--tiny", action="store_true", help="the tests' tiny model with its own weights")
+    add_serving_arguments(parser)
+    parser.add_argument("--name", default="matrix_game", help="name of the result file (default: matrix_game)")
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "game"
+        if args.tiny:
+            get_family("matrix_game").make_tiny(model, 0, _LAYOUTS[args.variant])
+        else:
+            write_checkpoint(model, args.variant)
+        result = asyncio.run(run(model, args))
+    save(args.name, {"result": result}, args)
+
+
+if __name__ == "__main__":
+    main()

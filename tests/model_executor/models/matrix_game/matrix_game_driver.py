@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drive a `MatrixGame` chunk by chunk in this process, as the runner does, without an engine around it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.matrix_game.checkpoint import find_layout, hf_config
+from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame, MatrixGameSetup
+from vllm_omni.model_executor.models.matrix_game.state import Chunk, MatrixGameSession
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "matrix_game_2"
+HEIGHT, WIDTH = 32, 48
+Request = DiffusionRequest[MatrixGameSession, Chunk]
+Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+
+def load_game(
+    checkpoint: Path,
+    parallel: ParallelContext | None = None,
+    kv_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> MatrixGame:
+    omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options)
+    layout, values = find_layout(checkpoint), hf_config(checkpoint)["matrix_game"]
+    setup = MatrixGameSetup.of(values, layout, omni, torch.float32, parallel or ParallelContext(), kv_dtype=kv_dtype)
+    game = MatrixGame(setup)
+    game.load_checkpoint(layout)
+    return game
+
+
+def start_image(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (40, 50, 3), dtype=torch.uint8, generator=generator)
+
+
+def open_session(game: MatrixGame, session_id: str = "a", **params: Any) -> MatrixGameSession:
+    return game.new_session(DiffusionParams(session_id=session_id, **params))
+
+
+def make_request(session: MatrixGameSession, tensors: dict[str, torch.Tensor] | None = None, **params: Any) -> Request:
+    """Make a chunk's request; a first chunk gets an image."""
+    tensors = dict(tensors or {})
+    if session.chunk_index == 0:
+        tensors.setdefault("image", start_image())
+    return DiffusionRequest("request", DiffusionParams(session_id=session.session_id, **params), tensors, session)
+
+
+def step(stages: Sequence[MatrixGame], batches: Sequence[Sequence[Request]]) -> None:
+    """One denoise step of requests that may be at different steps, through every pipeline stage."""
+    hidden = None
+    for game, batch in zip(stages, batches, strict=True):
+        hidden = game.denoise_step(batch, hidden)
+    assert hidden is not None
+    stages[-1].step_scheduler(batches[-1], hidden)
+    for batch in batches:
+        for request, last in zip(batch, batches[-1], strict=True):
+            stages[0].set_latents(request, stages[-1].latents(last))
+            request.step += 1
+
+
+def finish(game: MatrixGame, request: Request) -> Result:
+    result = game.post_decode(request)
+    game.commit(request)
+    return result
+
+
+def run_chunk(
+    game: MatrixGame, session: MatrixGameSession, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+) -> torch.Tensor:
+    """Frames, or latents, of the session's next chunk."""
+    request = make_request(session, tensors, **params)
+    game.prepare_encode(request)
+    while request.step < request.num_steps:
+        step([game], [[request]])
+    _, result = finish(game, request)
+    return next(iter(result.values())).clone()
+
+
+def latents_of(game: MatrixGame, chunks: Sequence[dict[str, Any]], **params: Any) -> torch.Tensor:
+    """The latents of a session, a chunk for each entry: `make_request`'s arguments."""
+    session = open_session(game, output="latents")
+    return torch.cat([run_chunk(game, session, output="latents", **params, **chunk) for chunk in chunks], dim=1)
+
+
+def latents_of_stages(stages: Sequence[MatrixGame], chunks: Sequence[dict[str, Any]]) -> torch.Tensor:
+    """`latents_of`, over pipeline stages that each hold a session of their own."""
+    sessions = [open_session(game, output="latents") for game in stages]
+    latents = []
+    for chunk in chunks:
+        requests = [make_request(session, output="latents", **chunk) for session in sessions]
+        for game, request in zip(stages, requests, strict=True):
+            game.prepare_encode(request)
+        while requests[0].step < requests[0].num_steps:
+            step(stages, [[request] for request in requests])
+        latents.append(stages[-1].post_decode(requests[-1])[1]["latents"].clone())
+        for game, request in zip(stages, requests, strict=True):
+            game.commit(request)
+    return torch.cat(latents, dim=1)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni verify matrix_game` on the recorded directory, and that it notices damage to each kind of file."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from matrix_game_driver import GOLDEN
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from vllm_omni.testing.parity.matrix_game import verify
+
+WEIGHTS = ("mg_meta.json", "vae_tiny_weights_orig_names.safetensors", "clip_tiny_weights_orig_names.safetensors")
+
+
+def change(path: Path, name: str, amount: float) -> None:
+    """Add `amount` to one value of one recorded tensor."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    tensors[name].view(-1)[0] += amount
+    save_file(tensors, path, metadata)
+
+
+def copy(directory: Path, *names: str) -> None:
+    for path in GOLDEN.iterdir():
+        if path.name in (*names, *WEIGHTS) or path.name.startswith("tiny_"):
+            shutil.copyfile(path, directory / path.name)
+
+
+def test_every_recorded_scenario_holds() -> None:
+    report = verify(GOLDEN)
+    assert report.ok, report.to_text()
+    scenarios = {path.stem for path in GOLDEN.iterdir() if not path.name.startswith(("tiny_", "README"))}
+    assert {row.scenario for row in report.rows} == scenarios - {name.split(".")[0] for name in WEIGHTS}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        "call04.flow",
+        "call15.mouse0.k",
+        "call15.keyboard0.v",
+        "call15.cache1.k",
+        "call04.block0.action_out",
+        "call00.mouse_window",
+        "cross1.v",
+        "keyboard_cond",
+        "renoise05",
+    ],
+)
+def test_a_changed_recording_is_noticed(tensor: str, tmp_path: Path) -> None:
+    copy(tmp_path, "mg_gta_win4.safetensors")
+    change(tmp_path / "mg_gta_win4.safetensors", tensor, 0.1)
+    assert not verify(tmp_path).ok
+
+
+@pytest.mark.parametrize(("tensor", "amount"), [("visual_context", 1e-3), ("cond_latent", 1e-3), ("crop_u8", 1)])
+def test_a_changed_recording_of_the_image_is_noticed(tensor: str, amount: float, tmp_path: Path) -> None:
+    copy(tmp_path, "condition.safetensors")
+    change(tmp_path / "condition.safetensors", tensor, amount)
+    assert not verify(tmp_path).ok
+
+
+def test_a_changed_table_is_noticed(tmp_path: Path) -> None:
+    for name in ("schedule.json", "clip_key_map.json", "key_map_orig_to_diffusers.json"):
+        table = json.loads((GOLDEN / name).read_text())
+        if name == "schedule.json":
+            table["schedules"][0]["sigmas_x0"][1] += 1e-5
+        else:
+            first, second, *_ = table
+            table[first], table[second] = table[second], table[first]
+        (tmp_path / name).write_text(json.dumps(table))
+    report = verify(tmp_path)
+    assert {row.scenario for row in report.rows if not row.ok} == {
+        "schedule",
+        "clip_key_map",
+        "key_map_orig_to_diffusers",
+    }
+
+
+def test_a_missing_stage_of_a_call_is_noticed(tmp_path: Path) -> None:
+    copy(tmp_path, "mg_gta_win4.safetensors")
+    path = tmp_path / "mg_gta_win4.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    save_file({name: t for name, t in load_file(path).items() if name != "call03.flow"}, path, metadata)
+    assert not verify(tmp_path).ok
+    assert torch.is_tensor(load_file(path)["call02.flow"])

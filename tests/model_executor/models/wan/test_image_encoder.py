@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CLIP's vision tower: its rows, the sizes read off its files, strict loading in both layouts; images cut to a size."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CLIPVisionConfig, CLIPVisionModel
+
+from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components
+from vllm_omni.model_executor.models.wan.components import CLIP_VIT_H, clip_tokens
+from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder, clip_pixels
+from vllm_omni.model_executor.models.wan.pictures import cut_image, middle_box
+from vllm_omni.model_executor.models.wan.weights import load_image_encoder
+from vllm_omni.testing.tiny.wan import CLIP, write_diffusers_clip, write_original_clip
+
+
+@pytest.fixture(scope="module", params=["original", "diffusers"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp(request.param)
+    (write_original_clip if request.param == "original" else write_diffusers_clip)(out, 0)
+    return out
+
+
+def layout(folder: Path | None) -> WanComponents:
+    place = None if folder is None else find_components(folder)["image_encoder"]
+    root = Path() if folder is None else folder
+    return WanComponents(root, root, None, None, None, image_encoder=place)
+
+
+def pixels(seed: int = 0) -> torch.Tensor:
+    return torch.rand(1, 3, 32, 48, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def loaded(folder: Path) -> ImageEncoder:
+    place = layout(folder).image_encoder
+    assert place is not None
+    encoder = ImageEncoder(CLIP, dtype=torch.float32)
+    load_image_encoder(encoder, place)
+    return encoder
+
+
+def test_sizes_are_read_off_the_files(folder: Path) -> None:
+    assert layout(folder).clip_config() == CLIP
+    assert layout(None).clip_config() == CLIP_VIT_H
+    assert (clip_tokens(CLIP), clip_tokens(CLIP_VIT_H)) == (5, 257)
+
+
+def test_rows_are_the_hidden_states_before_the_last_layer(folder: Path) -> None:
+    """Without the last norm; the last layer is not built. Any size is stretched to the tower's square."""
+    encoder = loaded(folder)
+    whole = CLIPVisionModel(CLIPVisionConfig(**CLIP)).eval()
+    own: dict[str, Any] = dict(encoder.model.state_dict())
+    assert not [name for name in own if name.startswith("encoder.layers.2.")]
+    whole.load_state_dict(own, strict=False)
+    with torch.no_grad():
+        states = whole(pixel_values=clip_pixels(pixels(), 28), output_hidden_states=True).hidden_states
+    rows = encoder.encode(pixels())
+    torch.testing.assert_close(rows, states[-2][0])
+    assert rows.shape == (5, CLIP["hidden_size"])
+    assert not torch.equal(encoder.encode(pixels(1)), rows)
+
+
+def test_both_layouts_are_the_same_tower(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    write_original_clip(tmp_path / "a", 0)
+    write_diffusers_clip(tmp_path / "b", 0)
+    assert torch.equal(loaded(tmp_path / "a").encode(pixels()), loaded(tmp_path / "b").encode(pixels()))
+
+
+@pytest.mark.parametrize("damage", ["missing", "unexpected", "misshapen"])
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
+    write_original_clip(tmp_path, 0)
+    path = layout(tmp_path).image_encoder
+    assert path is not None
+    tensors = torch.load(path, weights_only=True)
+    name = "visual.transformer.1.attn.to_qkv.weight"
+    if damage == "missing":
+        del tensors[name]
+    elif damage == "unexpected":
+        tensors["visual.surprise"] = torch.zeros(2)
+    else:
+        tensors[name] = tensors[name][:-1]
+    torch.save(tensors, path)
+    with pytest.raises(ValueError, match=damage):
+        load_image_encoder(ImageEncoder(CLIP, dtype=torch.float32), path)
+
+
+def test_another_file_is_no_tower(tmp_path: Path) -> None:
+    path = tmp_path / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
+    torch.save({"textual.norm.weight": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match="it is not the file its name says"):
+        layout(tmp_path).clip_config()
+
+
+@pytest.mark.parametrize(
+    ("size", "box"),
+    [
+        ((352, 640), (0, 0, 640, 352)),
+        ((400, 640), (0, 24, 640, 376)),
+        ((45, 61), (0, 6, 61, 39)),
+        ((10, 90), (36, 0, 54, 10)),
+    ],
+)
+def test_the_middle_of_an_image_is_cut_to_the_videos_aspect(size: tuple[int, int], box: tuple[int, ...]) -> None:
+    image = torch.zeros(*size, 3, dtype=torch.uint8)
+    assert middle_box(image, 352, 640) == box
+    image[box[1] : box[3], box[0] : box[2]] = 255
+    cut = cut_image(image, 88, 160)
+    assert cut.shape == (1, 3, 1, 88, 160)
+    assert float(cut.mean()) > 0.99

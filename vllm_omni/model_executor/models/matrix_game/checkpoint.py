@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the pieces of a Matrix-Game 2.0 checkpoint are, the names of its transformer's tensors, and strict loading.
+
+The original repository holds three transformers, a folder each, beside one VAE and one CLIP; a directory serves one of
+them: the repository with one folder, or such a folder itself with the components beside or in it. Conversions keep
+diffusers' folders. Names may carry the prefix `model.`; which variant it is and all sizes are the tensors', where there
+are any, since released configs are stale. Held by
+tests/model_executor/models/matrix_game/test_matrix_game_checkpoint.py.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
+from vllm_omni.model_executor.models.wan import transformer_weights as wan
+from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components, find_tiny_vae, has_components
+from vllm_omni.model_executor.models.wan.components import clip_tokens
+from vllm_omni.model_executor.models.wan.latents import VAE_TEMPORAL
+from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, Sizes
+from vllm_omni.model_executor.tensor_files import Shape, TensorSource, open_tensors, read_json
+from vllm_omni.model_executor.weights import Rules, load_strict, rename
+
+logger = logging.getLogger("vllm." + __name__)
+
+FOLDERS = {
+    "base_distilled_model": "universal",
+    "gta_distilled_model": "gta_drive",
+    "templerun_distilled_model": "templerun",
+}
+"""The original repository's folders of the streaming models."""
+LAYOUTS = ("original", "original_gta", "original_templerun", "diffusers", "diffusers_gta", "diffusers_templerun")
+"""The real layouts this file understands, by the names `make-tiny` takes."""
+
+_CLASSES = ("MatrixGameWanModel", "CausalMatrixGameWanModel")
+_MARK = re.compile(r"^(model\.)?blocks\.\d+\.action_model\.keyboard_embed\.0\.weight$")
+"""A tensor that no other Wan transformer has."""
+
+RULES: Rules = (*TRANSFORMER_RULES, *wan.IMAGE_RULES)
+"""Prefixes and diffusers' names -> the original's, which pass unchanged."""
+
+OUTSIDE_TENSORS: dict[str, Sizes] = {
+    **{name: shape for name, shape in wan.TRANSFORMER_TENSORS.items() if not name.startswith("text_embedding.")},
+    **wan.IMAGE_TENSORS,
+}
+_UNUSED = ("key_attn_q_norm.weight", "key_attn_k_norm.weight", "img_attn_q_norm.weight", "img_attn_k_norm.weight")
+"""Of action modules: gains that the original loads and never applies."""
+
+
+@dataclass(frozen=True)
+class CheckpointLayout(WanComponents):
+    """The pieces of one checkpoint; `transformer` is a folder of safetensors. kind: whose layout it is."""
+
+    download_name: ClassVar[str] = "matrix_game"
+
+    kind: Literal["original", "diffusers"]
+
+    def release(self) -> str:
+        variant = FOLDERS.get(self.transformer.name, "universal")
+        return self.download_name if variant == "universal" else f"{self.download_name}_{variant}"
+
+    def transformer_config(self) -> dict[str, Any]:
+        """Return the transformer's `config.json`, and over it the sizes its tensors have, if there are any."""
+        path = self.transformer / "config.json"
+        stated = read_json(path) if path.exists() else {}
+        if not any(self.transformer.glob("*.safetensors")):
+            return stated
+        return overlaid(stated, open_tensors(self.transformer).shapes, str(self.transformer))
+
+
+def find_layout(path: Path) -> CheckpointLayout:
+    """Find the pieces below (or, when `path` is the transformer's own folder, beside) `path`.
+
+    Raises ValueError of one line that names the pieces found and those looked for.
+    """
+    folders = [path / name for name in (*FOLDERS, "transformer") if _is_transformer(path / name)]
+    if len(folders) > 1:
+        names = ", ".join(folder.name for folder in folders)
+        raise ValueError(f"{path} holds several transformers ({names}); pass the folder of the one to serve")
+    folder = folders[0] if folders else path if _is_transformer(path) else None
+    if folder is None:
+        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) if path.is_dir() else "no folder"
+        raise ValueError(
+            f"{path} holds no Matrix-Game 2.0 transformer (found {found or 'nothing'}); expected one of "
+            f"{', '.join(f'{name}/' for name in (*FOLDERS, 'transformer'))} with its *.safetensors, or these themselves"
+        )
+    root = path
+    if folder == path and has_components(path.parent) and not has_components(path):
+        root = path.parent
+    places = find_components(root)
+    return CheckpointLayout(
+        root=root,
+        kind="diffusers" if folder.name == "transformer" else "original",
+        transformer=folder,
+        vae=places["vae"],
+        text_encoder=None,
+        tokenizer=None,
+        image_encoder=places["image_encoder"],
+        tiny_vae=find_tiny_vae(root),
+    )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` holds Matrix-Game 2.0 transformers in any layout. Cheap, never raises."""
+    try:
+        return any(_is_transformer(folder) for folder in (path, *(path / n for n in (*FOLDERS, "transformer"))))
+    except (ValueError, OSError):
+        return any((path / name).is_dir() for name in FOLDERS)  # ours but damaged: let `hf_config` say how
+
+
+def hf_config(path: Path) -> dict[str, Any]:
+    """Return the fields of vLLM's config object, JSON types only; needs no weight files. Raises ValueError."""
+    layout = find_layout(path)
+    transformer, clip, vae = layout.transformer_config(), layout.clip_config(), layout.vae_config()
+    transformer.setdefault("context_tokens", clip_tokens(clip))
+    config = MatrixGameConfig.from_checkpoint(transformer)
+    for what, ours, theirs in (
+        ("image encoder gives rows of", clip["hidden_size"], config.text_dim),
+        ("image encoder gives so many rows:", clip_tokens(clip), config.text_len),
+        ("VAE has latent channels:", vae.z_dim, config.out_channels),
+    ):
+        if ours != theirs:
+            raise ValueError(f"{layout.root}: the {what} {ours}, the transformer takes {theirs}")
+    return {
+        "architectures": ["MatrixGamePipeline"],
+        "dtype": str(transformer.get("dtype") or transformer.get("torch_dtype") or "bfloat16"),
+        "hidden_size": config.dim,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "vocab_size": 2,
+        "max_position_embeddings": 16,
+        "matrix_game": {"transformer": transformer, "vae": vae.to_dict(), "clip": clip, "kind": layout.kind},
+    }
+
+
+def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str) -> dict[str, Any]:
+    """Return a config with the sizes that tensors, under any of their names, have. Raises ValueError."""
+    named = {rename(name, RULES): shape for name, shape in shapes.items()}
+    layers = sorted({int(name.split(".")[1]) for name in named if name.startswith("blocks.")})
+    acting = sorted({int(name.split(".")[1]) for name in named if ".action_model." in name})
+    action = dict(stated.get("action_config", {}))
+    try:
+        dim, width = named["img_emb.proj.3.weight"]
+        module = f"blocks.{acting[0]}.action_model."
+        embed, keys = named[f"{module}keyboard_embed.0.weight"]
+        keyboard, rows = named[f"{module}keyboard_attn_kv.weight"]
+        spans = rows // embed
+        action |= {
+            "blocks": acting,
+            "keyboard_dim_in": keys,
+            "hidden_size": embed,
+            "keyboard_hidden_dim": keyboard // 2,
+            "windows_size": spans // VAE_TEMPORAL,
+            "enable_mouse": f"{module}mouse_mlp.0.weight" in named,
+        }
+        if action["enable_mouse"]:
+            mouse, inputs = named[f"{module}mouse_mlp.0.weight"]
+            action |= {"mouse_dim_in": (inputs - dim) // spans, "mouse_hidden_dim": mouse}
+        sizes = {
+            "dim": dim,
+            "ffn_dim": named["blocks.0.ffn.0.weight"][0],
+            "freq_dim": named["time_embedding.0.weight"][1],
+            "in_dim": named["patch_embedding.weight"][1],
+            "num_layers": 1 + layers[-1],
+            "image_dim": width,
+        }
+    except (KeyError, ValueError, IndexError) as error:
+        raise ValueError(f"{where} holds no Matrix-Game 2.0 transformer; download it again") from error
+    return {**stated, **sizes, "action_config": action}
+
+
+def transformer_shapes(config: MatrixGameConfig) -> dict[str, Shape]:
+    """Return name -> shape of every transformer tensor a checkpoint holds (universal 1114, templerun 964)."""
+    shapes = wan.network_shapes(config, OUTSIDE_TENSORS, wan.BLOCK_TENSORS)
+    for layer in config.action_blocks:
+        shapes |= {f"blocks.{layer}.action_model.{name}": shape for name, shape in _action_shapes(config).items()}
+    return shapes
+
+
+def _action_shapes(config: MatrixGameConfig) -> dict[str, Shape]:
+    dim, embed, keys, mouse = config.dim, config.keyboard_embed, config.keyboard_width, config.mouse_width
+    shapes: dict[str, Shape] = {
+        "keyboard_embed.0.weight": (embed, config.keyboard_dim),
+        "keyboard_embed.2.weight": (embed, embed),
+        **dict.fromkeys(("keyboard_embed.0.bias", "keyboard_embed.2.bias"), (embed,)),
+        "mouse_attn_q.weight": (keys, dim),
+        "keyboard_attn_kv.weight": (2 * keys, config.action_rows * embed),
+        "proj_keyboard.weight": (dim, keys),
+        **dict.fromkeys(_UNUSED[:2], (keys // config.action_heads,)),
+    }
+    if config.mouse_dim == 0:
+        return shapes
+    vectors = ("mouse_mlp.0.bias", "mouse_mlp.2.bias", "mouse_mlp.3.weight", "mouse_mlp.3.bias")
+    return shapes | {
+        "mouse_mlp.0.weight": (mouse, dim + config.action_rows * config.mouse_dim),
+        "mouse_mlp.2.weight": (mouse, mouse),
+        **dict.fromkeys(vectors, (mouse,)),
+        "t_qkv.weight": (3 * mouse, mouse),
+        "proj_mouse.weight": (dim, mouse),
+        **dict.fromkeys(_UNUSED[2:], (mouse // config.action_heads,)),
+    }
+
+
+def load_transformer(transformer: nn.Module, source: TensorSource, config: MatrixGameConfig) -> None:
+    """Load the transformer, or the stage and slice of it that `transformer` is, strictly. Raises ValueError."""
+    load_strict(transformer, source, transformer_shapes(config), RULES, what="transformer")
+    unused = [name for name in source.shapes if name.endswith(_UNUSED)]
+    trained = [name for name, gain in source.read(unused) if not torch.equal(gain, torch.ones_like(gain))]
+    if trained:
+        logger.warning(
+            "%s: %d gains of action attention are not 1 (%s, ...). The original never applies them, nor does this "
+            "model; other implementations do and would give other frames",
+            *(source.where, len(trained), trained[0]),
+        )
+
+
+def _is_transformer(folder: Path) -> bool:
+    """Whether a folder holds a streaming Matrix-Game transformer: by its tensors' names, else by its own or its class.
+
+    Without weights (`--load-format dummy`) a config alone will do.
+    """
+    if not (folder.is_dir() and folder.name != "base_model"):
+        return False
+    if any(folder.glob("*.safetensors")):
+        return any(_MARK.match(name) for name in open_tensors(folder).shapes)
+    if not (folder / "config.json").is_file():
+        return False
+    config = read_json(folder / "config.json")
+    return "action_config" in config and (
+        folder.name in FOLDERS or config.get("_class_name") in (*_CLASSES, "CausalWanModel")
+    )

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Matrix-Game 2.0 checkpoint's sizes (`MatrixGameConfig`), its controls, schedule and windows.
+
+The variant follows from the width of the keyboard's embedding. The architecture is checked key by key; sizes that
+tensors tell are taken from them (`checkpoint.py`), since released configs are stale.
+Held by test_matrix_game_checkpoint.py and test_matrix_game_actions.py in tests/model_executor/models/matrix_game/.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from vllm_omni.actions import ActionSpace, Axis, Button
+from vllm_omni.model_executor.models.wan.architecture import (
+    IGNORED,
+    RENAMED,
+    REQUIRED,
+    ChunkTransformerConfig,
+    read_architecture,
+)
+from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_TEMPORAL
+from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
+from vllm_omni.model_executor.streaming.options import StreamingOptions
+
+NATIVE_HEIGHT, NATIVE_WIDTH, FPS = 352, 640, 25.0
+"""The size and rate the released models were trained for."""
+_SHIFT = 5.0
+TURN: Final = 0.1
+"""What a key turns the camera by in a video frame; the only magnitude that the original's console sends."""
+
+_YAW = Axis(name="yaw", title="turn right", unit="(a key turns by 0.1)", low=-1.0, high=1.0, mouse="x", scale=0.005)
+_PITCH = Axis(name="pitch", title="look up", unit="(a key turns by 0.1)", low=-1.0, high=1.0, mouse="y", scale=-0.005)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the released models, by what its actions are. window_frames: latent frames a chunk sees, itself included.
+
+    keyboard: the button of each column of the keyboard's rows; None = the column of "nothing is held". turns: button ->
+    (pitch, yaw) that it adds to the axes. steps: of the denoise schedule.
+    """
+
+    name: str
+    space: ActionSpace
+    keyboard: tuple[str | None, ...]
+    turns: Mapping[str, tuple[float, float]]
+    window_frames: int
+    steps: tuple[int, ...]
+
+
+def _buttons(*rows: str) -> tuple[Button, ...]:
+    """rows: name, title and codes, between bars."""
+    return tuple(Button(name, title, tuple(codes)) for name, title, *codes in (row.split("|") for row in rows))
+
+
+_WORLD = _buttons(
+    *("w|forward|KeyW", "s|back|KeyS", "a|left|KeyA", "d|right|KeyD", "i|look up|KeyI|ArrowUp"),
+    *("k|look down|KeyK|ArrowDown", "j|look left|KeyJ|ArrowLeft", "l|look right|KeyL|ArrowRight"),
+)
+_CAR = _buttons("w|forward|KeyW", "s|back|KeyS", "a|steer left|KeyA|ArrowLeft", "d|steer right|KeyD|ArrowRight")
+_RUNNER = _buttons(
+    *("jump|jump|KeyW|ArrowUp", "slide|slide|KeyS|ArrowDown", "turn_left|turn left|KeyZ|ArrowLeft"),
+    *("turn_right|turn right|KeyC|ArrowRight", "left|left side|KeyA", "right|right side|KeyD"),
+)
+VARIANTS: Final = (
+    Variant(
+        "universal",
+        ActionSpace(buttons=_WORLD, axes=(_PITCH, _YAW), prompt="none"),
+        ("w", "s", "a", "d"),
+        {"i": (TURN, 0.0), "k": (-TURN, 0.0), "j": (0.0, -TURN), "l": (0.0, TURN)},
+        6,
+        (1000, 666, 333),
+    ),
+    Variant(
+        "gta_drive",
+        ActionSpace(buttons=_CAR, axes=(_YAW,), prompt="none"),
+        ("w", "s"),
+        {"a": (0.0, -TURN), "d": (0.0, TURN)},
+        4,
+        (1000, 666, 333),
+    ),
+    Variant(
+        "templerun",
+        ActionSpace(buttons=_RUNNER, exclusive=True, prompt="none"),
+        (None, *(button.name for button in _RUNNER)),
+        {},
+        6,
+        (1000, 750, 500, 250),
+    ),
+)
+_BY_KEYS: Final = {len(variant.keyboard): variant for variant in VARIANTS}
+
+
+@dataclass(frozen=True)
+class MatrixGameConfig(ChunkTransformerConfig):
+    """The transformer's architecture; the defaults are the released universal model. text_*: of the image's rows.
+
+    keyboard_dim, mouse_dim: values of a video frame's actions; mouse_dim 0 = no mouse. action_blocks: layers with an
+    action module. keyboard_embed: width of a video frame's embedded keys. keyboard_width, mouse_width: of the two
+    attentions, over `action_heads`. action_rope_dim: rotated lanes of a head. action_latents: latent frames whose video
+    frames a latent frame's actions are.
+    """
+
+    dim: int = 1536
+    ffn_dim: int = 8960
+    in_channels: int = 36
+    num_heads: int = 12
+    num_layers: int = 30
+    text_dim: int = 1280
+    text_len: int = 257
+    keyboard_dim: int = 4
+    mouse_dim: int = 2
+    action_blocks: tuple[int, ...] = tuple(range(15))
+    action_heads: int = 16
+    keyboard_embed: int = 128
+    keyboard_width: int = 1024
+    mouse_width: int = 1024
+    action_rope_dim: int = 8
+    action_rope_theta: float = 256.0
+    action_latents: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.out_channels != LATENT_CHANNELS or self.in_channels != 2 * LATENT_CHANNELS + 4:
+            raise ValueError(
+                f"channels must be 36 in (16 noisy, 4 mask, 16 condition) and 16 out, "
+                f"got {self.in_channels} and {self.out_channels}"
+            )
+        if self.keyboard_dim not in _BY_KEYS:
+            known = ", ".join(f"{keys} ({variant.name})" for keys, variant in _BY_KEYS.items())
+            raise ValueError(f"the keyboard has {self.keyboard_dim} keys; the released streaming models have {known}")
+        if (self.mouse_dim > 0) != (self.variant.name != "templerun") or self.mouse_dim not in (0, 2):
+            raise ValueError(f"{self.variant.name} with {self.mouse_dim} mouse values is no released model")
+        for width in (self.keyboard_width, self.mouse_width):
+            if width % self.action_heads or width // self.action_heads < self.action_rope_dim:
+                raise ValueError(
+                    f"{width} over {self.action_heads} heads must give heads of at least {self.action_rope_dim}"
+                )
+        if any(layer not in range(self.num_layers) for layer in self.action_blocks):
+            raise ValueError(f"action blocks {self.action_blocks} must be among {self.num_layers} layers")
+
+    @property
+    def variant(self) -> Variant:
+        return _BY_KEYS[self.keyboard_dim]
+
+    @property
+    def action_rows(self) -> int:
+        """Video frames whose actions a latent frame sees."""
+        return VAE_TEMPORAL * self.action_latents
+
+    @classmethod
+    def from_checkpoint(cls, values: Mapping[str, Any]) -> "MatrixGameConfig":
+        """Read a transformer `config.json` in either key style; an empty map means the released universal model.
+
+        A window that it leaves out is the variant's. Raises ValueError naming unknown keys, and every value that this
+        code does not implement.
+        """
+        skipped = [] if values.get("local_attn_size", -1) != -1 else ["local_attn_size", "sink_size"]
+        fields = read_architecture(values, _RENAMED, _REQUIRED, (*_IGNORED, *skipped), cls.num_heads, cls.dim)
+        return cls(**fields, **_action_fields(values.get("action_config", {}), fields["dim"]))
+
+
+_RENAMED = {key: name for key, name in RENAMED.items() if key not in ("text_dim", "text_len")} | {
+    "image_dim": "text_dim",
+    "context_tokens": "text_len",
+}
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "_class_name": (
+        "CausalWanModel",
+        "WanModel",
+        "MatrixGameWanModel",
+        "CausalMatrixGameWanModel",
+        "CausalMatrixGameWanTransformer3DModel",
+        "MatrixGameWanTransformer3DModel",
+    ),
+    "model_type": ("i2v",),
+    "timestep_shift": (_SHIFT,),
+    **{key: allowed for key, allowed in REQUIRED.items() if key not in ("image_dim", "added_kv_proj_dim")},
+}
+_IGNORED = (*IGNORED, "action_config", "text_dim", "text_len", "inject_sample_info", "latent_hw", "added_kv_proj_dim")
+
+_ACTION_RENAMED = {
+    "keyboard_dim_in": "keyboard_dim",
+    "mouse_dim_in": "mouse_dim",
+    "heads_num": "action_heads",
+    "hidden_size": "keyboard_embed",
+    "keyboard_hidden_dim": "keyboard_width",
+    "mouse_hidden_dim": "mouse_width",
+    "rope_theta": "action_rope_theta",
+    "windows_size": "action_latents",
+}
+_ACTION_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "enable_keyboard": (True,),
+    "qk_norm": (True,),
+    "qkv_bias": (False,),
+    "vae_time_compression_ratio": (VAE_TEMPORAL,),
+}
+_ACTION_OTHERS = ("blocks", "enable_mouse", "img_hidden_size", "patch_size", "rope_dim_list", "mouse_qk_dim_list")
+
+
+def _action_fields(values: Mapping[str, Any], dim: int) -> dict[str, Any]:
+    """Read `action_config`. Raises ValueError as `from_checkpoint` does."""
+    unknown = sorted(set(values) - set(_ACTION_RENAMED) - set(_ACTION_REQUIRED) - set(_ACTION_OTHERS))
+    if unknown:
+        raise ValueError(f"action_config has unknown keys {unknown}")
+    for key, allowed in {**_ACTION_REQUIRED, "img_hidden_size": (dim,)}.items():
+        if key in values and values[key] not in allowed:
+            raise ValueError(f"action_config has {key} = {values[key]!r}; this model implements {allowed}")
+    fields = {name: values[key] for key, name in _ACTION_RENAMED.items() if values.get(key) is not None}
+    if "blocks" in values:
+        fields["action_blocks"] = tuple(values["blocks"])
+    if values.get("enable_mouse") is False:
+        fields["mouse_dim"] = 0
+        fields["mouse_width"] = fields.get("keyboard_width", MatrixGameConfig.keyboard_width)
+    rotated = values.get("mouse_qk_dim_list") or values.get("rope_dim_list")
+    if rotated:
+        fields["action_rope_dim"] = rotated[0]  # both attentions; the rest of a head's lanes stand at position 0
+    return fields
+
+
+def schedule_of(variant: Variant) -> FewStepSchedule:
+    """In fp32, as the model was trained: in fp64 timesteps differ by 1e-4."""
+    return few_step_schedule("exact", _SHIFT, [1000 - step for step in variant.steps], np.float32)
+
+
+def resolve_plan(config: MatrixGameConfig, options: StreamingOptions) -> ChunkPlan:
+    """How a session is cut into chunks, and the window of each. Raises ValueError."""
+    return resolve_chunks(options, config, chunk_frames=3, window_frames=config.variant.window_frames, sink_frames=0)

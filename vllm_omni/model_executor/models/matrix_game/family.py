@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `matrix_game` family's entry for the command line, the config parser and the doors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.capabilities import Capabilities
+from vllm_omni.model_executor.models.matrix_game.checkpoint import LAYOUTS, hf_config, is_checkpoint
+from vllm_omni.model_executor.models.matrix_game.config import FPS, MatrixGameConfig, resolve_plan
+from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
+from vllm_omni.model_executor.models.wan.splits import check_decoder_split, check_split
+from vllm_omni.model_executor.streaming.family import Stream, streaming_family
+from vllm_omni.model_executor.streaming.options import StreamingOptions
+
+MatrixGameStream = Stream[MatrixGameConfig, StreamingOptions]
+
+
+def _read(checkpoint: Mapping[str, Any], omni: OmniConfig) -> MatrixGameStream:
+    config, options = MatrixGameConfig.from_checkpoint(checkpoint["transformer"]), StreamingOptions.read(omni.model)
+    return Stream(config, options, resolve_plan(config, options))
+
+
+def _check_parallel(stream: MatrixGameStream, omni: OmniConfig, ranks: int, stages: int) -> None:
+    omni.refuse_chunks_in_flight("Matrix-Game")
+    check_decoder_split(stream.options.decoder, omni)
+    check_split(stream.config, omni, ranks, stages, sequence_parallel=stream.options.sequence_parallel)
+    heads = stream.config.action_heads
+    if heads % ranks:
+        raise ValueError(
+            f"--tensor-parallel-size {ranks}: the {heads} heads of the action modules do not divide over {ranks} ranks"
+        )
+
+
+FAMILY = streaming_family(
+    name="matrix_game",
+    title="Matrix-Game 2.0: a world played with keys and mouse, from an image",
+    architecture="MatrixGamePipeline",
+    detect=is_checkpoint,
+    hf_config=hf_config,
+    layouts=LAYOUTS,
+    read=_read,
+    check_options=lambda omni: omni.refuse_degradations("Matrix-Game"),
+    check_parallel=_check_parallel,
+    action_space=lambda stream: stream.config.variant.space,
+    facts={"camera": False, "fps": FPS, "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
+    capabilities=lambda config, omni: Capabilities(fps=FPS),
+)

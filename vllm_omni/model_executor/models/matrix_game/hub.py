@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The released Matrix-Game 2.0 streaming models on the hub, each with the VAE and the CLIP of the original repository.
+
+Sizes are those of public file lists. The model card says MIT; whether the licence of the model it was made from adds
+terms is open, read both cards.
+"""
+
+from pathlib import Path
+
+from vllm_omni.model_executor.hub import HubPiece, HubSource
+
+_REPO = "Skywork/Matrix-Game-2.0"
+_COMPONENTS = HubPiece(_REPO, ("Wan2.1_VAE.pth", "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"), "", 5.3)
+
+
+def _pieces(folder: str, gigabytes: float) -> tuple[HubPiece, ...]:
+    return (HubPiece(_REPO, (f"{folder}/*",), "", gigabytes), _COMPONENTS)
+
+
+PIECES = _pieces("base_distilled_model", 6.5)
+"""The universal model."""
+
+
+RELEASES = {
+    "matrix_game_gta_drive": HubSource(_pieces("gta_distilled_model", 6.5)),
+    "matrix_game_templerun": HubSource(_pieces("templerun_distilled_model", 6.0)),
+}
+
+
+def check_complete(path: Path) -> None:
+    """Raise ValueError unless every piece is there and the transformer's tensors have the right names and shapes.
+
+    Only file names and headers are read. The other components' tensors are checked when they are loaded.
+    """
+    from vllm_omni.model_executor.models.matrix_game.checkpoint import RULES, find_layout, transformer_shapes
+    from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
+    from vllm_omni.model_executor.tensor_files import open_tensors
+    from vllm_omni.model_executor.weights import check_shapes, rename
+
+    layout = find_layout(path)
+    layout.require("transformer", "vae", "image_encoder")
+    config = MatrixGameConfig.from_checkpoint(layout.transformer_config())
+    found = {rename(name, RULES): shape for name, shape in open_tensors(layout.transformer).shapes.items()}
+    check_shapes(found, transformer_shapes(config), str(layout.transformer))

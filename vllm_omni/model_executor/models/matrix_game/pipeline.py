@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix-Game 2.0 served chunk by chunk: encode, three or four denoise steps, one clean-context pass, decode, commit.
+
+    keyboard K/V of the chunk's actions                      the first denoise_step
+    x = noise(seed, chunk, 0)
+    for i, t in enumerate(timesteps):
+        v  = transformer(x, y, actions, t)                   denoise_step
+        x0 = x - sigma_i v                                   step_scheduler
+        x  = (1 - s) x0 + s noise(seed, chunk, i + 1)
+    transformer(x0, y, actions, 0): only its K/V matter      the last denoise_step
+    frames = vae.decode(x0)                                  post_decode
+    the session moves on                                     commit
+
+`MatrixGame` is the algorithm and needs no engine; `MatrixGamePipeline` is the same thing as vLLM loads it.
+Held by tests/model_executor/models/matrix_game/test_matrix_game_pipeline.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.dtypes import default_dtype
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
+from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
+from vllm_omni.model_executor.models.matrix_game.checkpoint import CheckpointLayout, find_layout, load_transformer
+from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig, resolve_plan, schedule_of
+from vllm_omni.model_executor.models.matrix_game.state import (
+    ActionWindows,
+    Chunk,
+    ChunkInputs,
+    MatrixGameSession,
+    World,
+    WorldLayout,
+    action_windows,
+    read_chunk,
+)
+from vllm_omni.model_executor.models.matrix_game.transformer import ChunkRow, MatrixGameTransformer
+from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
+from vllm_omni.model_executor.models.wan.chunk_model import WanChunkModel
+from vllm_omni.model_executor.models.wan.chunk_setup import WanChunkSetup
+from vllm_omni.model_executor.models.wan.image_condition import ConditionState, GreyCondition
+from vllm_omni.model_executor.models.wan.pictures import cut_image
+from vllm_omni.model_executor.models.wan.split_decode import whole_frames
+from vllm_omni.model_executor.models.wan.vae import to_uint8
+from vllm_omni.model_executor.noise import ChunkNoise
+from vllm_omni.model_executor.streaming.options import StreamingOptions
+from vllm_omni.model_executor.streaming.request import read_size
+from vllm_omni.model_executor.streaming.session import SessionShape, StateLayouts
+from vllm_omni.model_executor.tensor_files import open_tensors
+from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
+
+Request = DiffusionRequest[MatrixGameSession, Chunk]
+
+
+class MatrixGameSetup(WanChunkSetup[MatrixGameConfig, StreamingOptions, CheckpointLayout]):
+    """Everything a `MatrixGame` is built from: of `hf_config(...)["matrix_game"]`."""
+
+    @classmethod
+    def _read(cls, checkpoint: Mapping[str, Any], omni: OmniConfig) -> tuple[MatrixGameConfig, StreamingOptions]:
+        return MatrixGameConfig.from_checkpoint(checkpoint["transformer"]), StreamingOptions.read(omni.model)
+
+
+class MatrixGame(WanChunkModel[SessionShape, MatrixGameSession, Chunk, MatrixGameSetup, CheckpointLayout]):
+    """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
+
+    config: MatrixGameConfig
+
+    def build(self, setup: MatrixGameSetup) -> None:
+        self._begin(setup, resolve_plan(setup.config, setup.options))
+        self.action_space = setup.config.variant.space
+        self.schedule = schedule_of(setup.config.variant)
+        with default_dtype(setup.dtype):
+            self.transformer = MatrixGameTransformer(
+                setup.config,
+                setup.parallel,
+                compiled=setup.compiled,
+                cuda_graphs=setup.options.cuda_graphs and torch.cuda.is_available(),
+                quantization=setup.quantization,
+            )
+        self._add_components(setup, encodes=setup.parallel.first_stage)
+        self.decoder: ChunkDecoder | None = None
+        if setup.parallel.decodes:
+            self.decoder = ChunkDecoder(self.tiny_vae or self.vae)
+        self.condition: GreyCondition | None = None
+        if setup.parallel.first_stage:
+            self.condition = GreyCondition(self.vae, chunk_frames=self.plan.chunk_frames)
+
+    def load_transformer(self, layout: CheckpointLayout) -> None:
+        load_transformer(self.transformer, open_tensors(layout.transformer), self.config)
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    def read_shape(self, params: DiffusionParams) -> SessionShape:
+        height, width = read_size(params, self.config, self.omni)
+        self.vae.check_height(height)
+        return SessionShape(height, width, params.output)
+
+    def window_nbytes(self, shape: SessionShape) -> int:
+        return sum(kv_window_nbytes(**sizes) for sizes in self._window_sizes(shape).values())
+
+    def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> MatrixGameSession:
+        decoder = None if self.decoder is None or shape.output == "latents" else self.decoder
+        layouts = StateLayouts(
+            None if decoder is None else decoder.state_layout(shape.height, shape.width), self._own_layout(shape)
+        )
+        return MatrixGameSession(session_id, shape, self.plan, self.make_windows(shape), layouts, reserved_bytes)
+
+    def make_windows(self, shape: SessionShape) -> ActionWindows:
+        common = {"sink_frames": self.plan.sink_frames, "device": self.transformer.device}
+        sizes = self._window_sizes(shape)
+        return ActionWindows(**{name: KVWindow(**common, **own) for name, own in sizes.items()})
+
+    def _window_sizes(self, shape: SessionShape) -> dict[str, dict[str, Any]]:
+        config, parallel, heads = self.config, self.parallel, self.config.action_heads
+        trunk = {**self.window_sizes(shape.height, shape.width), "window_frames": self.plan.window_frames}
+        action = {**trunk, "num_layers": len(self.transformer.action_blocks())}
+        mouse = {**action, "num_heads": heads // parallel.size, "head_dim": config.mouse_width // heads}
+        keyboard = {**action, "num_heads": heads // parallel.tensor_size, "head_dim": config.keyboard_width // heads}
+        named = {"trunk": trunk, "mouse": mouse, "keyboard": {**keyboard, "tokens_per_frame": 1}}
+        kept = ["trunk", *(["mouse"] if config.mouse_dim else []), "keyboard"] if action["num_layers"] else ["trunk"]
+        return {name: named[name] for name in kept}
+
+    def _own_layout(self, shape: SessionShape) -> WorldLayout:
+        config = self.config
+        values = config.keyboard_dim + config.mouse_dim
+        image = None
+        if self.image_encoder is not None:
+            image = ((config.text_len, config.text_dim), self.transformer.dtype)
+        condition = None if self.condition is None else self.condition.state_layout(shape.height, shape.width)
+        return WorldLayout((config.action_rows - 3, values), image, condition)
+
+    def own_bytes(self, shape: SessionShape) -> int:
+        layout = self._own_layout(shape)
+        total = 4 * layout.actions[0] * layout.actions[1]
+        if layout.image is not None:
+            (rows, width), dtype = layout.image
+            total += rows * width * dtype.itemsize
+        if self.condition is not None:
+            total += self.condition.state_nbytes(shape.height, shape.width)
+        return total
+
+    # -- one chunk -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prepare_encode(self, request: Request) -> None:
+        session = request.session
+        inputs = read_chunk(request, session, self.config.variant)
+        frames, shape, before = session.next_frames(), session.shape, session.own
+        size = (self.config.out_channels, len(frames), *self.config.latent_size(shape.height, shape.width))
+        windows, newest = action_windows(
+            inputs.rows, None if before is None else before.actions, len(frames), self.config.action_rows
+        )
+        given: dict[str, Any] = {"prompt": "", "seed": inputs.seed, "windows": windows}
+        if self.image_encoder is None:
+            own = World(newest, None, None)
+            request.state = Chunk.to_decode(frames, self.schedule, size, session.window, own=own, y=None, **given)
+            request.num_steps = 1  # the ranks with layers know
+            return
+        with request.timer.stage("condition"):
+            image, y, condition = self._image(inputs, session, len(frames))
+        noise = ChunkNoise(size, inputs.seed, session.chunk_index, self.transformer.device)
+        request.state = Chunk(
+            frames=frames,
+            schedule=self.schedule,
+            latents=noise.draw(0),
+            noise=noise,
+            y=y,
+            rope=self.transformer.rope(frames, size),
+            text=image if session.cross_kv is None else None,
+            window=session.window,
+            own=World(newest, image, condition),
+            cross_kv=session.cross_kv,
+            **given,
+        )
+        request.num_steps = self.schedule.num_steps + 1
+        request.clean_passes = 1
+
+    @torch.no_grad()
+    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        for request in batch:
+            if request.work.actions is None:
+                self._begin_chunk(request.work)
+        rows = [self._row(request) for request in batch]
+        kv_only = all(request.work.denoise_index(request.step) is None for request in batch)
+        prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
+        return prediction
+
+    @torch.no_grad()
+    def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        session, chunk = request.session, request.work
+        meta = self.result_meta(request)
+        if session.shape.output == "latents":
+            return meta, {"latents": chunk.latents}
+        assert self.decoder is not None, "this rank does not decode"
+        chunk.decoded_from = session.decoder_cache
+        pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
+        return meta, whole_frames(to_uint8(pixels), self.vae.bands) | chunk.latents_beside(session.shape)
+
+    def commit(self, request: Request) -> None:
+        request.work.window.commit(request.work.frames.stop)
+        request.session.commit(request.work)
+
+    def warmup_inputs(self) -> list[Inputs]:
+        """Chunks of the largest size until the window is full, each kind of forward once; a later one decodes more."""
+        image = torch.zeros(self.omni.height, self.omni.width, 3, dtype=torch.uint8)
+        params = DiffusionParams(session_id="warm-up")
+        return [(params, {"image": image}), (params, {})]
+
+    # -- parts of the above --------------------------------------------------------------------------------------------
+
+    def _image(
+        self, inputs: ChunkInputs, session: MatrixGameSession, num_frames: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, ConditionState | None]:
+        """Return CLIP's rows of the session's image, and y with the condition's next state on the first stage."""
+        pixels, before, device = None, session.own, self.transformer.device
+        if inputs.image is not None:
+            pixels = cut_image(inputs.image, session.shape.height, session.shape.width)
+            assert self.image_encoder is not None
+            rows = self.image_encoder.encode(pixels[:, :, 0], device).to(self.transformer.dtype)
+        else:
+            assert before is not None and before.image is not None
+            rows = before.image
+        if self.condition is None:
+            return rows, None, None
+        clip = None if pixels is None else pixels.to(device)
+        return rows, *self.condition.next(clip, num_frames, None if before is None else before.condition)
+
+    def _begin_chunk(self, chunk: Chunk) -> None:
+        """What a chunk's forwards share: actions on the device, keyboard K/V, those of the image (collective there)."""
+        keys, places = self.config.keyboard_dim, chunk.window.tokens_per_frame
+        mouse = chunk.windows[..., keys:] if self.config.mouse_dim else None
+        chunk.actions = self.transformer.actions(mouse, chunk.frames, places)
+        self.transformer.write_keyboard(chunk.window, chunk.frames, chunk.windows[..., :keys])
+        if chunk.cross_kv is None:
+            assert chunk.text is not None
+            chunk.cross_kv = self.transformer.cross_attention_kv(chunk.text)
+
+    def _row(self, request: Request) -> ChunkRow:
+        chunk = request.work
+        assert chunk.cross_kv is not None
+        step = chunk.denoise_index(request.step)
+        return ChunkRow(
+            latents=chunk.latents,
+            condition=chunk.y,
+            timestep=0.0 if step is None else self.schedule.timesteps[step],
+            frames=chunk.frames,
+            rope=chunk.rope,
+            cross_kv=chunk.cross_kv,
+            window=chunk.window,
+            **chunk.actions,
+        )
+
+
+class MatrixGamePipeline(CheckpointPipeline[CheckpointLayout], MatrixGame):
+    """`MatrixGame` as vLLM's model loader builds and fills it."""
+
+    def find_layout(self, path: Path) -> CheckpointLayout:
+        return find_layout(path)
+
+    def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
+        self.build(MatrixGameSetup.served(served.hf_config.matrix_game, served))
+
+
+if TYPE_CHECKING:
+
+    def _keeps_the_contract(model: MatrixGame) -> SupportsStepExecution[MatrixGameSession, Chunk]:
+        return model

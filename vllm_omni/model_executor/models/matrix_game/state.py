@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MatrixGameSession`: Matrix-Game's part of a `StreamingSession`, its three K/V windows, and a chunk's actions.
+
+Its own value is where the condition stream stands, the image's rows for cross-attention, and the newest actions, which
+later latent frames look back to. Held by tests/model_executor/models/matrix_game/test_matrix_game_pipeline.py and
+test_matrix_game_actions.py.
+"""
+
+# F latent frames of a chunk, P video frames of a chunk, K values of a video frame's keyboard and mouse, R video frames
+# a latent frame's actions span
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+import torch
+
+from vllm_omni.actions import ACTION_TENSORS, ActionRows
+from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.window_set import WindowSet
+from vllm_omni.model_executor.models.matrix_game.config import Variant
+from vllm_omni.model_executor.models.wan.image_condition import ConditionLayout, ConditionState
+from vllm_omni.model_executor.models.wan.latents import VAE_TEMPORAL
+from vllm_omni.model_executor.streaming.request import (
+    DEFAULT_SEED,
+    check_prompt,
+    check_unchanged,
+    read_action_rows,
+    read_image,
+)
+from vllm_omni.model_executor.streaming.session import SessionScalars, SessionShape, StreamingChunk, StreamingSession
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.sessions.snapshot import SavedTensors
+
+# -- keys and values ---------------------------------------------------------------------------------------------------
+
+
+class ActionWindows(WindowSet):
+    """A session's K/V on one rank: the `trunk`'s, which it stands for as `KVView`, and, where the stage has action
+    modules, those of their two attentions: `mouse` of every place of a frame, `keyboard` one key and value a frame.
+    """
+
+    def __init__(self, **windows: KVWindow) -> None:
+        super().__init__({f"{name}.": window for name, window in windows.items()})
+        self.tokens_per_frame = windows["trunk"].tokens_per_frame
+
+    def __getitem__(self, name: str) -> KVWindow:
+        return self.by_name[f"{name}."]
+
+    def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
+        self["trunk"].write(layer, frames, k_TNH, v_TNH)
+
+    def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]:
+        return self["trunk"].visible(layer, frames)
+
+    def graph_key(self, frames: range) -> Hashable | None:
+        keys = tuple(window.graph_key(frames) for window in self.windows)
+        return None if None in keys else keys
+
+    def commit(self, end_frame: int) -> None:
+        for window in self.windows:
+            window.commit(end_frame)
+
+
+# -- the session -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """What a session keeps of its image and its actions. Immutable.
+
+    actions: the newest video frames' rows that a next chunk looks back to, fp32 [R - 3, K], on the host. image: CLIP's
+    rows; None on ranks without layers. condition: None on ranks that embed no patches.
+    """
+
+    actions: torch.Tensor
+    image: torch.Tensor | None
+    condition: ConditionState | None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        condition = {} if self.condition is None else self.condition.tensors()
+        image = {} if self.image is None else {"image": self.image}
+        return {**{f"condition.{name}": t for name, t in condition.items()}, **image, "actions": self.actions}
+
+    def to(self, device: torch.device | str) -> "World":
+        """The actions stay on the host."""
+        image = None if self.image is None else self.image.to(device)
+        return replace(self, image=image, condition=None if self.condition is None else self.condition.to(device))
+
+
+@dataclass(frozen=True)
+class WorldLayout:
+    """Sizes of a `World`. image: shape and type of CLIP's rows. As there, None = this rank has none."""
+
+    actions: tuple[int, int]
+    image: tuple[tuple[int, int], torch.dtype] | None
+    condition: ConditionLayout | None
+
+
+class MatrixGameScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The result of `MatrixGameSession.scalars`, as read from a file."""
+
+    condition_settled: bool | None
+    condition_encoded: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class MatrixGameSession(StreamingSession[SessionShape, ActionWindows, World, WorldLayout, MatrixGameScalars]):
+    """A Matrix-Game session; `layouts.own` is always there."""
+
+    scalars_type: ClassVar[type[MatrixGameScalars]] = MatrixGameScalars
+
+    def own_scalars(self) -> dict[str, Any]:
+        condition = None if self.own is None else self.own.condition
+        return {
+            "condition_settled": None if condition is None else condition.settled,
+            "condition_encoded": 1 if condition is None else condition.num_encoded,
+        }
+
+    def restore_own(self, kept: MatrixGameScalars, saved: SavedTensors, device: torch.device) -> World:
+        layout, settled = self.layouts.own, kept.condition_settled
+        assert layout is not None
+        if (layout.condition is None) != (settled is None) or kept.condition_encoded > kept.committed_frames:
+            raise RequestFailed("invalid_snapshot", "the snapshot's frames and condition do not fit together")
+        actions = saved.take("actions", "cpu", torch.float32, layout.actions)
+        image = condition = None
+        if layout.image is not None:
+            shape, dtype = layout.image
+            image = saved.take("image", device, dtype, shape)
+        if layout.condition is not None and settled is not None:
+            part = saved.under("condition.")
+            condition = layout.condition.restore(part, device, settled=settled, num_encoded=kept.condition_encoded)
+        return World(actions, image, condition)
+
+
+@dataclass(eq=False, kw_only=True)
+class Chunk(StreamingChunk[ActionWindows, World]):
+    """One chunk in flight; `own` is what the session keeps of it, `text` CLIP's rows where `cross_kv` is not known yet.
+
+    y: [20, F, h, w], None on stages that embed no patches. windows: its action rows, [F, R, K] fp32 on the host.
+    actions: those on the device, made before the first forward.
+    """
+
+    y: torch.Tensor | None
+    windows: torch.Tensor
+    actions: Any = None
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChunkInputs:
+    """A checked request. image: uint8 [H, W, 3] of any size, at a session's start. rows: fp32 [P, K], on the host."""
+
+    seed: int
+    image: torch.Tensor | None
+    rows: torch.Tensor
+
+
+def read_chunk(request: DiffusionRequest[Any, Any], session: MatrixGameSession, variant: Variant) -> ChunkInputs:
+    """Check one chunk's request against its session; changes nothing. Raises `RequestFailed`."""
+    params, space = request.params, variant.space
+    session.window.check_fits(session.next_frames())
+    check_unchanged(params, session.shape, {})
+    first_chunk = session.chunk_index == 0
+    check_prompt(params, space, first_chunk=first_chunk)
+    if params.options:
+        raise RequestFailed("invalid_request", f"this model takes no options, got {sorted(params.options)[:3]}")
+    image = request.tensors.get("image")
+    if image is not None and not first_chunk:
+        raise RequestFailed("invalid_image", "a session keeps its first image; reset it to begin with another")
+    unknown = sorted(set(request.tensors) - {"image", *ACTION_TENSORS})
+    if unknown:
+        taken = ", ".join(("image", *ACTION_TENSORS))
+        raise RequestFailed("invalid_request", f"unknown tensors {unknown[:3]}; this model takes {taken}")
+    seed = session.seed if params.seed is None else params.seed
+    return ChunkInputs(
+        seed=DEFAULT_SEED if seed is None else seed,
+        image=read_image(image, first_chunk=first_chunk),
+        rows=action_values(
+            read_action_rows(params, request.tensors, space, session.plan, session.chunk_index), variant
+        ),
+    )
+
+
+def action_values(rows: ActionRows, variant: Variant) -> torch.Tensor:
+    """Controls -> the keyboard's values, then the mouse's [pitch, yaw] where the model takes a mouse; fp32."""
+    space = variant.space
+    held = dict(zip(space.button_names, rows.buttons_NB.float().unbind(1), strict=True))
+    idle = 1 - rows.buttons_NB.any(1).float()
+    columns = [idle if name is None else held[name] for name in variant.keyboard]
+    if space.axes:
+        axes = dict(zip(space.axis_names, rows.axes_NA.unbind(1), strict=True))
+        for index, name in enumerate(("pitch", "yaw")):
+            turned = sum((held[button] * turn[index] for button, turn in variant.turns.items()), torch.zeros_like(idle))
+            columns.append(turned + axes[name] if name in axes else turned)
+    return torch.stack(columns, dim=1)
+
+
+def action_windows(
+    rows_PK: torch.Tensor, before: torch.Tensor | None, num_frames: int, span: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (the rows that each latent frame of a chunk sees [F, R, K], those that the next chunk looks back to).
+
+    Latent frame k sees video frames 4 k - R .. 4 k - 1: not its own last one. Before the first video frame its row is
+    repeated. before: of the chunk before; None at a session's start. span: R.
+    """
+    past = rows_PK[:1].expand(span, -1) if before is None else before
+    known = torch.cat((past, rows_PK))
+    windows_FRK = known.unfold(0, span, VAE_TEMPORAL)[:num_frames].transpose(1, 2).contiguous()
+    return windows_FRK, known[-(span - VAE_TEMPORAL + 1) :].clone()

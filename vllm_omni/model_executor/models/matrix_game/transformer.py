@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix-Game 2.0's causal diffusion transformer: Wan's, with an action module in some blocks and an image as context.
+
+An action module reads the residual stream between cross-attention and the FFN: a mouse branch (each token with its
+frame's mouse rows, then attention over time at its own place) and a keyboard branch (attention of every token over
+time on keys and values made of key states alone). Each has a K/V window of the trunk's length. Keyboard K/V depend on
+the chunk's actions only and are written once a chunk (`write_keyboard`). Maths: SkyworkAI/Matrix-Game @ 6146d7a,
+Matrix-Game-2, wan/modules/action_module.py and causal_model.py.
+Held by test_matrix_game_parity.py and test_matrix_game_parallel.py in tests/model_executor/models/matrix_game/.
+"""
+
+# B rows (one chunk of one session each), T tokens of a chunk on this rank, F frames, S places (tokens) of a frame,
+# W visible frames, D width, N action heads (of this rank where sharded), H head dim, C = rotated lane pairs, R video
+# frames a latent frame's actions span
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_omni.model_executor.host_copies import to_device
+from vllm_omni.model_executor.layers.attention import attention
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
+from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear, StackedLinear
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.rope import apply_rope
+from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
+from vllm_omni.model_executor.models.matrix_game.state import ActionWindows
+from vllm_omni.model_executor.models.wan.chains import Chains
+from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkTransformer
+from vllm_omni.model_executor.models.wan.layers import ImageProjection, stack
+from vllm_omni.model_executor.models.wan.transformer import Block
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+def head_rms_rope(x: torch.Tensor, cos_TC: torch.Tensor, sin_TC: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS-normalise each head of [..., T, N, H], without a weight; rotate its first 2C lanes. In the type of `x`."""
+    heads = x.float()
+    heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps)
+    lanes = 2 * cos_TC.shape[-1]
+    return torch.cat((apply_rope(heads[..., :lanes], cos_TC, sin_TC), heads[..., lanes:]), dim=-1).to(x.dtype)
+
+
+def attention_over_time(q_FSNH: torch.Tensor, k_WSNH: torch.Tensor, v_WSNH: torch.Tensor) -> torch.Tensor:
+    """Attention of each place over its own visible frames. A handful of keys each: no kernel for long sequences."""
+    q, k, v = q_FSNH.float().unsqueeze(1), k_WSNH.float(), v_WSNH.float()
+    weights_FWSN = ((q * k).sum(-1) / math.sqrt(q.shape[-1])).softmax(dim=1)
+    return (weights_FWSN.unsqueeze(-1) * v).sum(1).to(q_FSNH.dtype)
+
+
+@dataclass(frozen=True)
+class MatrixGameChains(Chains):
+    """Wan's chains and those of the action modules."""
+
+    head_rms_rope: Callable[..., torch.Tensor] = head_rms_rope
+    attention_over_time: Callable[..., torch.Tensor] = attention_over_time
+
+
+@dataclass(frozen=True)
+class ChunkRow:
+    """Inputs of one row of a forward; tensors on the model's device, made once per chunk except `latents`.
+
+    latents: fp32 [16, F, h, w], noisy (or clean, at timestep 0). condition: [20, F, h, w], needed on the first stage.
+    timestep: in [0, 1000]. frames: absolute latent frames of the chunk. rope: (cos_TC, sin_TC) fp32. mouse: each
+    token's mouse rows [T, R * values], in the model's type, None = no mouse. action_cos, action_sin: of action heads,
+    of all F S tokens, fp32 [F S, C]. cross_kv: [layers, 2, tokens, N, H] of `cross_attention_kv`. window: written at
+    `frames`; its keyboard part holds them already. Layers are those of this stage.
+    """
+
+    latents: torch.Tensor
+    condition: torch.Tensor | None
+    timestep: float
+    frames: range
+    rope: Rotation
+    mouse: torch.Tensor | None
+    action_cos: torch.Tensor
+    action_sin: torch.Tensor
+    cross_kv: torch.Tensor
+    window: ActionWindows
+
+
+class ActionModule(nn.Module):
+    """The two branches. Parameters are under the original's names; its norms' weights are not used (`weights`)."""
+
+    def __init__(
+        self,
+        config: MatrixGameConfig,
+        parallel: ParallelContext,
+        chains: MatrixGameChains,
+        quant_config: LinearPrecision,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.config, self.parallel, self.chains = config, parallel, chains
+        dim, width, embed = config.dim, config.keyboard_width, config.keyboard_embed
+        common = (parallel, quant_config)
+        self.keyboard_embed = nn.Sequential(nn.Linear(config.keyboard_dim, embed), nn.SiLU(), nn.Linear(embed, embed))
+        self.mouse_attn_q = ColumnLinear(dim, width, *common, f"{prefix}.mouse_attn_q", bias=False)
+        self.keyboard_attn_kv = StackedLinear(
+            config.action_rows * embed, (width, width), *common, f"{prefix}.keyboard_attn_kv", bias=False
+        )
+        self.proj_keyboard = RowLinear(width, dim, *common, f"{prefix}.proj_keyboard", bias=False)
+        if config.mouse_dim:
+            width, rows = config.mouse_width, config.action_rows * config.mouse_dim
+            self.mouse_mlp = nn.Sequential(
+                ColumnLinear(dim + rows, width, *common, f"{prefix}.mouse_mlp.0"),
+                nn.GELU(approximate="tanh"),
+                RowLinear(width, width, *common, f"{prefix}.mouse_mlp.2"),
+                nn.LayerNorm(width, eps=1e-5),
+            )
+            self.t_qkv = StackedLinear(width, (width,) * 3, *common, f"{prefix}.t_qkv", bias=False)
+            self.proj_mouse = RowLinear(width, dim, *common, f"{prefix}.proj_mouse", bias=False)
+
+    def forward(self, x_BTD: torch.Tensor, rows: Sequence[ChunkRow], index: int) -> torch.Tensor:
+        """The residual stream with both updates. index: of this module among the stage's."""
+        first = self.keyboard_embed[0]
+        assert isinstance(first, nn.Linear)
+        dtype = first.weight.dtype  # of the model: it is never quantized
+        if self.config.mouse_dim:
+            x_BTD = (x_BTD + self.mouse(x_BTD.to(dtype), rows, index)).to(x_BTD.dtype)
+        return (x_BTD + self.keyboard(x_BTD.to(dtype), rows, index)).to(x_BTD.dtype)
+
+    def keyboard_kv(self, keyboard_FRK: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key states of each latent frame's video frames -> its K and V [F, N, H]. rotation: (cos, sin) [F, C]."""
+        embedded = self.keyboard_embed(keyboard_FRK).flatten(1)
+        k, v = self._heads(self.keyboard_attn_kv(embedded), 2, self.config.keyboard_width)
+        return self.chains.head_rms_rope(k, *rotation, self.config.eps), v
+
+    def mouse(self, x_BTD: torch.Tensor, rows: Sequence[ChunkRow], index: int) -> torch.Tensor:
+        """The mouse branch's update; writes the rows' K/V."""
+        mouse = stack([row.mouse for row in rows if row.mouse is not None])
+        qkv = self.t_qkv(self.mouse_mlp(torch.cat((x_BTD, mouse), dim=-1)))
+        q, k, v = self._heads(qkv, 3, self.config.mouse_width)
+        if self.parallel.sequence_parallel:
+            tokens = len(rows[0].action_cos)
+            q, k, v = self.parallel.tokens_to_heads(torch.stack((q, k, v), dim=2), tokens).unbind(2)
+        attended = []
+        for row, q_TNH, k_TNH, v_TNH in zip(rows, q, k, v, strict=True):
+            window, places = row.window["mouse"], row.window.tokens_per_frame
+            turn = (row.action_cos, row.action_sin, self.config.eps)
+            window.write(index, row.frames, self.chains.head_rms_rope(k_TNH, *turn), v_TNH)
+            q_TNH = self.chains.head_rms_rope(q_TNH, *turn)
+            q_FSNH, k_WSNH, v_WSNH = (x.unflatten(0, (-1, places)) for x in (q_TNH, *window.visible(index, row.frames)))
+            attended.append(self.chains.attention_over_time(q_FSNH, k_WSNH, v_WSNH).flatten(0, 1))
+        return self.proj_mouse(self.parallel.heads_to_tokens(stack(attended)).flatten(-2))
+
+    def keyboard(self, x_BTD: torch.Tensor, rows: Sequence[ChunkRow], index: int) -> torch.Tensor:
+        """The keyboard branch's update; the rows' K/V have been written."""
+        (q,) = self._heads(self.mouse_attn_q(x_BTD), 1, self.config.keyboard_width)
+        attended = []
+        for row, q_TNH in zip(rows, q, strict=True):
+            window, own = row.window["keyboard"], self.parallel.token_slice(len(row.action_cos))
+            q_TNH = self.chains.head_rms_rope(q_TNH, row.action_cos[own], row.action_sin[own], self.config.eps)
+            attended.append(attention(q_TNH, *window.visible(index, row.frames)))
+        return self.proj_keyboard(stack(attended).flatten(-2))
+
+    def _heads(self, x: torch.Tensor, parts: int, width: int) -> Sequence[torch.Tensor]:
+        return [part.unflatten(-1, (-1, width // self.config.action_heads)) for part in x.chunk(parts, dim=-1)]
+
+
+class ActionBlock(Block):
+    """A block with an action module; `action_index` is its place among this stage's blocks with one."""
+
+    chains: MatrixGameChains
+    action_index = 0
+
+    def add_action(
+        self, config: MatrixGameConfig, parallel: ParallelContext, quant: LinearPrecision, name: str
+    ) -> None:
+        self.action_model = ActionModule(config, parallel, self.chains, quant, f"{name}.action_model")
+
+    def after_cross_attention(
+        self,
+        x_BTD: torch.Tensor,
+        attended_BTD: torch.Tensor,
+        shift: torch.Tensor,
+        scale: torch.Tensor,
+        rows: Sequence[ChunkRow],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.action_model((x_BTD + attended_BTD).to(x_BTD.dtype), rows, self.action_index)
+        return x, self.chains.modulated_norm(x, shift, scale, self.eps, self.norm3.weight.dtype)
+
+
+class MatrixGameTransformer(ChunkTransformer[MatrixGameConfig]):
+    """This rank's part of the network. Parameters are created empty, in torch's default type and device."""
+
+    chains_type = MatrixGameChains
+    moving_fields = ("latents", "condition", "mouse", "action_cos", "action_sin")
+    high_precision = ("blocks.*.action_model.mouse_mlp.0", "blocks.*.action_model.keyboard_attn_kv")
+    """The first has an input width that FP8 products do not take, the second runs once a chunk on a few rows."""
+
+    def _add_layers(self) -> None:
+        self.parallel.check_divisible(self.config.action_heads, "action_config.heads_num")
+        self._number_actions()
+
+    def _add_context_layers(self) -> None:
+        self.img_emb = ImageProjection(self.config)
+
+    def embed_context(self, text_SE: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.img_emb(text_SE)
+        return embedded
+
+    def _block(self, layer: int, index: int, chains: Chains) -> Block:
+        if layer not in self.config.action_blocks:
+            return super()._block(layer, index, chains)
+        name = f"{self.prefix}.blocks.{layer}"
+        block = ActionBlock(self.config, self.parallel, chains, index, self.quant_config, name)
+        block.add_action(self.config, self.parallel, self.quant_config, name)
+        return block
+
+    def _number_actions(self) -> None:
+        for index, block in enumerate(self.action_blocks()):
+            block.action_index = index
+
+    def action_blocks(self) -> list[ActionBlock]:
+        """This stage's blocks with an action module."""
+        return [block for block in self._blocks() if isinstance(block, ActionBlock)]
+
+    def move_layers(self, move: LayerMove) -> None:
+        super().move_layers(move)
+        self._number_actions()
+
+    def channels(self, row: ChunkRow) -> torch.Tensor:
+        """The 36 input channels: noisy latents, then mask and condition."""
+        assert row.condition is not None, "the first stage needs the condition"
+        return torch.cat((row.latents, row.condition.to(row.latents)))
+
+    def actions(self, mouse_FRM: torch.Tensor | None, frames: range, places: int) -> dict[str, Any]:
+        """The fields of `ChunkRow` of a chunk's actions. mouse_FRM: fp32, CPU, None = no mouse. places: S."""
+        cos, sin = (to_device(x.repeat_interleave(places, 0), self.device) for x in self._rotation(frames))
+        mouse = None
+        if mouse_FRM is not None:
+            per_token = mouse_FRM.flatten(1).to(self.dtype).repeat_interleave(places, 0)
+            mouse = to_device(per_token[self.parallel.token_slice(len(per_token))], self.device)
+        return {"mouse": mouse, "action_cos": cos, "action_sin": sin}
+
+    def write_keyboard(self, window: ActionWindows, frames: range, keyboard_FRK: torch.Tensor) -> None:
+        """Put a chunk's keyboard K/V into its slots, in every block of this stage; once, before its first forward.
+
+        keyboard_FRK: fp32, CPU. Nothing is collective.
+        """
+        rows = to_device(keyboard_FRK.to(self.dtype), self.device)
+        cos, sin = (to_device(x, self.device) for x in self._rotation(frames))
+        for block in self.action_blocks():
+            k_FNH, v_FNH = block.action_model.keyboard_kv(rows, (cos, sin))
+            window["keyboard"].write(block.action_index, frames, k_FNH, v_FNH)
+
+    def _rotation(self, frames: range) -> Rotation:
+        """(cos, sin) [F, C] of the action heads, fp32 on the CPU, from angles in fp64: no longest session."""
+        dims = self.config.action_rope_dim
+        lanes = torch.arange(0, dims, 2, dtype=torch.float64) / dims
+        positions = torch.arange(frames.start, frames.stop, dtype=torch.float64)
+        angles = torch.outer(positions, self.config.action_rope_theta**-lanes)
+        return angles.cos().float(), angles.sin().float()

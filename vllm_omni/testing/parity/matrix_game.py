@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix-Game 2.0 against golden files: roll-outs with recorded draws, the image's way in and out, schedules, names.
+
+Everything is driven by `mg_meta.json`, metadata and shapes, so any directory of the same layout can be verified: other
+sizes, layers, windows, chunk lengths, step lists, variants.
+
+Tolerances, fp32: roll-outs and their stages 2e-5, counters 0; pixels 1e-6, encoded condition and CLIP's rows 1e-5,
+decoded frames 5e-5, their levels 1; timesteps 1e-3, sigmas 1e-6.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.rope import rope_tables
+from vllm_omni.model_executor.models.matrix_game.checkpoint import RULES, load_transformer
+from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
+from vllm_omni.model_executor.models.matrix_game.state import ActionWindows, action_windows
+from vllm_omni.model_executor.models.matrix_game.transformer import ActionBlock, ChunkRow, MatrixGameTransformer
+from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES
+from vllm_omni.model_executor.models.wan.components import VAEConfig
+from vllm_omni.model_executor.models.wan.image_condition import MASK_CHANNELS, GreyCondition
+from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder, clip_pixels
+from vllm_omni.model_executor.models.wan.layers import embed_time
+from vllm_omni.model_executor.models.wan.pictures import cut_image, middle_box
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
+from vllm_omni.model_executor.models.wan.weights import load_image_encoder, load_vae
+from vllm_omni.model_executor.schedules import few_step_schedule, nearest_schedule
+from vllm_omni.model_executor.streaming.chunk_plan import first_pixel_frame
+from vllm_omni.model_executor.tensor_files import open_tensors, read_json
+from vllm_omni.model_executor.weights import rename
+from vllm_omni.testing.parity.comparison import Report, Scenario, run_scenarios
+from vllm_omni.testing.parity.windows import chronological, ends
+
+_FLOW, _PIXELS, _CONDITION, _DECODED, _T, _SIGMA = 2e-5, 1e-6, 1e-5, 5e-5, 1e-3, 1e-6
+_META, _VAE, _CLIP = (
+    "mg_meta.json",
+    "vae_tiny_weights_orig_names.safetensors",
+    "clip_tiny_weights_orig_names.safetensors",
+)
+
+
+def verify(golden_dir: Path) -> Report:
+    """Run every scenario file of `golden_dir`."""
+    return run_scenarios(
+        "matrix_game",
+        golden_dir,
+        {
+            "mg_*.safetensors": run_rollout,
+            "condition*.safetensors": run_condition,
+            "schedule*.json": run_schedules,
+            "clip_key_map.json": run_clip_names,
+            "key_map_orig_to_diffusers.json": run_names,
+        },
+        auxiliary=("README*", ".*", "tiny_*.safetensors", _META, _VAE, _CLIP),
+    )
+
+
+# -- roll-outs ---------------------------------------------------------------------------------------------------------
+
+
+def run_rollout(scenario: Scenario) -> None:
+    """Roll out with the recorded draws and actions; compare every call, its stages and caches, and the clip."""
+    _Rollout(scenario).run()
+
+
+class _Rollout:
+    """One recorded roll-out, replayed call by call."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        cases = read_json(scenario.directory / _META).get("cases", {})
+        if scenario.name not in cases:
+            raise ValueError(f"{_META} describes no case {scenario.name!r}")
+        self.scenario, self.case = scenario, cases[scenario.name]
+        weights = scenario.directory / self.case["weights"]
+        values = json.loads(_metadata(weights)["cfg"])
+        self.config = MatrixGameConfig.from_checkpoint({**values, "local_attn_size": self.case["local_attn_size"]})
+        self.model = MatrixGameTransformer(self.config)
+        load_transformer(self.model, open_tensors(weights), self.config)
+        if self.case["sink_size"] or self.case["context_noise"]:
+            raise ValueError("sinks and context noise are in no released model")
+        self.stages = _Stages(self.model, scenario)
+        rows, columns = scenario.get("noise").shape[3:]
+        self.places = rows * columns // 4
+        config = self.config
+        windows = {"trunk": self._window(self.places, config.num_heads, config.head_dim, config.num_layers)}
+        if config.mouse_dim:
+            windows["mouse"] = self._action_window(self.places, config.mouse_width)
+        windows["keyboard"] = self._action_window(1, config.keyboard_width)
+        self.windows = ActionWindows(**windows)
+        self.cross_kv = self.model.cross_attention_kv(scenario.get("visual_context")[0])
+        self.actions_NK = scenario.get("keyboard_cond")[0]
+        if self.config.mouse_dim:
+            self.actions_NK = torch.cat((self.actions_NK, scenario.get("mouse_cond")[0]), dim=-1)
+        self.newest: torch.Tensor | None = None
+        self.calls = 0
+
+    def run(self) -> None:
+        scenario, case = self.scenario, self.case
+        steps = [float(t) for t in case["warped_timesteps"]]
+        shift, size = float(case["shift"]), int(case["num_frame_per_block"])
+        indices = [1000 - int(step) for step in case["denoising_step_list"]]
+        schedule = few_step_schedule("exact", shift, indices, np.float32)
+        scenario.compare("timesteps", torch.tensor(schedule.timesteps), torch.tensor(steps), _T)
+        clean = nearest_schedule(shift, [0.0])
+        condition = scenario.get("cond_concat")[0]
+        given = scenario.get("initial_latent")[0] if "initial_latent" in scenario else None
+        finished = [] if given is None else [given]
+        renoise = start = 0
+        for x in [] if given is None else given.split(size, dim=1):
+            frames = range(start, start + x.shape[1])
+            row = self._open(frames, condition)
+            self._call(row, x, 0.0, clean.sigmas_x0[0])
+            start = frames.stop
+        for x in scenario.get("noise")[0].split(size, dim=1):
+            frames = range(start, start + x.shape[1])
+            row = self._open(frames, condition)
+            for step, timestep in enumerate(schedule.timesteps):
+                x0 = self._call(row, x, timestep, schedule.sigmas_x0[step])
+                if step + 1 < schedule.num_steps:
+                    sigma = schedule.sigmas_noise[step + 1]
+                    draw = scenario.get(f"renoise{renoise:02d}")[0]
+                    x = ((1 - sigma) * x0.double() + sigma * draw.double()).float()
+                    renoise += 1
+            self._call(row, x0, 0.0, clean.sigmas_x0[0])
+            finished.append(x0)
+            start = frames.stop
+        if self.calls != len(case["calls"]):
+            raise ValueError(f"{len(case['calls'])} calls are recorded, the roll-out makes {self.calls}")
+        scenario.compare_recorded("latents", torch.cat(finished, dim=1)[None], "latents", _FLOW)
+        for layer in _layers(scenario, "cross"):
+            for index, kind in enumerate("kv"):
+                ours = self.cross_kv[layer, index]
+                scenario.compare_recorded("cross-attention K/V", ours[None], f"cross{layer}.{kind}", _FLOW)
+
+    def _open(self, frames: range, condition: torch.Tensor) -> ChunkRow:
+        """What the calls of a chunk share."""
+        pixels = slice(first_pixel_frame(frames.start), first_pixel_frame(frames.stop))
+        rows, span = self.actions_NK[pixels], self.config.action_rows
+        windows, self.newest = action_windows(rows, self.newest, len(frames), span)
+        keys = self.config.keyboard_dim
+        mouse = windows[..., keys:] if self.config.mouse_dim else None
+        self.stages.windows = windows
+        actions = self.model.actions(mouse, frames, self.places)
+        self.stages.expect(f"call{self.calls:02d}")
+        self.model.write_keyboard(self.windows, frames, windows[..., :keys])
+        y = condition[:, frames.start : frames.stop]
+        height, width = y.shape[2] // 2, y.shape[3] // 2
+        return ChunkRow(
+            latents=y[:16],
+            condition=y,
+            timestep=0.0,
+            frames=frames,
+            rope=rope_tables(self.config.head_dim, frames, height, width),
+            cross_kv=self.cross_kv,
+            window=self.windows,
+            **actions,
+        )
+
+    def _call(self, row: ChunkRow, x: torch.Tensor, timestep: float, sigma: float) -> torch.Tensor:
+        scenario, calls, name = self.scenario, self.case["calls"], f"call{self.calls:02d}"
+        if self.calls >= len(calls):
+            raise ValueError(f"{len(calls)} calls are recorded, the roll-out makes more")
+        meta, frames = calls[self.calls], row.frames
+        self.windows.check_fits(frames)
+        self.stages.expect(name)
+        flow = self.model([_at(row, x, timestep)])[0]
+        self.stages.finish(name, timestep, self.config)
+        x0 = (x.double() - sigma * flow.double()).float()
+        self.windows.commit(frames.stop)
+        recorded = [float(t) for t in meta["t"]]
+        scenario.compare("call timestep", torch.full((len(recorded),), timestep), torch.tensor(recorded), _T)
+        scenario.compare("counters", *self._counters(meta, frames), 0.0)
+        scenario.get(f"{name}.flow")  # every call's input and flow must have been recorded
+        for stage, ours, key in (("input", x, "in"), ("flow", flow, "flow"), ("predicted clean latents", x0, "x0")):
+            if key != "x0" or f"{name}.x0" in scenario:
+                scenario.compare_recorded(stage, ours[None], f"{name}.{key}", _FLOW)
+        self._compare_caches(name)
+        self.calls += 1
+        return x0
+
+    def _counters(self, meta: Mapping[str, Any], frames: range) -> tuple[torch.Tensor, torch.Tensor]:
+        ours = [frames.start * self.places, frames.start, len(frames), first_pixel_frame(frames.stop)]
+        theirs = [meta[key] for key in ("start", "frame", "frames", "pixel_actions")]
+        for name, window in self._named():
+            prefix, per_frame = ("", 1) if name == "trunk" else (f"{name}_", window.tokens_per_frame)
+            ours += [end // per_frame for end in ends(window)]
+            theirs += [meta[f"{prefix}g_end"], meta[f"{prefix}l_end"]]
+        return torch.tensor(ours), torch.tensor(theirs)
+
+    def _compare_caches(self, name: str) -> None:
+        acting = {layer: block.action_index for layer, block in self._acting().items()}
+        for kind, window in self._named():
+            recorded = "cache" if kind == "trunk" else kind
+            for layer in _layers(self.scenario, f"{name}.{recorded}"):
+                ours = chronological(window, layer if kind == "trunk" else acting[layer])
+                for part, tensor in zip("kv", ours, strict=True):
+                    filled = tensor[None, : ends(window)[1]]
+                    if kind == "mouse":
+                        filled = filled[0].unflatten(0, (-1, self.places)).transpose(0, 1)
+                    self.scenario.compare_recorded(f"{kind} K/V", filled, f"{name}.{recorded}{layer}.{part}", _FLOW)
+
+    def _named(self) -> list[tuple[str, KVWindow]]:
+        return [(name.removesuffix("."), window) for name, window in self.windows.by_name.items()]
+
+    def _acting(self) -> dict[int, ActionBlock]:
+        return dict(zip(sorted(self.config.action_blocks), self.model.action_blocks(), strict=True))
+
+    def _action_window(self, places: int, width: int) -> KVWindow:
+        heads = self.config.action_heads
+        return self._window(places, heads, width // heads, len(self.config.action_blocks))
+
+    def _window(self, places: int, heads: int, head_dim: int, layers: int) -> KVWindow:
+        return KVWindow(
+            num_layers=layers,
+            window_frames=int(self.case["local_attn_size"]),
+            sink_frames=0,
+            tokens_per_frame=places,
+            num_heads=heads,
+            head_dim=head_dim,
+            dtype=torch.float32,
+            device="cpu",
+        )
+
+
+class _Stages:
+    """Outputs of the network's parts at calls for which they are recorded, by hooks."""
+
+    def __init__(self, model: MatrixGameTransformer, scenario: Scenario) -> None:
+        self.model, self.scenario = model, scenario
+        self.windows = torch.empty(0)
+        self._seen: dict[str, torch.Tensor] = {}
+        self._wanted = False
+        for layer, block in model.blocks.items():
+            parts: dict[str, Any] = {
+                "self_attn": block.self_attn,
+                "cross_attn": block.cross_attn,
+                "ffn": block.ffn,
+                "out": block,
+            }
+            if isinstance(block, ActionBlock):
+                module = block.action_model
+                parts |= {"proj_keyboard": module.proj_keyboard, "action_out": module}
+                if module.config.mouse_dim:
+                    parts["proj_mouse"] = module.proj_mouse
+            for name, part in parts.items():
+                part.register_forward_hook(self._hook(f"block{layer}.{name}"))
+
+    def _hook(self, name: str) -> Any:
+        def keep(module: Any, inputs: Any, output: Any) -> None:
+            if self._wanted and isinstance(output, torch.Tensor):
+                self._seen[name] = output.clone()
+
+        return keep
+
+    def expect(self, name: str) -> None:
+        self._wanted = f"{name}.img_emb" in self.scenario
+        self._seen = {}
+
+    def finish(self, name: str, timestep: float, config: MatrixGameConfig) -> None:
+        if not self._wanted:
+            return
+        scenario = self.scenario
+        context = self.model.embed_context(scenario.get("visual_context")[0])
+        scenario.compare_recorded("image projection", context[None], f"{name}.img_emb", _FLOW)
+        model, frames = self.model, len(self.windows)
+        time, modulation = embed_time(
+            [timestep], config.freq_dim, model.time_embedding, model.time_projection, model.device
+        )
+        scenario.compare_recorded("time embedding", time.expand(frames, -1), f"{name}.time_embedding", _FLOW)
+        scenario.compare_recorded(
+            "time projection", modulation.flatten(1).expand(frames, -1), f"{name}.time_projection", _FLOW
+        )
+        keys = config.keyboard_dim
+        if config.mouse_dim:
+            mouse = self.windows[..., keys:].flatten(1)
+            scenario.compare_recorded("mouse window", mouse, f"{name}.mouse_window", 0.0)
+        module = model.action_blocks()[0].action_model
+        embedded = module.keyboard_embed(self.windows[..., :keys]).flatten(1)
+        scenario.compare_recorded("keyboard window", embedded, f"{name}.keyboard_window", _FLOW)
+        for key in sorted(scenario.tensors):
+            if key.startswith(f"{name}.block"):
+                _, layer, part = key.split(".", 2)
+                scenario.compare_recorded(f"block {part}", self._seen[f"{layer}.{part}"], key, _FLOW)
+
+
+def _at(row: ChunkRow, x: torch.Tensor, timestep: float) -> ChunkRow:
+    return replace(row, latents=x, timestep=timestep)
+
+
+def _layers(scenario: Scenario, prefix: str) -> list[int]:
+    names = [name for name in scenario.tensors if name.startswith(prefix) and name.endswith(".k")]
+    return sorted(int(name.removeprefix(prefix).removesuffix(".k")) for name in names)
+
+
+# -- the image ---------------------------------------------------------------------------------------------------------
+
+
+def run_condition(scenario: Scenario) -> None:
+    """From an image to condition and CLIP's rows, and from latents to frames, in recorded chunks and as a whole."""
+    height, width = int(scenario.meta("height")), int(scenario.meta("width"))
+    vae = _vae(scenario)
+    image = scenario.get("image_u8")
+    cut = np.array(Image.fromarray(image.numpy()).crop(middle_box(image, height, width)))
+    scenario.compare_recorded("cut image", torch.from_numpy(cut), "crop_u8", 0.0)
+    pixels = cut_image(image, height, width)
+    scenario.compare_recorded("pixels", pixels[0, :, 0], "pixels", _PIXELS)
+
+    chunks = [int(frames) for frames in json.loads(scenario.meta("chunk_latents"))]
+    encoded, cache = vae.encode(_grey(pixels, chunks[0]), None)
+    parts = [encoded]
+    for count in chunks[1:]:
+        grey = torch.zeros(1, 3, vae.config.temporal_factor * count, height, width)
+        encoded, cache = vae.encode(grey, cache)
+        parts.append(encoded)
+    streamed = torch.cat(parts, dim=2)
+    scenario.compare_recorded("condition", streamed, "cond_latent", _CONDITION)
+    whole, _ = vae.encode(_grey(pixels, sum(chunks)), None)
+    scenario.compare("condition, streamed = whole", streamed, whole, _CONDITION)
+    mask = torch.zeros(MASK_CHANNELS, *streamed.shape[2:])
+    mask[:, :1] = 1
+    scenario.compare_recorded("mask and condition", torch.cat((mask, streamed[0]))[None], "cond_concat", _CONDITION)
+    first, _ = GreyCondition(vae).next(pixels, chunks[0], None)
+    scenario.compare("first chunk as served", first, scenario.get("cond_concat")[0, :, : chunks[0]], _CONDITION)
+
+    clip, still = _clip(scenario), pixels[:, :, 0]
+    scenario.compare_recorded("CLIP pixels", clip_pixels(still, clip.whole["image_size"]), "clip_input", _CONDITION)
+    scenario.compare_recorded("CLIP rows", clip.encode(still)[None], "visual_context", _CONDITION)
+
+    latents, decoder = scenario.get("latents"), None
+    pixels_1CTHW: list[torch.Tensor] = []
+    for part in latents.split(chunks, dim=2):
+        frames, decoder = vae.decode(part, decoder)
+        pixels_1CTHW.append(frames)
+    decoded = torch.cat(pixels_1CTHW, dim=2)
+    scenario.compare_recorded("decoded", decoded.transpose(1, 2), "decoded", _DECODED)
+    scenario.compare("decoded, chunks = whole", decoded, vae.decode(latents, None)[0], _DECODED)
+    scenario.compare_recorded("uint8 frames", to_uint8(decoded), "decoded_u8", 1.0)
+
+
+def _grey(image_1C1HW: torch.Tensor, latents: int) -> torch.Tensor:
+    """[image, grey, grey, ...] of so many latent frames."""
+    return torch.cat((image_1C1HW, torch.zeros_like(image_1C1HW).expand(-1, -1, 4 * (latents - 1), -1, -1)), dim=2)
+
+
+def _vae(scenario: Scenario) -> StreamingWanVAE:
+    cfg = json.loads(scenario.meta("cfg"))
+    statistics = {f"latents_{name}": json.loads(scenario.meta(name)) for name in ("mean", "std")}
+    values = {("base_dim" if key == "dim" else key): value for key, value in cfg.items()}
+    vae = StreamingWanVAE(VAEConfig.from_dict({**values, **statistics}))
+    load_vae(vae, scenario.directory / _VAE)
+    return vae
+
+
+def _clip(scenario: Scenario) -> ImageEncoder:
+    cfg = json.loads(scenario.meta("clip_cfg"))
+    encoder = ImageEncoder(
+        {
+            "hidden_size": cfg["dim"],
+            "intermediate_size": int(cfg["dim"] * cfg["mlp_ratio"]),
+            "num_hidden_layers": cfg["num_layers"],
+            "num_attention_heads": cfg["num_heads"],
+            "image_size": cfg["image_size"],
+            "patch_size": cfg["patch_size"],
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+        },
+        dtype=torch.float32,
+    )
+    load_image_encoder(encoder, scenario.directory / _CLIP)
+    return encoder
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def run_schedules(scenario: Scenario) -> None:
+    recorded = read_json(scenario.path)["schedules"]
+    for case in recorded:
+        indices = [1000 - int(step) for step in case["denoising_step_list"]]
+        ours = few_step_schedule("exact", float(case["shift"]), indices, np.float32)
+        for name, values, tolerance in (
+            ("timesteps", ours.timesteps, _T),
+            ("sigmas_x0", ours.sigmas_x0, _SIGMA),
+            ("sigmas_noise", ours.sigmas_noise, _SIGMA),
+        ):
+            scenario.compare(name, torch.tensor(values), torch.tensor(case[name]), tolerance)
+
+
+def run_names(scenario: Scenario) -> None:
+    """Both names of each tensor are mapped to the same one, and the original's weights have these names."""
+    recorded = read_json(scenario.path)
+    wrong = [name for name, theirs in recorded.items() if rename(name, RULES) != rename(theirs, RULES)]
+    left = [name for name in recorded if rename(name, RULES) != name.removeprefix("model.")]
+    if wrong or left or not recorded:
+        raise ValueError(f"{len(wrong + left)} of {len(recorded)} names are mapped differently: {(wrong + left)[:3]}")
+    scenario.compare("tensor names", torch.tensor(len(recorded)), torch.tensor(len(set(recorded.values()))), 0.0)
+
+
+def run_clip_names(scenario: Scenario) -> None:
+    recorded = read_json(scenario.path)
+    for name, targets in recorded.items():
+        parts = [name] if len(targets) == 1 else [name.replace(".to_qkv.", f".to_{kind}.") for kind in "qkv"]
+        ours = [rename(f"visual.{part}", CLIP_RULES) for part in parts]
+        if ours != targets:
+            raise ValueError(f"{name} is mapped to {ours}, recorded {targets}")
+    scenario.compare("CLIP tensor names", torch.tensor(len(recorded)), torch.tensor(len(recorded)), 0.0)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        return dict(file.metadata() or {})
