@@ -165,6 +165,7 @@ def test_one_button_at_a_time_where_the_model_takes_one(open_page: Callable[...,
     with open_page(RUNNER) as page:
         page.wait_for("document.body.dataset.link === 'up'")
         assert page.text("#start .tile .caption") == "No picture"
+        page.run("document.querySelector('[name=sample]').click()")
         page.run("document.querySelector('#start').elements.prompt.value = ''")
         begin(page)
         assert not page.run("document.querySelector('#look').offsetParent !== null")

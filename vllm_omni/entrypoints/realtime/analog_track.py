@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`AnalogTrack`: the values of a client's axes and wheel until the next chunk takes them.
 
-A `rate` keeps its value until it changes. What a `motion` has moved is summed up until a chunk begins, which spreads it
-evenly over its frames; what a frame's range does not hold is dropped, so that nothing moves on after the hand rests.
+A `rate` keeps its value until it changes. The distances of a `motion` are summed up until a chunk begins, which spreads
+the sum evenly over its frames, each cut to the range of a frame, so that nothing moves on after the hand rests.
 The wheel's notches are summed likewise and given out one a frame, from the first frame on; more than the chunk has
 frames are dropped. Pure data. Held by tests/entrypoints/realtime/test_action_track.py.
 """

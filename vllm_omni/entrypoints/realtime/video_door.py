@@ -117,7 +117,7 @@ class _CommandedSource(LiveChunks):
             self.uses_poses = True
 
     def _sample_actions(self, num_latents: int) -> tuple[list[ActionEntry], Progress]:
-        """Actions of each latent frame, and what became of the events that brought them."""
+        """Actions of each latent frame, and the progress of the events that brought them."""
         sample = self._track.sample(num_latents)
         started, active = ([str(event_id) for event_id in ids] for ids in (sample.applied, sample.active))
         ended = [event_id for event_id in [*self._acting, *started] if event_id not in active]
