@@ -18,11 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 import uvicorn
 from fastapi import FastAPI
 from realtime_clients import STAMP
 
+from vllm_omni.actions import CAMERA_SPACE
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.generate_door import PATHS, GenerateDoor
@@ -96,7 +98,7 @@ def main() -> None:
         vae_stride=(1, 8, 8),
         latent_frames_per_chunk=options["chunk_frames"],
         max_sessions=sessions,
-        needs_image=False,
+        actions=msgspec.structs.replace(CAMERA_SPACE, image="optional"),
         model="timer",
     )
     limits = DoorLimits(max_connections=2 * sessions, sessions_per_client=sessions)

@@ -11,9 +11,11 @@ import torch
 from helpers.engine_client import running_engine
 from PIL import Image
 
+from vllm_omni.actions import ActionFrame
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.multimodal import NamedTensorsParser
-from vllm_omni.outputs import unpack
+from vllm_omni.outputs import RequestFailed, unpack
+from vllm_omni.testing.null.world import marks
 
 POSES = np.tile(np.eye(4), (9, 1, 1))
 INTRINSICS = np.full((9, 4), 30.0, np.float32)
@@ -49,9 +51,11 @@ def test_images_are_rgb_pixels(image: Any, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"pose": POSES}, "multi_modal_data holds 'pose'; allowed: image, video, audio, camera, tensors"),
+        ({"pose": POSES}, "multi_modal_data holds 'pose'; allowed: image, video, audio, camera, actions, tensors"),
         ({"image": "start.png"}, r"multi_modal_data\['image'\] must be an array, a tensor or an image, got str"),
         ({"camera": {"poses": [[1], [1, 2]]}}, r"multi_modal_data\['poses'\] must be an array"),
+        ({"actions": {"keys": np.zeros((3, 8))}}, "must be a map of buttons, axes, scroll, got"),
+        ({"actions": np.zeros((3, 8))}, "must be a map of buttons, axes, scroll"),
         ({"image": [Image.new("RGB", (6, 4)), Image.new("RGB", (4, 6))]}, "must have one size"),
     ],
 )
@@ -79,5 +83,44 @@ def test_both_ways_in_give_the_same_chunk(null_world: Path) -> None:
             _, expected = await client.send({"poses": poses}, session_id="tensors", **fields)
             assert torch.equal(await chunk("multi-modal", 1.0), expected["latents"])
             assert not torch.equal(await chunk("another", 2.0), expected["latents"])
+
+    asyncio.run(scenario())
+
+
+def test_actions_are_a_modality(null_world: Path) -> None:
+    """Through the real engine: dense arrays are the same chunk as typed frames, and frames show what arrived."""
+    space = {
+        "buttons": [{"name": "w", "title": "forward"}, {"name": "jump", "title": "jump"}],
+        "axes": [{"name": "dx", "title": "turn", "unit": "pixels", "kind": "motion", "mouse": "x"}],
+        "scroll": True,
+        "prompt": "none",
+        "image": "none",
+    }
+    buttons = np.array([[1, 0], [0, 1], [0, 0]])
+    dense = {"buttons": buttons, "axes": np.array([[0.0], [-20.0], [0.0]]), "scroll": np.array([0, 0, 1])}
+    typed = [["w"], ActionFrame(("jump",), {"dx": -20.0}), ActionFrame(scroll=1)]
+
+    async def scenario() -> None:
+        omni = {"model": {"actions": space}}
+        async with running_engine(null_world, gpu_memory_utilization=0.1, omni=omni) as client:
+
+            async def chunk(name: str, data: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+                prompt = {"prompt_token_ids": [0], "multi_modal_data": {"actions": data}}
+                params = DiffusionParams(session_id=name, seed=1)
+                async for output in client.engine.encode(prompt, params.to_pooling_params(), name):
+                    last = output
+                return unpack(last.outputs.data)
+
+            _, got = await chunk("dense", dense)
+            _, expected = await client.send(session_id="typed", seed=1, actions=typed)
+            assert torch.equal(got["frames"], expected["frames"])
+            frames = got["frames"].numpy()
+            assert [marks.read(frames[index], 4) for index in (0, 1, 8)] == [
+                [255, 0, 128, 128],
+                [0, 255, 108, 128],
+                [0, 0, 128, 255],
+            ]
+            with pytest.raises(RequestFailed, match="buttons must be numbers of shape"):
+                await chunk("wrong", {"buttons": buttons[:, :1]})
 
     asyncio.run(scenario())

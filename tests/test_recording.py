@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_omni.actions import ActionFrame
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.sessions.recording import (
     MAGIC,
@@ -47,6 +48,15 @@ def recording(tmp_path: Path, *chunks: RecordedChunk) -> Path:
     path = tmp_path / "a.recording"
     path.write_bytes(buffer.getvalue())
     return path
+
+
+def test_typed_actions_are_read_as_they_were_sent(tmp_path: Path) -> None:
+    """To the last bit of an axis: a replay makes the same frames."""
+    actions = [["w"], ActionFrame(("jump",), {"dx": 0.1 + 0.2, "dy": -1e-9}, -1.0), ActionFrame(axes={"dx": 1e6})]
+    sent = RecordedChunk(DiffusionParams(session_id="s", actions=actions), {}, None)
+    _, (got,), _ = read(recording(tmp_path, sent))
+    assert got.params == sent.params
+    assert got.params.actions == actions
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

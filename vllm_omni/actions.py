@@ -2,14 +2,17 @@
 """The action modality: the controls a model takes (`ActionSpace`), and one request's controls (`ActionFrame`).
 
 A family states its space in `ModelFamily.action_space`; doors, the web page, environments and the model itself read
-everything from it. A request carries one entry per latent frame in `DiffusionParams.actions`, or dense arrays as the
-tensors `buttons`, `axes` and `scroll` (`multi_modal_data={"actions": {...}}` offline); `read_actions` turns either into
-`ActionRows`. Held by tests/test_actions.py.
+everything from it: which controls there are, whether a session has a prompt and a start image. A request carries one
+entry per latent frame in `DiffusionParams.actions`, or dense arrays as the tensors `buttons`, `axes` and `scroll`
+(`multi_modal_data={"actions": {...}}` offline); `read_actions` turns either into `ActionRows`.
+Held by tests/test_actions.py.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal
+from functools import lru_cache
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import torch
@@ -82,6 +85,22 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def axis_names(self) -> tuple[str, ...]:
         return tuple(axis.name for axis in self.axes)
 
+    @property
+    def has_controls(self) -> bool:
+        """Whether requests may carry `actions`."""
+        return bool(self.buttons or self.axes or self.scroll)
+
+    @property
+    def is_steered(self) -> bool:
+        return self.pose or self.has_controls
+
+    def button_of_key(self, key: str) -> str | None:
+        """The button that a camera key (`CAMERA_KEYS`) presses: the one so named, else the page's for that key."""
+        if key in self.button_names:
+            return key
+        code = f"Key{key.upper()}"
+        return next((button.name for button in self.buttons if code in button.codes), None)
+
     def describe(self) -> str:
         """The actions it takes, for refusals: one line, at most 24 names of each kind."""
         parts = [
@@ -90,6 +109,36 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if names
         ]
         return "; ".join([*parts, *(["scroll"] if self.scroll else [])]) or "no actions"
+
+    def as_json(self) -> dict[str, Any]:
+        """As a greeting carries it to clients, with every field; ranges and scales are floats."""
+        numbers = ("low", "high", "scale")
+        told = msgspec.to_builtins(self)
+        axes = [{**axis, **{name: float(axis[name]) for name in numbers}} for axis in told["axes"]]
+        return {**told, "axes": axes}
+
+    def takes(self) -> str:
+        """Everything a session is made from, for refusals of a prompt or an image."""
+        parts = [what for what, use in (("a prompt", self.prompt), ("a start image", self.image)) if use != "none"]
+        return "; ".join([*parts, *(["camera poses"] if self.pose else []), self.describe()])
+
+
+CAMERA_KEYS: Final = "wasdijkl"
+"""`w s a d` move forward, back, left, right; `i k` look up and down, `j l` left and right."""
+CAMERA_SPACE: Final = ActionSpace(
+    buttons=(
+        Button("w", "forward", ("KeyW",)),
+        Button("a", "left", ("KeyA",)),
+        Button("s", "back", ("KeyS",)),
+        Button("d", "right", ("KeyD",)),
+        Button("i", "look up", ("KeyI", "ArrowUp")),
+        Button("j", "look left", ("KeyJ", "ArrowLeft")),
+        Button("k", "look down", ("KeyK", "ArrowDown")),
+        Button("l", "look right", ("KeyL", "ArrowRight")),
+    ),
+    pose=True,
+)
+"""The controls of a camera that flies: the eight keys, or poses."""
 
 
 class ActionFrame(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -147,24 +196,51 @@ def _from_entries(space: ActionSpace, entries: Sequence[ActionEntry], num_frames
             "invalid_action",
             f"actions must hold at most {num_frames} entries, one per latent frame of this chunk, got {len(entries)}",
         )
-    rows = _idle(space, num_frames)
-    buttons, axes = (
-        {name: index for index, name in enumerate(names)} for names in (space.button_names, space.axis_names)
-    )
+    rows, columns = _idle(space, num_frames), _columns(space)
     for index, entry in enumerate(entries):
-        frame = entry if isinstance(entry, ActionFrame) else ActionFrame(buttons=tuple(entry))
+        frame = as_frame(entry)
+        check_frame(space, frame, f"actions[{index}]")
         for name in frame.buttons:
-            if name not in buttons:
-                raise _unknown(f"actions[{index}] holds the button {name!r}", space)
-            rows.buttons_NB[index, buttons[name]] = True
+            rows.buttons_NB[index, columns.buttons[name]] = True
         for name, value in frame.axes.items():
-            if name not in axes:
-                raise _unknown(f"actions[{index}] moves the axis {name!r}", space)
-            rows.axes_NA[index, axes[name]] = value
-        if frame.scroll and not space.scroll:
-            raise _unknown(f"actions[{index}] scrolls", space)
+            rows.axes_NA[index, columns.axes[name]] = value
         rows.scroll_N[index] = frame.scroll
-    return _checked(space, rows)
+    rows.scroll_N.sign_()
+    return rows
+
+
+def as_frame(entry: ActionEntry) -> ActionFrame:
+    return entry if isinstance(entry, ActionFrame) else ActionFrame(buttons=tuple(entry))
+
+
+def as_entry(frame: ActionFrame) -> ActionEntry:
+    """The shortest form of a frame: a list of names if it only holds buttons."""
+    return frame if frame.axes or frame.scroll else list(frame.buttons)
+
+
+def check_frame(space: ActionSpace, frame: ActionFrame, where: str = "actions", *, summed: bool = False) -> None:
+    """Raise `RequestFailed("invalid_action", ...)` that lists what the model takes.
+
+    where: names the frame in the refusal. summed: values of `motion` axes are parts of a sum and may be of any size.
+    """
+    columns = _columns(space)
+    for name in frame.buttons:
+        if name not in columns.buttons:
+            raise _unknown(f"{where} holds the button {name!r}", space)
+    if space.exclusive and len(set(frame.buttons)) > 1:
+        raise _unknown(f"{where} holds several buttons, this model takes one at a time", space)
+    for name, value in frame.axes.items():
+        if name not in columns.axes:
+            raise _unknown(f"{where} moves the axis {name!r}", space)
+        axis = space.axes[columns.axes[name]]
+        if summed and axis.kind == "motion" and math.isfinite(value):
+            continue
+        if not axis.low <= value <= axis.high:  # NaN as well
+            raise _out_of_range(axis, value)
+    if frame.scroll and not space.scroll:
+        raise _unknown(f"{where} scrolls", space)
+    if not math.isfinite(frame.scroll):
+        raise RequestFailed("invalid_action", "scroll must be finite")
 
 
 def _from_tensors(space: ActionSpace, dense: Mapping[str, torch.Tensor], num_frames: int) -> ActionRows:
@@ -187,6 +263,19 @@ def _from_tensors(space: ActionSpace, dense: Mapping[str, torch.Tensor], num_fra
     return _checked(space, rows)
 
 
+@dataclass(frozen=True)
+class _Columns:
+    buttons: dict[str, int]
+    axes: dict[str, int]
+
+
+@lru_cache(maxsize=16)
+def _columns(space: ActionSpace) -> _Columns:
+    """Places of the names in dense arrays."""
+    buttons, axes = ({name: n for n, name in enumerate(names)} for names in (space.button_names, space.axis_names))
+    return _Columns(buttons, axes)
+
+
 def _idle(space: ActionSpace, num_frames: int) -> ActionRows:
     return ActionRows(
         torch.zeros(num_frames, len(space.buttons), dtype=torch.bool),
@@ -201,15 +290,18 @@ def _checked(space: ActionSpace, rows: ActionRows) -> ActionRows:
     for axis, values in zip(space.axes, rows.axes_NA.unbind(1), strict=True):
         bad = ~((values >= axis.low) & (values <= axis.high))  # NaN as well
         if bool(bad.any()):
-            raise RequestFailed(
-                "invalid_action",
-                f"the axis {axis.name} must lie in [{axis.low:g}, {axis.high:g}] {axis.unit}, got "
-                f"{float(values[bad][0]):g}",
-            )
+            raise _out_of_range(axis, float(values[bad][0]))
     if not bool(torch.isfinite(rows.scroll_N).all()):
         raise RequestFailed("invalid_action", "scroll must be finite")
     rows.scroll_N.sign_()
     return rows
+
+
+def _out_of_range(axis: Axis, value: float) -> RequestFailed:
+    return RequestFailed(
+        "invalid_action",
+        f"the axis {axis.name} must lie in [{axis.low:g}, {axis.high:g}] {axis.unit}, got {value:g}",
+    )
 
 
 def _unknown(found: str, space: ActionSpace) -> RequestFailed:

@@ -5,8 +5,10 @@
     llm.encode({"prompt_token_ids": [0], "multi_modal_data": data},
                pooling_params=DiffusionParams(...).to_pooling_params(), pooling_task="plugin")
 
-An entry is one tensor under the modality's name; a map is several, each under its key. They reach the worker as they
-are: no tokens, no hashing, no cache (a chunk's camera never comes twice). `inputs.request_tensors` is the other way in.
+An entry is one tensor under the modality's name; a map is several, each under its key: `camera` as above, `actions` of
+`buttons` [N, B], `axes` [N, A] and `scroll` [N], a row per latent frame (vllm_omni/actions.py). They reach the worker
+as they are: no tokens, no hashing, no cache (a chunk's camera never comes twice).
+`inputs.request_tensors` is the other way in.
 Held by tests/test_multimodal.py.
 """
 
@@ -34,10 +36,12 @@ from vllm.multimodal.processing import (
     TimingContext,
 )
 
+from vllm_omni.actions import ACTION_TENSORS
+
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
-MODALITIES: Final = ("image", "video", "audio", "camera", "tensors")
+MODALITIES: Final = ("image", "video", "audio", "camera", "actions", "tensors")
 """Keys of `multi_modal_data`; `tensors` is a map of a model's other tensors. One item of each a request."""
 
 
@@ -65,6 +69,10 @@ class NamedTensorsParser(MultiModalDataParser):
             if modality not in MODALITIES:
                 raise ValueError(f"multi_modal_data holds {modality!r}; allowed: {', '.join(MODALITIES)}")
             named = value if isinstance(value, Mapping) else {modality: value}
+            if modality == "actions" and not (named.keys() <= set(ACTION_TENSORS) and named):
+                raise ValueError(
+                    f"multi_modal_data['actions'] must be a map of {', '.join(ACTION_TENSORS)}, got {sorted(named)}"
+                )
             items[modality] = NamedTensors({str(key): _tensor(str(key), data) for key, data in named.items()}, modality)
         return items
 

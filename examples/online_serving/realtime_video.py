@@ -29,7 +29,7 @@ from rich.console import Console
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import ClientConnection, connect
 
-from vllm_omni.entrypoints.key_script import parse_keys
+from vllm_omni.entrypoints.key_script import parse_actions, parse_keys
 from vllm_omni.entrypoints.media import encode_mp4
 
 GENERATE_PATH = "/v1/realtime_video/generate"
@@ -39,8 +39,11 @@ VIDEO_PATH = "/v1/realtime/video"
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Steer a live stream of a world that `vllm serve --omni` serves.")
     parser.add_argument("--image", "-i", type=Path, help="start image: PNG, JPEG or WebP")
-    parser.add_argument("--prompt", "-p", default="A walk through a landscape, steady camera", help="scene prompt")
+    parser.add_argument(
+        "--prompt", "-p", default="A walk through a landscape, steady camera", help="scene prompt; '' = none"
+    )
     parser.add_argument("--keys", default="w*9", help="held keys per latent frame, such as 'w*6 wl*3 -' (default: w*9)")
+    parser.add_argument("--actions", help="of any model, instead of keys: 'w*6 w+jump yaw=0.1*3 -'")
     parser.add_argument(
         "--switch-prompt", nargs=2, action="append", default=[], metavar=("CHUNK", "PROMPT"), help="from about there on"
     )
@@ -97,6 +100,8 @@ def generate(args: argparse.Namespace, console: Console) -> int:
         "realtime_output_format": args.format,
         "condition_inputs": {"camera_actions": parse_keys(args.keys)},
     }
+    if args.actions is not None:
+        init |= {"extensions": ["actions"], "condition_inputs": {"actions": parse_actions(args.actions)}}
     if args.image is not None:
         init["first_frame"] = args.image.read_bytes()
     if args.size is not None:
@@ -126,8 +131,10 @@ def chunks(stream: ClientConnection, count: int) -> Iterator[tuple[dict[str, Any
     last: tuple[dict[str, Any], bytes] | None = None
     while count:
         message = receive(stream)
+        if message["type"] == "session":  # what a client with extensions is told first
+            continue
         if message["type"] == "error":
-            raise StreamError(message["content"])
+            raise StreamError(message.get("message", message["content"]))
         if message["type"] == "chunk_stats":
             assert last is not None
             yield (*last, message)
@@ -177,6 +184,8 @@ def video(args: argparse.Namespace, console: Console) -> int:
         "seed": args.seed,
         "extra_params": {"camera_action_script": parse_keys(args.keys)},
     }
+    if args.actions is not None:
+        start["extra_params"] = {"action_script": parse_actions(args.actions)}
     if args.image is not None:
         encoded = base64.b64encode(args.image.read_bytes()).decode()
         start["image_reference"] = {"image_url": f"data:image/png;base64,{encoded}"}

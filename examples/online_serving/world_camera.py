@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walk through a served world: start image and camera path (or keys) in, a video file out.
+"""Walk through a served world: start image and camera path (or keys, or any actions) in, a video file out.
 
     python examples/online_serving/world_camera.py --image start.png --camera-path walk/ --output walk.mp4
     python examples/online_serving/world_camera.py --image start.png --keys "w*12 wl*6 l*6" --output walk.mp4
+    python examples/online_serving/world_camera.py --image start.png --actions "w*6 w+jump yaw=0.1" --output walk.mp4
 
 `walk/` holds `poses.npy` (float [N, 4, 4], camera to world, OpenCV axes, one pose per frame) and `intrinsics.npy`
 ([N, 4] or [4]: fx, fy, cx, cy). Keys are held per latent frame (4 video frames): w a s d move, i k j l look, `-` is
-nothing. A lost connection is taken up again: the same request under the same id goes on where it stopped.
+nothing. `--actions` is for any model: buttons and `axis=value` joined by `+`, per latent frame; what a model does not
+take is refused with the list of its controls. A lost connection is taken up again: the same request under the same id
+goes on where it stopped.
 """
 
 import argparse
@@ -27,23 +30,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import ClientConnection, connect
 
-from vllm_omni.entrypoints.key_script import parse_keys
+from vllm_omni.entrypoints.key_script import parse_actions, parse_keys
 from vllm_omni.entrypoints.media import decode_mp4, encode_mp4
 from vllm_omni.entrypoints.realtime.codec import decode, encode
 
+DEFAULT_PROMPT = "A walk through a landscape, steady camera"
 PATH = "/v1/realtime/world/camera"
 MAX_RECONNECTS = 5
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Walk through a world that `vllm serve --omni` serves.")
-    parser.add_argument("--image", "-i", type=Path, help="start image: PNG, JPEG or WebP; needed without --session-id")
+    parser.add_argument("--image", "-i", type=Path, help="start image: PNG, JPEG or WebP; most models need one")
     steering = parser.add_mutually_exclusive_group()
     steering.add_argument("--camera-path", "-c", type=Path, help="directory with poses.npy and intrinsics.npy")
     steering.add_argument(
         "--keys", default="w*9", help="held keys per latent frame, such as 'w*6 wl*3 -' (default: w*9)"
     )
-    parser.add_argument("--prompt", "-p", default="A walk through a landscape, steady camera", help="scene prompt")
+    steering.add_argument("--actions", help="actions per latent frame, such as 'w*6 w+jump yaw=0.1*3 -'")
+    parser.add_argument("--prompt", "-p", help=f"scene prompt (default: {DEFAULT_PROMPT!r}, where the model takes one)")
     parser.add_argument("--server", "-s", default="ws://127.0.0.1:8000", help="ws:// or wss:// address of the server")
     parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), help="default: the variable VLLM_API_KEY")
     parser.add_argument("--session-id", help="continue this session (default: a new one)")
@@ -64,8 +69,6 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> int:
     parser = make_parser()
     args = parser.parse_args()
-    if args.image is None and args.session_id is None:
-        parser.error("--image is needed to start a session (--session-id continues one)")
     if args.output.suffix not in (".mp4", ".npy"):
         parser.error(f"--output must end in .mp4 or .npy, got {args.output}")
     if args.image is not None and not args.image.is_file():
@@ -109,7 +112,6 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
                 "protocol_version": 1,
                 "session_id": session_id,
                 "request_id": uuid.uuid4().hex,
-                "prompt": args.prompt,
                 "extra_body": extra_body(args),
                 **steering,
             }
@@ -149,12 +151,12 @@ def read_camera(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def steer(args: argparse.Namespace, camera: tuple[np.ndarray, np.ndarray] | None, used: int) -> dict[str, Any] | None:
-    """The steering of the next call: keys, or the path from pose `used` on; None when the path is at its end.
+    """The steering of the next call: actions, or the path from pose `used` on; None when the path is at its end.
 
     The server makes whole chunks of a call's poses; those left over begin the next call.
     """
     if camera is None:
-        return {"actions": parse_keys(args.keys)}
+        return {"actions": parse_keys(args.keys) if args.actions is None else parse_actions(args.actions)}
     poses_N44, intrinsics = camera
     part = slice(used, used + (args.num_frames or len(poses_N44)))
     if used >= len(poses_N44):
@@ -170,6 +172,7 @@ def answers(args: argparse.Namespace, request: dict[str, Any], console: Console)
         try:
             with open_world(args) as world:
                 hello = decode(bytes(world.recv())).value
+                request = {**request, **prompt_of(args, hello)}
                 world.send(encode(request))
                 while True:
                     message = receive(world)
@@ -185,8 +188,9 @@ def answers(args: argparse.Namespace, request: dict[str, Any], console: Console)
                             world.send(encode(request))
                             continue
                         if args.image is None and message["code"] in ("missing_image", "session_evicted"):
+                            kept = f" keeps no session {args.session_id!r}: it has ended, or never began"
                             raise WorldError(
-                                f"{args.server} keeps no session {args.session_id!r}: it has ended, or never began; "
+                                f"{args.server}{kept if args.session_id else ' begins a world with an image'}; "
                                 "begin one with --image"
                             )
                         raise WorldError(f"{message['code']}: {message['message']}")
@@ -201,13 +205,21 @@ def answers(args: argparse.Namespace, request: dict[str, Any], console: Console)
     raise WorldError(f"{args.server} went away {MAX_RECONNECTS + 1} times")
 
 
+def prompt_of(args: argparse.Namespace, hello: dict[str, Any]) -> dict[str, str]:
+    """The prompt that was asked for; else the default, unless the model takes none or the world has one."""
+    takes_one = hello.get("actions", {}).get("prompt", "required") != "none"
+    begins = args.session_id is None or args.image is not None
+    prompt = args.prompt or (DEFAULT_PROMPT if takes_one and begins else None)
+    return {} if prompt is None else {"prompt": prompt}
+
+
 def rest_of(request: dict[str, Any], chunk: int, hello: dict[str, Any]) -> dict[str, Any] | None:
     """The part of a request from chunk `chunk` on; None if nothing is left. Raises WorldError if that is before it."""
     first = request["chunk_index"]
     if chunk < first:
         raise WorldError(f"the server goes on from chunk {chunk}, this call began at chunk {first}: begin again")
     sizes = [hello["chunk_frames"] if each else hello["first_chunk_frames"] for each in range(first, chunk)]
-    frames, latents = sum(sizes), hello["latent_frames_per_chunk"] * len(sizes)
+    frames, latents = sum(sizes), sum(-(-size // hello["vae_stride"][0]) for size in sizes)
     rest = {**request, "request_id": uuid.uuid4().hex, "chunk_index": chunk}
     rest.pop("image", None)
     if "actions" in request:

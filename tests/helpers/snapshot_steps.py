@@ -11,6 +11,7 @@ from helpers.scheduling import new_request, run_to_end
 from safetensors import safe_open
 from safetensors.torch import load, save_file
 
+from vllm_omni.actions import ActionFrame
 from vllm_omni.sessions.snapshot import SnapshotHeader
 from vllm_omni.sessions.snapshot_exchange import checkpoint_exchange, restore_exchange, run_exchange, save_exchange
 from vllm_omni.worker.diffusion.checkpoints import SessionCheckpoints
@@ -75,6 +76,22 @@ def game_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> di
     keys = [["s"] if fields.pop("prompt", None) else ["w"], ["w", "l"], ["i"]]
     image = {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)} if index == 0 else None
     return worker.chunk(session_id, image, actions=keys, **fields)
+
+
+PLAY = {
+    "buttons": [{"name": "run", "title": "run"}, {"name": "jump", "title": "jump"}],
+    "axes": [{"name": "dx", "title": "turn", "unit": "pixels", "kind": "motion"}],
+    "scroll": True,
+    "prompt": "optional",
+    "image": "none",
+}
+"""An action space for the null world."""
+
+
+def played_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+    actions = [["run"], ActionFrame(("jump",), {"dx": 0.1 * (index + 1)}), ActionFrame(scroll=-1.0)]
+    first = {"seed": 4} if index == 0 else {}
+    return worker.chunk(session_id, actions=actions, **{**first, **fields})
 
 
 def text_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.scheduling import execute, new_request, step
-from helpers.snapshot_steps import Worker, game_chunk, text_chunk, video_chunk, world_chunk
+from helpers.snapshot_steps import PLAY, Worker, game_chunk, played_chunk, text_chunk, video_chunk, world_chunk
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.model_executor.one_shot import OneShotSession
@@ -41,6 +41,7 @@ Chunk = Callable[..., dict[str, torch.Tensor]]
 SMALL = {"window_frames": 7, "sink_frames": 2}
 CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "null world": ("null_world", {}, text_chunk, 3),
+    "null world of buttons and axes": ("null_world", {"actions": PLAY}, played_chunk, 3),
     "world, before its window is full": ("lingbot_world", {}, world_chunk, 1),
     "world, ring and sinks": ("lingbot_world", SMALL, world_chunk, 4),
     "world as SGLang's": ("lingbot_world", {**SMALL, "convention": "sglang"}, world_chunk, 3),
@@ -68,6 +69,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
 
 
 DAILY = (
+    "null world of buttons and axes",
     "world, ring and sinks",
     "world as SGLang's, lazy",
     "world as PR 3701's",

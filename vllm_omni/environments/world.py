@@ -24,11 +24,10 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
-from vllm_omni.actions import ActionFrame, ActionSpace
+from vllm_omni.actions import ActionFrame
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, idle
 from vllm_omni.inputs import DiffusionParams, engine_prompt
-from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed, unpack
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         """
         config = llm.llm_engine.vllm_config
         self.facts = WorldFacts.from_vllm_config(config, model="world")
-        self.model_actions = _action_space_of(config)
+        self.model_actions = self.facts.actions
         if num_envs > self.facts.max_sessions:
             raise ValueError(
                 f"the engine holds {self.facts.max_sessions} sessions, {num_envs} environments were asked for; start "
@@ -240,7 +239,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         return DiffusionParams(
             session_id=episode.session_id,
             chunk_index=chunk,
-            actions=[held] * latent_frames if self.facts.camera or self.model_actions != ActionSpace() else None,
+            actions=[held] * latent_frames if self.model_actions.has_controls else None,
             output="both",
             **first,
         )
@@ -299,14 +298,3 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
 
 def _new_id() -> str:
     return f"env-{secrets.token_hex(16)}"
-
-
-def _action_space_of(config: Any) -> ActionSpace:
-    """What the served model states it takes."""
-    from vllm_omni.config import OmniConfig
-
-    hf_config: dict[str, Any] = config.model_config.hf_config.to_dict()
-    family = get_family(hf_config["omni_family"])
-    if family.action_space is None:
-        return ActionSpace()
-    return family.action_space(hf_config, OmniConfig.from_additional_config(config.additional_config))

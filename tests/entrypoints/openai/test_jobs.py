@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers.instant_engine import InstantEngine, Results
 
+from vllm_omni.actions import CAMERA_SPACE
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.entrypoints.openai.errors import ApiError
 from vllm_omni.entrypoints.openai.jobs import VideoJobs
@@ -27,7 +28,11 @@ from vllm_omni.outputs import RequestFailed
 
 
 def served(world: bool) -> ServedModel:
-    facts = WorldFacts(height=32, width=48, needs_image=False) if world else None
+    facts = (
+        WorldFacts(height=32, width=48, actions=msgspec.structs.replace(CAMERA_SPACE, image="optional"))
+        if world
+        else None
+    )
     tasks: Any = ("world", "text_to_video", "image_to_video") if world else ("text_to_video", "image_to_video")
     return ServedModel(("m",), Capabilities(tasks=tasks, frame_stride=4), 48, 32, 48 * 32, 4, facts)
 

@@ -25,6 +25,7 @@ from helpers.fake_engine import infer
 from helpers.live_clients import png
 from test_codec import SEEDS, mutated
 
+from vllm_omni.actions import CAMERA_SPACE, Axis
 from vllm_omni.entrypoints.realtime import generate_protocol, protocol, video_protocol
 from vllm_omni.entrypoints.realtime.codec import CodecError, Dialect, decode, encode
 from vllm_omni.entrypoints.realtime.errors import DoorError
@@ -36,6 +37,20 @@ GROWTH_BYTES = 5e6
 
 _LIMITS = DoorLimits()
 _EXTENSIONS = generate_protocol.EXTENSIONS
+_SPACE = msgspec.structs.replace(
+    CAMERA_SPACE,
+    axes=(
+        Axis(name="yaw", title="turn", unit="pixels", kind="motion", mouse="x"),
+        Axis(name="throttle", title="speed", unit="of full speed", low=-1, high=1),
+    ),
+    scroll=True,
+)
+_EVENTS = generate_protocol.EventReader(_LIMITS, _SPACE, _EXTENSIONS)
+_FRAMES = [["w"], {"buttons": ["w", "l"], "axes": {"yaw": 1.5, "throttle": -1}, "scroll": 1.0}, []]
+_STATES = {
+    "mode": "state",
+    "transitions": [{"buttons": ["w"], "client_ts_ms": 1.5}, {"axes": {"yaw": -3, "throttle": 0.5}, "scroll": -1}],
+}
 _pack = msgspec.msgpack.encode
 
 BINARY_SEEDS = [
@@ -75,6 +90,9 @@ BINARY_SEEDS = [
             "payload": {"input_types": ["prompt", "camera_actions"], "prompt": "x", "camera_actions": [["w"]]},
         }
     ),
+    _pack({"type": "event", "kind": "actions", "payload": _FRAMES, "event_id": 8}),
+    _pack({"type": "event", "kind": "actions", "payload": _STATES, "event_id": 9}),
+    encode(infer(cameras=None, actions=_FRAMES)),
     _pack({"type": "control", "op": "reset", "id": 5}),
     _pack({"type": "credit", "chunks": 5}),
     _pack({"type": "ping", "t": 1.25}),
@@ -106,6 +124,11 @@ TEXT_SEEDS = [
                 },
             },
         },
+        {"type": "session.start", "prompt": "a path", "extra_params": {"action_script": _FRAMES}},
+        {
+            "type": "session.interaction",
+            "interaction": {"event_id": "f", "event": {"multi_modal_data": {"actions": _STATES}}},
+        },
         {"type": "session.ping"},
     )
 ]
@@ -117,14 +140,15 @@ def take_binary(data: bytes) -> None:
     refusals = 0
     for parse in (
         lambda: protocol.parse(value, _LIMITS),
-        lambda: generate_protocol.parse_init(value, _LIMITS),
+        lambda: generate_protocol.parse_init(value, _LIMITS, _SPACE),
         lambda: generate_protocol.parse_extra(value, _EXTENSIONS),
-        lambda: generate_protocol.parse_event(value, _LIMITS),
+        lambda: _EVENTS.read(value),
     ):
         try:
             message = parse()
             if isinstance(message, protocol.Infer):
                 message.camera_path(max_poses=100)
+                message.script(_SPACE)
         except DoorError:
             refusals += 1
     if refusals == 4:
@@ -136,9 +160,9 @@ def take_text(data: bytes) -> None:
     text = data.decode("utf-8", "strict")
     value = video_protocol.decode(text, video_protocol.MAX_CONTROL_BYTES, "message")
     if value.get("type") == "session.start":
-        video_protocol.parse_start(value, _LIMITS).script()
+        video_protocol.parse_start(value, _LIMITS, _SPACE).script(_SPACE)
     else:
-        video_protocol.parse_interaction(value, _LIMITS)
+        video_protocol.parse_interaction(value, _LIMITS, _SPACE)
 
 
 def fuzz(count: int, seed: int) -> dict[str, Any]:

@@ -7,17 +7,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_omni.entrypoints.realtime.controls import MAX_SCRIPT_ENTRIES, ControlTrack, Held, Prompt, Script, States
+from vllm_omni.actions import ActionFrame
+from vllm_omni.entrypoints.realtime.controls import (
+    MAX_SCRIPT_ENTRIES,
+    ControlTrack,
+    Held,
+    Prompt,
+    Script,
+    States,
+    Transition,
+)
 
 W, A, D, NONE = ("w",), ("a",), ("d",), ()
 
 
 def script(*entries: Held) -> Script:
-    return Script(tuple(entries))
+    return Script(tuple(map(ActionFrame, entries)))
 
 
 def states(*transitions: Held) -> States:
-    return States(tuple(transitions))
+    return States(tuple(map(Transition, transitions)))
 
 
 def test_no_key_was_ever_spoken_of() -> None:

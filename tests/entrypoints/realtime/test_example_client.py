@@ -12,6 +12,7 @@ import pytest
 from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, camera
 from PIL import Image
 
+from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
@@ -26,8 +27,14 @@ def image(tmp_path: Path) -> Path:
     return path
 
 
-def run(door: DoorServer, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(SCRIPT), "--server", f"ws://127.0.0.1:{door.port}", *map(str, arguments)]
+def run(door: DoorServer, *arguments: object, script: str = "world_camera.py") -> "subprocess.CompletedProcess[str]":
+    command = [
+        sys.executable,
+        str(SCRIPT.with_name(script)),
+        "--server",
+        f"ws://127.0.0.1:{door.port}",
+        *map(str, arguments),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
@@ -57,6 +64,28 @@ def test_keys_and_every_codec(door: DoorServer, engine: FakeEngine, image: Path,
     assert frames_THWC.shape == (FIRST + LATER, 32, 48, 3)
     assert np.abs(frames_THWC[:, 16, 24, 0].astype(int) - np.arange(FIRST + LATER)).max() <= 3
     assert [call.params.actions for call in engine.chunks] == [[["w"], ["w"], ["w", "l"]], [[], ["j"], []]]
+
+
+@pytest.mark.parametrize("script", ["world_camera.py", "realtime_video.py"])
+def test_actions_of_any_model(
+    make_door: Callable[..., DoorServer], engine: FakeEngine, tmp_path: Path, script: str
+) -> None:
+    """Buttons and axes of a world without prompt and start image; a control it does not have is refused by name."""
+    axis = Axis(name="yaw", title="turn", unit="of a turn", low=-1, high=1)
+    buttons = (Button("run", "run"), Button("jump", "jump"))
+    door = make_door(facts={"actions": ActionSpace(buttons=buttons, axes=(axis,), prompt="none", image="none")})
+    more: list[object] = ["--prompt", "", "--chunks", 2] if script == "realtime_video.py" else []
+    output = tmp_path / ("live.mp4" if more else "walk.npy")
+    text = "run*2 run+jump yaw=-0.5*2 -"
+    finished = run(door, "--actions", text, "--output", output, *more, script=script)
+    assert finished.returncode == 0, finished.stderr
+    turn = ActionFrame(axes={"yaw": -0.5})
+    sent = [call.params.actions for call in engine.chunks[:2]]
+    assert sent == [[["run"], ["run"], ["run", "jump"]], [turn, turn, []]]
+    assert {call.params.prompt for call in engine.chunks} == {None}
+    refused = run(door, "--actions", "fly", "--output", output, *more, script=script)
+    assert refused.returncode == 1
+    assert "this model takes buttons run, jump; axes yaw" in " ".join(refused.stderr.split())
 
 
 def test_a_session_may_be_named_when_it_begins(

@@ -12,6 +12,7 @@ import pytest
 from helpers.fake_engine import FIRST, LATER, DoorServer, FakeEngine, wait_until
 from helpers.live_clients import HEIGHT, WIDTH, VideoClient, png
 
+from vllm_omni.actions import ActionSpace
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.video_door import PATHS
@@ -286,7 +287,7 @@ def test_a_list_of_prompts_takes_turns(client: VideoClient, engine: FakeEngine) 
 def test_a_model_without_camera_or_image_is_steered_by_prompts(make_door: MakeDoor, engine: FakeEngine) -> None:
     """Neither keys nor poses reach it; a camera command is refused; no image is needed."""
     engine.delay_s = 0.05
-    door = make_door(facts={"camera": False, "needs_image": False})
+    door = make_door(facts={"actions": ActionSpace(image="none")})
     start = {key: value for key, value in START.items() if key != "image_reference"}
     with VideoClient(door.port) as client:
         assert client.ask(start)["type"] == "video.start"

@@ -11,6 +11,7 @@ import pytest
 from helpers.fake_engine import FIRST, LATER, Client, DoorServer, FakeEngine, camera, close_code, infer, numbers
 from PIL import Image
 
+from vllm_omni.actions import ActionSpace
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.entrypoints.realtime import codec
 from vllm_omni.entrypoints.realtime.world_camera import PATHS
@@ -65,9 +66,9 @@ def test_the_subprotocol_is_echoed(door: DoorServer) -> None:
         assert client.connection.subprotocol == "omni.world.camera.v1"
 
 
-def test_a_model_without_camera_closes_with_policy(make_door: MakeDoor) -> None:
+def test_a_model_that_nothing_steers_closes_with_policy(make_door: MakeDoor) -> None:
     """The client is told why before the connection closes."""
-    with make_door(facts={"camera": False}).client() as client:
+    with make_door(facts={"actions": ActionSpace()}).client() as client:
         assert client.hello["code"] == "unsupported"
         assert close_code(client) == 1008
 

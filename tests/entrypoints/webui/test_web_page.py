@@ -14,6 +14,7 @@ from helpers.fake_engine import FIRST, LATER, Call, FakeEngine, wait_until
 from page_server import MakeServer, PageServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_omni.actions import ActionSpace
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
@@ -613,9 +614,9 @@ def test_a_full_server_says_so_and_lets_in_later(page: Page, engine: FakeEngine)
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')", 30)
 
 
-def test_a_model_without_camera_is_told_apart(browser: Browser, make_server: MakeServer) -> None:
+def test_a_model_that_nothing_steers_is_told_apart(browser: Browser, make_server: MakeServer) -> None:
     """The page says why nothing can be walked through, and stops trying."""
-    server = make_server(facts={"camera": False})
+    server = make_server(facts={"actions": ActionSpace()})
     with browser.page(server.url) as page:
         page.wait_for("document.body.dataset.link === 'refused'")
         assert "camera" in page.text("#notices")

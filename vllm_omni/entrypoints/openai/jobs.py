@@ -92,7 +92,7 @@ class VideoJobs:
             id=self.store.new_id(),
             owner=self.store.owner,
             model=sampling.model,
-            prompt=sampling.prompt,
+            prompt=sampling.prompt or "",
             size=f"{sampling.width}x{sampling.height}",
             seconds=plan.seconds,
             fps=plan.fps,
@@ -254,7 +254,7 @@ class VideoJobs:
                 session_id,
                 one_shot=False,
                 chunk_index=index,
-                actions=[*actions, *([] for _ in range(count - len(actions)))] if world.camera else None,
+                actions=[*actions, *([] for _ in range(count - len(actions)))] if world.actions.has_controls else None,
                 **first,
             )
 

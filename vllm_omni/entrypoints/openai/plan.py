@@ -12,9 +12,12 @@ from typing import Any, Final
 
 import msgspec
 
+from vllm_omni.actions import ActionEntry, as_entry
 from vllm_omni.entrypoints.openai.errors import ApiError, invalid, not_found
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest
 from vllm_omni.entrypoints.openai.served import ServedModel, Sizes
+from vllm_omni.entrypoints.realtime.action_messages import camera_frames, convert_frames, read_script
+from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.timed_prompts import TimedPrompt
 from vllm_omni.inputs import DiffusionParams
 
@@ -29,7 +32,7 @@ class Sampling:
     """Sampling parameters common to pictures and videos. steps, guidance: None = fixed in the model."""
 
     model: str
-    prompt: str
+    prompt: str | None
     negative_prompt: str | None
     width: int
     height: int
@@ -72,7 +75,7 @@ class PicturePlan:
 
 @dataclass(frozen=True)
 class VideoPlan:
-    """num_frames: of the file. actions: held keys of a world, per latent frame; may be shorter than the video.
+    """num_frames: of the file. actions: of a world, per latent frame; may be shorter than the video.
 
     prompts: those of a world that follow the first one.
     """
@@ -80,7 +83,7 @@ class VideoPlan:
     sampling: Sampling
     num_frames: int
     fps: float
-    actions: list[list[str]]
+    actions: list[ActionEntry]
     prompts: tuple[TimedPrompt, ...] = ()
 
     @property
@@ -119,15 +122,45 @@ def plan_video(request: VideoRequest, served: ServedModel, has_image: bool) -> V
             "input_reference",
             "missing_required_parameter",
         )
-    if request.camera_actions and (served.world is None or not served.world.camera):
-        raise unsupported(served, "follow camera_actions", "camera_actions")
+    _check_prompt(request, served)
+    actions = _actions(request, served)
     if request.prompts and served.world is None:
         raise unsupported(served, "change its prompt on the way", "prompts")
     sizes = served.videos
     sampling = _sampling(request, served, sizes, (sizes.width, sizes.height))
     fps = capabilities.fps if request.fps is None else request.fps
-    num_frames = _num_frames(request, served, fps)
-    return VideoPlan(sampling, num_frames, fps, request.camera_actions or [], tuple(request.prompts or ()))
+    return VideoPlan(sampling, _num_frames(request, served, fps), fps, actions, tuple(request.prompts or ()))
+
+
+def _check_prompt(request: VideoRequest, served: ServedModel) -> None:
+    if served.world is not None and served.world.actions.prompt == "none":
+        try:
+            for prompt in (request.prompt, *(timed.prompt for timed in request.prompts or ())):
+                served.world.check_prompt(prompt)
+        except DoorError as error:
+            raise invalid(error.message, "prompt", error.code) from None
+    elif request.prompt is None:
+        raise invalid("Missing required parameter: 'prompt'", "prompt", "missing_required_parameter")
+
+
+def _actions(request: VideoRequest, served: ServedModel) -> list[ActionEntry]:
+    """Each latent frame's actions, checked against the model's controls."""
+    name = "actions" if request.actions else "camera_actions"
+    if request.actions and request.camera_actions:
+        raise invalid("send actions or camera_actions: one of the two", name)
+    if not request.actions and not request.camera_actions:
+        return []
+    if served.world is None or not served.world.actions.has_controls:
+        raise unsupported(served, f"follow {name}", name)
+    space = served.world.actions
+    try:
+        if request.actions:
+            script = read_script(convert_frames(request.actions, space), space)
+        else:
+            script = camera_frames(request.camera_actions or [], space)
+    except DoorError as error:
+        raise invalid(error.message, name, error.code) from None
+    return [as_entry(frame) for frame in script.entries]
 
 
 def check_video_edit(request: VideoRequest, served: ServedModel) -> None:
@@ -137,10 +170,13 @@ def check_video_edit(request: VideoRequest, served: ServedModel) -> None:
     follows = {"num_frames": request.num_frames, "seconds": request.seconds, "fps": request.fps}
     for name in [name for name, value in follows.items() if value is not None]:
         raise invalid(f"{name} follows the video that is edited: leave it out", name)
-    if request.camera_actions:
-        raise unsupported(served, "follow camera_actions", "camera_actions")
+    for name in ("actions", "camera_actions"):
+        if getattr(request, name):
+            raise unsupported(served, f"follow {name}", name)
     if request.prompts:
         raise unsupported(served, "change its prompt on the way", "prompts")
+    if request.prompt is None:
+        raise invalid("Missing required parameter: 'prompt'", "prompt", "missing_required_parameter")
 
 
 def plan_video_edit(request: VideoRequest, served: ServedModel, clip_frames: int) -> VideoPlan:
@@ -198,7 +234,7 @@ def _sampling(
     width, height = _size(request.size, sizes, automatic)
     return Sampling(
         model=request.model or served.names[0],
-        prompt=request.prompt,
+        prompt=request.prompt or None,
         negative_prompt=request.negative_prompt or None,
         width=width,
         height=height,

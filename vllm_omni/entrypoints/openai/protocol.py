@@ -82,6 +82,7 @@ class ImageEditRequest(ImageGenerationRequest):
 
 
 class VideoRequest(_Request):
+    prompt: Prompt | None = Field(None, description="Required, except by models that take none.")  # type: ignore[assignment]
     seconds: Annotated[Number, Field(gt=0, le=3600)] | None = Field(
         None, description="Length of the video, as text or number; the nearest length the model can make."
     )
@@ -97,6 +98,12 @@ class VideoRequest(_Request):
         None,
         max_length=MAX_PROMPTS,
         description="Extension, worlds only. Prompts that follow `prompt`, each from its `seconds` or `chunk` on.",
+    )
+    actions: list[Any] | None = Field(
+        None,
+        max_length=4096,
+        description="Extension, worlds only. Any of the model's controls for each latent frame: a list of held "
+        "buttons, or a map of buttons, axes and scroll; idle behind its end. Instead of camera_actions.",
     )
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ChunkSource`: which chunks a request asks for, and the controls of each.
 
-A planned request (`PlannedChunks`) brings its whole camera path or key script, so its chunks are known when its turn
-comes. A live request (`LiveChunks`, which the doors extend) takes the controls of each chunk when that chunk begins.
-Knows no message format, no sockets and no engine.
+A planned request (`PlannedChunks`) brings its whole camera path or all its actions, so its chunks are known when its
+turn comes. A live request (`LiveChunks`, which the doors extend) takes the controls of each chunk when that chunk
+begins. Knows no message format, no sockets and no engine.
 Held by tests/entrypoints/realtime/{test_chunk_source,test_session,test_generate_door}.py.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_omni.actions import ActionEntry
 from vllm_omni.entrypoints.realtime.camera import CameraPath, PosePolicy, plan_frames
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
@@ -20,12 +21,12 @@ from vllm_omni.entrypoints.realtime.limits import DoorLimits
 
 @dataclass(frozen=True, kw_only=True)
 class Controls:
-    """Controls of one chunk: held keys per latent frame, or a pose per pixel frame, or neither; and the prompt.
+    """Controls of one chunk: actions per latent frame, or a pose per pixel frame, or neither; and the prompt.
 
     prompt: None = as before. mark: the door's own data, returned unchanged in the finished chunk.
     """
 
-    actions: Sequence[list[str]] | None = None
+    actions: Sequence[ActionEntry] | None = None
     camera: CameraPath | None = None
     prompt: str | None = None
     mark: Any = None
@@ -74,7 +75,7 @@ class ChunkSource(ABC):
 
 
 class PlannedChunks(ChunkSource):
-    """A camera path (a pose per pixel frame) or a key script (held keys per latent frame), cut into chunks.
+    """A camera path (a pose per pixel frame) or a script (actions per latent frame), cut into chunks.
 
     num_frames: pixel frames asked for besides the poses, None = as many as poses. policy: for a number of
     frames that does not fill chunks. prompt: of the first chunk.
@@ -84,7 +85,7 @@ class PlannedChunks(ChunkSource):
         self,
         *,
         camera: CameraPath | None = None,
-        actions: Sequence[list[str]] | None = None,
+        actions: Sequence[ActionEntry] | None = None,
         num_frames: int | None = None,
         policy: PosePolicy = "error",
         prompt: str | None = None,
@@ -118,8 +119,8 @@ class PlannedChunks(ChunkSource):
             end = span.first_frame + span.num_frames
             camera = self._camera.resized(end).slice(span.first_frame, end)
         elif self._actions is not None:
-            held = self._actions[span.first_latent : span.first_latent + span.num_latents]
-            actions = [*map(list, held), *([] for _ in range(span.num_latents - len(held)))]
+            given = self._actions[span.first_latent : span.first_latent + span.num_latents]
+            actions = [*given, *([] for _ in range(span.num_latents - len(given)))]
         return Controls(actions=actions, camera=camera, prompt=self._prompt if span.number == 0 else None)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_omni.actions import CAMERA_SPACE, ActionSpace
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.entrypoints.ranks import num_ranks
 from vllm_omni.entrypoints.realtime.errors import DoorError
@@ -21,17 +22,16 @@ if TYPE_CHECKING:
 
 
 class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Geometry and rates of a causal, camera-controlled world model.
+    """Controls, geometry and rates of a causal world model.
 
-    camera: whether poses steer the model at all. needs_image: whether a session must begin with a start image.
+    actions: the controls that it takes, whether it has prompts and start images.
     patch_size, vae_stride: (time, height, width).
     latent_frames_per_chunk: latent frames that are denoised together; first_chunk_latent_frames: in a session's first
     chunk, None = as many. intrinsics_reference_size: (width, height) for which intrinsics are given. key_focal: focal
     length that goes with keys, in pixels of the video. fps: the rate the model was trained at.
     """
 
-    camera: bool = True
-    needs_image: bool = True
+    actions: ActionSpace = CAMERA_SPACE
     patch_size: tuple[int, int, int] = (1, 2, 2)
     vae_stride: tuple[int, int, int] = (4, 8, 8)
     latent_frames_per_chunk: int = 3
@@ -62,6 +62,7 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         family = get_family(hf_config["omni_family"])
         facts = {
             **(family.world_facts(hf_config, omni) if family.world_facts is not None else {}),
+            "actions": ActionSpace() if family.action_space is None else family.action_space(hf_config, omni),
             "height": omni.height,
             "width": omni.width,
             "max_sessions": omni.max_sessions * num_ranks(vllm_config),
@@ -73,6 +74,27 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "card": hf_config.get(CONFIG_KEY),
         }
         return parse_options(cls, facts, f"world facts of {family.name}")
+
+    @property
+    def needs_image(self) -> bool:
+        """Whether a session must begin with a start image."""
+        return self.actions.image == "required"
+
+    def check_prompt(self, prompt: str | None) -> None:
+        """Raise `DoorError("invalid_prompt")` for a text that a model without prompts cannot use."""
+        if prompt and self.actions.prompt == "none":
+            raise DoorError(
+                "invalid_prompt", f"this model takes no prompt; it takes {self.actions.takes()}", param="prompt"
+            )
+
+    def check_image(self, has_image: bool, param: str) -> None:
+        """Raise `DoorError` if a world cannot begin with, or without, a start image. param: its key in the message."""
+        if has_image and self.actions.image == "none":
+            raise DoorError(
+                "invalid_image", f"this model takes no start image; it takes {self.actions.takes()}", param=param
+            )
+        if not has_image and self.needs_image:
+            raise DoorError("missing_image", f"this model begins with an image; send {param}", param=param)
 
     @property
     def max_area(self) -> int:

@@ -17,9 +17,10 @@ import numpy as np
 from starlette.websockets import WebSocket
 
 from vllm_omni.entrypoints.realtime import generate_protocol as protocol
+from vllm_omni.entrypoints.realtime.analog_track import MAX_WAITING, EventId
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls, LiveChunks
 from vllm_omni.entrypoints.realtime.codec import CodecError, decode
-from vllm_omni.entrypoints.realtime.controls import ControlTrack
+from vllm_omni.entrypoints.realtime.controls import ControlTrack, Prompt, TooManyEvents
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
 from vllm_omni.entrypoints.realtime.generate_frames import ChunkReport, FrameBatcher, FrameMessage
 from vllm_omni.entrypoints.realtime.images import load_image
@@ -47,16 +48,15 @@ class _KeyedSource(LiveChunks):
 
     def __init__(
         self,
-        prompt: str,
+        prompt: str | None,
         timed: PromptSchedule,
         track: ControlTrack,
         throttle: Throttle,
         *,
-        camera: bool,
         num_chunks: int | None,
     ) -> None:
         self._prompt, self._timed, self._track, self._throttle = prompt, timed, track, throttle
-        self._camera, self.num_chunks = camera, num_chunks
+        self.num_chunks = num_chunks
 
     @property
     def ready(self) -> bool:
@@ -72,7 +72,7 @@ class _KeyedSource(LiveChunks):
         timed = self._timed.take(span.chunk_index, span.first_frame)
         own = self._prompt if span.chunk_index == 0 else None
         return Controls(
-            actions=actions if self._camera else None,
+            actions=actions if self._track.space.has_controls else None,
             prompt=sample.prompt or timed or own,
             mark=sample,
         )
@@ -87,7 +87,7 @@ class _Client(LiveClient):
         self._granted: tuple[str, ...] = ()
         self._size = (0, 0)
         self._image: np.ndarray | None = None
-        self._track = ControlTrack()
+        self._track = ControlTrack(self.facts.actions)
         self._throttle = Throttle()
         self._clock: MediaClock | None = None
         self._texts = TextFrames()
@@ -103,23 +103,26 @@ class _Client(LiveClient):
     async def take(self, data: bytes | str) -> None:
         content = protocol.INVALID_INIT if self._init is None else protocol.INVALID_EVENT
         event_id: int | None = None
+        granted = self._granted
         try:
             if isinstance(data, str):
                 raise self._texts.refuse("send binary frames with msgpack maps, not text")
             value = await self._decode(data)
             if self._init is None:
+                granted = protocol.named_extensions(value)
                 await self._begin(value)
             elif (extra := protocol.parse_extra(value, self._granted)) is not None:
                 await self._take_extra(extra)
             else:
                 event_id = _event_id(value)
-                await self._take_event(protocol.parse_event(value, self.limits))
+                reader = protocol.EventReader(self.limits, self.facts.actions, self._granted)
+                await self._take_event(reader.read(value))
         except DoorError as error:
             if error.close is not None:
                 raise
             if event_id is not None and self.session is not None:
                 await self._acknowledge("rejected", event_id, reason=error.code)
-            await self._send(protocol.error_reply(error, content, self._granted))
+            await self._send(protocol.error_reply(error, content, granted))
 
     async def _decode(self, data: bytes) -> Any:
         try:
@@ -131,11 +134,12 @@ class _Client(LiveClient):
 
     async def _begin(self, value: Any) -> None:
         """Start the session that `init` asks for; a bad init leaves the connection waiting for a good one."""
-        init = protocol.parse_init(value, self.limits)
+        init = protocol.parse_init(value, self.limits, self.facts.actions)
+        for prompt in (init.prompt, *(timed.prompt for timed in init.prompts)):
+            self.facts.check_prompt(prompt)
         size = init.height_width() or (self.facts.height, self.facts.width)
         self.facts.check_size(*size)
-        if init.first_frame is None and self.facts.needs_image:
-            raise DoorError("missing_image", "this model begins with an image; send first_frame", param="first_frame")
+        self.facts.check_image(init.first_frame is not None, "first_frame")
         if init.first_frame is not None:
             self._image = await self.manager.off_loop(load_image, init.first_frame, *size, self.limits)
         self._init, self._granted, self._size = init, init.granted, size
@@ -159,12 +163,13 @@ class _Client(LiveClient):
                         "max_messages_per_s": self.limits.max_messages_per_s,
                     },
                     "server": {"name": "vllm-omni", "model": self.facts.model},
+                    **({"actions": self.facts.actions.as_json()} if "actions" in self._granted else {}),
                 }
             )
         self._start(init)
 
     def _start(self, init: protocol.Init) -> None:
-        script = init.script()
+        script = init.script(self.facts.actions)
         if script is not None:
             self._track.apply([script])
         if init.realtime_output_pacing:
@@ -177,11 +182,10 @@ class _Client(LiveClient):
         return Job(
             request_id=uuid.uuid4().hex,
             source=_KeyedSource(
-                init.prompt,
+                None if self.facts.actions.prompt == "none" else init.prompt,
                 PromptSchedule(init.prompts, init.fps or self.facts.fps),
                 self._track,
                 self._throttle,
-                camera=self.facts.camera,
                 num_chunks=init.max_chunks,
             ),
             start=WorldStart(
@@ -202,7 +206,12 @@ class _Client(LiveClient):
     async def _take_event(self, event: protocol.Event) -> None:
         if self._track.is_repeated(event.event_id):
             return
-        superseded = self._track.apply(event.updates, event.event_id)
+        if any(isinstance(update, Prompt) for update in event.updates):
+            self.facts.check_prompt("text")
+        try:
+            superseded = self._track.apply(event.updates, event.event_id)
+        except TooManyEvents:
+            raise DoorError("too_many_events", f"{MAX_WAITING} events of motion wait for the next chunk") from None
         for event_id in superseded:
             await self._acknowledge("superseded", event_id)
         if event.event_id is not None:
@@ -278,7 +287,7 @@ class _Client(LiveClient):
 
     # -- extensions ----------------------------------------------------------------------------------------------
 
-    async def _acknowledge(self, status: str, event_id: int, reason: str | None = None) -> None:
+    async def _acknowledge(self, status: str, event_id: EventId, reason: str | None = None) -> None:
         if "receipts" in self._granted:
             message: dict[str, Any] = {"type": "event_ack", "event_id": event_id, "status": status}
             await self._send(message if reason is None else {**message, "reason": reason})
@@ -303,7 +312,7 @@ class _Client(LiveClient):
         """Begin the world again with the same init; controls are forgotten, the prompt is the first one."""
         assert self._init is not None
         await self.stop()
-        self._track = ControlTrack()
+        self._track = ControlTrack(self.facts.actions)
         session = await self.open_session(uuid.uuid4().hex)
         reply = {"type": "control_result", "id": control.id, "ok": True, "op": "reset"}
         await self._send({**reply, "session_id": session.session_id})

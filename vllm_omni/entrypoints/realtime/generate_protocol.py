@@ -7,24 +7,26 @@ tests/entrypoints/realtime/{test_generate_door,test_fuzz_doors}.py.
 """
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from vllm_omni.entrypoints.realtime.controls import KEYS, MAX_SCRIPT_ENTRIES, Held, Prompt, Script, States, Update
+from vllm_omni.actions import CAMERA_SPACE, ActionSpace
+from vllm_omni.entrypoints.realtime.action_messages import camera_buttons, camera_frames, read_actions_message
+from vllm_omni.entrypoints.realtime.controls import MAX_SCRIPT_ENTRIES, Prompt, Script, States, Transition, Update
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.protocol import with_whole_numbers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
 
-EXTENSIONS: Final = ("receipts", "credit", "control", "ping")
+EXTENSIONS: Final = ("receipts", "credit", "control", "ping", "actions")
 """Extensions a client may enable with `init.extensions`; others never see another message type."""
 
 INVALID_INIT: Final = "invalid generate request"
 INVALID_EVENT: Final = "invalid event"
 BUSY: Final = "another realtime session is already active"
 
-_MAX_KEYS: Final = 16  # keys held at once
 _MAX_TRANSITIONS: Final = 512
 _U32: Final = (1 << 32) - 1
 _SIZE: Final = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
@@ -80,10 +82,13 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
             raise DoorError("invalid_request", "size must look like 832x480", param="size")
         return int(found[2]), int(found[1])
 
-    def script(self) -> Script | None:
-        """The keys that steer the first chunks, if the client sent some. Raises `DoorError`."""
-        actions = (self.condition_inputs or {}).get("camera_actions")
-        return None if actions is None else _script(actions)
+    def script(self, space: ActionSpace = CAMERA_SPACE) -> Script | States | None:
+        """The actions that steer the first chunks, if the client sent some. Raises `DoorError`."""
+        inputs = self.condition_inputs or {}
+        if "actions" in self.granted and inputs.get("actions") is not None:
+            return read_actions_message(inputs["actions"], space)
+        keys = inputs.get("camera_actions")
+        return None if keys is None else _script(keys, space)
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -123,7 +128,13 @@ _EXTRAS: Final[dict[str, tuple[str, type[Control] | type[Credit] | type[Ping]]]]
 }
 
 
-def parse_init(value: Any, limits: DoorLimits) -> Init:
+def named_extensions(value: Any) -> tuple[str, ...]:
+    """The extensions that a message names, well-formed or not: who names some understands details of a refusal."""
+    names = value.get("extensions") if isinstance(value, dict) else None
+    return tuple(name for name in EXTENSIONS if name in names) if isinstance(names, list) else ()
+
+
+def parse_init(value: Any, limits: DoorLimits, space: ActionSpace = CAMERA_SPACE) -> Init:
     """Raises `DoorError`; its text is for the log and for clients with extensions."""
     init = _convert(value, Init)
     if init.enhance_prompt:
@@ -137,21 +148,59 @@ def parse_init(value: Any, limits: DoorLimits) -> Init:
     if not isinstance(image, bytes | str | None):
         raise DoorError("invalid_image", "first_frame must be the image's bytes or a data: URL", param="first_frame")
     init.height_width()
-    init.script()
+    init.script(space)
     return init
 
 
-def parse_event(value: Any, limits: DoorLimits) -> Event:
-    """Raises `DoorError`: the whole event is refused if any part of it is wrong."""
+@dataclass(frozen=True)
+class EventReader:
+    """Reads events of one client. space: the model's controls. granted: the client's extensions."""
+
+    limits: DoorLimits
+    space: ActionSpace = CAMERA_SPACE
+    granted: tuple[str, ...] = ()
+
+    def read(self, value: Any) -> Event:
+        """Raises `DoorError`: the whole event is refused if any part of it is wrong."""
+        event_id = _event_id(value)
+        kind, payload = value.get("kind"), value.get("payload")
+        if kind == "composite_input":
+            return Event(self._composite(payload), event_id)
+        return Event((self._update(kind, payload),), event_id)
+
+    def _composite(self, payload: Any) -> tuple[Update, ...]:
+        kinds = payload.get("input_types") if isinstance(payload, dict) else None
+        if not isinstance(kinds, list) or not kinds:
+            raise DoorError("invalid_request", "composite_input needs input_types, a list of kinds", param="payload")
+        if len(kinds) > 8 or any(not isinstance(kind, str) or kind not in payload for kind in kinds):
+            raise DoorError(
+                "invalid_request", "composite_input must hold one entry for each of its kinds", param="payload"
+            )
+        return tuple(self._update(kind, payload[kind]) for kind in kinds)
+
+    def _update(self, kind: Any, payload: Any) -> Update:
+        if kind == "prompt":
+            if not isinstance(payload, str):
+                raise DoorError("invalid_request", "a prompt must be text", param="payload")
+            _check_prompt(payload, self.limits, empty_ok=False)
+            return Prompt(payload)
+        if kind == "camera_actions":
+            if isinstance(payload, dict) and payload.get("mode") == "state":
+                return _states(payload.get("transitions"), self.space)
+            return _script(payload, self.space)
+        if kind == "actions" and "actions" in self.granted:
+            return read_actions_message(payload, self.space)
+        raise DoorError("invalid_request", "kind must be camera_actions, prompt or composite_input", param="kind")
+
+
+def _event_id(value: Any) -> int | None:
+    """The id of a message that is an event. Raises `DoorError`."""
     if not isinstance(value, dict) or value.get("type") != "event":
         raise DoorError("invalid_request", "a message must be a map with type 'event'")
     event_id = with_whole_numbers({"id": value.get("event_id")})["id"]
     if event_id is not None and (type(event_id) is not int or not 0 <= event_id <= _U32):
         raise DoorError("invalid_request", f"event_id must be a whole number from 0 to {_U32}", param="event_id")
-    kind, payload = value.get("kind"), value.get("payload")
-    if kind == "composite_input":
-        return Event(_composite(payload, limits), event_id)
-    return Event((_update(kind, payload, limits),), event_id)
+    return event_id
 
 
 def parse_extra(value: Any, granted: tuple[str, ...]) -> Extra | None:
@@ -179,28 +228,6 @@ def _convert(value: Any, kind: type[Any]) -> Any:
         raise DoorError("invalid_request", str(error)) from None
 
 
-def _composite(payload: Any, limits: DoorLimits) -> tuple[Update, ...]:
-    if not isinstance(payload, dict) or not isinstance(payload.get("input_types"), list) or not payload["input_types"]:
-        raise DoorError("invalid_request", "composite_input needs input_types, a list of kinds", param="payload")
-    kinds = payload["input_types"]
-    if len(kinds) > 8 or any(not isinstance(kind, str) or kind not in payload for kind in kinds):
-        raise DoorError("invalid_request", "composite_input must hold one entry for each of its kinds", param="payload")
-    return tuple(_update(kind, payload[kind], limits) for kind in kinds)
-
-
-def _update(kind: Any, payload: Any, limits: DoorLimits) -> Update:
-    if kind == "prompt":
-        if not isinstance(payload, str):
-            raise DoorError("invalid_request", "a prompt must be text", param="payload")
-        _check_prompt(payload, limits, empty_ok=False)
-        return Prompt(payload)
-    if kind == "camera_actions":
-        if isinstance(payload, dict) and payload.get("mode") == "state":
-            return _states(payload.get("transitions"))
-        return _script(payload)
-    raise DoorError("invalid_request", "kind must be camera_actions, prompt or composite_input", param="kind")
-
-
 def _check_prompt(prompt: str, limits: DoorLimits, *, empty_ok: bool) -> None:
     if not prompt.strip() and not empty_ok:
         raise DoorError("invalid_request", "a prompt must not be empty", param="prompt")
@@ -212,17 +239,17 @@ def _check_prompt(prompt: str, limits: DoorLimits, *, empty_ok: bool) -> None:
         )
 
 
-def _script(value: Any) -> Script:
+def _script(value: Any, space: ActionSpace) -> Script:
     if not isinstance(value, list) or len(value) > MAX_SCRIPT_ENTRIES:
         raise DoorError(
             "invalid_request",
             f"camera_actions must be a list of at most {MAX_SCRIPT_ENTRIES} lists of keys",
             param="camera_actions",
         )
-    return Script(tuple(_held(keys) for keys in value))
+    return camera_frames(value, space)
 
 
-def _states(transitions: Any) -> States:
+def _states(transitions: Any, space: ActionSpace) -> States:
     if not isinstance(transitions, list) or len(transitions) > _MAX_TRANSITIONS:
         raise DoorError(
             "invalid_request", f"transitions must be a list of at most {_MAX_TRANSITIONS}", param="transitions"
@@ -231,14 +258,5 @@ def _states(transitions: Any) -> States:
     for transition in transitions:
         if not isinstance(transition, dict) or not isinstance(transition.get("client_ts_ms", 0), int | float | None):
             raise DoorError("invalid_request", "a transition must be a map with actions", param="transitions")
-        held.append(_held(transition.get("actions")))
+        held.append(Transition(camera_buttons(transition.get("actions"), space)))
     return States(tuple(held))
-
-
-def _held(value: Any) -> Held:
-    """Keys held in one latent frame, each once; keys that do not exist are ignored, as everywhere in this protocol."""
-    if not isinstance(value, list) or len(value) > _MAX_KEYS or any(not isinstance(key, str) for key in value):
-        raise DoorError(
-            "invalid_request", f"keys must be a list of at most {_MAX_KEYS} short texts", param="camera_actions"
-        )
-    return tuple(dict.fromkeys(key.lower() for key in value if key.lower() in KEYS))

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 import numpy as np
 
+from vllm_omni.actions import ActionEntry, ActionSpace, as_entry
+from vllm_omni.entrypoints.realtime.action_messages import read_script
 from vllm_omni.entrypoints.realtime.camera import CameraPath, PosePolicy
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
@@ -69,7 +71,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Infer(Message, frozen=True, kw_only=True):
-    """Generate frames along a camera path (`camera` or `cameras`), or for `actions` (held keys per latent frame)."""
+    """Generate frames along a camera path (`camera` or `cameras`), or for `actions`, an entry per latent frame."""
 
     endpoint: ClassVar[str] = "infer"
 
@@ -78,9 +80,7 @@ class Infer(Message, frozen=True, kw_only=True):
     prompt: str | None = None
     camera: dict[str, Any] | None = None
     cameras: dict[str, Any] | None = None
-    actions: (
-        Annotated[list[Annotated[list[str], msgspec.Meta(max_length=16)]], msgspec.Meta(max_length=4096)] | None
-    ) = None
+    actions: Annotated[list[ActionEntry], msgspec.Meta(max_length=4096)] | None = None
     restart: bool = False
     extra_body: ExtraBody = ExtraBody()
 
@@ -101,6 +101,12 @@ class Infer(Message, frozen=True, kw_only=True):
         ):
             raise DoorError("invalid_camera", "camera and cameras are both given and differ; send one", param="camera")
         return paths[0]
+
+    def script(self, space: ActionSpace) -> list[ActionEntry] | None:
+        """Return the actions, each checked against the model. Raises `DoorError("invalid_action")`."""
+        if self.actions is None:
+            return None
+        return [as_entry(frame) for frame in read_script(self.actions, space).entries]
 
 
 class Reset(Message, frozen=True, kw_only=True):
@@ -243,6 +249,7 @@ def hello(facts: WorldFacts, limits: DoorLimits, session_id: str, max_message_by
         "pose_units": "scene",
         "intrinsics_reference_size": list(facts.intrinsics_reference_size),
         "key_focal": facts.key_focal,
+        "actions": facts.actions.as_json(),
         "codecs": list(CODECS),
         "default_codec": DEFAULT_CODEC,
         "limits": {

@@ -276,14 +276,10 @@ class Session:
                 param="chunk_index",
                 expected=self.next_chunk,
             )
-        if not self.started and start.load_image is None and facts.needs_image:
-            if self._manager.was_evicted(self.key):
-                raise DoorError("session_evicted", "the session was closed to make room; send it again with an image")
-            raise DoorError(
-                "missing_image",
-                "a session begins with an image; to continue another one, name its session_id",
-                param="image",
-            )
+        if not self.started:
+            if start.load_image is None and not start.restart and self._manager.was_evicted(self.key):
+                raise DoorError("session_evicted", "the session was closed to make room; begin it again")
+            facts.check_image(start.load_image is not None, "image")
         run.first_chunk = self.next_chunk if job.chunk_index is None else job.chunk_index
         run.sizes = job.source.plan(facts, self._manager.limits, starts_world=not self.started)
         warnings = []

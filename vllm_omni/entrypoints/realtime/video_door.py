@@ -17,11 +17,13 @@ import msgspec
 import numpy as np
 from starlette.websockets import WebSocket
 
+from vllm_omni.actions import ActionEntry
 from vllm_omni.entrypoints.fmp4 import FragmentEncoder
 from vllm_omni.entrypoints.realtime import video_protocol as protocol
+from vllm_omni.entrypoints.realtime.analog_track import MAX_WAITING
 from vllm_omni.entrypoints.realtime.camera import CameraPath
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls, LiveChunks
-from vllm_omni.entrypoints.realtime.controls import ControlTrack, Script
+from vllm_omni.entrypoints.realtime.controls import ControlTrack, Script, States, TooManyEvents
 from vllm_omni.entrypoints.realtime.errors import Close, DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.images import load_image
@@ -82,35 +84,54 @@ class _CommandedSource(LiveChunks):
         self,
         prompt: str,
         timed: PromptSchedule,
-        script: Script | None,
+        script: Script | States | None,
         facts: WorldFacts,
         size: tuple[int, int],
         num_chunks: int | None,
     ) -> None:
-        self._prompt, self._timed, self._facts, self.num_chunks = prompt, timed, facts, num_chunks
+        self._prompt: str | None = None if facts.actions.prompt == "none" else prompt
+        self._timed, self._facts, self.num_chunks = timed, facts, num_chunks
         self._intrinsics_4 = np.array(facts.key_intrinsics(size[1], size[0]), np.float32)  # commands, the same view
         self._new_prompt: tuple[str, str] | None = None
-        self._keys = ControlTrack()
-        self.has_script = script is not None
+        self._track = ControlTrack(facts.actions)
+        self.has_actions = script is not None
         if script is not None:
-            self._keys.apply([script])
+            self._track.apply([script])
+        self._acting: dict[str, None] = {}
+        self._replaced: list[str] = []
         self._poses = PoseTrack()
-        self._uses_poses = False
+        self.uses_poses = False
 
     def take(self, interaction: protocol.Interaction) -> None:
+        """Raises `DoorError` `too_many_events`, and then nothing of it is taken."""
+        if interaction.actions is not None:
+            try:
+                self._replaced += map(str, self._track.apply([interaction.actions], interaction.event_id))
+            except TooManyEvents:
+                raise DoorError("too_many_events", f"{MAX_WAITING} events of motion wait for the next chunk") from None
+            self.has_actions = True
         if interaction.prompt is not None:
             self._new_prompt = (interaction.prompt, interaction.event_id)
         if interaction.command is not None:
             self._poses.push(interaction.command)
-            self._uses_poses = True
+            self.uses_poses = True
+
+    def _sample_actions(self, num_latents: int) -> tuple[list[ActionEntry], Progress]:
+        """Actions of each latent frame, and the progress of the events that brought them."""
+        sample = self._track.sample(num_latents)
+        started, active = ([str(event_id) for event_id in ids] for ids in (sample.applied, sample.active))
+        ended = [event_id for event_id in [*self._acting, *started] if event_id not in active]
+        progress = Progress(tuple(started), tuple(active), (*self._replaced, *ended))
+        self._acting, self._replaced = dict.fromkeys(active), []
+        return sample.actions or [[] for _ in range(num_latents)], progress
 
     def sample(self, span: ChunkSpan) -> Controls:
         progress, camera, actions = Progress(), None, None
-        if self._uses_poses:
+        if self.uses_poses:
             poses_N44, progress = self._poses.sample(span.num_frames, span.num_latents)
             camera = CameraPath(poses_N44, np.tile(self._intrinsics_4, (span.num_frames, 1)))
-        elif self._facts.camera:
-            actions = self._keys.sample(span.num_latents).actions or [[] for _ in range(span.num_latents)]
+        elif self._facts.actions.has_controls:
+            actions, progress = self._sample_actions(span.num_latents)
         prompt = self._timed.take(span.chunk_index, span.first_frame)
         if span.chunk_index == 0:
             prompt = prompt or self._prompt
@@ -146,7 +167,7 @@ class _Client(LiveClient):
             if not isinstance(data, str):
                 raise DoorError("invalid_frame", "session.start must be a JSON text message")
             value = protocol.decode(data, protocol.max_start_bytes(self.limits), "session.start")
-            await self._start(protocol.parse_start(value, self.limits))
+            await self._start(protocol.parse_start(value, self.limits, self.facts.actions))
         except DoorError as error:
             error.close = error.close or Close.POLICY
             raise
@@ -158,10 +179,12 @@ class _Client(LiveClient):
         size = (start.height or facts.height, start.width or facts.width)
         facts.check_size(*size)
         num_chunks = self._num_chunks(start.num_frames)
-        if start.script() is not None and not facts.camera:
-            raise DoorError("unsupported", "the served model takes no camera", param="extra_params")
-        if start.image_reference is None and facts.needs_image:
-            raise DoorError("missing_image", "this model begins with an image_reference", param="image_reference")
+        script = start.script(facts.actions)
+        if script is not None and not facts.actions.has_controls:
+            raise DoorError("unsupported", "the served model takes no actions", param="extra_params")
+        for prompt in (start.prompt, *(timed.prompt for timed in start.extra_params.prompts)):
+            facts.check_prompt(prompt)
+        facts.check_image(start.image_reference is not None, "image_reference")
         image: np.ndarray | None = None
         if start.image_reference is not None:
             image = await self.manager.off_loop(load_image, start.image_reference.image_url, *size, self.limits)
@@ -178,10 +201,8 @@ class _Client(LiveClient):
         config = {"model": facts.model, "prompt": start.prompt, "width": size[1], "height": size[0], "fps": fps}
         config |= {"num_frames": start.num_frames, "seed": start.seed, "session_id": session.session_id}
         await self._send({"type": "video.start", "request_id": request_id, "format": protocol.FORMAT, "config": config})
-        script = start.script()
-        keys = None if script is None else Script(tuple(script))
         timed = PromptSchedule(start.extra_params.prompts, fps)
-        self._source = _CommandedSource(start.prompt, timed, keys, facts, size, num_chunks)
+        self._source = _CommandedSource(start.prompt, timed, script, facts, size, num_chunks)
         self.start(
             Job(
                 request_id=request_id,
@@ -229,7 +250,7 @@ class _Client(LiveClient):
             elif kind == "session.stop":
                 await self._stop()
             elif kind == "session.interaction":
-                interaction = protocol.parse_interaction(value, self.limits)
+                interaction = protocol.parse_interaction(value, self.limits, self.facts.actions)
                 event_id = interaction.event_id
                 await self._interact(interaction)
             else:
@@ -243,10 +264,15 @@ class _Client(LiveClient):
         assert self._source is not None
         if interaction.event_id in self._event_ids:
             raise DoorError("event_id_conflict", "event_id_conflict", param="event_id")
-        if interaction.command is not None and not self.facts.camera:
+        self.facts.check_prompt(interaction.prompt)
+        if interaction.command is not None and not self.facts.actions.pose:
             raise DoorError("interaction_failed", "the served model takes no camera")
-        if interaction.command is not None and self._source.has_script:
-            raise DoorError("interaction_failed", "the camera follows camera_action_script; start without one")
+        if interaction.command is not None and self._source.has_actions:
+            raise DoorError("interaction_failed", "actions steer this session; start one without to command the camera")
+        if interaction.actions is not None and self._source.uses_poses:
+            raise DoorError("interaction_failed", "camera commands steer this session; start one for actions")
+        if interaction.actions is not None and not self.facts.actions.has_controls:
+            raise DoorError("invalid_action", f"the served model takes {self.facts.actions.describe()}")
         self._event_ids[interaction.event_id] = None
         while len(self._event_ids) > _REMEMBERED_IDS:
             self._event_ids.popitem(last=False)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The typed messages of `/v1/realtime/video`: JSON text for control, as vLLM-Omni 0.30 speaks it.
 
-A `session.start` comes first, then interactions (a prompt, a camera command), `session.stop` and `session.ping`. Held
-by tests/entrypoints/realtime/{test_video_door,test_fuzz_doors}.py.
+A `session.start` comes first, then interactions (a prompt, a camera command, actions), `session.stop` and
+`session.ping`. Held by tests/entrypoints/realtime/{test_video_door,test_fuzz_doors}.py.
 """
 
 import uuid
@@ -11,8 +11,10 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import numpy as np
 
+from vllm_omni.actions import CAMERA_SPACE, ActionSpace
 from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES, has_too_many_values
-from vllm_omni.entrypoints.realtime.controls import MAX_SCRIPT_ENTRIES, Held
+from vllm_omni.entrypoints.realtime.action_messages import camera_frames, read_actions_message
+from vllm_omni.entrypoints.realtime.controls import MAX_SCRIPT_ENTRIES, Script, States
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.limits import MIB, DoorLimits
 from vllm_omni.entrypoints.realtime.pose_track import Command, unit_quaternion
@@ -34,12 +36,14 @@ class ImageReference(msgspec.Struct, frozen=True):
 
 
 class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
-    """camera_action_script: keys held in each latent frame. pace_to_media_time: send no faster than it plays.
+    """camera_action_script: camera keys held in each latent frame. action_script (ours): any actions of each latent
+    frame, checked against the model. pace_to_media_time: send no faster than it plays.
 
     prompts: those that follow the first one, each from its second or chunk on; interactions may come in between.
     """
 
     camera_action_script: Annotated[list[list[str] | str], msgspec.Meta(max_length=MAX_SCRIPT_ENTRIES)] | None = None
+    action_script: Any = None
     prompts: Annotated[list[TimedPrompt], msgspec.Meta(max_length=MAX_PROMPTS)] = []
     pace_to_media_time: bool = False
     preencode_mp4: bool = False
@@ -51,7 +55,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     num_frames: where the stream ends, first chunk + k chunks; None = at `session.stop`.
     """
 
-    prompt: str
+    prompt: str = ""
     model: str | None = None
     format: str = FORMAT
     width: Pixels | None = None
@@ -62,17 +66,23 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     image_reference: ImageReference | None = None
     extra_params: ExtraParams = ExtraParams()
 
-    def script(self) -> list[Held] | None:
-        entries = self.extra_params.camera_action_script
-        return None if entries is None else [tuple(keys) for keys in entries]
+    def script(self, space: ActionSpace) -> Script | States | None:
+        """The actions that steer the first chunks. Raises `DoorError`."""
+        keys, actions = self.extra_params.camera_action_script, self.extra_params.action_script
+        if actions is not None:
+            if keys is not None:
+                raise DoorError("invalid_request", "send camera_action_script or action_script: one of the two")
+            return read_actions_message(actions, space)
+        return None if keys is None else camera_frames(map(list, keys), space)
 
 
 class Interaction(msgspec.Struct, frozen=True):
-    """A prompt, a camera command, or both."""
+    """A prompt, a camera command or actions; or a prompt and one of these."""
 
     event_id: str
     prompt: str | None
     command: Command | None
+    actions: Script | States | None
 
 
 class _CameraData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,7 +96,8 @@ class _Camera(msgspec.Struct, frozen=True):
 
 
 class _MultiModal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    camera: _Camera
+    camera: _Camera | None = None
+    actions: Any = None
 
 
 class _InteractionEvent(msgspec.Struct, frozen=True):
@@ -120,7 +131,7 @@ def decode(text: str, max_bytes: int, name: str) -> dict[str, Any]:
     return value
 
 
-def parse_start(value: dict[str, Any], limits: DoorLimits) -> Start:
+def parse_start(value: dict[str, Any], limits: DoorLimits, space: ActionSpace = CAMERA_SPACE) -> Start:
     """Raises `DoorError`."""
     if value.get("type") != "session.start":
         raise DoorError("invalid_request", "Expected session.start", param="type")
@@ -129,8 +140,9 @@ def parse_start(value: dict[str, Any], limits: DoorLimits) -> Start:
     start: Start = _convert(fields, Start, "Invalid session.start")
     if start.format != FORMAT:
         raise DoorError("unsupported_codec", f"Invalid session.start format: expected '{FORMAT}'.", param="format")
-    for prompt in (start.prompt, *(timed.prompt for timed in start.extra_params.prompts)):
-        _check_prompt(prompt, limits)
+    _check_prompt(start.prompt, limits, empty_ok=space.prompt != "required")
+    for timed in start.extra_params.prompts:
+        _check_prompt(timed.prompt, limits, empty_ok=False)
     if (start.width is None) != (start.height is None):
         raise DoorError("invalid_request", "Invalid session.start: send width and height, or neither", param="width")
     if start.extra_params.preencode_mp4:
@@ -138,25 +150,31 @@ def parse_start(value: dict[str, Any], limits: DoorLimits) -> Start:
     return start
 
 
-def parse_interaction(value: dict[str, Any], limits: DoorLimits) -> Interaction:
+def parse_interaction(value: dict[str, Any], limits: DoorLimits, space: ActionSpace = CAMERA_SPACE) -> Interaction:
     """Raises `DoorError`; nothing of a refused interaction takes effect."""
     wanted: _Interaction = _convert(value.get("interaction"), _Interaction, "Invalid session.interaction")
     event = wanted.event
-    if event.prompt is None and event.multi_modal_data is None:
-        raise DoorError("invalid_request", "session.interaction needs event.prompt or event.multi_modal_data.camera")
+    data = event.multi_modal_data or _MultiModal()
+    camera, actions = data.camera, data.actions
+    if event.prompt is None and camera is None and actions is None:
+        raise DoorError(
+            "invalid_request", "session.interaction needs event.prompt or event.multi_modal_data.camera or .actions"
+        )
+    if camera is not None and actions is not None:
+        raise DoorError("invalid_request", "send multi_modal_data.camera or .actions: one of the two")
     if event.prompt is not None:
-        _check_prompt(event.prompt, limits)
+        _check_prompt(event.prompt, limits, empty_ok=False)
     event_id = wanted.event_id or uuid.uuid4().hex
     command = None
-    if event.multi_modal_data is not None:
-        camera = event.multi_modal_data.camera
+    if camera is not None:
         try:
             rotation_4 = unit_quaternion(camera.data.rotation)
         except ValueError as error:
             raise DoorError("invalid_camera", str(error), param="rotation") from None
         chunks = 1 if wanted.transition_chunks is None else wanted.transition_chunks
         command = Command(event_id, camera.mode, np.array(camera.data.translation), rotation_4, chunks)
-    return Interaction(event_id, event.prompt, command)
+    updates = None if actions is None else read_actions_message(actions, space)
+    return Interaction(event_id, event.prompt, command, updates)
 
 
 def _convert(value: Any, kind: type[Any], what: str) -> Any:
@@ -166,8 +184,8 @@ def _convert(value: Any, kind: type[Any], what: str) -> Any:
         raise DoorError("invalid_request", f"{what}: {error}") from None
 
 
-def _check_prompt(prompt: str, limits: DoorLimits) -> None:
-    if not prompt.strip():
+def _check_prompt(prompt: str, limits: DoorLimits, *, empty_ok: bool) -> None:
+    if not prompt.strip() and not empty_ok:
         raise DoorError("invalid_request", "prompt must not be empty", param="prompt")
     if len(prompt) > limits.max_prompt_chars:
         raise DoorError(

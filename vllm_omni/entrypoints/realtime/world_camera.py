@@ -95,8 +95,8 @@ class _Client:
                 logger.info("world camera connection ended: %s", end)
 
     async def _greet(self) -> None:
-        if not self._manager.facts.camera:
-            raise DoorError("unsupported", "the served model takes no camera", close=Close.POLICY)
+        if not self._manager.facts.actions.is_steered:
+            raise DoorError("unsupported", "the served model takes neither a camera nor actions", close=Close.POLICY)
         facts, max_bytes = self._manager.facts, self._door.max_message_bytes
         await self._send(protocol.hello(facts, self._limits, self._own_session_id, max_bytes))
 
@@ -252,6 +252,12 @@ class _Client:
         # Clients of the first version of this protocol send `camera` with array markers, expect lists of float
         # frames, and ask for numbers of frames that do not fill chunks.
         first_version = message.camera is not None and dialect is not None and message.protocol_version is None
+        camera, actions = message.camera_path(limits.max_frames_per_request), message.script(facts.actions)
+        if camera is not None and not facts.actions.pose:
+            raise DoorError(
+                "invalid_camera", f"this model takes no poses; it takes {facts.actions.describe()}", param="camera"
+            )
+        facts.check_prompt(message.prompt)
         codec = extra.video_format or ("ndarray_f32" if first_version else protocol.DEFAULT_CODEC)
 
         def load(height: int, width: int) -> np.ndarray:
@@ -261,8 +267,8 @@ class _Client:
             request_id=message.request_id or uuid.uuid4().hex,
             digest=digest,
             source=PlannedChunks(
-                camera=message.camera_path(max_poses=limits.max_frames_per_request),
-                actions=message.actions,
+                camera=camera,
+                actions=actions,
                 num_frames=extra.num_frames,
                 policy=extra.pose_policy or ("trim" if first_version else "error"),
                 prompt=message.prompt,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
 from vllm_omni.model_executor.models.registry import get_family
@@ -106,7 +107,8 @@ def test_doors_learn_the_stream_s_geometry(tmp_path: Path) -> None:
     assert family.world_facts is not None and family.check_options is not None and family.capabilities is not None
     omni = OmniConfig(height=32, width=48, model={"latent_frames_per_chunk": 1, "first_chunk_latent_frames": 2})
     facts = family.world_facts(config, omni)
-    assert (facts["camera"], facts["needs_image"]) == (False, False)
+    assert family.action_space is not None
+    assert family.action_space(config, omni) == ActionSpace(prompt="required", image="none")
     assert (facts["latent_frames_per_chunk"], facts["first_chunk_latent_frames"]) == (1, 2)
     assert family.capabilities(config, omni).tasks == ("world", "text_to_video", "image_to_video")
     with pytest.raises(ValueError, match="multiples of 16"):

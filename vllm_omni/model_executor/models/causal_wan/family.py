@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.causal_wan.checkpoint import LAYOUTS, hf_config, is_checkpoint
@@ -59,6 +60,7 @@ FAMILY = streaming_family(
     read=_read,
     check_options=lambda omni: None,
     check_parallel=_check_parallel,
-    facts={"camera": False, "needs_image": False, "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
+    action_space=lambda stream: ActionSpace(image="none"),
+    facts={"vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
     capabilities=_capabilities,
 )

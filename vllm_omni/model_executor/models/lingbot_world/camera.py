@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_omni.actions import ActionEntry, ActionSpace, Button, read_actions
+from vllm_omni.actions import CAMERA_SPACE, ActionEntry, read_actions
 from vllm_omni.model_executor.models.lingbot_world.config import ACTION_FOCAL, NATIVE_HEIGHT, NATIVE_WIDTH
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.chunk_plan import first_pixel_frame
@@ -34,19 +34,7 @@ MOVE_UNIT = 0.05
 YAW_DEGREES, PITCH_DEGREES = 6.0, 4.0
 """Rotation of one latent frame with a look key held."""
 PITCH_LIMIT_DEGREES = 85.0
-ACTION_SPACE = ActionSpace(
-    buttons=(
-        Button("w", "forward", ("KeyW",)),
-        Button("a", "left", ("KeyA",)),
-        Button("s", "back", ("KeyS",)),
-        Button("d", "right", ("KeyD",)),
-        Button("i", "look up", ("KeyI", "ArrowUp")),
-        Button("j", "look left", ("KeyJ", "ArrowLeft")),
-        Button("k", "look down", ("KeyK", "ArrowDown")),
-        Button("l", "look right", ("KeyL", "ArrowRight")),
-    ),
-    pose=True,
-)
+ACTION_SPACE = CAMERA_SPACE
 FLAG_KEYS = "wasd"
 """The keys that an `act` model is told, in the order of its channels."""
 

@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_omni.config import OmniConfig
+from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.registry import ModelFamily
+from vllm_omni.testing.null.world.options import NullWorldOptions
 
 
 def _detect(path: Path) -> bool:
@@ -34,6 +35,14 @@ def _capabilities(hf_config: dict[str, Any], omni: OmniConfig) -> Capabilities:
     return Capabilities(tasks=("world", "text_to_video", "image_to_video"))
 
 
+def _options(omni: OmniConfig) -> NullWorldOptions:
+    return parse_options(NullWorldOptions, omni.model, "omni.model")
+
+
+def _check_options(hf_config: dict[str, Any], omni: OmniConfig) -> None:
+    _options(omni)
+
+
 FAMILY = ModelFamily(
     name="null_world",
     title="Null world: everything but a model",
@@ -41,5 +50,7 @@ FAMILY = ModelFamily(
     detect=_detect,
     hf_config=_hf_config,
     layouts=("original",),
+    check_options=_check_options,
+    action_space=lambda hf_config, omni: _options(omni).actions,
     capabilities=_capabilities,
 )

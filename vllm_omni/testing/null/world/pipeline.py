@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`NullWorldPipeline`: a world with no picture in it, for measuring and breaking everything around a model.
 
-It costs nearly nothing, yet behaves like a real causal world: a chunk's latents depend on prompt, seed, camera and all
-earlier chunks of the session, layers can be split over pipeline stages, and frames tell which chunk they belong to.
-`DiffusionParams.options` can slow it down or make it fail: `steps`, `step_ms`, `prepare_ms`, `decode_ms`,
+It costs nearly nothing, yet behaves like a real causal world: a chunk's latents depend on prompt, seed, camera, actions
+and all earlier chunks of the session, layers can be split over pipeline stages, and frames tell which chunk they belong
+to. `DiffusionParams.options` can slow it down or make it fail: `steps`, `step_ms`, `prepare_ms`, `decode_ms`,
 `fail_in` ("prepare" | "denoise" | "decode"), `fail_at` / `nan_at` (a step). With `clean_pass` the last step leaves the
 latents as they are.
 
 Frames: every pixel of session frame n is n % 256, except pixel (0, 0) = (chunk % 256, signature % 256, 0), where the
-signature sums the chunk's latents.
+signature sums the chunk's latents, and squares for the chunk's actions (`marks.py`). `omni.model.actions` says which
+controls it takes, by default the camera keys.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
+from vllm_omni.actions import ActionRows, read_actions
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.inputs import DiffusionParams, Seed, Text
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SessionState, SupportsStepExecution
@@ -29,10 +31,14 @@ from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.vllm_model import StepPipeline
 from vllm_omni.outputs import RequestFailed, empty_result
 from vllm_omni.sessions.snapshot import ChunkIndex, SavedTensors, read_scalars
+from vllm_omni.testing.null.world import marks
+from vllm_omni.testing.null.world.options import NullWorldOptions
 
 NUM_LAYERS = 4
 LATENT_CHANNELS = 4
 FIRST_CHUNK_FRAMES, CHUNK_FRAMES = 9, 12
+CHUNK_LATENTS = 3
+FRAMES_PER_LATENT = 4
 
 
 class NullFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,6 +109,7 @@ class _Chunk:
     latents_CHW: torch.Tensor
     options: NullOptions
     prompt: str
+    rows: ActionRows | None
 
 
 Request = DiffusionRequest[NullSession, _Chunk]
@@ -112,6 +119,7 @@ class NullWorldPipeline(StepPipeline):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.omni = OmniConfig.from_additional_config(vllm_config.additional_config)
+        self.space = parse_options(NullWorldOptions, self.omni.model, "omni.model").actions
         self.gain_N = nn.Parameter(torch.ones(NUM_LAYERS), requires_grad=False)
         parallel = ParallelContext.from_vllm(vae_stage=self.omni.vae_stage, partition=self.omni.partition)
         self.is_first = parallel.first_stage
@@ -139,7 +147,7 @@ class NullWorldPipeline(StepPipeline):
         return LATENT_CHANNELS * (height // 8) * (width // 8) * 4
 
     def new_session(self, params: DiffusionParams) -> NullSession:
-        if params.prompt is None:
+        if params.prompt is None and self.space.prompt == "required":
             raise RequestFailed("invalid_request", "a session's first chunk needs a prompt")
         return NullSession(params.session_id, params, *self._size(params), self.gain_N.device)
 
@@ -155,11 +163,16 @@ class NullWorldPipeline(StepPipeline):
         poses = request.tensors.get("poses")
         if poses is not None and not bool(torch.isfinite(poses).all()):
             raise RequestFailed("non_finite_pose", "poses must be finite")
+        if request.params.prompt and self.space.prompt == "none":
+            raise RequestFailed("invalid_request", f"this model takes no prompt; it takes {self.space.takes()}")
+        rows = read_actions(self.space, request.params.actions, request.tensors, CHUNK_LATENTS)
         prompt = request.params.prompt if request.params.prompt is not None else session.prompt
         key = f"{prompt}|{session.seed}|{session.chunk_index}|{0 if poses is None else float(poses.double().sum())}"
+        if rows is not None and not marks.is_idle(rows):
+            key += f"|{rows.buttons_NB.tolist()}{rows.axes_NA.tolist()}{rows.scroll_N.tolist()}"
         generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
         noise = torch.randn(session.memory_CHW.shape, generator=generator)
-        request.state = _Chunk(noise.to(session.memory_CHW.device), options, prompt)
+        request.state = _Chunk(noise.to(session.memory_CHW.device), options, prompt, rows)
         request.num_steps = -(-options.steps // 2) if "fewer_steps" in request.degradations else options.steps
         request.clean_passes = int(options.clean_pass)
 
@@ -212,6 +225,10 @@ class NullWorldPipeline(StepPipeline):
         frames_THWC = empty_result((count, session.height, session.width, 3), torch.uint8)
         for number in range(count):
             frames_THWC[number].fill_((first + number) % 256)
+        if chunk.rows is not None and not marks.is_idle(chunk.rows):
+            first_latent = FRAMES_PER_LATENT if index else 1
+            repeats = [first_latent, *[FRAMES_PER_LATENT] * (CHUNK_LATENTS - 1)]
+            marks.draw(frames_THWC, self.space, chunk.rows.repeated(repeats))
         frames_THWC[:, 0, 0] = torch.tensor([index % 256, signature % 256, 0], dtype=torch.uint8)
         beside = {"latents": chunk.latents_CHW} if request.params.output == "both" else {}
         return meta, {"frames": frames_THWC, **beside}
@@ -229,7 +246,8 @@ class NullWorldPipeline(StepPipeline):
         session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
-        return [(DiffusionParams(session_id="warm-up", prompt="warm-up"), {})]
+        prompt = None if self.space.prompt == "none" else "warm-up"
+        return [(DiffusionParams(session_id="warm-up", prompt=prompt), {})]
 
 
 if TYPE_CHECKING:

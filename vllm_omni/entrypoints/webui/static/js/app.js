@@ -36,9 +36,10 @@ export class App {
   #thumbnail = document.createElement("canvas");
 
   /** elements: view, map, notices, live, marks. onstate(): something the buttons show has changed. */
-  constructor(link, controls, elements, onstate) {
+  constructor(link, controls, game, elements, onstate) {
     this.link = link;
     this.controls = controls;
+    this.game = game;
     this.elements = elements;
     this.onstate = onstate;
     this.world = new World(link);
@@ -85,6 +86,7 @@ export class App {
     [this.isLive, this.isPaused, this.player.isPaused, this.#isAwaited] = [true, false, false, true];
     this.#clearFailure();
     this.controls.take();
+    this.game.take(1);
     this.#showStart(choice);
     this.notices.show(MAKING_TEXT, { stays: true });
     this.onstate();
@@ -93,7 +95,8 @@ export class App {
   /** Show the start image, at the size the world will have, until its first frame comes. */
   async #showStart(choice) {
     const { view } = this.elements;
-    view.classList.remove("has-picture");
+    view.classList.remove("has-picture", "has-start");
+    if (!choice.image) return;
     const picture = await createImageBitmap(new Blob([choice.image])).catch(() => null); // the server says what is wrong
     if (picture && this.#choice === choice && this.#isAwaited) {
       this.player.showStill(picture, choice.width, choice.height);
@@ -106,8 +109,9 @@ export class App {
     if (this.isLive) this.begin({ ...this.#choice, prompt: this.prompt, seed });
   }
 
-  /** Begin a new world from the picture that is on the screen. */
+  /** Begin a new world from the picture that is on the screen, or as before where worlds begin without one. */
   async beginFromView() {
+    if (this.#space.image === "none") return this.restart();
     const blob = await new Promise((resolve) => this.elements.view.toBlob(resolve, "image/png"));
     this.begin({ ...this.#choice, prompt: this.prompt, image: new Uint8Array(await blob.arrayBuffer()), place: this.#place });
   }
@@ -239,23 +243,40 @@ export class App {
     const { hello } = this.link;
     const first = !this.world.hasBegun;
     const count = first ? hello.first_chunk_frames : hello.chunk_frames;
+    const { steering, places, inputAt } = this.#space.pose ? this.#walk(count, first) : this.#play(count);
+    const prompt = this.#space.prompt === "none" ? null : first ? this.#choice.prompt : this.#nextPrompt;
+    const isRecorded = this.recorder.isOn && !this.recorder.isClosing;
+    const start = first ? { ...(this.#choice.image ? { image: this.#choice.image } : {}), restart: true } : {};
+    const startBody = first ? { seed: this.#choice.seed, width: this.#choice.width, height: this.#choice.height } : {};
+    this.world.ask({
+      steering,
+      extra: { ...start, ...(prompt !== null ? { prompt } : {}) },
+      extraBody: { ...startBody, ...(isRecorded ? { with_mp4: true } : {}) },
+      note: { places, prompt, isRecorded, inputAt, from: this.#place },
+    });
+    this.#place = places.at(-1) ?? this.#place;
+    if (!first) this.#nextPrompt = null;
+    this.onstate();
+  }
+
+  get #space() {
+    return this.game.space;
+  }
+
+  /** A chunk of a world that a camera walks through: a pose for each of its pixel frames. */
+  #walk(count, first) {
+    const { hello } = this.link;
     const reading = this.controls.take();
     const pace = { framesPerStep: hello.vae_stride[0], speed: this.speed, turnSpeed: this.turnSpeed };
     const places = walk(this.#place, count, reading, pace, first);
-    const prompt = first ? this.#choice.prompt : this.#nextPrompt;
-    const isRecorded = this.recorder.isOn && !this.recorder.isClosing;
-    const start = first ? { image: this.#choice.image, restart: true } : {};
-    const startBody = first ? { seed: this.#choice.seed, width: this.#choice.width, height: this.#choice.height } : {};
-    this.world.ask({
-      poses: places.map(poseOf),
-      intrinsics: intrinsicsFor(hello.intrinsics_reference_size, hello.key_focal, this.#choice),
-      extra: { ...start, ...(prompt !== null ? { prompt } : {}) },
-      extraBody: { ...startBody, ...(isRecorded ? { with_mp4: true } : {}) },
-      note: { places, prompt, isRecorded, inputAt: reading.inputAt, from: this.#place },
-    });
-    this.#place = places.at(-1);
-    if (!first) this.#nextPrompt = null;
-    this.onstate();
+    const intrinsics = intrinsicsFor(hello.intrinsics_reference_size, hello.key_focal, this.#choice);
+    return { steering: { cameras: { poses: places.map(poseOf), intrinsics } }, places, inputAt: reading.inputAt };
+  }
+
+  /** A chunk of a world of buttons and axes: actions for each of its latent frames. */
+  #play(count) {
+    const { frames, inputAt } = this.game.take(Math.ceil(count / this.link.hello.vae_stride[0]));
+    return { steering: { actions: frames }, places: [], inputAt };
   }
 
   #chunk({ message, request }) {
@@ -275,7 +296,7 @@ export class App {
     this.recorder.add(message.mp4, message.num_frames);
     this.#closeRecording();
     const { places, inputAt } = request.note;
-    this.#trail = [...this.#trail.slice(-TRAIL_CHUNKS), { chunk: message.chunk_index, place: places.at(-1) }];
+    this.#trail = [...this.#trail.slice(-TRAIL_CHUNKS), { chunk: message.chunk_index, place: places.at(-1) ?? this.#place }];
     this.player.push(message.video, { places, inputAt, sentAt: request.sentAt, cameAt });
     this.#askInTime();
     for (const warning of message.warnings ?? []) this.notices.show(warning);
@@ -316,7 +337,7 @@ export class App {
       this.isLost = true;
       this.notices.show(`This world is lost: the server no longer keeps it (${text}).`, {
         isBad: true,
-        action: { label: "Go on from this picture", run: () => this.beginFromView() },
+        action: { label: this.#space.image === "none" ? "Start over" : "Go on from this picture", run: () => this.beginFromView() },
       });
     } else if (retryable) {
       if (code !== "resync_required") this.notices.show(`Trying again: ${text}`);

@@ -4,9 +4,11 @@
 import { App } from "./app.js";
 import { keyDialog } from "./dialogs.js";
 import { Controls } from "./input/controls.js";
+import { Game } from "./input/game.js";
+import { fillPanel, helpRows } from "./input/game_panel.js";
 import { attachGamepad } from "./input/gamepad.js";
-import { attachKeyboard } from "./input/keyboard.js";
-import { attachMouse } from "./input/mouse.js";
+import { attachKeyboard, walkingKeys } from "./input/keyboard.js";
+import { attachMouse, lookingMouse } from "./input/mouse.js";
 import { attachStick } from "./input/stick.js";
 import { Link } from "./link.js";
 import { markPrompt, promptButtons } from "./offer.js";
@@ -18,10 +20,12 @@ const STATS_EVERY_MS = 250;
 
 const by = (id) => document.getElementById(id);
 const controls = new Controls();
+const game = new Game();
 const link = new Link(keyDialog(by("key-dialog")));
 const app = new App(
   link,
   controls,
+  game,
   { view: by("view"), map: by("map"), notices: by("notices"), live: by("live"), marks: by("marks") },
   () => show(),
 );
@@ -41,6 +45,7 @@ let status = ["connecting", "Connecting …"];
 link.addEventListener("up", ({ detail: { hello } }) => {
   status = ["up", "Connected"];
   by("model").textContent = hello.model;
+  configure(hello.actions);
   start.configure(hello);
   app.map.setWorld(hello.world);
   promptButtons(by("prompts"), hello.world?.prompts ?? [], ({ text }) => app.isLive && app.setPrompt(text));
@@ -59,9 +64,36 @@ link.addEventListener("refused", ({ detail: { reason, detail } }) => {
   show();
 });
 
+let spaceText = "";
+let showPressed = () => {};
+
+/** Show what this world takes, and just that. */
+function configure(space) {
+  if (JSON.stringify(space) === spaceText) return; // a connection that is back changes nothing
+  spaceText = JSON.stringify(space);
+  game.configure(space);
+  const { dataset } = document.body;
+  dataset.steering = space.pose ? "walk" : "play";
+  dataset.mouse = space.pose || game.hasMouse ? "look" : "none";
+  [dataset.prompt, dataset.image] = [space.prompt, space.image];
+  showPressed = space.pose ? () => {} : fillPanel(by("actions"), game);
+  by("help-actions").replaceChildren(...(space.pose ? [] : helpRows(space).map(helpRow)));
+}
+
+function helpRow([keys, title]) {
+  const row = document.createElement("tr");
+  const names = Object.assign(document.createElement("th"), { scope: "row" });
+  names.append(...keys.flatMap((key) => [Object.assign(document.createElement("kbd"), { textContent: key }), " "]));
+  row.append(names, Object.assign(document.createElement("td"), { textContent: title }));
+  return row;
+}
+
+const isPlay = () => document.body.dataset.steering === "play";
+
 // ---- buttons ------------------------------------------------------------------------------------------------------
 
-const lockPointer = attachMouse(by("view"), controls, () => app.isLive && !app.isPaused, (isLocked) => {
+const mouse = lookingMouse(controls);
+const lockPointer = attachMouse(by("view"), () => (isPlay() ? game : mouse), () => app.isLive && !app.isPaused, (isLocked) => {
   by("look").setAttribute("aria-pressed", isLocked);
 });
 
@@ -71,7 +103,7 @@ const commands = {
   mark: () => app.mark(),
   record: () => app.record(),
   picture: () => app.savePicture(),
-  look: lockPointer,
+  look: () => document.body.dataset.mouse === "look" && lockPointer(),
   full: () => (document.fullscreenElement ? document.exitFullscreen() : document.querySelector(".stage-column").requestFullscreen?.()),
   leave: () => {
     app.leave();
@@ -90,8 +122,9 @@ const commands = {
 };
 for (const [id, run] of Object.entries(commands)) by(id).addEventListener("click", run);
 
+const keys = walkingKeys(controls);
 attachKeyboard(
-  controls,
+  () => (isPlay() ? game : keys),
   {
     Space: commands.pause,
     KeyR: commands.restart,
@@ -105,9 +138,13 @@ attachKeyboard(
   },
   () => app.isLive && !document.querySelector("dialog[open]"),
 );
-attachStick(by("stick-move"), controls, (x, y) => ({ right: x, forward: y }));
-attachStick(by("stick-look"), controls, (x, y) => ({ yaw: x, pitch: y }));
-const pollGamepad = attachGamepad(controls, commands.pause, (name) => app.notices.show(`Gamepad: ${name}`));
+attachStick(by("stick-move"), (x, y) =>
+  isPlay() ? game.walkStick("touch", x ?? 0, y ?? 0) : controls.steer("move", x === null ? null : { right: x, forward: y }),
+);
+attachStick(by("stick-look"), (x, y) =>
+  isPlay() ? game.lookStick("touch", x ?? 0, y ?? 0) : controls.steer("look", x === null ? null : { yaw: x, pitch: y }),
+);
+const pollGamepad = attachGamepad(controls, () => (isPlay() ? game : null), commands.pause, (name) => app.notices.show(`Gamepad: ${name}`));
 
 by("prompt-form").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -123,7 +160,7 @@ by("prompt").addEventListener("keydown", (event) => {
 
 const sliders = {
   speed: (value) => (app.speed = value),
-  turn: (value) => (app.turnSpeed = value),
+  turn: (value) => (app.turnSpeed = game.sensitivity = value),
   margin: (value) => (app.pacer.marginMs = value),
 };
 for (const [id, set] of Object.entries(sliders)) {
@@ -196,6 +233,7 @@ function tick(now) {
 }
 
 controls.onchange = showHeld;
+game.onchange = () => showPressed();
 document.addEventListener("visibilitychange", () => app.steady()); // a hidden page shows nothing
 attachStage(by("stage"), by("frame"), by("view"));
 link.open();
@@ -203,4 +241,4 @@ show();
 requestAnimationFrame(tick);
 
 /** For the console and for tests: the parts of this page. */
-export const parts = { app, link, controls };
+export const parts = { app, link, controls, game };

@@ -5,13 +5,15 @@ import { START } from "./camera.js";
 import { SAMPLES } from "./samples.js";
 
 /**
- * `hello`: the server's greeting. Returns {prompts: [{name, text}], starts: [{name, file, prompt, promptName, place}],
+ * `hello`: the server's greeting; withoutPicture: a world may begin without one. Returns {prompts: [{name, text}], starts: [{name, file, prompt, promptName, place}],
  * about}: `promptName` is null and `prompts` empty where the page's samples are offered; `about` says what a world can
  * show, "" if nobody says.
  */
-export function offer({ world } = {}) {
+export function offer({ world } = {}, withoutPicture = false) {
+  const none = withoutPicture ? [{ name: "No picture", file: null, prompt: SAMPLES[0].prompt, promptName: null, place: START }] : [];
   if (!world?.starts?.length) {
-    return { prompts: [], about: "", starts: SAMPLES.map((sample) => ({ ...sample, promptName: null, place: START })) };
+    const samples = SAMPLES.map((sample) => ({ ...sample, promptName: null, place: START }));
+    return { prompts: [], about: "", starts: [...none, ...samples] };
   }
   const texts = new Map(world.prompts.map(({ name, text }) => [name, text]));
   const starts = world.starts.map(({ name, file, prompt, x_m: x, z_m: z, heading_degrees: heading }) => ({

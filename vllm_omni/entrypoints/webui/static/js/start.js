@@ -11,6 +11,8 @@ export class StartPanel {
   #gallery;
   #image = null; // {bytes: () => Promise<Uint8Array>, place, notice}
   #ownPrompt = false;
+  #takesPrompt = true;
+  #takesImage = true;
   #offer = offer();
   #limits = { max_image_bytes: Infinity };
   #uploadUrl = null;
@@ -34,7 +36,7 @@ export class StartPanel {
     });
     addEventListener("paste", ({ clipboardData }) => {
       const file = [...clipboardData.files].find(({ type }) => IMAGE_TYPES.includes(type));
-      if (file && !form.hidden) this.#take(file);
+      if (file && !form.hidden && this.#takesImage) this.#take(file);
     });
     const zone = form.parentElement;
     zone.addEventListener("dragover", (event) => {
@@ -45,7 +47,7 @@ export class StartPanel {
     zone.addEventListener("drop", (event) => {
       event.preventDefault();
       form.classList.remove("is-target");
-      if (!form.hidden && event.dataTransfer.files[0]) this.#take(event.dataTransfer.files[0]);
+      if (!form.hidden && this.#takesImage && event.dataTransfer.files[0]) this.#take(event.dataTransfer.files[0]);
     });
     this.#offerStarts(null);
     this.rollSeed();
@@ -64,7 +66,12 @@ export class StartPanel {
     select.replaceChildren(...sizes(hello).map(([width, height]) => new Option(`${width} × ${height}`, `${width}x${height}`)));
     if ([...select.options].some(({ value }) => value === chosen)) select.value = chosen;
     this.#form.elements.start.disabled = false;
-    const offered = offer(hello);
+    this.#form.elements.prompt.required = hello.actions.prompt === "required";
+    this.#takesPrompt = hello.actions.prompt !== "none";
+    this.#form.querySelector(".prompt-field").hidden = !this.#takesPrompt;
+    this.#takesImage = hello.actions.image !== "none";
+    this.#gallery.hidden = !this.#takesImage;
+    const offered = offer(hello, hello.actions.image === "optional");
     if (JSON.stringify(offered) === JSON.stringify(this.#offer)) return; // a connection that is back changes nothing
     this.#offer = offered;
     promptButtons(this.#prompts, offered.prompts, ({ name, text }) => {
@@ -93,15 +100,15 @@ export class StartPanel {
     const { prompt, seed, size } = this.#form.elements;
     const [width, height] = size.value.split("x").map(Number);
     try {
-      const image = await this.#image.bytes();
+      const image = this.#takesImage ? await this.#image.bytes() : null;
       return {
         image,
-        prompt: prompt.value.trim(),
+        prompt: this.#takesPrompt ? prompt.value.trim() : "",
         seed: Math.abs(Math.trunc(Number(seed.value))) || 0,
         width,
         height,
-        place: this.#image.place,
-        notice: this.#image.notice,
+        place: this.#image?.place,
+        notice: this.#image?.notice,
       };
     } catch {
       this.ontrouble("The start image could not be loaded.");
@@ -144,7 +151,8 @@ export class StartPanel {
     const tile = document.createElement("label");
     tile.className = "tile";
     const radio = Object.assign(document.createElement("input"), { type: "radio", name: "sample", value: start.name });
-    const picture = Object.assign(document.createElement("img"), { src: start.file, alt: "", width: 832, height: 480 });
+    const picture = Object.assign(document.createElement("img"), { alt: "", width: 832, height: 480 });
+    if (start.file) picture.src = start.file;
     const caption = Object.assign(document.createElement("span"), { className: "caption", textContent: start.name });
     radio.addEventListener("change", () => this.#choose(start));
     tile.append(radio, picture, caption);
@@ -157,6 +165,7 @@ export class StartPanel {
     this.#image = {
       place,
       bytes: async () => {
+        if (!file) return null;
         const answer = await fetch(file);
         if (!answer.ok) throw new Error(answer.statusText);
         return new Uint8Array(await answer.arrayBuffer());

@@ -60,21 +60,21 @@ export class World extends EventTarget {
   }
 
   /**
-   * Ask for one chunk. poses, intrinsics: as the door takes them; extra: further keys of the message; extraBody: of its
-   * extra_body; note: kept with the request for whoever hears of its chunk.
+   * Ask for one chunk. steering: {cameras} or {actions} as the door takes them; extra: further keys of the message;
+   * extraBody: of its extra_body; note: kept with the request for whoever hears of its chunk.
    */
-  ask({ poses, intrinsics, extra = {}, extraBody = {}, note = {} }) {
+  ask({ steering, extra = {}, extraBody = {}, note = {} }) {
     const requestId = `${this.sessionId.slice(0, 24)}-${++this.#count}-${randomText()}`;
     const bytes = Link.pack({
       endpoint: "infer",
       protocol_version: 1,
       session_id: this.sessionId,
       request_id: requestId,
-      cameras: { poses, intrinsics },
+      ...steering,
       extra_body: { video_format: "jpeg", ...extraBody },
       ...extra,
     });
-    this.#pending.set(requestId, { requestId, bytes, note, sentAt: performance.now(), frames: poses.length });
+    this.#pending.set(requestId, { requestId, bytes, note, sentAt: performance.now() });
     this.#link.send(bytes);
   }
 

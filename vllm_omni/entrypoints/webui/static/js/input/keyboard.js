@@ -21,22 +21,33 @@ export const MOVES = {
 const TYPES_TEXT = "input:not([type=range],[type=checkbox],[type=radio],[type=button]), textarea, select, [contenteditable]";
 const USES_ARROWS = "input[type=range], input[type=radio], [role=listbox]";
 
-/** Move by keys; `commands`: key code -> function, called once per press. `isOn()`: whether keys count now. */
-export function attachKeyboard(controls, commands, isOn) {
+/** The keys that walk and look with `controls`, as a device for `attachKeyboard`. */
+export const walkingKeys = (controls) => ({
+  takes: (code) => code in MOVES,
+  press: (code) => controls.press(code, ...MOVES[code]),
+  release: (code) => controls.release(code),
+  releaseAll: () => controls.releaseAll(),
+});
+
+/**
+ * `device()`: what the keys steer now, {takes(code), press(code), release(code), releaseAll()}; `commands`: key code ->
+ * function, called once per press, unless the device takes that key. `isOn()`: whether keys count now.
+ */
+export function attachKeyboard(device, commands, isOn) {
   addEventListener("keydown", (event) => {
     if (!isOn() || event.ctrlKey || event.metaKey || event.altKey || event.target.matches?.(TYPES_TEXT)) return;
     if (event.code.startsWith("Arrow") && event.target.matches?.(USES_ARROWS)) return;
-    if (event.code in MOVES) {
+    if (["Space", "Enter"].includes(event.code) && event.target.closest?.("button, a, summary, label, input")) return;
+    if (device().takes(event.code)) {
       event.preventDefault();
-      if (!event.repeat) controls.press(event.code, ...MOVES[event.code]);
+      if (!event.repeat) device().press(event.code);
     } else if (event.code in commands && !event.shiftKey) {
-      if (["Space", "Enter"].includes(event.code) && event.target.closest?.("button, a, summary, label, input")) return;
       event.preventDefault();
       if (!event.repeat) commands[event.code]();
     }
   });
-  addEventListener("keyup", ({ code }) => controls.release(code));
-  addEventListener("blur", () => controls.releaseAll());
-  document.addEventListener("visibilitychange", () => document.hidden && controls.releaseAll());
-  addEventListener("focusin", ({ target }) => target.matches?.(TYPES_TEXT) && controls.releaseAll());
+  addEventListener("keyup", ({ code }) => device().release(code));
+  addEventListener("blur", () => device().releaseAll());
+  document.addEventListener("visibilitychange", () => document.hidden && device().releaseAll());
+  addEventListener("focusin", ({ target }) => target.matches?.(TYPES_TEXT) && device().releaseAll());
 }

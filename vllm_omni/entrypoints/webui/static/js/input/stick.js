@@ -3,8 +3,8 @@
 
 const DEAD = 0.12;
 
-/** `axes(x, y)`: from right and up in [-1, 1] to axes of the controls. */
-export function attachStick(element, controls, axes) {
+/** `steer(x, y)`: the knob is there, right and up in [-1, 1]; null, null when it was let go. */
+export function attachStick(element, steer) {
   const knob = element.querySelector(".knob");
   let pointer = null;
 
@@ -18,14 +18,14 @@ export function attachStick(element, controls, axes) {
     knob.style.transform = `translate(${x * radius * 0.6}px, ${y * radius * 0.6}px)`;
     const strength = Math.min(1, Math.max(0, (Math.min(1, length) - DEAD) / (1 - DEAD)));
     const scale = length > 0 ? strength / Math.min(1, length) : 0;
-    controls.steer(element, axes(x * scale, -y * scale));
+    steer(x * scale, -y * scale);
   };
   const drop = (event) => {
     if (event.pointerId !== pointer) return;
     pointer = null;
     knob.style.transform = "";
     element.classList.remove("is-held");
-    controls.steer(element, null);
+    steer(null, null);
   };
   element.addEventListener("pointerdown", (event) => {
     event.preventDefault();

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page in a world of buttons, axes and a wheel: it shows what the model takes, and just that reaches it."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from browser import Browser, Page
+from helpers.fake_engine import FIRST, FakeEngine, wait_until
+from page_server import MakeServer, PageServer
+
+from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button
+
+HAS_PICTURE = "document.querySelector('#view').classList.contains('has-picture')"
+IS_SHOWN = "getComputedStyle(document.querySelector('{}')).display !== 'none'"
+PLAY = ActionSpace(
+    buttons=(
+        Button("forward", "run", ("KeyW",)),
+        Button("left", "step left", ("KeyA", "ArrowLeft")),
+        Button("jump", "jump", ("Space",)),
+        Button("fire", "fire", ("Mouse0", "KeyF")),
+        Button("unseen", "no key presses it"),
+    ),
+    axes=(
+        Axis(name="dx", title="turn", unit="pixels", kind="motion", mouse="x"),
+        Axis(name="dy", title="look up", unit="pixels", kind="motion", mouse="y", scale=-1.0),
+        Axis(name="throttle", title="speed", unit="of full speed", low=-1, high=1),
+    ),
+    scroll=True,
+    prompt="none",
+    image="none",
+)
+RUNNER = ActionSpace(buttons=PLAY.buttons[:3], exclusive=True, prompt="optional", image="optional")
+
+Frame = tuple[tuple[str, ...], dict[str, float], float]
+
+
+def frames(engine: FakeEngine, start: int = 0) -> list[Frame]:
+    """Every frame of actions that reached the engine from chunk `start` on."""
+    found: list[Frame] = []
+    for call in engine.chunks[start:]:
+        for entry in call.params.actions or []:
+            typed = entry if isinstance(entry, ActionFrame) else ActionFrame(tuple(entry))
+            found.append((typed.buttons, typed.axes, typed.scroll))
+    return found
+
+
+def reaches(engine: FakeEngine, condition: Callable[[list[Frame]], Any]) -> None:
+    wait_until(lambda: condition(frames(engine)))
+
+
+@pytest.fixture
+def open_page(browser: Browser, make_server: MakeServer) -> Callable[[ActionSpace], Any]:
+    """`with open_page(space) as page`: the page of a server whose model takes that, connected."""
+
+    def opened(space: ActionSpace) -> Any:
+        server: PageServer = make_server(facts={"actions": space, "fps": 48.0})
+        return browser.page(server.url)
+
+    return opened
+
+
+@pytest.fixture
+def play(open_page: Callable[[ActionSpace], Any]) -> Iterator[Page]:
+    with open_page(PLAY) as page:
+        page.wait_for("document.body.dataset.link === 'up'")
+        yield page
+        assert page.errors == []
+
+
+def begin(page: Page) -> None:
+    page.click("#start .main")
+    page.wait_for(HAS_PICTURE)
+
+
+def test_the_page_shows_what_the_model_takes_and_just_that(play: Page, engine: FakeEngine) -> None:
+    """Buttons by name and key, a slider, the mouse; neither prompt nor pictures, nor the camera's keys and map."""
+    assert not play.run(IS_SHOWN.format("#start .gallery")) and not play.run(IS_SHOWN.format(".prompt-field"))
+    begin(play)
+    labels = play.run("[...document.querySelectorAll('#actions button')].map((b) => b.textContent)")
+    assert labels == ["Wrun", "A←step left", "Spacejump", "mouse leftFfire"]
+    assert play.run("[...document.querySelectorAll('#actions input')].map((i) => i.dataset.axis)") == ["throttle"]
+    assert play.run(IS_SHOWN.format("#look"))
+    for hidden in (".keys", "#map", "#prompt-form", "#speed"):
+        assert not play.run(f"document.querySelector('{hidden}').offsetParent !== null"), hidden
+    assert "run" in play.text("#help-actions") and "Wheel" in play.text("#help-actions")
+    first = engine.chunks[0]
+    assert (first.params.prompt, list(first.arrays)) == (None, [])
+    assert first.params.actions == [[], [], []]
+
+
+def test_keys_hold_buttons_and_a_touch_counts(play: Page, engine: FakeEngine) -> None:
+    """A key held is held in every frame; one pressed and released between two requests acts in one."""
+    begin(play)
+    play.key("keyDown", "w")
+    reaches(engine, lambda got: got[-3:] == [(("forward",), {}, 0.0)] * 3)
+    play.wait_for("document.querySelector('#actions [aria-pressed=true]').dataset.button === 'forward'")
+    play.key("keyUp", "w")
+    play.press(" ")
+    reaches(engine, lambda got: any("jump" in buttons for buttons, _, _ in got))
+    reaches(engine, lambda got: got[-3:] == [((), {}, 0.0)] * 3)
+    assert play.run("document.body.dataset.live") == "true", "the space bar jumps, it does not pause"
+
+
+def test_the_mouse_moves_axes_and_the_wheel_scrolls(play: Page, engine: FakeEngine) -> None:
+    """A drag by 40 pixels to the left looks right by 40 pixels; up is a positive y; one notch is one."""
+    begin(play)
+    play.drag("#view", -40, -20)
+
+    def total(axis: str) -> float:
+        return sum(axes.get(axis, 0.0) for _, axes, _ in frames(engine))
+
+    wait_until(lambda: total("dx") == pytest.approx(40, abs=0.01) and total("dy") == pytest.approx(-20, abs=0.01))
+    x, y = play.middle_of("#view")
+    play.send("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=100)
+    reaches(engine, lambda got: [scroll for _, _, scroll in got if scroll] == [-1.0])
+
+
+def test_a_captured_mouse_moves_and_its_button_fires(play: Page, engine: FakeEngine) -> None:
+    """The Look button locks the pointer; from then on motion needs no button, and a click is an action."""
+    begin(play)
+    play.click("#look")
+    play.wait_for("document.pointerLockElement === document.querySelector('#view')")
+    x, y = play.middle_of("#view")
+    for step in (10, 20, 30):
+        play.send("Input.dispatchMouseEvent", type="mouseMoved", x=x + step, y=y)
+    reaches(engine, lambda got: sum(axes.get("dx", 0.0) for _, axes, _ in got) > 0)
+    for kind in ("mousePressed", "mouseReleased"):
+        play.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    reaches(engine, lambda got: any("fire" in buttons for buttons, _, _ in got))
+
+
+def test_a_slider_sets_an_axis_until_it_is_moved(play: Page, engine: FakeEngine) -> None:
+    begin(play)
+    play.run(
+        "(() => { const s = document.querySelector('#actions input'); s.value = 0.5;"
+        " s.dispatchEvent(new Event('input', { bubbles: true })); })()"
+    )
+    reaches(engine, lambda got: got[-6:] == [((), {"throttle": 0.5}, 0.0)] * 6)
+
+
+def test_fingers_hold_the_buttons_on_the_page(play: Page, engine: FakeEngine) -> None:
+    """On a phone; the left stick presses the four ways, the right one moves the mouse's axes."""
+    play.phone()
+    begin(play)
+    play.touch("touchStart", play.middle_of("[data-button=jump]"))
+    reaches(engine, lambda got: got[-3:] == [(("jump",), {}, 0.0)] * 3)
+    play.touch("touchEnd")
+    x, y = play.middle_of("#stick-move")
+    play.touch("touchStart", (x, y))
+    play.touch("touchMove", (x - 60, y))
+    reaches(engine, lambda got: got[-3:] == [(("left",), {}, 0.0)] * 3)
+    play.touch("touchEnd")
+    reaches(engine, lambda got: got[-3:] == [((), {}, 0.0)] * 3)
+    x, y = play.middle_of("#stick-look")
+    play.touch("touchStart", (x, y))
+    play.touch("touchMove", (x + 60, y))
+    reaches(engine, lambda got: got[-1][1].get("dx", 0) > 0)
+    play.touch("touchEnd")
+
+
+def test_one_button_at_a_time_where_the_model_takes_one(open_page: Callable[..., Any], engine: FakeEngine) -> None:
+    """The newest counts; there is no mouse to capture; prompt and picture are there and may be left out."""
+    with open_page(RUNNER) as page:
+        page.wait_for("document.body.dataset.link === 'up'")
+        assert page.text("#start .tile .caption") == "No picture"
+        page.run("document.querySelector('[name=sample]').click()")
+        page.run("document.querySelector('#start').elements.prompt.value = ''")
+        begin(page)
+        assert not page.run("document.querySelector('#look').offsetParent !== null")
+        page.key("keyDown", "w")
+        page.key("keyDown", "a")
+        reaches(engine, lambda got: got[-3:] == [(("left",), {}, 0.0)] * 3)
+        page.key("keyUp", "a")
+        reaches(engine, lambda got: got[-3:] == [(("forward",), {}, 0.0)] * 3)
+        page.key("keyUp", "w")
+        assert all(len(buttons) <= 1 for buttons, _, _ in frames(engine))
+        assert list(engine.chunks[0].arrays) == []
+        assert page.errors == []
+
+
+def test_held_buttons_go_on_after_a_lost_connection(
+    browser: Browser, make_server: MakeServer, engine: FakeEngine
+) -> None:
+    """The session is resumed and the key is still down."""
+    server = make_server(facts={"actions": PLAY, "fps": 48.0})
+    with browser.page(server.url) as page:
+        page.wait_for("document.body.dataset.link === 'up'")
+        begin(page)
+        page.key("keyDown", "w")
+        reaches(engine, lambda got: got[-1:] == [(("forward",), {}, 0.0)])
+        assert server.cut_connections() == 1
+        page.wait_for("document.body.dataset.link !== 'up'")
+        page.wait_for("document.body.dataset.link === 'up'")
+        start = len(engine.chunks)
+        wait_until(lambda: len(engine.chunks) >= start + 3)
+        assert {frame[0] for frame in frames(engine, start)} == {("forward",)}
+        assert [call.params.chunk_index for call in engine.chunks] == sorted(
+            call.params.chunk_index or 0 for call in engine.chunks
+        )
+
+
+def test_a_lost_world_without_pictures_is_started_over(
+    browser: Browser, make_server: MakeServer, engine: FakeEngine
+) -> None:
+    """The notice offers that, since there is no picture to go on from."""
+    with browser.page(make_server(facts={"actions": PLAY, "fps": 48.0}).url) as page:
+        page.wait_for("document.body.dataset.link === 'up'")
+        begin(page)
+        engine.worlds.clear()
+        page.wait_for("document.querySelector('#notices').textContent.includes('lost')")
+        started_s = time.monotonic()
+        page.click("#notices button")
+        wait_until(lambda: [call.params.chunk_index for call in engine.chunks].count(0) == 2)
+        page.wait_for("document.body.dataset.world === 'good'")
+        assert time.monotonic() - started_s < 30 and FIRST == 9

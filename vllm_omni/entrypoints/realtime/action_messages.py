@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Actions in clients' messages, at every door: frames or transitions in, `Script` or `States` out.
+
+Frames are a list, one entry per latent frame: names of held buttons, or a map of `buttons`, `axes` and `scroll`.
+Transitions are `{"mode": "state", "transitions": [...]}`, maps of the same keys, of which absent ones change nothing.
+A control that the model does not take is refused with `invalid_action` and the list of those it takes; the camera keys
+of clients that know nothing else press the buttons they belong to, and are otherwise ignored. Held by
+tests/entrypoints/realtime/{test_action_messages,test_generate_controls,test_fuzz_doors}.py.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from vllm_omni.actions import CAMERA_KEYS, ActionEntry, ActionFrame, ActionSpace, Name, Value, as_frame, check_frame
+from vllm_omni.entrypoints.realtime.controls import MAX_SCRIPT_ENTRIES, Held, Script, States, Transition
+from vllm_omni.entrypoints.realtime.errors import DoorError
+from vllm_omni.outputs import RequestFailed
+
+_MAX_TRANSITIONS: Final = 512
+_MAX_KEYS: Final = 16  # camera keys held at once
+
+
+class _Transition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    buttons: Annotated[tuple[Name, ...], msgspec.Meta(max_length=64)] | None = None
+    axes: dict[Name, Value] = msgspec.field(default_factory=dict)
+    scroll: Value = 0.0
+    client_ts_ms: float | None = None
+
+
+class _States(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    mode: Literal["state"]
+    transitions: Annotated[list[_Transition], msgspec.Meta(max_length=_MAX_TRANSITIONS)]
+
+
+def read_actions_message(value: Any, space: ActionSpace) -> Script | States:
+    """Read the frames or the transitions of one message. Raises `DoorError("invalid_action")`."""
+    if isinstance(value, dict):
+        states: _States = _convert(value, _States, space)
+        return States(tuple(_transition(index, item, space) for index, item in enumerate(states.transitions)))
+    if isinstance(value, list) and len(value) > MAX_SCRIPT_ENTRIES:
+        raise DoorError("invalid_action", f"{len(value)} frames arrived; at most {MAX_SCRIPT_ENTRIES}", param="actions")
+    return read_script(convert_frames(value, space), space)
+
+
+def convert_frames(value: Any, space: ActionSpace) -> list[ActionEntry]:
+    """Read a list of frames, of which `read_script` then checks the names. Raises `DoorError("invalid_action")`."""
+    frames: list[ActionEntry] = _convert(value, list[ActionEntry], space)
+    return frames
+
+
+def read_script(entries: Sequence[ActionEntry], space: ActionSpace) -> Script:
+    """Check typed frames against the model. Raises `DoorError("invalid_action")`."""
+    frames = tuple(_without_repeats(as_frame(entry)) for entry in entries)
+    for index, frame in enumerate(frames):
+        _check(space, frame, f"actions[{index}]", summed=False)
+    return Script(frames)
+
+
+def camera_frames(entries: Iterable[Any], space: ActionSpace) -> Script:
+    """Frames of camera keys, a list of them per latent frame. Raises `DoorError("invalid_request")` for other types."""
+    return Script(tuple(ActionFrame(camera_buttons(keys, space)) for keys in entries))
+
+
+def camera_buttons(keys: Any, space: ActionSpace) -> Held:
+    """Buttons that held camera keys press, each once; keys that do not exist are ignored, as such clients expect."""
+    if not isinstance(keys, list) or len(keys) > _MAX_KEYS or any(not isinstance(key, str) for key in keys):
+        raise DoorError(
+            "invalid_request", f"keys must be a list of at most {_MAX_KEYS} short texts", param="camera_actions"
+        )
+    known = [key.lower() for key in keys if len(key) == 1 and key.lower() in CAMERA_KEYS]
+    names = dict.fromkeys(name for key in known if (name := space.button_of_key(key)) is not None)
+    return tuple(names)[:1] if space.exclusive else tuple(names)
+
+
+def _transition(index: int, item: _Transition, space: ActionSpace) -> Transition:
+    frame = _without_repeats(ActionFrame(item.buttons or (), item.axes, item.scroll))
+    _check(space, frame, f"transitions[{index}]", summed=True)
+    return Transition(None if item.buttons is None else frame.buttons, frame.axes, frame.scroll)
+
+
+def _without_repeats(frame: ActionFrame) -> ActionFrame:
+    return msgspec.structs.replace(frame, buttons=tuple(dict.fromkeys(frame.buttons)))
+
+
+def _check(space: ActionSpace, frame: ActionFrame, where: str, *, summed: bool) -> None:
+    try:
+        check_frame(space, frame, where, summed=summed)
+    except RequestFailed as failure:
+        raise DoorError(failure.code, failure.message, param="actions") from None
+
+
+def _convert(value: Any, kind: Any, space: ActionSpace) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise DoorError(
+            "invalid_action", f"actions: {error}; this model takes {space.describe()}", param="actions"
+        ) from None
