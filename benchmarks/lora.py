@@ -125,7 +125,6 @@ def engine_of(model: Path, args: argparse.Namespace, **more: Any) -> Any:
     return running_engine(
         model,
         omni,
-        dtype="bfloat16",
         enforce_eager=args.eager,
         load_format="dummy",
         tensor_parallel_size=args.tensor_parallel,
@@ -147,7 +146,6 @@ async def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         plain_memory = await engine.collective_rpc("device_memory")
     lora = {"enable_lora": True, "max_loras": SLOTS, "max_cpu_loras": KEPT, "max_lora_rank": args.rank}
     async with engine_of(model, args, **lora) as engine:
-        memory = await engine.collective_rpc("device_memory")
         loads_ms = []
         for number, (name, path) in enumerate(paths.items(), start=1):
             start = time.perf_counter()
@@ -163,6 +161,7 @@ async def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             short = argparse.Namespace(**{**vars(args), "chunks": 3, "warm_chunks": 1})
             await measure(engine, short, name, [(name, 1.0)])
         switches = await switch(engine, args)
+        memory = await engine.collective_rpc("device_memory")
     return {
         "model": args.size,
         "size": [args.height, args.width],
