@@ -132,7 +132,7 @@ def leave_out_what_is_old() -> None:
 
 @pytest.fixture(scope="session")
 def make_runner(single_rank: None) -> RunnerFactory:
-    """`make_runner(checkpoint_dir, omni={...}, scheduler_cls=None)` -> a warmed-up runner on CPU."""
+    """`make_runner(checkpoint_dir, omni={...}, scheduler_cls=None)` -> a warmed-up runner on CPU; others as vLLM's."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
 
@@ -143,7 +143,7 @@ def make_runner(single_rank: None) -> RunnerFactory:
     assert vllm_omni.worker.DiffusionGPUWorker  # as in a worker process: vLLM's CPU module prepares torch for CPU
 
     def make(
-        model: Path, omni: dict[str, Any] | None = None, scheduler_cls: str | None = None
+        model: Path, omni: dict[str, Any] | None = None, scheduler_cls: str | None = None, **engine_args: Any
     ) -> DiffusionGPUModelRunner:
         leave_out_what_is_old()
         args = EngineArgs(
@@ -153,6 +153,7 @@ def make_runner(single_rank: None) -> RunnerFactory:
             enforce_eager=True,
             scheduler_cls=scheduler_cls,
             additional_config={"omni": {"height": 32, "width": 48, **(omni or {})}},
+            **engine_args,
         )
         vllm_config = args.create_engine_config()
         with set_current_vllm_config(vllm_config), torch.inference_mode():

@@ -225,7 +225,7 @@ UNSEEN = {
     "mamba_cache_mode": "vLLM 0.33 ignores it and says so",
     "mm_encoder_tp_mode": "vLLM takes it back, with a warning, for a model without an encoder that could do it",
     "elastic_ep_max_dp_size": "the size itself; vLLM overwrites it without --enable-elastic-ep, which is refused",
-    "default_mm_loras": "reaches a config with --enable-lora only, which is refused",
+    "default_mm_loras": "vLLM takes it for its own multimodal models only, and for no request of ours",
     "mm_device_do_normalize": "vLLM switches it off by itself where the processor cannot do it",
     "disable_cascade_attn": "vLLM ignores it and says so",
     "disable_custom_all_reduce": "vLLM sets it by itself for one process",

@@ -187,7 +187,10 @@ def test_a_meaningless_argument_costs_a_warning(
             {"quantization": "awq"},
             "--quantization awq: weights are quantized as they are loaded, by one of fp8, fp8_per_channel",
         ),
-        ({"enable_lora": True}, "--enable-lora: adapters are not served: merge the adapter into the checkpoint"),
+        (
+            {"enable_lora": True, "fully_sharded_loras": True},
+            "--fully-sharded-loras: every rank holds whole first factors",
+        ),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2: sessions keep keys and values as --dtype says or"),
         ({"cpu_offload_gb": 2}, "--cpu-offload-gb 2.*: split the weights over GPUs"),
         ({"attention_backend": "FLEX_ATTENTION"}, "--attention-backend FLEX_ATTENTION: attention is torch's"),
@@ -198,6 +201,18 @@ def test_a_start_is_refused_with_one_line(null_world: Path, arguments: dict[str,
     """Through vLLM's own way to a config, before any process starts."""
     with pytest.raises(ValueError, match=f"the diffusion worker cannot honour {line}"):
         configure_engine(null_world, **arguments)
+
+
+def test_adapters_are_refused_for_a_model_that_takes_none(null_world: Path) -> None:
+    with pytest.raises(ValueError, match="--enable-lora: this checkpoint's model takes no adapters"):
+        configure_engine(null_world, enable_lora=True)
+
+
+def test_adapters_do_not_go_with_layers_that_move(causal_wan: Path) -> None:
+    """Their places would stay behind."""
+    measured = {"omni": {"pipeline_partition": "measured"}}
+    with pytest.raises(ValueError, match="--enable-lora: layers with adapters cannot move"):
+        configure_engine(causal_wan, enable_lora=True, pipeline_parallel_size=2, additional_config=measured)
 
 
 def test_fp8_is_refused_where_no_session_keeps_keys_and_values(null_world: Path) -> None:

@@ -31,6 +31,16 @@ Text = Annotated[str, msgspec.Meta(max_length=16384)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
+class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A LoRA adapter by the name that the server gave it. scale: its strength, 1 = as it was trained."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    scale: Annotated[float, msgspec.Meta(ge=-100, le=100)] = 1.0
+
+
+Loras = Annotated[list[Lora], msgspec.Meta(max_length=16)]
+
+
 class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Everything of one diffusion request that is not a tensor.
 
@@ -47,6 +57,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     video models; None = the model's default, and a model refuses parameters it does not use.
     deadline_s: seconds after the engine has received the request by which its result is wanted; chunk_period_s: the
     stream wants a chunk that often. Both only matter to a server that schedules by deadline (`omni.scheduling`).
+    lora: adapters from this chunk on, several at once; [] = none, None = as the session has them (at first: none).
     options: model-specific, checked by the model.
     """
 
@@ -69,6 +80,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
     deadline_s: Seconds | None = None
     chunk_period_s: Seconds | None = None
+    lora: Loras | None = None
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def to_pooling_params(self, tensors: Mapping[str, torch.Tensor] | None = None) -> "PoolingParams":

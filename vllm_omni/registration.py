@@ -25,6 +25,7 @@ from vllm_omni.engine_arguments.refusals import (
     CONFIG_FORMAT,
     SCHEDULER_CLS,
     WORKER_CLS,
+    check_adapters,
     check_backend,
     check_chunks_ahead,
     check_kv_cache_dtype,
@@ -109,6 +110,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         if card is not None and (warning := card.untrained_size(omni.width, omni.height)) is not None:
             logger.warning("omni.width, omni.height: %s", warning)
         resolve_quantization(vllm_config.model_config, omni, cpu=current_platform.is_cpu())
+        check_adapters(vllm_config.lora_config is not None, omni, taken=family.takes_adapters)
         omni.check_stages(parallel.pipeline_parallel_size)
         omni.check_ranks(parallel.tensor_parallel_size)
         if family.check_parallel is not None:

@@ -11,6 +11,7 @@ from diffusers_direct import direct
 from helpers.scheduling import new_request, run_to_end
 
 from vllm_omni.executor.pipeline_runner import PipelineRunner
+from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions, LoraSource
 
 Pipelines = Callable[[str], Path]
@@ -71,6 +72,9 @@ def test_adapters_per_request_equal_diffusers(
     assert torch.equal(image(runner, "b", lora=["two"]), reference(path, {"two": (second, 0.5)}))
     both = reference(path, {"one": (first, 0.25), "two": (second, 1.5)})
     assert torch.equal(image(runner, "c", lora={"one": 0.25, "two": 1.5}), both)
+    named = [Lora(name="one", scale=0.25), Lora(name="two", scale=1.5)]
+    result = run_to_end(runner, new_request("e", session_id="e", prompt="a red fox", seed=1, lora=named, **SMALL))["e"]
+    assert isinstance(result, tuple) and torch.equal(result[1]["images"], both)
     assert torch.equal(image(runner, "d"), bare)
 
 

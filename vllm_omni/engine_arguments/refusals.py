@@ -126,6 +126,17 @@ def _not_on_cpu(stored: Mapping[str, Any]) -> str | None:
     )
 
 
+def check_adapters(enabled: bool, omni: OmniConfig, *, taken: bool) -> None:
+    """vLLM's `--enable-lora`. taken: by the family."""
+    if enabled and not taken:
+        raise ValueError("--enable-lora: this checkpoint's model takes no adapters; drop it")
+    if enabled and omni.pipeline_partition == "measured":
+        raise ValueError(
+            "--enable-lora: layers with adapters cannot move, as omni.pipeline_partition 'measured' asks; "
+            "write the layers of each stage instead"
+        )
+
+
 def check_stages_scheduler(stages: int, *, by_step: bool) -> None:
     """stages: `--pipeline-parallel-size`. by_step: whether the scheduler runs one denoise step per engine step."""
     if stages > 1 and not by_step:

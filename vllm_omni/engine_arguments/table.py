@@ -145,15 +145,31 @@ ROWS = (
     Row("allow_deprecated_quantization", meaningless("belongs to methods of --quantization that are refused")),
     Row(
         "enable_lora",
-        refused("adapters are not served: merge the adapter into the checkpoint"),
+        honoured("adapters of Wan models and Lance: docs/user_guide/lora.md"),
         refused("name adapters in omni.model.loras, or load them with the RPC load_lora; requests choose in options"),
     ),
+    Row("max_loras", honoured("adapters in the device's memory, so the most that act on one chunk"), _WITH_LORA),
+    Row("max_lora_rank", honoured(), _WITH_LORA),
+    Row("max_cpu_loras", honoured("one that is in neither memory is read again when it is asked for"), _WITH_LORA),
+    Row("lora_dtype", honoured(), _WITH_LORA),
     Row(
-        "max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype lora_target_modules "
-        "enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras "
-        "max_lora_cls_labels",
+        "fully_sharded_loras",
+        refused("every rank holds whole first factors, and sums once: drop it"),
         _WITH_LORA,
     ),
+    Row("lora_target_modules", refused("an adapter acts wherever it was trained: drop it"), _WITH_LORA),
+    Row("default_mm_loras", refused("a request names its adapters in `lora`: drop it"), _WITH_LORA),
+    Row(
+        "enable_tower_connector_lora max_lora_cls_labels",
+        meaningless("adapters act on the diffusion network alone"),
+        _WITH_LORA,
+    ),
+    Row(
+        "specialize_active_lora",
+        meaningless("graphs are kept for each session and its adapters"),
+        _WITH_LORA,
+    ),
+    Row("enable_mixed_moe_lora_format enable_moe_shared_loras", _NO_EXPERTS, _WITH_LORA),
     # ---- memory ---------------------------------------------------------------------------------------------------
     Row(
         "gpu_memory_utilization",

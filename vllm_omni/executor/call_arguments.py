@@ -155,9 +155,18 @@ def pipeline_call(
         num_images=1 if facts.video else params.num_images,
         num_steps=steps if isinstance(steps, int) else 0,
         fps=fps,
-        lora=own.get("lora"),
+        lora=_adapters(params, own),
         meta=meta,
     )
+
+
+def _adapters(params: DiffusionParams, own: Mapping[str, Any]) -> Any:
+    """The adapters that a request names: in its field `lora`, or in the option of that name."""
+    if params.lora is None:
+        return own.get("lora")
+    if "lora" in own:
+        raise _invalid("lora and options.lora are both given; send one")
+    return {one.name: one.scale for one in params.lora}
 
 
 def _invalid(message: str) -> RequestFailed:

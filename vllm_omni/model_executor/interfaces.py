@@ -27,6 +27,7 @@ import torch
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
+from vllm_omni.model_executor.lora.store import Selection
 from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
@@ -43,6 +44,8 @@ class SessionState(ABC):
         """Chunks committed so far = index of the next chunk."""
         self.failure: RequestFailed | None = None
         """Why no chunk can follow: one was committed on other ranks and could not be decoded on this one."""
+        self.adapters: Selection = ()
+        """The LoRA adapters of the last committed chunk, and of the next one unless it names others."""
 
     @property
     @abstractmethod
@@ -120,6 +123,10 @@ class DiffusionRequest(Generic[Session, Work]):
 
     `post_decode` takes out those that did not happen; the result's meta names the rest.
     """
+    adapters: Selection = ()
+    """The LoRA adapters that all of this chunk's forwards use."""
+    same_adapters: bool = True
+    """Whether the chunk before it used the same; if not, whatever was kept of its weights' results is void."""
     timer: StageTimer = field(default_factory=lambda: StageTimer(torch.device("cpu")))
     """Runner and model time their stages with it (`encode`, `step`, `decode`, ...); the result's meta carries them."""
 

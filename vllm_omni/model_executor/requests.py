@@ -20,6 +20,7 @@ from vllm_omni.multimodal import feature_tensors
 from vllm_omni.outputs import RequestFailed
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import NewRequestData
 
 logger = logging.getLogger("vllm." + __name__)
@@ -33,6 +34,8 @@ class RequestState:
     params: DiffusionParams | None
     tensors: dict[str, torch.Tensor]
     chunk: DiffusionRequest | None = None
+    lora_request: "LoRARequest | None" = None
+    """The adapter that the request names by vLLM's own argument."""
     index: int = 0
     """Of the chunk in its session."""
     opened_session: bool = False
@@ -71,7 +74,13 @@ class RequestStates(dict[str, RequestState]):
             note = SchedulerNote.read(extra)
             if note.refused is not None:
                 raise RequestFailed("capacity", note.refused)
-            state = RequestState(data.req_id, params, tensors, degradations=tuple(note.degradations))
+            state = RequestState(
+                data.req_id,
+                params,
+                tensors,
+                lora_request=data.lora_request,
+                degradations=tuple(note.degradations),
+            )
         except RequestFailed as failure:
             state = RequestState(data.req_id, None, {}, failure=failure)
         except Exception:  # boundary: a malformed request may fail only itself

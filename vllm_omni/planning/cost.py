@@ -47,6 +47,7 @@ class StreamModel:
     value's number. side_flop: of a token's pass outside the trunk; side_kv: numbers kept of a token beside the trunk's
     keys and values. context_rows, context_weights: rows that cross-attention reads; bytes of their encoder's weights.
     weight_itemsize: bytes of a number of the blocks' linear layers, its share of a scale included.
+    adapters, adapter_rank: slots of LoRA adapters and their rank. sides: inputs and outputs of all matrices, added up.
     """
 
     name: str
@@ -77,6 +78,9 @@ class StreamModel:
     side_kv: int = 0
     context_rows: int = TEXT_ROWS
     context_weights: float = _TEXT_WEIGHTS
+    adapters: int = 0
+    adapter_rank: int = 0
+    sides: int = 0
 
     @property
     def passes(self) -> int:
@@ -355,9 +359,16 @@ def session_bytes(model: StreamModel, split: Split) -> float:
 
 def weight_bytes(model: StreamModel, split: Split) -> float:
     shared = split.layer_parts * (split.ranks if split.tensor else 1)
+    adapters = adapter_bytes(model, split)
     saved = model.block_parameters * (_BF16 - model.weight_itemsize)
     context = 0 if model.text_on_cpu else model.context_weights
-    return (model.parameters * _BF16 - saved) / shared + _VAE_WEIGHTS + context
+    return (model.parameters * _BF16 - saved) / shared + adapters + _VAE_WEIGHTS + context
+
+
+def adapter_bytes(model: StreamModel, split: Split) -> float:
+    """Slots of LoRA adapters, taken at start. Tensor parallel ranks share one of a difference's two factors."""
+    whole = model.adapters * model.adapter_rank * model.sides * _BF16 / split.layer_parts
+    return whole * (1 + 1 / split.ranks) / 2 if split.tensor else whole
 
 
 def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> Prediction:

@@ -103,5 +103,6 @@ def _sizes(config: ChunkTransformerConfig, shapes: dict[str, tuple[int, ...]]) -
         "ffn_dim": config.ffn_dim,
         "heads": config.num_heads,
         "layers": config.num_layers,
+        "sides": sum(shape[0] + math.prod(shape[1:]) for shape in shapes.values() if len(shape) in (2, 5)),
         "parameters": sum(math.prod(shape) for shape in shapes.values()),
     }

@@ -87,6 +87,7 @@ def _served(model: StreamModel) -> str:
     parts += ["video to video"] if model.video_input else []
     parts += ["FP8 keys and values"] if model.kv_itemsize == 1 else []
     parts += [f"{_weights_of(model)} weights"] if model.weight_itemsize < WEIGHT_ITEMSIZES["auto"] else []
+    parts += [f"{model.adapters} LoRA adapters of rank {model.adapter_rank}"] if model.adapters else []
     parts += ["CUDA graphs"] if model.launches_graphs else []
     return "".join(f", {part}" for part in parts)
 
@@ -126,4 +127,6 @@ def _flags(model: StreamModel, split: Split) -> list[str]:
         flags.append("--kv-cache-dtype fp8")
     if model.weight_itemsize == WEIGHT_ITEMSIZES["fp8"]:
         flags.append("--quantization fp8")
+    if model.adapters:
+        flags.append(f"--enable-lora --max-loras {model.adapters} --max-lora-rank {model.adapter_rank}")
     return flags + [f"--additional-config.omni.{name} {value}" for name, value in options.items()]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from vllm_omni.actions import ActionFrame
 from vllm_omni.entrypoints.realtime.controls import (
     MAX_SCRIPT_ENTRIES,
+    Adapters,
     ControlTrack,
     Held,
     Prompt,
@@ -17,6 +18,7 @@ from vllm_omni.entrypoints.realtime.controls import (
     States,
     Transition,
 )
+from vllm_omni.inputs import Lora
 
 W, A, D, NONE = ("w",), ("a",), ("d",), ()
 
@@ -109,6 +111,17 @@ def test_the_latest_prompt_wins_and_waits_for_the_second_chunk() -> None:
     sample = track.sample(3)
     assert (sample.prompt, sample.event_id, sample.applied) == ("snow", 2, (2,))
     assert track.sample(3).prompt is None
+
+
+def test_the_latest_adapters_win_and_may_act_from_the_first_chunk_on() -> None:
+    """They are a slot of one, as a prompt is."""
+    track = ControlTrack()
+    ink, wool = (Lora(name="ink"),), (Lora(name="wool"),)
+    assert track.apply([Adapters(ink)], 1) == []
+    assert track.apply([Adapters(wool)], 2) == [1]
+    sample = track.sample(3, with_prompt=False)
+    assert (sample.lora, sample.event_id, sample.applied) == (wool, 2, (2,))
+    assert track.sample(3).lora is None
 
 
 def test_a_prompt_is_not_masked_by_an_older_key() -> None:

@@ -12,6 +12,7 @@ from helpers.live_clients import HEIGHT, WIDTH, ExtendedClient, GenerateClient, 
 from websockets.exceptions import ConnectionClosed
 
 from vllm_omni.entrypoints.realtime.generate_door import PATHS
+from vllm_omni.inputs import Lora
 
 MakeDoor = Callable[..., DoorServer]
 INIT = {"type": "init", "prompt": "a path", "size": f"{WIDTH}x{HEIGHT}", "first_frame": png()}
@@ -79,6 +80,21 @@ def test_a_prompt_switches_once_and_never_in_chunk_0(client: GenerateClient, eng
     assert [chunk.event_id for chunk in chunks][1:3] == [3, 3]
     assert [chunk.event_id for chunk in chunks].count(4) == 1
     assert [call.params.prompt for call in engine.chunks].count("fog") == 1
+
+
+def test_adapters_of_init_and_of_an_event(client: GenerateClient, engine: FakeEngine) -> None:
+    """Sent with the chunk from which they act, by name and strength; a malformed list changes nothing."""
+    engine.delay_s = 0.15
+    client.init(lora=[{"name": "ink"}])
+    client.chunk()
+    client.event("lora", [{"name": "wool", "scale": 2}], event_id=1)
+    client.event("lora", [{"name": "wool", "scale": "much"}], event_id=2)
+    assert client.error() == "invalid event"
+    chunks = [client.chunk() for _ in range(3)]
+    sent = [call.params.lora for call in engine.chunks]
+    assert sent[0] == [Lora(name="ink")] and sent.count([Lora(name="wool", scale=2.0)]) == 1
+    assert sent.count(None) == len(sent) - 2
+    assert [chunk.event_id for chunk in chunks].count(1) == 1
 
 
 def test_a_composite_event_is_all_or_nothing(client: GenerateClient, engine: FakeEngine) -> None:

@@ -16,7 +16,7 @@ from vllm_omni.actions import ActionSpace
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.video_door import PATHS
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, Lora
 from vllm_omni.outputs import RequestFailed
 
 MakeDoor = Callable[..., DoorServer]
@@ -282,6 +282,19 @@ def test_a_list_of_prompts_takes_turns(client: VideoClient, engine: FakeEngine) 
     client.send({**START, "extra_params": {"prompts": prompts}, "num_frames": FIRST + 2 * LATER})
     answers(client, "session.done")
     assert [call.params.prompt for call in engine.chunks] == ["dawn", None, "snow"]
+
+
+def test_adapters_at_the_start_and_by_interaction(make_door: MakeDoor, engine: FakeEngine) -> None:
+    """An interaction may hold them alone; they act with one chunk's begin."""
+    engine.delay_s = 0.05
+    door = make_door()
+    with VideoClient(door.port) as client:
+        assert client.ask({**START, "lora": [{"name": "ink"}]})["type"] == "video.start"
+        client.send(interaction({"lora": []}))
+        answers(client, "session.interaction.queued")
+        answers(client, "video.chunk_metadata", 3)
+    sent = [call.params.lora for call in engine.chunks]
+    assert sent[0] in ([Lora(name="ink")], []) and sent.count([]) == 1
 
 
 def test_a_model_without_camera_or_image_is_steered_by_prompts(make_door: MakeDoor, engine: FakeEngine) -> None:

@@ -15,6 +15,7 @@ from vllm_omni.actions import ActionSpace
 from vllm_omni.entrypoints.media import decode_mp4
 from vllm_omni.entrypoints.realtime import codec
 from vllm_omni.entrypoints.realtime.world_camera import PATHS
+from vllm_omni.inputs import Lora
 from vllm_omni.worlds.card import read_card
 
 MakeDoor = Callable[..., DoorServer]
@@ -207,6 +208,20 @@ def test_a_new_prompt_is_sent_once(client: Client, engine: FakeEngine) -> None:
     client.send(infer(LATER, image=None, prompt="rain"))
     assert not client.frames()[0]["prompt_applied"]
     assert [call.params.prompt for call in engine.chunks] == ["a path", "rain", None, None]
+
+
+def test_adapters_are_sent_with_the_first_chunk_of_their_request(client: Client, engine: FakeEngine) -> None:
+    """The session goes on with them until a request names others."""
+    ink = [{"name": "ink", "scale": 0.5}]
+    client.send(infer(extra_body={**infer().get("extra_body", {}), "lora": ink}))
+    client.frames()
+    client.send(infer(2 * LATER, image=None))
+    client.frames()
+    client.send(infer(LATER, image=None, extra_body={**infer().get("extra_body", {}), "lora": []}))
+    client.frames()
+    assert [call.params.lora for call in engine.chunks] == [[Lora(name="ink", scale=0.5)], None, None, []]
+    client.send(infer(LATER, image=None, extra_body={"lora": [{"name": ""}]}))
+    assert client.receive()["code"] == "invalid_request"
 
 
 def test_an_image_for_a_begun_session_is_a_warning(client: Client) -> None:

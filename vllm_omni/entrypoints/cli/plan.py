@@ -31,6 +31,8 @@ def add_parser(subparsers: Any) -> None:
         choices=("host", "gpu"),
         help="where it is (default: the host for LingBot World, else the GPU)",
     )
+    parser.add_argument("--max-loras", type=int, help="LoRA adapters in the GPU's memory (default: none)")
+    parser.add_argument("--max-lora-rank", type=int, default=16, help="their largest rank (default: 16, as vLLM's)")
     parser.add_argument("--cuda-graphs", action="store_true", help="as served with omni.model.cuda_graphs")
     parser.add_argument(
         "--host-launch-ms",
@@ -68,6 +70,10 @@ def run(args: argparse.Namespace) -> int:
         changes["weight_itemsize"] = WEIGHT_ITEMSIZES[args.quantization]
     if args.text_encoder is not None:
         changes["text_on_cpu"] = args.text_encoder == "host"
+    if args.max_loras is not None:
+        if not (1 <= args.max_loras <= 64 and 1 <= args.max_lora_rank <= 512):
+            raise CommandError("--max-loras must be from 1 to 64, --max-lora-rank from 1 to 512")
+        changes |= {"adapters": args.max_loras, "adapter_rank": args.max_lora_rank}
     changes |= _cache(args)
     card = CARDS[args.gpu]
     if args.host_launch_ms is not None:

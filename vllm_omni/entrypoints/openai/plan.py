@@ -19,7 +19,7 @@ from vllm_omni.entrypoints.openai.served import ServedModel, Sizes
 from vllm_omni.entrypoints.realtime.action_messages import camera_frames, convert_frames, read_script
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.timed_prompts import TimedPrompt
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, Lora
 
 _MAX_OPTIONS_BYTES: Final = 64 << 10
 _OPENAI_SECONDS: Final = (4, 8, 12)
@@ -39,6 +39,7 @@ class Sampling:
     seed: int
     steps: int | None
     guidance: float | None
+    lora: list[Lora] | None
     options: dict[str, Any]
 
     def params(self, session_id: str, **fields: Any) -> DiffusionParams:
@@ -53,6 +54,7 @@ class Sampling:
             "seed": self.seed,
             "num_inference_steps": self.steps,
             "guidance_scale": self.guidance,
+            "lora": self.lora,
             "options": self.options,
         }
         return DiffusionParams(**{**common, **fields})
@@ -241,6 +243,7 @@ def _sampling(
         seed=secrets.randbits(31) if request.seed is None else request.seed,
         steps=request.num_inference_steps or capabilities.num_inference_steps,
         guidance=capabilities.guidance_scale if request.guidance_scale is None else request.guidance_scale,
+        lora=None if request.lora is None else [Lora(name=one.name, scale=one.scale) for one in request.lora],
         options=_checked_options(request.extra_params or {}),
     )
 

@@ -42,6 +42,15 @@ _TimedPrompt = Annotated[TimedPrompt, PlainValidator(TimedPrompt.read), WithJson
 M = TypeVar("M", bound=BaseModel)
 
 
+class LoraChoice(BaseModel):
+    """A LoRA adapter by the name that the server gave it; scale: its strength."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    name: str = Field(min_length=1, max_length=256)
+    scale: Number = Field(1.0, ge=-100, le=100)
+
+
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -55,6 +64,9 @@ class _Request(BaseModel):
     negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS, description="Extension.")
     num_inference_steps: Integer | None = Field(None, ge=1, le=1000, description="Extension. Denoise steps.")
     guidance_scale: Number | None = Field(None, ge=0, le=100, description="Extension. Classifier-free guidance.")
+    lora: list[LoraChoice] | None = Field(
+        None, max_length=16, description="Extension. LoRA adapters, several at once: `[{name, scale}]`."
+    )
     extra_params: dict[str, Any] | None = Field(
         None, description="Extension. Options of the served model itself; it checks names and values."
     )

@@ -17,18 +17,20 @@ from vllm_omni.entrypoints.realtime.camera import CameraPath, PosePolicy, plan_f
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
+from vllm_omni.inputs import Lora
 
 
 @dataclass(frozen=True, kw_only=True)
 class Controls:
-    """Controls of one chunk: actions per latent frame, or a pose per pixel frame, or neither; and the prompt.
+    """Controls of one chunk: actions per latent frame, or a pose per pixel frame, or neither; prompt and adapters.
 
-    prompt: None = as before. mark: the door's own data, returned unchanged in the finished chunk.
+    prompt, lora: None = as before. mark: the door's own data, returned unchanged in the finished chunk.
     """
 
     actions: Sequence[ActionEntry] | None = None
     camera: CameraPath | None = None
     prompt: str | None = None
+    lora: Sequence[Lora] | None = None
     mark: Any = None
 
 
@@ -78,7 +80,7 @@ class PlannedChunks(ChunkSource):
     """A camera path (a pose per pixel frame) or a script (actions per latent frame), cut into chunks.
 
     num_frames: pixel frames asked for besides the poses, None = as many as poses. policy: for a number of
-    frames that does not fill chunks. prompt: of the first chunk.
+    frames that does not fill chunks. prompt, lora: from the first chunk on.
     """
 
     def __init__(
@@ -89,8 +91,9 @@ class PlannedChunks(ChunkSource):
         num_frames: int | None = None,
         policy: PosePolicy = "error",
         prompt: str | None = None,
+        lora: Sequence[Lora] | None = None,
     ) -> None:
-        self._camera, self._actions = camera, actions
+        self._camera, self._actions, self._lora = camera, actions, lora
         self._num_frames, self._policy, self._prompt = num_frames, policy, prompt
 
     def plan(self, facts: WorldFacts, limits: DoorLimits, *, starts_world: bool) -> tuple[int, ...]:
@@ -121,7 +124,9 @@ class PlannedChunks(ChunkSource):
         elif self._actions is not None:
             given = self._actions[span.first_latent : span.first_latent + span.num_latents]
             actions = [*given, *([] for _ in range(span.num_latents - len(given)))]
-        return Controls(actions=actions, camera=camera, prompt=self._prompt if span.number == 0 else None)
+        is_first = span.number == 0
+        prompt, lora = (self._prompt, self._lora) if is_first else (None, None)
+        return Controls(actions=actions, camera=camera, prompt=prompt, lora=lora)
 
 
 class LiveChunks(ChunkSource):

@@ -4,8 +4,8 @@
 Actions come in two ways. A script is a timeline, one frame of controls per latent frame, consumed in order and then
 idle. States are transitions ("now these buttons are held, this axis stands there, the mouse moved so far"): held
 buttons stay until they change, so there is never a backlog, and a button pressed and released between two chunks still
-acts for one latent frame; axes and wheel are `AnalogTrack`'s. A script replaces states and states replace a script. A
-prompt is a slot of one: the latest wins. Everything here has a fixed bound.
+acts for one latent frame; axes and wheel are `AnalogTrack`'s. A script replaces states and states replace a script.
+Prompt and LoRA adapters are slots of one: the latest wins. Everything here has a fixed bound.
 
 Pure data: no sockets, no clock, no engine. Held by tests/entrypoints/realtime/{test_controls,test_action_track}.py.
 """
@@ -17,6 +17,7 @@ from typing import Final
 
 from vllm_omni.actions import CAMERA_SPACE, ActionEntry, ActionFrame, ActionSpace, as_entry
 from vllm_omni.entrypoints.realtime.analog_track import AnalogTrack, Event, EventId
+from vllm_omni.inputs import Lora
 
 MAX_SCRIPT_ENTRIES: Final = 512
 _REMEMBERED_IDS: Final = 1024
@@ -55,20 +56,26 @@ class Prompt:
     text: str
 
 
-Update = Script | States | Prompt
+@dataclass(frozen=True)
+class Adapters:
+    choices: tuple[Lora, ...]
+
+
+Update = Script | States | Prompt | Adapters
 
 
 @dataclass(frozen=True)
 class Sample:
     """Controls of one chunk.
 
-    actions: one entry per latent frame, None if no control was ever spoken of. prompt: a new one, or None. event_id: of
-    the newest event at work in this chunk. is_new: whether no earlier sample named that event. applied: ids of the
-    events that act in this chunk for the first time. active: of those at work that go on after it.
+    actions: one entry per latent frame, None if no control was ever spoken of. prompt, lora: new ones, or None.
+    event_id: of the newest event at work in this chunk. is_new: whether no earlier sample named that event. applied:
+    ids of the events that act in this chunk for the first time. active: of those at work that go on after it.
     """
 
     actions: list[ActionEntry] | None = None
     prompt: str | None = None
+    lora: tuple[Lora, ...] | None = None
     event_id: EventId | None = None
     is_new: bool = False
     applied: tuple[EventId, ...] = ()
@@ -89,6 +96,7 @@ class ControlTrack:
     _held_by: Event | None = None
     _any_actions: bool = False
     _prompt: tuple[str, Event] | None = None
+    _lora: tuple[tuple[Lora, ...], Event] | None = None
     _num_events: int = 0
     _newest_told: int = -1
     _acting: set[int] = field(default_factory=set)
@@ -121,6 +129,9 @@ class ControlTrack:
                 case Prompt(text):
                     replaced += [self._prompt[1]] if self._prompt is not None else []
                     self._prompt = (text, event)
+                case Adapters(choices):
+                    replaced += [self._lora[1]] if self._lora is not None else []
+                    self._lora = (choices, event)
                 case Script(entries):
                     replaced += self._clear()
                     self._script.extend((frame, event) for frame in entries[:MAX_SCRIPT_ENTRIES])
@@ -138,8 +149,8 @@ class ControlTrack:
     def _waiting(self) -> set[int]:
         """Orders of the events of which some part is still to act."""
         events = [event for _, event in (*self._script, *self._transitions)]
-        prompt = [self._prompt[1]] if self._prompt is not None else []
-        return {event.order for event in [*events, *self._analog.waiting, *prompt]}
+        slots = [slot[1] for slot in (self._prompt, self._lora) if slot is not None]
+        return {event.order for event in [*events, *self._analog.waiting, *slots]}
 
     def _push(self, transitions: tuple[Transition, ...], event: Event) -> list[Event]:
         """Only the newest held buttons and the newest with a button in them can ever matter."""
@@ -171,6 +182,11 @@ class ControlTrack:
             prompt, event = self._prompt
             self._prompt = None
             events.append(event)
+        lora = None
+        if self._lora is not None:
+            lora, event = self._lora
+            self._lora = None
+            events.append(event)
         newest: Event | None = None
         named: dict[int, EventId] = {}
         for event in events:
@@ -189,6 +205,7 @@ class ControlTrack:
         return Sample(
             actions=actions,
             prompt=prompt,
+            lora=lora,
             event_id=newest.event_id if newest is not None else None,
             is_new=is_new,
             applied=applied,

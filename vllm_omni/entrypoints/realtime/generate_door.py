@@ -44,19 +44,18 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class _KeyedSource(LiveChunks):
-    """Steers the session's chunks by its client's controls."""
+    """Steers the session's chunks by its client's controls. prompt: of `init`, None where the model takes none."""
 
     def __init__(
         self,
+        init: protocol.Init,
         prompt: str | None,
         timed: PromptSchedule,
         track: ControlTrack,
         throttle: Throttle,
-        *,
-        num_chunks: int | None,
     ) -> None:
-        self._prompt, self._timed, self._track, self._throttle = prompt, timed, track, throttle
-        self.num_chunks = num_chunks
+        self._prompt, self._lora, self.num_chunks = prompt, init.lora, init.max_chunks
+        self._timed, self._track, self._throttle = timed, track, throttle
 
     @property
     def ready(self) -> bool:
@@ -74,6 +73,7 @@ class _KeyedSource(LiveChunks):
         return Controls(
             actions=actions if self._track.space.has_controls else None,
             prompt=sample.prompt or timed or own,
+            lora=sample.lora if sample.lora is not None or span.chunk_index else self._lora,
             mark=sample,
         )
 
@@ -182,11 +182,11 @@ class _Client(LiveClient):
         return Job(
             request_id=uuid.uuid4().hex,
             source=_KeyedSource(
+                init,
                 None if self.facts.actions.prompt == "none" else init.prompt,
                 PromptSchedule(init.prompts, init.fps or self.facts.fps),
                 self._track,
                 self._throttle,
-                num_chunks=init.max_chunks,
             ),
             start=WorldStart(
                 load_image=None if image is None else lambda height, width: image,

@@ -14,11 +14,20 @@ import msgspec
 
 from vllm_omni.actions import CAMERA_SPACE, ActionSpace
 from vllm_omni.entrypoints.realtime.action_messages import camera_buttons, camera_frames, read_actions_message
-from vllm_omni.entrypoints.realtime.controls import MAX_SCRIPT_ENTRIES, Prompt, Script, States, Transition, Update
+from vllm_omni.entrypoints.realtime.controls import (
+    MAX_SCRIPT_ENTRIES,
+    Adapters,
+    Prompt,
+    Script,
+    States,
+    Transition,
+    Update,
+)
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.entrypoints.realtime.protocol import with_whole_numbers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
+from vllm_omni.inputs import Loras
 
 EXTENSIONS: Final = ("receipts", "credit", "control", "ping", "actions")
 """Extensions a client may enable with `init.extensions`; others never see another message type."""
@@ -42,7 +51,8 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
     size: `"832x480"`; None = the deployment's. first_frame: PNG, JPEG or WebP bytes, or a `data:` URL.
     prompts: extension; prompts that follow `prompt`, each from its second or chunk on; a prompt event comes in between.
     num_frames: accepted and unused, the model's first chunk has its own length. output_compression: quality of webp and
-    jpeg. realtime_preview_max_width: frames are scaled down to this width before they are encoded.
+    jpeg. realtime_preview_max_width: frames are scaled down to this width before they are encoded. lora: LoRA adapters,
+    `[{"name", "scale"}]`.
     """
 
     type: Literal["init"]
@@ -66,6 +76,7 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
     realtime_output_pacing: bool = False
     enable_frame_interpolation: bool = False
     enable_upscaling: bool = False
+    lora: Loras | None = None
     extensions: Annotated[list[str], msgspec.Meta(max_length=32)] | None = None
 
     @property
@@ -190,7 +201,12 @@ class EventReader:
             return _script(payload, self.space)
         if kind == "actions" and "actions" in self.granted:
             return read_actions_message(payload, self.space)
-        raise DoorError("invalid_request", "kind must be camera_actions, prompt or composite_input", param="kind")
+        if kind == "lora":
+            try:
+                return Adapters(tuple(msgspec.convert(payload, Loras)))
+            except msgspec.ValidationError as error:
+                raise DoorError("invalid_request", f"lora: {error}", param="payload") from None
+        raise DoorError("invalid_request", "kind must be camera_actions, prompt, lora or composite_input", param="kind")
 
 
 def _event_id(value: Any) -> int | None:

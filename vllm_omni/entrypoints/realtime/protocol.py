@@ -17,7 +17,7 @@ from vllm_omni.entrypoints.realtime.camera import CameraPath, PosePolicy
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.entrypoints.realtime.limits import DoorLimits
-from vllm_omni.inputs import SessionId
+from vllm_omni.inputs import Loras, SessionId
 
 PROTOCOL: Final = "omni.world.camera"
 PROTOCOL_VERSION: Final = 1
@@ -35,6 +35,7 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     frames_per_chunk: frames in one reply message; None = a whole chunk (4 for `ndarray_f32`).
     video_format: one of `CODECS`. with_mp4: each message also carries its frames as an MP4 file, in `mp4`.
     quality: JPEG quality. pose_policy: how poses that do not fill whole chunks are handled.
+    lora: LoRA adapters from this request on, `[{"name", "scale"}]`; [] = none, None = as before.
     options: options of the model itself (JSON types), checked by the model.
     """
 
@@ -52,6 +53,7 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     with_mp4: bool = False
     quality: Annotated[int, msgspec.Meta(ge=1, le=100)] = 90
     pose_policy: PosePolicy | None = None
+    lora: Loras | None = None
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def model_options(self) -> dict[str, Any]:

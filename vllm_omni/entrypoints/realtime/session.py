@@ -329,6 +329,7 @@ class Session:
             actions=None if controls.actions is None else list(controls.actions),
             deadline_s=None if due is None else due.in_s,
             chunk_period_s=None if due is None else due.period_s,
+            lora=None if controls.lora is None else list(controls.lora),
             options=job.options,
         )
         trace = self.trace.chunk(span.chunk_index)

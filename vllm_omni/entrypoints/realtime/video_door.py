@@ -32,6 +32,7 @@ from vllm_omni.entrypoints.realtime.pose_track import PoseTrack, Progress
 from vllm_omni.entrypoints.realtime.run import FinishedChunk, Job, ReplyOptions, WorldStart
 from vllm_omni.entrypoints.realtime.session_manager import SessionManager
 from vllm_omni.entrypoints.timed_prompts import PromptSchedule
+from vllm_omni.inputs import Lora
 
 PATHS: Final = ("/v1/realtime/video", "/v1/realtime/video/")
 
@@ -82,17 +83,19 @@ class _CommandedSource(LiveChunks):
 
     def __init__(
         self,
-        prompt: str,
+        start: protocol.Start,
         timed: PromptSchedule,
         script: Script | States | None,
         facts: WorldFacts,
         size: tuple[int, int],
         num_chunks: int | None,
     ) -> None:
-        self._prompt: str | None = None if facts.actions.prompt == "none" else prompt
+        self._prompt: str | None = None if facts.actions.prompt == "none" else start.prompt
+        self._lora = start.lora
         self._timed, self._facts, self.num_chunks = timed, facts, num_chunks
         self._intrinsics_4 = np.array(facts.key_intrinsics(size[1], size[0]), np.float32)  # commands, the same view
         self._new_prompt: tuple[str, str] | None = None
+        self._new_lora: tuple[list[Lora], str] | None = None
         self._track = ControlTrack(facts.actions)
         self.has_actions = script is not None
         if script is not None:
@@ -112,6 +115,8 @@ class _CommandedSource(LiveChunks):
             self.has_actions = True
         if interaction.prompt is not None:
             self._new_prompt = (interaction.prompt, interaction.event_id)
+        if interaction.lora is not None:
+            self._new_lora = (interaction.lora, interaction.event_id)
         if interaction.command is not None:
             self._poses.push(interaction.command)
             self.uses_poses = True
@@ -139,7 +144,12 @@ class _CommandedSource(LiveChunks):
             (prompt, event_id), self._new_prompt = self._new_prompt, None
             done = (*progress.completed, event_id)
             progress = Progress((*progress.started, event_id), progress.active, tuple(dict.fromkeys(done)))
-        return Controls(actions=actions, camera=camera, prompt=prompt, mark=progress)
+        lora = self._lora if span.chunk_index == 0 else None
+        if self._new_lora is not None:
+            (lora, event_id), self._new_lora = self._new_lora, None
+            begun, ended = (dict.fromkeys((*ids, event_id)) for ids in (progress.started, progress.completed))
+            progress = Progress(tuple(begun), progress.active, tuple(ended))
+        return Controls(actions=actions, camera=camera, prompt=prompt, lora=lora, mark=progress)
 
 
 class _Client(LiveClient):
@@ -202,7 +212,7 @@ class _Client(LiveClient):
         config |= {"num_frames": start.num_frames, "seed": start.seed, "session_id": session.session_id}
         await self._send({"type": "video.start", "request_id": request_id, "format": protocol.FORMAT, "config": config})
         timed = PromptSchedule(start.extra_params.prompts, fps)
-        self._source = _CommandedSource(start.prompt, timed, script, facts, size, num_chunks)
+        self._source = _CommandedSource(start, timed, script, facts, size, num_chunks)
         self.start(
             Job(
                 request_id=request_id,

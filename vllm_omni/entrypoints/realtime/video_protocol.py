@@ -20,6 +20,7 @@ from vllm_omni.entrypoints.realtime.limits import MIB, DoorLimits
 from vllm_omni.entrypoints.realtime.pose_track import Command, unit_quaternion
 from vllm_omni.entrypoints.realtime.protocol import with_whole_numbers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
+from vllm_omni.inputs import Lora, Loras
 
 FORMAT: Final = "m4s"
 MAX_CONTROL_BYTES: Final = 128 * 1024
@@ -53,6 +54,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """The first message. Unknown keys are ignored; so are settings that a deployment fixes (steps, guidance).
 
     num_frames: where the stream ends, first chunk + k chunks; None = at `session.stop`.
+    lora: LoRA adapters, `[{"name", "scale"}]`.
     """
 
     prompt: str = ""
@@ -64,6 +66,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
     image_reference: ImageReference | None = None
+    lora: Loras | None = None
     extra_params: ExtraParams = ExtraParams()
 
     def script(self, space: ActionSpace) -> Script | States | None:
@@ -77,10 +80,11 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Interaction(msgspec.Struct, frozen=True):
-    """A prompt, a camera command or actions; or a prompt and one of these."""
+    """A prompt, LoRA adapters, a camera command or actions; or several of them, of the last two one."""
 
     event_id: str
     prompt: str | None
+    lora: list[Lora] | None
     command: Command | None
     actions: Script | States | None
 
@@ -102,6 +106,7 @@ class _MultiModal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _InteractionEvent(msgspec.Struct, frozen=True):
     prompt: str | None = None
+    lora: Loras | None = None
     multi_modal_data: _MultiModal | None = None
 
 
@@ -156,9 +161,10 @@ def parse_interaction(value: dict[str, Any], limits: DoorLimits, space: ActionSp
     event = wanted.event
     data = event.multi_modal_data or _MultiModal()
     camera, actions = data.camera, data.actions
-    if event.prompt is None and camera is None and actions is None:
+    if all(part is None for part in (event.prompt, event.lora, camera, actions)):
         raise DoorError(
-            "invalid_request", "session.interaction needs event.prompt or event.multi_modal_data.camera or .actions"
+            "invalid_request",
+            "session.interaction needs event.prompt, event.lora or event.multi_modal_data.camera or .actions",
         )
     if camera is not None and actions is not None:
         raise DoorError("invalid_request", "send multi_modal_data.camera or .actions: one of the two")
@@ -174,7 +180,7 @@ def parse_interaction(value: dict[str, Any], limits: DoorLimits, space: ActionSp
         chunks = 1 if wanted.transition_chunks is None else wanted.transition_chunks
         command = Command(event_id, camera.mode, np.array(camera.data.translation), rotation_4, chunks)
     updates = None if actions is None else read_actions_message(actions, space)
-    return Interaction(event_id, event.prompt, command, updates)
+    return Interaction(event_id, event.prompt, event.lora, command, updates)
 
 
 def _convert(value: Any, kind: type[Any], what: str) -> Any:

@@ -272,6 +272,7 @@ class _Client:
                 num_frames=extra.num_frames,
                 policy=extra.pose_policy or ("trim" if first_version else "error"),
                 prompt=message.prompt,
+                lora=extra.lora,
             ),
             start=WorldStart(
                 load_image=load if image is not None else None,

@@ -84,6 +84,7 @@ class ModelFamily:
     check_parallel: (hf_config as a dict, parsed options, --tensor-parallel-size, --pipeline-parallel-size) -> None, or
     ValueError in one line, before any process starts; None = the worker finds out.
     kv_cache_dtypes: those of `--kv-cache-dtype` that sessions can be kept in.
+    takes_adapters: whether LoRA adapters are served (`SupportsAdapters`).
     executor_cls: the executor that serves the family in one process, without a worker; None = workers.
     serve_flags: (directory, whether on CPU) -> the flags `vllm serve --omni` adds, for a family that vLLM serves by an
     autoregressive engine; None = the diffusion worker's. endpoint_plugins: further names in VLLM_PLUGINS.
@@ -101,6 +102,7 @@ class ModelFamily:
     action_space: Callable[[dict[str, Any], OmniConfig], ActionSpace] | None = None
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
+    takes_adapters: bool = False
     executor_cls: str | None = None
     serve_flags: Callable[[Path, bool], dict[str, str]] | None = None
     endpoint_plugins: tuple[str, ...] = ()

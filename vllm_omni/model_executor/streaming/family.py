@@ -49,6 +49,7 @@ def streaming_family(
     facts: Mapping[str, Any],
     action_space: Callable[[Stream[Config, Options]], ActionSpace] | None = None,
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None,
+    takes_adapters: bool = False,
 ) -> ModelFamily:
     """Return the family of package `models/{name}`.
 
@@ -89,4 +90,5 @@ def streaming_family(
         action_space=None if action_space is None else space,
         capabilities=capabilities,
         kv_cache_dtypes=KV_CACHE_DTYPES,
+        takes_adapters=takes_adapters,
     )

@@ -10,6 +10,7 @@ Held by tests/worker/test_diffusion_model_runner.py and test_in_flight.py there.
 import torch
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
+from vllm_omni.model_executor.lora.store import NoAdapters, Selection, named
 from vllm_omni.model_executor.requests import RequestState, as_failure
 from vllm_omni.model_executor.stage_timer import StageTimer
 from vllm_omni.outputs import RequestFailed, pack
@@ -21,8 +22,14 @@ class Admission:
     """device: where the model's stages are timed."""
 
     def __init__(
-        self, model: SupportsStepExecution, sessions: SessionStore, in_flight: ChunksInFlight, device: torch.device
+        self,
+        model: SupportsStepExecution,
+        sessions: SessionStore,
+        in_flight: ChunksInFlight,
+        device: torch.device,
+        adapters: NoAdapters,
     ) -> None:
+        self._adapters = adapters
         self._model = model
         self._sessions = sessions
         self._in_flight = in_flight
@@ -63,6 +70,8 @@ class Admission:
                     "out_of_order",
                     f"chunk_index {wanted} arrived, session {params.session_id!r} expects {expected}",
                 )
+            before = session.adapters if predecessor is None else predecessor.adapters
+            adapters = self._select(state, before)
             request = DiffusionRequest(
                 state.request_id,
                 params,
@@ -70,9 +79,11 @@ class Admission:
                 session,
                 degradations=state.degradations,
                 predecessor=predecessor,
+                adapters=adapters,
+                same_adapters=adapters == before,
                 timer=StageTimer(self._device),
             )
-            with request.timer.stage("encode"):
+            with request.timer.stage("encode"), self._adapters.applied(adapters):
                 self._model.prepare_encode(request)
             assert request.num_steps > 0, "prepare_encode must set num_steps"
             request.predecessor = None
@@ -82,6 +93,14 @@ class Admission:
         except Exception as error:
             state.failure = as_failure(error, state.request_id)
             self._drop_unborn_session(state)
+
+    def _select(self, state: RequestState, before: Selection) -> Selection:
+        """The chunk's adapters: those it names, else those of the chunk before it, as they are loaded now."""
+        params, request = state.params, state.lora_request
+        assert params is not None
+        if params.lora is not None:
+            return self._adapters.select(params.lora)
+        return self._adapters.select(named(before)) if request is None else self._adapters.select_request(request)
 
     def release(self, state: RequestState | None) -> None:
         """The scheduler has finished or aborted this request: let go of everything it held."""

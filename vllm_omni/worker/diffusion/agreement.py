@@ -99,6 +99,20 @@ class RankAgreement:
         dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self._tensor.cpu_group)
         return [bool(flag) for flag in flags.tolist()]
 
+    # for adapters
+
+    @property
+    def is_last_rank(self) -> bool:
+        return bool(self._world.rank_in_group == self._world.world_size - 1)
+
+    def first_error(self, own: str | None) -> str | None:
+        """The error of the first rank that has one (collective)."""
+        if self._world.world_size == 1:
+            return own
+        everywhere: list[str | None] = [None] * self._world.world_size
+        dist.all_gather_object(everywhere, own, group=self._world.cpu_group)
+        return next((error for error in everywhere if error is not None), None)
+
     # for the session store
 
     def budget(self, budget_bytes: int, session_bytes: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
+from vllm_omni.model_executor.lora.store import NoAdapters
 from vllm_omni.model_executor.requests import RequestState, as_failure
 from vllm_omni.model_executor.results import PendingResult
 from vllm_omni.outputs import empty_result, pack, pack_error
@@ -66,6 +67,7 @@ class ChunkEnd:
     def __init__(
         self,
         model: SupportsStepExecution,
+        adapters: NoAdapters,
         agreement: RankAgreement,
         in_flight: ChunksInFlight,
         results: ResultStream,
@@ -75,6 +77,7 @@ class ChunkEnd:
         overlap: bool,
     ) -> None:
         self._model = model
+        self._adapters = adapters
         self._agreement = agreement
         self._in_flight = in_flight
         self._results = results
@@ -128,7 +131,9 @@ class ChunkEnd:
 
     def commit(self, request: DiffusionRequest) -> None:
         """The chunk becomes part of its session."""
-        self._model.commit(request)
+        with self._adapters.applied(request.adapters):
+            self._model.commit(request)
+        request.session.adapters = request.adapters
         self._in_flight.end(request)
         self.committed.append(request.request_id)
 

@@ -30,6 +30,8 @@ from vllm_omni.model_executor.interfaces import (
 )
 from vllm_omni.model_executor.layers.linear import check_quantization, check_reloadable, quantized_layers
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.lora.store import AdapterStore, NoAdapters
+from vllm_omni.model_executor.lora.target import SupportsAdapters
 from vllm_omni.model_executor.requests import RequestState, RequestStates
 from vllm_omni.model_executor.whole_request import WholeRequestModel
 from vllm_omni.worker.diffusion.agreement import RankAgreement
@@ -41,6 +43,7 @@ from vllm_omni.worker.diffusion.surface import RunnerSurface
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
@@ -72,10 +75,19 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.network = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
         if self.vllm_config.quant_config is not None and not self.place.is_vae_stage:
             check_quantization(self.network, self.model_config.quantization)
-        self.model_memory_usage = sum(p.numel() * p.element_size() for p in self.network.parameters())
+        self.adapters = adapter_store(self.network, self.vllm_config, self.device)
+        weights = sum(p.numel() * p.element_size() for p in self.network.parameters())
+        self.model_memory_usage = weights + self.adapters.nbytes
         self.model = in_steps(self.network)
         self.parts = RankParts.of(
-            self.vllm_config, self.network, self.model, self.device, self.place, self.agreement, self.sessions
+            self.vllm_config,
+            self.network,
+            self.model,
+            self.adapters,
+            self.device,
+            self.place,
+            self.agreement,
+            self.sessions,
         )
         self.admission = self.parts.admission
         self.role = role_for(self.parts)
@@ -86,11 +98,11 @@ class DiffusionGPUModelRunner(RunnerSurface):
         """Load the checkpoint again, in place (after sleep level 2, or from another directory of the same shape)."""
         if weights_iterator is not None or not is_checkpoint_format:
             raise ValueError("reload_weights takes a checkpoint directory (weights_path) or nothing, no iterator")
-        quantized = quantized_layers(self.network)
-        check_reloadable(quantized)
-        if weights_path is not None:
-            self.model_config.model = weights_path
-        with set_current_vllm_config(self.vllm_config):
+        with set_current_vllm_config(self.vllm_config), self.adapters.detached():
+            quantized = quantized_layers(self.network)
+            check_reloadable(quantized)
+            if weights_path is not None:
+                self.model_config.model = weights_path
             initialize_layerwise_reload(quantized)
             try:
                 get_model_loader(self.load_config).load_weights(self.network, self.model_config)
@@ -162,6 +174,45 @@ class DiffusionGPUModelRunner(RunnerSurface):
 
     def shutdown(self) -> None:
         self.sessions.close_all()
+
+    # -- adapters, by vLLM's calls -------------------------------------------------------------------------------------
+
+    def add_lora(self, lora_request: "LoRARequest") -> bool:
+        """Check and load an adapter, on all ranks or on none (collective). Raises ValueError of one line.
+
+        The last rank raises for all: vLLM's executor reads replies in order of rank, and none behind an error.
+        """
+        added, own_error = False, None
+        try:
+            added = self.adapters.add(lora_request)
+        except Exception as error:
+            own_error = str(error)
+        problem = self.agreement.first_error(own_error)
+        if problem is None:
+            return added
+        if added:
+            self.adapters.remove(lora_request.lora_int_id)
+        if self.agreement.is_last_rank:
+            raise ValueError(problem)
+        return False
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return self.adapters.remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        return lora_id in self.adapters.ids()
+
+    def list_loras(self) -> set[int]:
+        return self.adapters.ids()
+
+
+def adapter_store(network: torch.nn.Module, vllm_config: "VllmConfig", device: torch.device) -> NoAdapters:
+    """The adapters that `--enable-lora` asks for. Raises ValueError for a model that takes none."""
+    if vllm_config.lora_config is None:
+        return NoAdapters()
+    if not isinstance(network, SupportsAdapters):
+        raise ValueError(f"--enable-lora: {type(network).__name__} takes no adapters; drop it")
+    return AdapterStore(network.adapter_targets(), vllm_config.lora_config, device)
 
 
 def in_steps(network: torch.nn.Module) -> SupportsStepExecution:

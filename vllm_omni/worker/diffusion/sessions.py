@@ -102,7 +102,7 @@ class SessionStore:
             source = self.get(params.session_id)
             self.make_room(source.nbytes)
             copy = source.fork(params.fork_to)
-            copy.failure = source.failure
+            copy.failure, copy.adapters = source.failure, source.adapters
             self.add(copy)
             return {"op": "fork", "session_id": params.fork_to, "chunk_index": source.chunk_index}
         existed = self.close(params.session_id)  # `reset`: the next chunk starts afresh under the same id

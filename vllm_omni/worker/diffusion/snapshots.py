@@ -20,6 +20,7 @@ import torch
 from vllm.distributed.parallel_state import get_world_group
 
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.lora.store import named
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import (
     UNSEEN,
@@ -41,7 +42,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 _SAMPLES = 16
 """Values of each parameter that its digest sees."""
-_SHAPE_FIELDS = ("prompt", "seed", "height", "width", "output", "options")
+_SHAPE_FIELDS = ("prompt", "seed", "height", "width", "output", "lora", "options")
 """Fields of a first chunk's request that a snapshot may hold."""
 
 Answer = dict[str, Any]
@@ -88,7 +89,9 @@ class SessionSnapshots:
             self._identity(),
             self._weights_digest(),
             session.chunk_index,
-            msgspec.to_builtins(session.opening_params()),
+            msgspec.to_builtins(
+                msgspec.structs.replace(session.opening_params(), lora=named(session.adapters) or None)
+            ),
             session.scalars(),
             session.tensors(),
         )
@@ -127,6 +130,7 @@ class SessionSnapshots:
             header = stored.header
             part = check_fits(header, self._identity(), rank_in_world(), self._weights_digest())
             params = _opening(header.opening, session_id)
+            adapters = self._runner.adapters.select(params.lora or ())
             nbytes = model.session_nbytes(params)
             if sessions.max_bytes is not None and nbytes > sessions.max_bytes:
                 raise RequestFailed(
@@ -144,6 +148,7 @@ class SessionSnapshots:
             except BaseException:
                 session.close()
                 raise
+            session.adapters = adapters
             sessions.add(session)
 
     def committed(self, session_id: str) -> Any:
@@ -167,7 +172,8 @@ class SessionSnapshots:
 
     def _weights_digest(self) -> str:
         if self._weights is None:
-            self._weights = weights_digest(dict(self._runner.network.named_parameters()))
+            with self._runner.adapters.applied(()):
+                self._weights = weights_digest(dict(self._runner.network.named_parameters()))
         return self._weights
 
 

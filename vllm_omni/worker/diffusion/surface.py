@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RunnerSurface`: runner methods that vLLM's worker calls and that block pool, sampler and adapters alone would need.
+"""`RunnerSurface`: runner methods that vLLM's worker calls and that block pool and sampler alone would need.
 
 tests/worker/test_runner_surface.py reads the worker's source and finds methods that are missing here.
 """
@@ -11,7 +11,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 
 class RunnerSurface:
-    """Mix in. Answers honestly: nothing to profile, to capture, to sample or to adapt."""
+    """Mix in. Answers honestly: nothing to profile, to capture or to sample. (LoRA adapters are the runner's.)"""
 
     is_pooling_model = True
     lora_config = None
@@ -48,15 +48,3 @@ class RunnerSurface:
 
     def get_encoder_timing_stats(self) -> dict[str, Any]:
         return {}
-
-    def list_loras(self) -> set[int]:
-        return set()
-
-    def add_lora(self, lora_request: Any) -> bool:
-        raise NotImplementedError("the diffusion worker serves no LoRA adapters")
-
-    def remove_lora(self, lora_id: int) -> bool:
-        return False
-
-    def pin_lora(self, lora_id: int) -> bool:
-        return False

@@ -63,4 +63,5 @@ FAMILY = streaming_family(
     action_space=lambda stream: ActionSpace(image="none"),
     facts={"vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
     capabilities=_capabilities,
+    takes_adapters=True,
 )

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
+from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
 from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
@@ -37,7 +38,7 @@ from vllm_omni.model_executor.models.causal_wan.state import Chunk, ChunkInputs,
 from vllm_omni.model_executor.models.causal_wan.stream_setup import StreamSetup
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer, ChunkRow
 from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
-from vllm_omni.model_executor.models.causal_wan.weights import load_transformer
+from vllm_omni.model_executor.models.causal_wan.weights import adapter_target, load_transformer
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.chunk_model import WanChunkModel
 from vllm_omni.model_executor.models.wan.split_decode import whole_frames
@@ -91,6 +92,9 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
             logger.warning("%s is served without a part of its own sampler: %s", layout.release(), limits)
         load_transformer(self.transformer, layout.open_transformer(), self.config)
 
+    def adapter_targets(self) -> dict[str, AdapterTarget]:
+        return {"transformer": adapter_target(self.transformer, self.config)}
+
     # -- sessions ------------------------------------------------------------------------------------------------------
 
     def read_shape(self, params: DiffusionParams) -> StreamShape:
@@ -143,7 +147,7 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
             return
         noise = ChunkNoise(tuple(size), inputs.seed, standing.chunk_index, self.transformer.device)
         with request.timer.stage("text"):
-            known = inputs.prompt == standing.prompt and standing.cross_kv is not None
+            known = inputs.prompt == standing.prompt and standing.cross_kv is not None and request.same_adapters
             text = None if known else self.text_encoder.encode(inputs.prompt, self.transformer.device)
         latents, schedule, video = noise.draw(0), self.schedule, None
         if inputs.video is not None and self.video is not None:

@@ -7,7 +7,9 @@ Held by tests/model_executor/models/causal_wan/test_causal_wan_weights.py.
 
 from torch import nn
 
+from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
+from vllm_omni.model_executor.models.wan.layers import PatchEmbedding
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
 from vllm_omni.model_executor.tensor_files import TensorSource
 from vllm_omni.model_executor.weights import load_strict
@@ -16,3 +18,8 @@ from vllm_omni.model_executor.weights import load_strict
 def load_transformer(transformer: nn.Module, source: TensorSource, config: CausalWanConfig) -> None:
     """Load the transformer, or the stage and slice of it that `transformer` is."""
     load_strict(transformer, source, transformer_shapes(config), TRANSFORMER_RULES, what="transformer")
+
+
+def adapter_target(transformer: nn.Module, config: CausalWanConfig) -> AdapterTarget:
+    """The transformer as LoRA adapters see it."""
+    return AdapterTarget(transformer, transformer_shapes(config), TRANSFORMER_RULES, linear_types=(PatchEmbedding,))

@@ -75,4 +75,5 @@ FAMILY = ModelFamily(
     check_options=_check_options,
     check_parallel=_check_parallel,
     capabilities=_capabilities,
+    takes_adapters=True,
 )

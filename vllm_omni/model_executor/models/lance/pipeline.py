@@ -26,6 +26,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.lance.checkpoint import (
     ComponentSource,
     LanceLayout,
@@ -68,7 +69,7 @@ from vllm_omni.model_executor.models.lance.vae import (
     to_uint8,
 )
 from vllm_omni.model_executor.models.lance.vision import VisionTower
-from vllm_omni.model_executor.models.lance.weights import load_network, load_vae, load_vision
+from vllm_omni.model_executor.models.lance.weights import adapter_target, load_network, load_vae, load_vision
 from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint, compiles
 
@@ -170,6 +171,9 @@ class Lance(nn.Module):
         own = None if separate is None else open_tensors(separate)
         load_vision(self.vision, self.config.vision, own, source, self.options.choices.vision_weights)
         load_vae(self.vae, open_tensors(layout.vae))
+
+    def adapter_targets(self) -> dict[str, AdapterTarget]:
+        return {"transformer": adapter_target(self.network, self.config)}
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 

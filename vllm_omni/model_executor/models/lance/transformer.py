@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 from torch.nn import functional
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.model_executor.layers.attention import attention
@@ -61,12 +62,23 @@ class ExpertLayer(ShardedModule):
         self.down = RowLinear(inner, width, parallel, quant_config, f"{prefix}.down", bias=False)
         self.input_norm, self.post_norm = _empty(width), _empty(width)
 
+    def linears(self, prefix: str) -> list[tuple[LinearBase, list[str]]]:
+        """The linear layers with the checkpoint's names of those in each."""
+        layer, end = prefix.rpartition(".")[0], self.suffix
+        return [
+            (self.qkv, [f"{layer}.self_attn.{name}_proj{end}" for name in "qkv"]),
+            (self.out, [f"{layer}.self_attn.o_proj{end}"]),
+            (self.gate_up, [f"{layer}.mlp{end}.{name}" for name in self.gate_up.names]),
+            (self.down, [f"{layer}.mlp{end}.down_proj"]),
+        ]
+
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
         layer, end = prefix.rpartition(".")[0], self.suffix
-        yield from self.qkv.named_slots([f"{layer}.self_attn.{name}_proj{end}" for name in "qkv"])
-        yield from self.out.slots(f"{layer}.self_attn.o_proj{end}")
-        yield from self.gate_up.named_slots([f"{layer}.mlp{end}.{name}" for name in self.gate_up.names])
-        yield from self.down.slots(f"{layer}.mlp{end}.down_proj")
+        (_, qkv), (_, out), (_, gate_up), (_, down) = self.linears(prefix)
+        yield from self.qkv.named_slots(qkv)
+        yield from self.out.slots(*out)
+        yield from self.gate_up.named_slots(gate_up)
+        yield from self.down.slots(*down)
         for name, norm in (
             (f"self_attn.q_norm{end}", self.q_norm),
             (f"self_attn.k_norm{end}", self.k_norm),

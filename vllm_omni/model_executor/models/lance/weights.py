@@ -14,13 +14,14 @@ from typing import Literal
 import torch
 
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
+from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.lance.config import (
     LATENT_CHANNELS,
     TIMESTEP_FREQUENCIES,
     LanceConfig,
     VisionConfig,
 )
-from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
+from vllm_omni.model_executor.models.lance.transformer import LanceNetwork, Weight
 from vllm_omni.model_executor.models.lance.vae import VAE_RULES, LanceVAEConfig, LanceWanVAE
 from vllm_omni.model_executor.models.lance.vision import VisionTower
 from vllm_omni.model_executor.tensor_files import Shape, TensorSource
@@ -113,6 +114,17 @@ def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfi
     if bundles_vision(source):
         expected |= {f"{BUNDLED_VISION}{name}": shape for name, shape in vision_shapes(config.vision).items()}
     load_strict(network, source, expected, what="Lance decoder")
+
+
+def adapter_target(network: LanceNetwork, config: LanceConfig) -> AdapterTarget:
+    """The decoder and the latent bridge as LoRA adapters see them; both may be called by the decoder's names alone."""
+    return AdapterTarget(
+        network,
+        network_shapes(config),
+        rules=((r"^(?=model\.layers\.)", "language_model."),),
+        fixed=("language_model.lm_head", "language_model.model.embed_tokens", POSITIONS),
+        linear_types=(Weight,),
+    )
 
 
 def load_vision(

@@ -49,4 +49,5 @@ FAMILY = streaming_family(
         "intrinsics_reference_size": (NATIVE_WIDTH, NATIVE_HEIGHT),
         "key_focal": ACTION_FOCAL,
     },
+    takes_adapters=True,
 )

@@ -25,13 +25,14 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
+from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.lingbot_world.camera import action_map, camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig, resolve_plan
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, ChunkInputs, LingBotSession, World, WorldWindows
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
-from vllm_omni.model_executor.models.lingbot_world.weights import load_transformer
+from vllm_omni.model_executor.models.lingbot_world.weights import adapter_target, load_transformer
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.chunk_model import WanChunkModel
@@ -77,6 +78,9 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
 
     def load_transformer(self, layout: CheckpointLayout) -> None:
         load_transformer(self.transformer, layout.transformer, self.config)
+
+    def adapter_targets(self) -> dict[str, AdapterTarget]:
+        return {"transformer": adapter_target(self.transformer, self.config)}
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
@@ -136,7 +140,7 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
             return
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
         with request.timer.stage("text"):
-            known = inputs.prompt == session.prompt and session.cross_kv is not None
+            known = inputs.prompt == session.prompt and session.cross_kv is not None and request.same_adapters
             text = None if known else self.text_encoder.encode(inputs.prompt, device)
         with request.timer.stage("condition"):
             y, condition = self._condition(inputs.image, session, frames)

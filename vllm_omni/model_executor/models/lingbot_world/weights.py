@@ -12,9 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.lingbot_world.config import CONTROL_CHANNELS, LingBotWorldConfig
 from vllm_omni.model_executor.models.wan import transformer_weights as wan
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL
+from vllm_omni.model_executor.models.wan.layers import PatchEmbedding
 from vllm_omni.model_executor.models.wan.transformer_weights import Sizes
 from vllm_omni.model_executor.tensor_files import Shape, open_tensors
 from vllm_omni.model_executor.weights import load_strict
@@ -73,3 +75,8 @@ def config_of_tensors(shapes: Mapping[str, Shape], where: str, num_heads: int | 
 def load_transformer(transformer: nn.Module, path: Path, config: LingBotWorldConfig) -> None:
     """Load the transformer, or the stage and slice of it that `transformer` is, from a folder of safetensors."""
     load_strict(transformer, open_tensors(path), transformer_shapes(config), what="transformer")
+
+
+def adapter_target(transformer: nn.Module, config: LingBotWorldConfig) -> AdapterTarget:
+    """The transformer as LoRA adapters see it."""
+    return AdapterTarget(transformer, transformer_shapes(config), wan.TRANSFORMER_RULES, linear_types=(PatchEmbedding,))

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs, identity
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.lora.active import addresses_key, weights_key
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.layers import Head, embed_time, stack, unpatchify
 from vllm_omni.model_executor.models.wan.transformer import Config, WanTransformer
@@ -55,7 +56,7 @@ class ChunkTransformer(WanTransformer[Config]):
         super().__init__(config, parallel, chains, residual_fp32=residual_fp32, quantization=quantization)
         if self.parallel.last_stage:
             self.head = Head(config, chains)
-        self._times: OrderedDict[float, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
+        self._times: OrderedDict[Hashable, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
         self.graphs = ForwardGraphs() if cuda_graphs else None
         self._add_layers()
         self.requires_grad_(False)
@@ -124,16 +125,17 @@ class ChunkTransformer(WanTransformer[Config]):
         return unpatchify(patches, latents.shape[1:])
 
     def _time(self, timestep: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return e [D] and its six modulation rows E [6, D] of a timestep, fp32; computed once."""
-        known = self._times.get(timestep)
+        """Return e [D] and its six modulation rows E [6, D] of a timestep, fp32; computed once for equal weights."""
+        key = timestep, weights_key()
+        known = self._times.get(key)
         if known is None:
             time_BD, time_B6D = embed_time(
                 [timestep], self.config.freq_dim, self.time_embedding, self.time_projection, self.device
             )
             while len(self._times) >= _KEPT_TIMESTEPS:
                 self._times.popitem(last=False)
-            known = self._times[timestep] = (time_BD[0], time_B6D[0])
-        self._times.move_to_end(timestep)
+            known = self._times[key] = (time_BD[0], time_B6D[0])
+        self._times.move_to_end(key)
         return known
 
 
@@ -142,4 +144,4 @@ def _graph_key(rows: Sequence[Any], kv_only: bool) -> Hashable | None:
     keys = [row.window.graph_key(row.frames) for row in rows]
     if any(key is None for key in keys):
         return None
-    return kv_only, tuple(keys), tuple(identity(row.cross_kv) for row in rows)
+    return kv_only, tuple(keys), tuple(identity(row.cross_kv) for row in rows), addresses_key()

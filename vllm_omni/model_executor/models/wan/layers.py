@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from vllm_omni.model_executor.layers.attention import attention
@@ -210,8 +211,10 @@ def unpatchify(tokens_BLP: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
 
 
 def linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A linear layer in fp32, by the module's own call: adapters act behind it."""
     assert isinstance(layer, nn.Linear)
-    return functional.linear(x, layer.weight.float(), layer.bias.float())
+    result: torch.Tensor = functional_call(layer, {"weight": layer.weight.float(), "bias": layer.bias.float()}, (x,))
+    return result
 
 
 def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:

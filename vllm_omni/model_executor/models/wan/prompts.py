@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SharedPrompts`: the newest prompt's cross-attention K/V, computed once for all sessions that ask for it in a row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
+
+from vllm_omni.model_executor.lora.active import weights_key
 
 
 class SharedPrompts:
@@ -14,12 +16,16 @@ class SharedPrompts:
 
     def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._compute = compute
-        self._newest: tuple[str, torch.Tensor] | None = None
+        self._newest: tuple[Hashable, torch.Tensor] | None = None
 
     def get(self, prompt: str, text: torch.Tensor) -> torch.Tensor:
-        """Return the K/V of `prompt`, whose encoding is `text`; shared by everyone who asks: read it only."""
-        if self._newest is None or self._newest[0] != prompt:
-            self._newest = prompt, self._compute(text)
+        """Return the K/V of `prompt`, whose encoding is `text`, under the adapters in use.
+
+        Shared by everyone who asks: read it only.
+        """
+        key = prompt, weights_key()
+        if self._newest is None or self._newest[0] != key:
+            self._newest = key, self._compute(text)
         return self._newest[1]
 
     def forget(self) -> None:

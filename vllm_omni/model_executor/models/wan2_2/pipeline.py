@@ -37,6 +37,7 @@ from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import rope_tables
+from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder, prompt_key
 from vllm_omni.model_executor.models.wan.vae import to_uint8
@@ -52,7 +53,7 @@ from vllm_omni.model_executor.models.wan2_2.request import VideoRequest, default
 from vllm_omni.model_executor.models.wan2_2.schedule import new_scheduler
 from vllm_omni.model_executor.models.wan2_2.transformer import VideoRow, Wan22Transformer
 from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
-from vllm_omni.model_executor.models.wan2_2.weights import load_pipeline_weights
+from vllm_omni.model_executor.models.wan2_2.weights import adapter_targets, load_pipeline_weights
 from vllm_omni.model_executor.one_shot import OneShotSession
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint, compiles
 
@@ -202,6 +203,9 @@ class Wan22(nn.Module):
         load_pipeline_weights(layout, self.config, dict(self.experts.items()), self.vae, self.text_encoder)
         for prompts in self.prompts.values():
             prompts.forget()
+
+    def adapter_targets(self) -> dict[str, AdapterTarget]:
+        return adapter_targets(dict(self.experts.items()), self.config)
 
     def _expert(self, name: str) -> Wan22Transformer:
         expert = self.experts[name]

@@ -5,12 +5,15 @@ Names and shapes of every component are compared before any of its data is read 
 Held by tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.model_executor.models.wan.layers import PatchEmbedding
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
 from vllm_omni.model_executor.models.wan.weights import load_components
@@ -54,3 +57,24 @@ def load_pipeline_weights(
         assert layout.vae is not None
         load_vae(vae, layout.vae, layout.vae_values())
     load_components(layout, text_encoder=text_encoder)
+
+
+_FILE_MARKS = {
+    "transformer": r"high_?noise|(?<![a-z])high(?![a-z])",
+    "transformer_2": r"low_?noise|(?<![a-z])low(?![a-z])",
+}
+
+
+def adapter_targets(experts: Mapping[str, nn.Module], config: Wan22Config) -> dict[str, AdapterTarget]:
+    """The experts as LoRA adapters see them; with two, a file's name may tell which it is for."""
+    marks = _FILE_MARKS if len(experts) > 1 else {}
+    return {
+        name: AdapterTarget(
+            expert,
+            transformer_shapes(config),
+            TRANSFORMER_RULES,
+            linear_types=(PatchEmbedding,),
+            file_mark=marks.get(name),
+        )
+        for name, expert in experts.items()
+    }

@@ -25,6 +25,7 @@ from vllm_omni.model_executor.interfaces import (
     check_vae_stage,
 )
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.lora.store import NoAdapters
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.registration import steps_one_at_a_time
 from vllm_omni.worker.diffusion.admission import Admission
@@ -58,6 +59,7 @@ class RankParts:
     num_ranks: int
     step_at_a_time: bool
     model: SupportsStepExecution
+    adapters: NoAdapters
     agreement: RankAgreement
     sessions: SessionStore
     in_flight: ChunksInFlight
@@ -74,6 +76,7 @@ class RankParts:
         vllm_config: "VllmConfig",
         network: nn.Module,
         model: SupportsStepExecution,
+        adapters: NoAdapters,
         device: torch.device,
         place: ParallelContext,
         agreement: RankAgreement,
@@ -98,10 +101,11 @@ class RankParts:
             num_ranks=num_ranks,
             step_at_a_time=step_at_a_time,
             model=model,
+            adapters=adapters,
             agreement=agreement,
             sessions=sessions,
             in_flight=in_flight,
-            admission=Admission(model, sessions, in_flight, device),
+            admission=Admission(model, sessions, in_flight, device, adapters),
             results=ResultStream(device, overlap, beside_steps=not omni.vae_stage),
             pacer=StepPacer(device, stages=pp.world_size > 1),
             decodes=tp.is_first_rank or shares_decode,
@@ -126,6 +130,7 @@ class Role(ABC):
         self.channel: ReturnChannel | None = None
         self.chunk_end = ChunkEnd(
             parts.model,
+            parts.adapters,
             parts.agreement,
             parts.in_flight,
             parts.results,

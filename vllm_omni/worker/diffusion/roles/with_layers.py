@@ -136,7 +136,7 @@ class WithLayers(Role):
         """One forward for one batch; on one rank, an exception costs only the request that causes it."""
         batch = [state.chunk for state in states if state.chunk is not None]
         try:
-            with contextlib.ExitStack() as timed:
+            with contextlib.ExitStack() as timed, self.parts.adapters.applied(batch[0].adapters):
                 for request in batch:
                     timed.enter_context(request.timer.stage("steps"))
                 result = self.steps.take(batch, hidden)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an adapter's files may hold, and the one line that refuses anything else, with counts and examples."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import lora_files as files
+from safetensors.torch import load_file, save_file
+
+from vllm_omni.model_executor.lora.adapter import AdapterWeights, OwnPlaces, load_adapter
+from vllm_omni.model_executor.lora.target import AdapterTarget
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def target(causal_wan: Path) -> AdapterTarget:
+    return files.causal_wan_target(causal_wan)
+
+
+def load(target: AdapterTarget, path: Path, max_rank: int = 8) -> AdapterWeights:
+    places = OwnPlaces(
+        frozenset(("transformer", module) for module in target.matrices()),
+        frozenset(("transformer", name) for name in target.shapes if target.vector(name) is not None),
+    )
+    return load_adapter(str(path), {"transformer": target}, max_rank, torch.float32, places)
+
+
+def some_factors(target: AdapterTarget) -> files.Factors:
+    return files.factors(target, [f"blocks.{n}.self_attn.q" for n in range(4)], seed=1)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "another model": (
+        lambda t: {f"diffusion_model.double_blocks.{n}.proj.lora_A.weight": torch.zeros(1, 1) for n in range(4)},
+        r"modules that this model lacks or keeps as they are: 4 \((.*double_blocks.*, ){3}\.\.\.\)",
+    ),
+    "more layers": (
+        lambda t: {name.replace("blocks.0", "blocks.77"): tensor for name, tensor in t.items()},
+        r"lacks or keeps as they are: 3 \(diffusion_model\.blocks\.77",
+    ),
+    "a text encoder's": (
+        lambda t: {**t, "lora_te1_text_model_encoder.lora_down.weight": torch.zeros(4, 4)},
+        r"lacks or keeps as they are: 1 \(lora_te1_",
+    ),
+    "another width": (
+        lambda t: {n: v[:, :-1].contiguous() if "down" in n else v for n, v in t.items()},
+        r"misshapen: 4 \(.*lora_down\.weight \(4, 63\) instead of \(4, 64\)",
+    ),
+    "half of it": (lambda t: {n: v for n, v in t.items() if "up" not in n}, r"without their other half: 4 \("),
+    "ranks that differ": (
+        lambda t: {n: v[:, :-1].contiguous() if "lora_up" in n else v for n, v in t.items()},
+        r"misshapen: 4 \(.*lora_up\.weight \(64, 3\) instead of \(64, 4\)",
+    ),
+    "DoRA": (
+        lambda t: {**t, "diffusion_model.blocks.0.self_attn.q.dora_scale": torch.zeros(64, 1)},
+        r"of no LoRA adapter: 1 \(.*dora_scale\)",
+    ),
+    "LoHa": (lambda t: {"blocks.0.ffn.0.hada_w1_a": torch.zeros(4, 4)}, r"of no LoRA adapter: 1 \(.*hada_w1_a\)"),
+    "NaN": (lambda t: {n: v * float("nan") for n, v in t.items()}, r"has NaN or Inf in 12 \("),
+    "a whole big matrix": (
+        lambda t: {"diffusion_model.blocks.0.ffn.0.diff": torch.zeros(112, 64)},
+        r"of a rank above --max-lora-rank 8: 1 \(blocks\.0\.ffn\.0 64\)",
+    ),
+    "a misshapen norm": (
+        lambda t: {"diffusion_model.blocks.0.self_attn.norm_q.diff": torch.zeros(63)},
+        r"misshapen: 1 \(.*norm_q\.diff \(63,\) instead of \(64,\)\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refusals(kind: str, target: AdapterTarget, tmp_path: Path) -> None:
+    change, words = REFUSED[kind]
+    path = files.write_community(some_factors(target), tmp_path / "a.safetensors")
+    save_file(change(load_file(path)), tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match=words) as refusal:
+        load(target, tmp_path / "b.safetensors")
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_rank_above_the_limit_is_named(target: AdapterTarget, tmp_path: Path) -> None:
+    path = files.write_community(some_factors(target), tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"rank above --max-lora-rank 1: 4 \(blocks\.0\.self_attn\.q 4, .*, \.\.\.\)"):
+        load(target, path, max_rank=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["head"]}, "modules_to_save"),
+        ({"r": 0}, "must be a positive integer"),
+        ({"lora_alpha": None}, "cannot be read"),
+    ],
+)
+def test_settings_of_peft_that_mean_more_than_an_adapter(
+    settings: dict[str, object], words: str, target: AdapterTarget, tmp_path: Path
+) -> None:
+    """Judged by vLLM's own reader of them."""
+    folder = files.write_peft(some_factors(target), tmp_path / "peft", **settings)
+    with pytest.raises(ValueError, match=words):
+        load(target, folder)
+
+
+def test_settings_apply_to_the_modules_they_name(target: AdapterTarget, tmp_path: Path) -> None:
+    """`alpha_pattern`, by vLLM's reader."""
+    made = some_factors(target)
+    folder = files.write_peft(made, tmp_path / "peft", alpha_pattern={"blocks.1.self_attn.q": 8})
+    weights = load(target, folder)
+    for index, scaling in ((0, 0.5), (1, 2.0)):
+        module = f"blocks.{index}.self_attn.q"
+        torch.testing.assert_close(weights.matrices["transformer", module].up, made[module][1] * scaling)
+
+
+def test_a_directory_must_say_which_file(target: AdapterTarget, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        files.write_community(some_factors(target), tmp_path / f"{name}.safetensors")
+    with pytest.raises(ValueError, match=r"holds 2 \*\.safetensors files \(one\.safetensors, two\.safetensors\)"):
+        load(target, tmp_path)
+    with pytest.raises(ValueError, match="does not exist"):
+        load(target, tmp_path / "three")
+    (tmp_path / "pickle.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(ValueError, match=r"is no \.safetensors file"):
+        load(target, tmp_path / "pickle.bin")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "one.safetensors").read_bytes()[:-10])
+    with pytest.raises(ValueError, match="no complete safetensors file"):
+        load(target, tmp_path / "cut.safetensors")
+
+
+def test_broken_settings_are_one_line(target: AdapterTarget, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    tensors = load_file(files.write_community_ab(some_factors(target), path))
+    for text in ("[]", "nonsense", json.dumps({"transformer.r": "four", "transformer.lora_alpha": 4})):
+        save_file(tensors, path, metadata={"lora_adapter_metadata": text})
+        with pytest.raises(ValueError, match=r"its (metadata|settings)") as refusal:
+            load(target, path)
+        assert "\n" not in str(refusal.value)

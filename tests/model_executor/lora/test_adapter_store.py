@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which adapters are known, on the host and in slots: room is made for the least recently used, on both."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import lora_files as files
+from helpers.adapter_stores import make_store
+from torch import nn
+from vllm.lora.request import LoRARequest
+
+from vllm_omni.inputs import Lora
+from vllm_omni.model_executor.lora.active import active_adapters, addresses_key, weights_key
+from vllm_omni.model_executor.lora.store import AdapterStore, NoAdapters, named
+from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.outputs import RequestFailed
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4, bias=False)
+        self.requires_grad_(False)
+
+    def adapter_targets(self) -> dict[str, AdapterTarget]:
+        return {"transformer": AdapterTarget(self, {"layer.weight": (4, 4)})}
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> dict[str, Path]:
+    target = Model().adapter_targets()["transformer"]
+    return {
+        f"n{seed}": files.write_community_ab(files.factors(target, ["layer"], seed), tmp_path / f"{seed}.safetensors")
+        for seed in range(4)
+    }
+
+
+def out(model: Model, store: AdapterStore, *choices: Lora) -> torch.Tensor:
+    with store.applied(store.select(choices)):
+        result: torch.Tensor = model.layer(torch.ones(1, 4))
+    return result
+
+
+def test_adapters_beyond_the_host_s_room_are_read_again(paths: dict[str, Path]) -> None:
+    """The same weights come back; a file that has gone since refuses the request alone."""
+    model = Model()
+    store = make_store(model, paths, max_loras=1, max_cpu_loras=1)
+    results = {name: out(model, store, Lora(name=name)) for name in paths}
+    assert store.ids() == {1, 2, 3, 4}
+    for name, expected in results.items():
+        assert torch.equal(out(model, store, Lora(name=name)), expected)
+    paths["n0"].unlink()
+    with pytest.raises(RequestFailed, match="adapter 'n0' cannot be read any more"):
+        store.select([Lora(name="n0")])
+    assert torch.equal(out(model, store, Lora(name="n1")), results["n1"])
+
+
+def test_an_adapter_loaded_in_place_is_another_from_the_next_chunk_on(paths: dict[str, Path]) -> None:
+    """Its name stays; a chunk at work keeps the weights that it began with."""
+    model = Model()
+    store = make_store(model, {"n0": paths["n0"]})
+    before = store.select([Lora(name="n0")])
+    with store.applied(before):
+        old = model.layer(torch.ones(1, 4))
+    assert not store.add(LoRARequest("n0", 1, str(paths["n0"])))
+    with pytest.raises(ValueError, match="from another place"):
+        store.add(LoRARequest("n0", 1, str(paths["n1"])))
+    assert store.add(LoRARequest("n0", 1, str(paths["n1"]), load_inplace=True))
+    assert before != store.select(named(before))
+    assert not torch.equal(out(model, store, Lora(name="n0")), old)
+    with store.applied(before):
+        assert torch.equal(model.layer(torch.ones(1, 4)), old)
+
+
+def test_keys_tell_weights_and_addresses_apart(paths: dict[str, Path]) -> None:
+    """Another strength is other weights at the same addresses; a slot filled anew is other addresses."""
+    store = make_store(Model(), paths, max_loras=1)
+    keys = []
+    for choice in (Lora(name="n0"), Lora(name="n0", scale=0.5), Lora(name="n1"), Lora(name="n0")):
+        with store.applied(store.select([choice])):
+            keys.append((weights_key(), addresses_key()))
+    assert active_adapters() == ()
+    (full, first), (half, same), _, (again, moved) = keys
+    assert first == same and full != half and full == again and first != moved
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ([Lora(name="nowhere")], "no adapter 'nowhere'; there are: n0, n1, n2"),
+        ([Lora(name="n0"), Lora(name="n0")], "must differ"),
+        ([Lora(name="n0"), Lora(name="n1"), Lora(name="n2")], "3 adapters at once; this server takes --max-loras 2"),
+    ],
+)
+def test_requests_that_no_server_can_serve(choices: list[Lora], words: str, paths: dict[str, Path]) -> None:
+    with pytest.raises(RequestFailed, match=words):
+        make_store(Model(), paths).select(choices)
+
+
+def test_an_adapter_of_strength_0_takes_no_slot(paths: dict[str, Path]) -> None:
+    model = Model()
+    store = make_store(model, paths, max_loras=1)
+    expected = out(model, store, Lora(name="n1"))
+    assert torch.equal(out(model, store, Lora(name="n0", scale=0), Lora(name="n1")), expected)
+
+
+def test_a_server_without_adapters_says_so() -> None:
+    store = NoAdapters()
+    assert store.select([]) == () and store.ids() == set()
+    with pytest.raises(RequestFailed, match="without --enable-lora"):
+        store.select([Lora(name="ink")])
+    with pytest.raises(ValueError, match="without --enable-lora"):
+        store.add(LoRARequest("ink", 1, "nowhere"))
+
+
+def test_a_forgotten_adapter_is_refused_by_name(paths: dict[str, Path]) -> None:
+    store = make_store(Model(), paths)
+    assert store.remove(1) and not store.remove(1)
+    with pytest.raises(RequestFailed, match="no adapter 'n0'"):
+        store.select([Lora(name="n0")])

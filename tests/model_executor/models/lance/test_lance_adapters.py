@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of Lance: pictures and answers under PEFT's names equal those of merged weights, on both experts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import lora_files as files
+from helpers.adapter_stores import make_store
+from lance_driver import load_lance, prepare, request_of, step
+
+from vllm_omni.inputs import Lora
+from vllm_omni.model_executor.lora.adapter import AdapterError
+from vllm_omni.model_executor.lora.store import AdapterStore
+from vllm_omni.model_executor.models.lance.pipeline import Lance
+from vllm_omni.testing.tiny.lance import make_tiny
+
+TOLERANCE = 2e-4
+"""fp32 latents of order 1 after three steps."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("lance_adapters")
+    make_tiny(out, 0, "video")
+    return out
+
+
+def picture(lance: Lance, store: AdapterStore, lora: list[Lora]) -> torch.Tensor:
+    selection = store.select(lora)
+    request = request_of("t2i", output="latents")
+    with store.applied(selection):
+        prepare(lance, request)
+        while request.step < request.num_steps:
+            step(lance, [request])
+        return lance.post_decode(request)[1]["latents"]
+
+
+def test_a_picture_under_an_adapter_is_the_merged_network_s(checkpoint: Path, tmp_path: Path) -> None:
+    """Every attention and feed-forward layer of both experts, the latent bridge and the time layers."""
+    lance = load_lance(checkpoint)
+    target = lance.adapter_targets()["transformer"]
+    made = files.factors(target, target.matrices(), seed=1)
+    store = make_store(lance, {"ink": files.write_peft(made, tmp_path / "ink")})
+    plain = picture(lance, store, [])
+    got = picture(lance, store, [Lora(name="ink", scale=1.5)])
+    assert torch.equal(picture(lance, store, []), plain)
+    reference = load_lance(checkpoint)
+    files.merge(reference.network, files.differences(made, 1.5 * files.ALPHA / files.RANK))
+    expected = picture(reference, make_store(reference), [])
+    assert not torch.allclose(expected, plain, atol=0.01)
+    torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_the_vocabulary_stays_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
+    """An adapter of the token matrices would be dropped in silence by the shortcuts that read them."""
+    lance = load_lance(checkpoint)
+    head = {"language_model.lm_head": (torch.zeros(4, 64), torch.zeros(64, 4))}
+    with pytest.raises(
+        ValueError, match=r"keeps as they are: 2 \(base_model\.model\.language_model\.lm_head"
+    ) as raised:
+        make_store(lance, {"head": files.write_peft(head, tmp_path / "head")})
+    assert isinstance(raised.value.__cause__, AdapterError)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chunk's adapters in the runner: batches, forks, files, chunks in flight, vLLM's own argument, FP8 weights."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import lora_files as files
+from helpers.scheduling import new_request, run_to_end
+from helpers.snapshot_steps import Worker
+from vllm.lora.request import LoRARequest
+
+from vllm_omni.inputs import Lora
+from vllm_omni.outputs import RequestFailed
+
+SMALL = {"window_frames": 7, "sink_frames": 2}
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+INK, WOOL = [Lora(name="ink", scale=0.8)], [Lora(name="wool")]
+MakeRunner = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def requests(causal_wan: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoRARequest]:
+    folder = tmp_path_factory.mktemp("adapters")
+    paths = {
+        name: files.write_causal_wan(causal_wan, folder / f"{name}.safetensors", seed)
+        for seed, name in enumerate(("ink", "wool"), start=1)
+    }
+    return {name: LoRARequest(name, number, str(path)) for number, (name, path) in enumerate(paths.items(), start=1)}
+
+
+def make(make_runner: MakeRunner, model: Path, requests: dict[str, LoRARequest], **more: Any) -> Worker:
+    omni = {"model": {**SMALL, **more.pop("options", {})}, "max_sessions": 16, **more.pop("omni", {})}
+    runner = make_runner(model, omni, **LORA, **{"dtype": "float32", **more})
+    assert all(runner.add_lora(request) for request in requests.values())
+    assert runner.list_loras() == {1, 2}
+    return Worker(runner)
+
+
+def chunk(worker: Worker, session: str, **fields: Any) -> torch.Tensor:
+    return worker.chunk(session, output="latents", **fields)["latents"]
+
+
+def stream(worker: Worker, session: str, choices: list[list[Lora] | None]) -> list[torch.Tensor]:
+    first = [{"prompt": "a field"}, *[{}] * len(choices)]
+    return [chunk(worker, session, lora=lora, **first[index]) for index, lora in enumerate(choices)]
+
+
+def equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_a_session_s_adapters_in_batches_forks_and_files(
+    make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
+) -> None:
+    """In shared forwards too: requests of other adapters, or none, never share one."""
+    worker = make(make_runner, causal_wan, requests, omni={"batch_invariant": False})
+    plain = make_runner(causal_wan, {"model": SMALL, "batch_invariant": False}, dtype="float32")
+    base = stream(worker, "base", [None] * 3)
+    assert equal(stream(Worker(plain), "base", [None] * 3), base), "slots change nothing"
+    alone = {"base": base[0], "ink": stream(worker, "ink", [INK])[0], "both": stream(worker, "both", [INK + WOOL])[0]}
+    choices = {"base": None, "ink": INK, "both": INK + WOOL}
+    new = [
+        new_request(name, session_id=f"{name}-2", prompt="a field", output="latents", lora=lora)
+        for name, lora in choices.items()
+    ]
+    together = run_to_end(worker.runner, *new)
+    for name, latents in alone.items():
+        assert torch.equal(together[name][1]["latents"], latents), name
+    assert not torch.equal(alone["ink"], alone["base"]) and not torch.equal(alone["both"], alone["ink"])
+
+    run_to_end(worker.runner, new_request("f", session_id="ink", op="fork", fork_to="branch"))
+    worker.save("ink", tmp_path / "ink")
+    worker.restore("restored", tmp_path / "ink")
+    with_prompt = [chunk(worker, name, prompt="at night") for name in ("ink", "branch", "restored")]
+    assert equal(with_prompt[1:], [with_prompt[0]] * 2)
+    ended = chunk(worker, "branch", lora=[])
+    assert not torch.equal(ended, chunk(worker, "restored"))
+    assert worker.runner.remove_lora(1)
+    with pytest.raises(RequestFailed, match="no adapter 'ink'"):
+        worker.restore("late", tmp_path / "ink")
+
+
+def test_a_switch_computes_the_prompt_s_keys_anew(make_runner: MakeRunner, causal_wan: Path, tmp_path: Path) -> None:
+    """An adapter of nothing but the text's keys and values shows although the prompt stays, and leaves no trace."""
+    target = files.causal_wan_target(causal_wan)
+    made = files.factors(target, [f"blocks.{n}.cross_attn.{kv}" for n in range(4) for kv in "kv"], seed=4, size=1.0)
+    path = files.write_community_ab(made, tmp_path / "text.safetensors")
+    worker = Worker(make_runner(causal_wan, {"model": SMALL}, dtype="float32", **LORA))
+    assert worker.runner.add_lora(LoRARequest("text", 1, str(path)))
+    text = [Lora(name="text")]
+    base = stream(worker, "base", [None, None])
+    switched = stream(worker, "switched", [None, text])
+    assert torch.equal(switched[0], base[0]) and not torch.equal(switched[1], base[1])
+    assert equal(stream(worker, "back", [text, text, []])[:1], stream(worker, "again", [text]))
+    assert equal(stream(worker, "after", [None, None]), base)
+
+
+def test_chunks_in_flight_keep_the_adapters_they_began_with(
+    make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest]
+) -> None:
+    """Two chunks of a session side by side, the second under others: as one after the other."""
+    model = {"cache": "noise_matched", "denoising_steps": [1000, 500], "video_denoising_steps": [700, 500]}
+    in_turn = make(make_runner, causal_wan, requests, options=model)
+    expected = stream(in_turn, "a", [INK, None, WOOL])
+    at_once = make(make_runner, causal_wan, requests, options=model, omni={"chunks_in_flight": 2})
+    got = stream(at_once, "a", [INK])
+    fields: dict[str, Any] = {"session_id": "a", "output": "latents"}
+    pair = run_to_end(
+        at_once.runner, new_request("1", chunk_index=1, **fields), new_request("2", chunk_index=2, lora=WOOL, **fields)
+    )
+    got += [pair[number][1]["latents"] for number in "12"]
+    assert equal(got, expected)
+
+
+def test_vllm_s_own_argument_names_an_adapter(
+    make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest]
+) -> None:
+    """It is loaded if it is not known; one that cannot be costs its request alone."""
+    worker = Worker(make_runner(causal_wan, {"model": SMALL}, dtype="float32", **LORA))
+
+    def once(session: str, request: LoRARequest | None) -> Any:
+        data = new_request("r", session_id=session, prompt="a field", output="latents")
+        result = run_to_end(worker.runner, dataclasses.replace(data, lora_request=request))["r"]
+        return result if isinstance(result, RequestFailed) else result[1]["latents"].clone()
+
+    assert torch.equal(once("a", requests["wool"]), stream(worker, "b", [WOOL])[0])
+    failure = once("c", LoRARequest("lost", 5, "/nowhere.safetensors"))
+    assert isinstance(failure, RequestFailed) and "adapter 'lost' cannot be loaded" in failure.message
+    assert not torch.equal(once("d", None), once("e", requests["wool"]))
+
+
+def test_an_adapter_for_another_model_is_one_line_and_no_harm(
+    make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
+) -> None:
+    worker = make(make_runner, causal_wan, requests)
+    before = stream(worker, "a", [INK])
+    made = {"double_blocks.0.proj": (torch.zeros(2, 4), torch.zeros(4, 2))}
+    path = files.write_community(made, tmp_path / "flux.safetensors")
+    with pytest.raises(ValueError, match=r"adapter 'flux': .*modules that this model lacks or keeps as they are: 3 \("):
+        worker.runner.add_lora(LoRARequest("flux", 9, str(path)))
+    assert worker.runner.list_loras() == {1, 2}
+    assert equal(stream(worker, "b", [INK]), before)
+
+
+def test_adapters_on_fp8_weights_move_latents_as_on_exact_ones(
+    make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest]
+) -> None:
+    """Their share is computed in bf16 beside the quantized product: the effect keeps direction and size (0.2 allowed).
+
+    Weights that are quantized anew by a reload have the same adapters.
+    """
+    effects, bases = [], []
+    for more in ({}, {"quantization": "fp8_per_channel"}):
+        worker = make(make_runner, causal_wan, requests, dtype="bfloat16", **more)
+        base, ink = stream(worker, "base", [None]), stream(worker, "ink", [INK])
+        with torch.inference_mode():  # in which `make_runner` has made the weights
+            worker.runner.reload_weights()
+        assert equal(stream(worker, "base-2", [None]), base) and equal(stream(worker, "ink-2", [INK]), ink)
+        bases.append(base[0].float())
+        effects.append((ink[0] - base[0]).float())
+    assert not torch.equal(*bases)
+    assert (effects[1] - effects[0]).norm() / effects[0].norm() < 0.2

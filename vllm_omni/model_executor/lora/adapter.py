@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`load_adapter`: an adapter's files, checked against a model's networks, as the differences that this rank needs.
+
+Every name, rank and shape is checked, on every rank alike, before any data is read. Held by
+tests/model_executor/lora/test_adapter_files.py.
+"""
+
+# r rank, I inputs, O outputs of a module
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_omni.model_executor.lora.files import (
+    AdapterError,
+    AdapterFile,
+    Contents,
+    Kind,
+    MatrixKeys,
+    open_adapter,
+    read_names,
+)
+from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.model_executor.tensor_files import Shape
+
+Place = tuple[str, str]
+"""(network, module or tensor)."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """One module's difference: up @ down, and a bias's. down: [r, I]; up: [O, r], with the adapter's alpha in it.
+
+    None = no difference of a matrix, or of the bias.
+    """
+
+    down: torch.Tensor | None = None
+    up: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.down is None else self.down.shape[0]
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """Whole tensors on the host, of the modules that this rank has a part of."""
+
+    matrices: Mapping[Place, LowRank]
+    vectors: Mapping[Place, torch.Tensor]
+
+
+def load_adapter(
+    path: str, targets: Mapping[str, AdapterTarget], max_rank: int, dtype: torch.dtype, own: "OwnPlaces"
+) -> AdapterWeights:
+    """Read the adapter at `path`. own: the modules and tensors that this rank has a part of; others are only checked.
+
+    Raises AdapterError or ValueError of one line.
+    """
+    matrices: dict[Place, LowRank] = {}
+    vectors: dict[Place, torch.Tensor] = {}
+    opened = [(file, read_names(file, targets)) for file in open_adapter(path, targets)]
+    for file, contents in opened:
+        _check(file, contents, targets, max_rank)
+    for file, contents in opened:
+        wanted = {place: keys for place, keys in contents.matrices.items() if place in own.matrices}
+        named = {place: stored for place, stored in contents.vectors.items() if place in own.vectors}
+        stored = [name for keys in wanted.values() for name in keys.names.values()] + list(named.values())
+        data = dict(file.source.read(stored))
+        for place, keys in wanted.items():
+            matrices[place] = _difference(file, keys, data, dtype)
+        vectors |= {
+            place: data[stored].float().reshape(targets[place[0]].shapes[place[1]]) for place, stored in named.items()
+        }
+        if bad := [name for name, tensor in data.items() if not bool(torch.isfinite(tensor).all())]:
+            raise AdapterError(f"{file.source.where} has NaN or Inf in {some(bad)}")
+    return AdapterWeights(matrices, vectors)
+
+
+@dataclass(frozen=True)
+class OwnPlaces:
+    matrices: frozenset[Place]
+    vectors: frozenset[Place]
+
+
+def some(names: Sequence[str]) -> str:
+    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+
+
+def _difference(file: AdapterFile, keys: MatrixKeys, data: Mapping[str, torch.Tensor], dtype: torch.dtype) -> LowRank:
+    def read(kind: Kind) -> torch.Tensor | None:
+        return data[keys.names[kind]] if kind in keys.names else None
+
+    down, up, alpha, bias, whole = (read(kind) for kind in ("down", "up", "alpha", "bias", "diff"))
+    downs, ups = [], []
+    if down is not None and up is not None:
+        scaling = 1.0 if file.scaling is None else file.scaling(keys.settings_name)
+        if alpha is not None:
+            scaling = float(alpha) / down.shape[0]
+        downs.append(down.flatten(1).float())
+        ups.append(up.flatten(1).float() * scaling)
+    if whole is not None:
+        first, second = _factors(whole.flatten(1).float())
+        downs.append(first)
+        ups.append(second)
+    return LowRank(
+        torch.cat(downs).to(dtype).contiguous() if downs else None,
+        torch.cat(ups, dim=1).to(dtype).contiguous() if ups else None,
+        None if bias is None else bias.flatten().to(dtype),
+    )
+
+
+def _factors(whole_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A whole difference as (down, up) of the smaller side's rank, exactly."""
+    outputs, inputs = whole_OI.shape
+    if outputs <= inputs:
+        return whole_OI, torch.eye(outputs)
+    return torch.eye(inputs), whole_OI
+
+
+def _check(file: AdapterFile, contents: Contents, targets: Mapping[str, AdapterTarget], max_rank: int) -> None:
+    """Raise AdapterError with counts and three examples of each kind unless everything in a file fits."""
+    shapes = file.source.shapes
+    problems: dict[str, list[str]] = {
+        "for modules that this model lacks or keeps as they are": contents.strange,
+        "of no LoRA adapter": contents.unread,
+        "without their other half": [],
+        "misshapen": [],
+        f"of a rank above --max-lora-rank {max_rank}": [],
+    }
+    *_, halves, misshapen, too_high = problems.values()
+    for (network, module), keys in contents.matrices.items():
+        rank = _check_matrix(keys, shapes, targets[network].matrix(module), halves, misshapen)
+        if rank > max_rank:
+            too_high.append(f"{module} {rank}")
+    for (network, tensor), stored in contents.vectors.items():
+        expected = targets[network].vector(tensor)
+        assert expected is not None
+        if _squeezed(shapes[stored]) != _squeezed(expected):
+            misshapen.append(f"{stored} {tuple(shapes[stored])} instead of {expected}")
+    found = {kind: names for kind, names in problems.items() if names}
+    if not shapes:
+        raise AdapterError(f"{file.source.where} holds no tensor")
+    if found:
+        listed = "; ".join(f"tensors {kind}: {some(names)}" for kind, names in found.items())
+        raise AdapterError(f"{file.source.where} does not fit this model: {listed}")
+
+
+def _check_matrix(
+    keys: MatrixKeys,
+    shapes: Mapping[str, Shape],
+    expected: tuple[int, int] | None,
+    halves: list[str],
+    misshapen: list[str],
+) -> int:
+    """Note what does not fit; returns the rank of the module's difference."""
+    assert expected is not None
+    outputs, inputs = expected
+    names = keys.names
+    rank = 0
+    if "down" in names and "up" in names:
+        down, up = shapes[names["down"]], shapes[names["up"]]
+        rank = down[0] if down else 0
+        for kind, shape, wanted in (("down", down, (rank, inputs)), ("up", up, (outputs, rank))):
+            if _flat(shape) != wanted:
+                misshapen.append(f"{names[kind]} {tuple(shape)} instead of {wanted}")  # type: ignore[index]
+    elif "down" in names or "up" in names or set(names) == {"alpha"}:
+        halves.append(next(iter(names.values())))
+    if "diff" in names:
+        rank += min(outputs, inputs)
+        if _flat(shapes[names["diff"]]) != (outputs, inputs):
+            misshapen.append(f"{names['diff']} {tuple(shapes[names['diff']])} instead of {(outputs, inputs)}")
+    if "bias" in names and _squeezed(shapes[names["bias"]]) != (outputs,):
+        misshapen.append(f"{names['bias']} {tuple(shapes[names['bias']])} instead of {(outputs,)}")
+    if "alpha" in names and _squeezed(shapes[names["alpha"]]) != ():
+        misshapen.append(f"{names['alpha']} {tuple(shapes[names['alpha']])} instead of one number")
+    return rank
+
+
+def _flat(shape: Shape) -> tuple[int, ...]:
+    """A matrix's shape, all behind the first dimension taken together."""
+    inputs = 1
+    for size in shape[1:]:
+        inputs *= size
+    return (*shape[:1], inputs) if len(shape) > 1 else tuple(shape)
+
+
+def _squeezed(shape: Shape) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An adapter's files, and how their tensors' names are read: diffusers, PEFT, kohya and the Wan community's styles.
+
+    transformer.blocks.0.attn1.to_q.lora_A.weight                 diffusers; `transformer_2.` of a second network
+    base_model.model.blocks.0.self_attn.q.lora_A.weight           PEFT, with adapter_config.json beside it
+    lora_unet_blocks_0_self_attn_q.lora_down.weight, .alpha       kohya, musubi-tuner
+    diffusion_model.blocks.0.self_attn.q.lora_down.weight, .alpha ComfyUI and others
+    ... .diff, .diff_b, .diff_m                                   whole differences: a weight's, a bias's, modulation's
+
+Names are read and compared with a model before any data is (`adapter.py`). A file is untrusted: `tensor_files.py`.
+Held by tests/model_executor/lora/test_adapter_files.py.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import safe_open
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.utils import get_adapter_absolute_path
+
+from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.model_executor.tensor_files import TensorSource, open_tensors, read_json
+
+Kind = Literal["down", "up", "alpha", "bias", "diff"]
+
+_PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
+_DIFFUSERS_SETTINGS = "lora_adapter_metadata"
+"""Where diffusers keeps PEFT's settings in a file's metadata, each name behind its network's."""
+_KOHYA = "lora_unet_"
+_PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "pipe.dit.", "dit.")
+_KINDS: tuple[tuple[str, Kind], ...] = (
+    (r"\.lora_(?:B|up)(?:\.[\w-]+)?\.bias$|\.diff_b$", "bias"),
+    (r"\.lora_(?:A|down)(?:\.[\w-]+)?\.weight$|\.lora\.down\.weight$", "down"),
+    (r"\.lora_(?:B|up)(?:\.[\w-]+)?\.weight$|\.lora\.up\.weight$", "up"),
+    (r"\.alpha$", "alpha"),
+    (r"\.diff(?:_m)?$", "diff"),
+)
+"""Ends of names. PEFT puts an adapter's own name before `.weight` in some versions."""
+
+
+class AdapterError(ValueError):
+    """An adapter does not fit: one line that says what its files hold, what the model takes, and three examples."""
+
+
+@dataclass
+class MatrixKeys:
+    """The stored names of one module's difference. settings_name: the module's name as PEFT's settings know it."""
+
+    settings_name: str
+    names: dict[Kind, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """One file. network: the one it is for, None = names say so.
+
+    scaling: PEFT's strength of a module, by its stored name; None = the tensors say so.
+    """
+
+    source: TensorSource
+    network: str | None
+    scaling: Callable[[str], float] | None
+
+
+@dataclass
+class Contents:
+    """A file's names, read. matrices: (network, module) -> names; vectors: (network, tensor) -> name.
+
+    strange: names of modules or networks that the model lacks, or that no adapter may change. unread: names of kinds
+    that are not LoRA's.
+    """
+
+    matrices: dict[tuple[str, str], MatrixKeys] = field(default_factory=dict)
+    vectors: dict[tuple[str, str], str] = field(default_factory=dict)
+    strange: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+
+def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[AdapterFile]:
+    """Open an adapter: a file, a directory with one, or with one for each network. Reads no data.
+
+    path: of vLLM's `--lora-modules`. Raises AdapterError or ValueError, with one line.
+    """
+    where = Path(get_adapter_absolute_path(path))
+    if not where.exists():
+        raise AdapterError(f"{where} does not exist; name a directory or a .safetensors file")
+    config = where / _PEFT_CONFIG
+    if where.is_dir() and config.is_file():
+        helper = _helper(read_json(config), str(config))
+        return [AdapterFile(open_tensors(where / _PEFT_WEIGHTS), None, _scaling(helper))]
+    paths = _files_in(where, targets) if where.is_dir() else [where]
+    if paths[0].suffix != ".safetensors":
+        raise AdapterError(f"{paths[0]} is no .safetensors file; convert it")
+    return [
+        AdapterFile(open_tensors(file), _marked_network(file, targets), _stored_scaling(file, targets))
+        for file in paths
+    ]
+
+
+def read_names(file: AdapterFile, targets: Mapping[str, AdapterTarget]) -> Contents:
+    """Sort a file's names by network, module and kind. Raises nothing: the caller says what does not fit."""
+    contents = Contents()
+    kohya = {name: _flat_names(target) for name, target in targets.items()}
+    for stored in file.source.shapes:
+        name, networks = _networks(stored, file.network, targets)
+        found = next(((match, kind) for end, kind in _KINDS if (match := re.search(end, name))), None)
+        if found is None:
+            contents.unread.append(stored)
+            continue
+        match, kind = found
+        module = name[: match.start()]
+        placed = False
+        for network in networks:
+            target = targets[network]
+            own = kohya[network].get(module.removeprefix(_KOHYA), module) if module.startswith(_KOHYA) else module
+            placed |= _place(contents, network, target, (stored, own, kind), modulation=name.endswith(".diff_m"))
+        if not placed:
+            contents.strange.append(stored)
+    return contents
+
+
+def _place(
+    contents: Contents, network: str, target: AdapterTarget, key: tuple[str, str, Kind], *, modulation: bool
+) -> bool:
+    """Put one name where it belongs; False if the network has no such module."""
+    stored, named, kind = key
+    module = target.module_named(named)
+    if modulation:
+        module = f"{module}.modulation"
+    if target.matrix(module) is not None:
+        keys = contents.matrices.setdefault((network, module), MatrixKeys(named))
+        keys.names[kind] = stored
+        return True
+    tensors = {"diff": (f"{module}.weight", module), "bias": (f"{module}.bias",)}.get(kind, ())
+    tensor = next((tensor for tensor in tensors if target.vector(tensor) is not None), None)
+    if tensor is None:
+        return False
+    contents.vectors[network, tensor] = stored
+    return True
+
+
+def _networks(stored: str, marked: str | None, targets: Mapping[str, AdapterTarget]) -> tuple[str, list[str]]:
+    """Take the prefixes off a name; returns (the rest, the networks it is for: all, unless something names one)."""
+    name, networks = stored, list(targets) if marked is None else [marked]
+    while prefix := next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None):
+        name = name.removeprefix(prefix)
+    first, _, rest = name.partition(".")
+    if re.fullmatch(r"transformer(_\d)?", first):
+        return rest, [first] if first in targets else []
+    return name, networks
+
+
+def _flat_names(target: AdapterTarget) -> dict[str, str]:
+    """kohya writes a module's name with underscores, which do not tell where the dots were."""
+    return {module.replace(".", "_"): module for module in target.matrices()}
+
+
+def _files_in(folder: Path, targets: Mapping[str, AdapterTarget]) -> list[Path]:
+    """The file of a directory, or the files of its networks."""
+    if (folder / _DIFFUSERS_WEIGHTS).is_file():
+        return [folder / _DIFFUSERS_WEIGHTS]
+    files = sorted(folder.glob("*.safetensors"))
+    marks = [_marked_network(file, targets) for file in files]
+    if len(files) == 1 or (files and None not in marks and len(set(marks)) == len(marks)):
+        return files
+    names = ", ".join(file.name for file in files[:3]) or "none"
+    raise AdapterError(f"{folder} holds {len(files)} *.safetensors files ({names}); name one of them")
+
+
+def _marked_network(file: Path, targets: Mapping[str, AdapterTarget]) -> str | None:
+    """The network that a file's name is for, of several."""
+    name = file.name.lower()
+    return next((network for network, one in targets.items() if one.file_mark and re.search(one.file_mark, name)), None)
+
+
+def _stored_scaling(file: Path, targets: Mapping[str, AdapterTarget]) -> Callable[[str], float] | None:
+    """PEFT's settings that diffusers has kept in a file's metadata; None = there are none."""
+    with safe_open(file, framework="pt") as opened:
+        text = (opened.metadata() or {}).get(_DIFFUSERS_SETTINGS)
+    if text is None:
+        return None
+    try:
+        settings = json.loads(text)
+        own = {key.split(".", 1)[1]: value for key, value in settings.items() if key.split(".", 1)[0] in targets}
+    except (ValueError, AttributeError, IndexError) as error:
+        raise AdapterError(f"{file}: its metadata {_DIFFUSERS_SETTINGS!r} is no table of settings") from error
+    return _scaling(_helper(own, str(file))) if own else None
+
+
+def _helper(settings: dict[str, Any], where: str) -> PEFTHelper:
+    try:
+        helper = PEFTHelper.from_dict({**settings, "target_modules": settings.get("target_modules") or []})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise AdapterError(f"{where}: its settings cannot be read ({error})") from error
+    # Of `validate_legal`, the part that is not about the rank, which tensors tell.
+    if problems := helper._validate_features():
+        raise AdapterError(f"{where}: {' '.join(problems)}")
+    return helper
+
+
+def _scaling(helper: PEFTHelper) -> Callable[[str], float]:
+    return lambda module: float(helper.get_rank_and_scaling(module)[1])

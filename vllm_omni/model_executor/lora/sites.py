@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Sites`: the places of a network on this rank where adapters act, and their arithmetic.
+
+A linear layer adds `scale * up(down(x))` to its result: vLLM's layers behind their quantization method, before sums
+over ranks, so that it works the same with quantized weights; others behind their `forward`. Gains, biases of norms and
+modulation are few: they are overwritten in place (`Vectors`), and given back bit for bit. Without an adapter a layer
+computes exactly what it would if there were no sites.
+
+All memory is taken once: every layer has room for `slots` adapters of rank `max_rank`, so an adapter comes and goes
+without new addresses. Held by tests/model_executor/lora/test_adapter_sites.py.
+"""
+
+# T tokens, I inputs and O outputs of a layer on this rank, R max_rank, r an adapter's rank, S slots
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.nn import functional
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
+
+from vllm_omni.model_executor.layers.linear import ColumnLinear, MergedLinear, QKVLinear, RowLinear
+from vllm_omni.model_executor.layers.parallel import CheckpointSlot, checkpoint_slots
+from vllm_omni.model_executor.lora.active import ActiveAdapter, active_adapters
+from vllm_omni.model_executor.lora.adapter import AdapterWeights, LowRank, Place
+from vllm_omni.model_executor.lora.target import AdapterTarget
+
+
+@runtime_checkable
+class NamesLinears(Protocol):
+    """A module whose linear layers have other names in the checkpoint than its own structure tells."""
+
+    def linears(self, prefix: str) -> Sequence[tuple[LinearBase, Sequence[str]]]:
+        """Each linear layer with the checkpoint's names of the layers in it; `prefix` is this module's own name."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the checkpoint's layers in a site. rows, columns: its outputs and inputs that this rank has.
+
+    adds_bias: of the ranks whose results are summed, one adds the bias.
+    """
+
+    name: str
+    rows: range
+    columns: range
+    adds_bias: bool = True
+
+
+@dataclass(frozen=True)
+class _Held:
+    """An adapter in a slot of one site, as views of the site's memory. down: [sum of r, I], of all parts.
+
+    ups: (outputs of the site, columns of down's result, up [O of the part, r]). bias: [O].
+    """
+
+    down: torch.Tensor | None
+    ups: tuple[tuple[slice, slice, torch.Tensor], ...]
+    bias: torch.Tensor | None
+
+
+class Site:
+    """One layer's slots. scales: [slots] fp32 on the device, shared by all sites."""
+
+    def __init__(
+        self, parts: Sequence[Part], slots: int, max_rank: int, dtype: torch.dtype, scales: torch.Tensor
+    ) -> None:
+        self.parts = tuple(parts)
+        self._max_rank = max_rank
+        self._scales = scales
+        inputs, outputs = len(parts[0].columns), [len(part.rows) for part in parts]
+        like = {"dtype": dtype, "device": scales.device}
+        self._down = torch.zeros(slots, len(parts) * max_rank, inputs, **like)  # type: ignore[call-overload]
+        self._ups = [torch.zeros(slots, size * max_rank, **like) for size in outputs]  # type: ignore[call-overload]
+        self._bias = torch.zeros(slots, sum(outputs), **like)  # type: ignore[call-overload]
+        self._held: list[_Held | None] = [None] * slots
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self._down, *self._ups, self._bias))
+
+    def fill(self, slot: int, differences: Sequence[LowRank | None]) -> None:
+        """Put an adapter's differences of the parts, None = it has none, into a slot."""
+        self._held[slot] = None
+        if not any(differences):
+            return
+        row, output, ups, has_bias = 0, 0, [], False
+        bias = self._bias[slot].zero_()
+        for part, difference, room in zip(self.parts, differences, self._ups, strict=True):
+            rows, columns = part.rows, part.columns
+            outputs = slice(output, output + len(rows))
+            output = outputs.stop
+            if difference is None:
+                continue
+            if difference.down is not None and difference.up is not None:
+                down = difference.down[:, columns.start : columns.stop]
+                up = difference.up[rows.start : rows.stop]
+                rank = difference.rank
+                self._down[slot, row : row + rank].copy_(down, non_blocking=True)
+                own = room[slot, : up.numel()].view(up.shape)
+                own.copy_(up, non_blocking=True)
+                ups.append((outputs, slice(row, row + rank), own))
+                row += rank
+            if difference.bias is not None and part.adds_bias:
+                bias[outputs].copy_(difference.bias[rows.start : rows.stop], non_blocking=True)
+                has_bias = True
+        self._held[slot] = _Held(self._down[slot, :row] if row else None, tuple(ups), bias if has_bias else None)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, adapters: Sequence[ActiveAdapter]) -> torch.Tensor:
+        """Add the adapters' differences for inputs `x` [..., I] to results `y` [..., O], in place; return `y`."""
+        y_TO = y.reshape(-1, y.shape[-1])
+        x_TI = x.reshape(-1, x.shape[-1]).to(y.dtype)
+        for adapter in adapters:
+            held = self._held[adapter.slot]
+            if held is None:
+                continue
+            scale = self._scales[adapter.slot]
+            if held.down is not None:
+                low_TR = functional.linear(x_TI, held.down.to(y.dtype)) * scale
+                for outputs, ranks, up in held.ups:
+                    y_TO[:, outputs].addmm_(low_TR[:, ranks], up.to(y.dtype).t())
+            if held.bias is not None:
+                y_TO += held.bias.to(y.dtype) * scale
+        return y_TO.view(y.shape)
+
+
+class AdaptedMethod(LinearMethodBase):
+    """A layer's own method of keeping and using its weight, and behind it the adapters of the current forward."""
+
+    def __init__(self, base: Any, site: Site) -> None:
+        self.base = base
+        self.site = site
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.base.create_weights(*args, **kwargs)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.base.process_weights_after_loading(layer)
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y: torch.Tensor = self.base.apply(layer, x, bias)
+        adapters = active_adapters()
+        return self.site.add(x, y, adapters) if adapters else y
+
+
+class Vectors:
+    """The tensors that adapters change in place. slots: name -> this rank's part of it (`checkpoint_slots`)."""
+
+    def __init__(self, slots: Mapping[str, CheckpointSlot]) -> None:
+        self._slots = dict(slots)
+        self._base: dict[str, torch.Tensor] = {}
+        self._differences: dict[int, dict[str, torch.Tensor]] = {}
+        self._shown: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._slots)
+
+    def fill(self, slot: int, differences: Mapping[str, torch.Tensor]) -> None:
+        """Put an adapter's differences, fp32 of whole tensors, into a slot."""
+        self.show(())
+        own = {}
+        for name, whole in differences.items():
+            place = self._slots[name]
+            if name not in self._base:
+                self._base[name] = place.target.clone()
+            if place.part is not None:
+                dim, start = place.part
+                whole = whole.narrow(dim, start, place.target.shape[dim])
+            own[name] = whole.to(place.target.device)
+        self._differences[slot] = own
+
+    def show(self, adapters: Sequence[ActiveAdapter]) -> None:
+        """Let the tensors hold what the checkpoint and these adapters say."""
+        wanted = tuple((one.slot, one.scale) for one in adapters if self._differences.get(one.slot))
+        if wanted == self._shown:
+            return
+        touched = {name for slot, _ in (*self._shown, *wanted) for name in self._differences.get(slot, {})}
+        for name in sorted(touched):
+            base = self._base[name]
+            changed = [
+                (scale, self._differences[slot][name]) for slot, scale in wanted if name in self._differences[slot]
+            ]
+            value = base
+            if changed:
+                value = base.float()
+                for scale, difference in changed:
+                    value = value + scale * difference
+            self._slots[name].target.copy_(value)
+        self._shown = wanted
+
+    def forget(self) -> None:
+        """The tensors are about to be loaded anew."""
+        self.show(())
+        self._base.clear()
+        self._differences.clear()
+
+
+class Sites:
+    """All places of one network. Adapters act from `attach` on."""
+
+    def __init__(
+        self, target: AdapterTarget, slots: int, max_rank: int, dtype: torch.dtype, scales: torch.Tensor
+    ) -> None:
+        self._target = target
+        self._sites: list[Site] = []
+        self._places: list[tuple[nn.Module, Site]] = []
+        self._undo: list[Callable[[], object]] = []
+        for layer, parts in layers_of(target):
+            if all(target.matrix(part.name) is not None for part in parts):
+                site = Site(parts, slots, max_rank, dtype, scales)
+                self._places.append((layer, site))
+        self.vectors = Vectors(
+            {name: slot for name, slot in checkpoint_slots(target.network).items() if target.vector(name) is not None}
+        )
+
+    @property
+    def matrices(self) -> frozenset[str]:
+        return frozenset(part.name for _, site in self._places for part in site.parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(site.nbytes for _, site in self._places)
+
+    def attach(self) -> None:
+        for layer, site in self._places:
+            self._undo.append(_attach(layer, site))
+
+    def detach(self) -> None:
+        """Leave the network as it was made, with the checkpoint's values."""
+        self.vectors.forget()
+        while self._undo:
+            self._undo.pop()()
+
+    def fill(self, slot: int, network: str, weights: AdapterWeights) -> None:
+        """Put an adapter into a slot."""
+        for _, site in self._places:
+            site.fill(slot, [weights.matrices.get((network, part.name)) for part in site.parts])
+        vectors: dict[Place, torch.Tensor] = dict(weights.vectors)
+        self.vectors.fill(slot, {name: whole for (owner, name), whole in vectors.items() if owner == network})
+
+
+def _attach(layer: nn.Module, site: Site) -> Callable[[], object]:
+    """Let `site` act on a layer's results; returns what undoes it."""
+    if isinstance(layer, LinearBase):
+        method = layer.quant_method
+        layer.quant_method = AdaptedMethod(method, site)
+
+        def restore() -> None:
+            layer.quant_method = method
+
+        return restore
+
+    def after(module: nn.Module, inputs: tuple[torch.Tensor, ...], y: torch.Tensor) -> torch.Tensor | None:
+        adapters = active_adapters()
+        return site.add(inputs[0], y, adapters) if adapters else None
+
+    return layer.register_forward_hook(after).remove
+
+
+def layers_of(target: AdapterTarget) -> Iterator[tuple[nn.Module, list[Part]]]:
+    """Every layer of this rank that multiplies by a matrix, with the checkpoint's layers in it."""
+    named: str | None = None  # modules come with their children right behind
+    for prefix, module in target.network.named_modules():
+        if named is not None and prefix.startswith(named):
+            continue
+        if isinstance(module, NamesLinears):
+            named = f"{prefix}."
+            for layer, names in module.linears(prefix):
+                yield layer, _parts(layer, names)
+        elif isinstance(module, LinearBase):
+            yield module, _parts(module, _names(module, prefix))
+        elif isinstance(module, nn.Linear) or type(module) in target.linear_types:
+            weight = module.weight
+            assert isinstance(weight, torch.Tensor)
+            outputs, inputs = weight.flatten(1).shape
+            yield module, [Part(prefix, range(outputs), range(inputs))]
+
+
+def _names(layer: LinearBase, prefix: str) -> list[str]:
+    parent = prefix.rpartition(".")[0]
+    if isinstance(layer, MergedLinear):
+        return [f"{parent}.{name}" for name in layer.names]
+    if isinstance(layer, QKVLinear):
+        return [f"{parent}.{name}" for name in "qkv"]
+    return [prefix]
+
+
+def _parts(layer: LinearBase, names: Sequence[str]) -> list[Part]:
+    """The checkpoint's layers in one of ours: which outputs and inputs of each this rank has."""
+    if isinstance(layer, RowLinear):
+        start, own = layer.tp_rank * layer.input_size_per_partition, layer.input_size_per_partition
+        return [Part(names[0], range(layer.output_size), range(start, start + own), layer.tp_rank == 0)]
+    assert isinstance(layer, ColumnLinear | MergedLinear | QKVLinear)
+    columns = range(layer.input_size)
+    if isinstance(layer, QKVLinear):
+        key_rank = layer.tp_rank // layer.num_kv_head_replicas
+        places = [(layer.tp_rank, layer.num_heads), *[(key_rank, layer.num_kv_heads)] * 2]
+        sizes = [(rank, heads * layer.head_size) for rank, heads in places]
+    else:
+        whole = layer.output_sizes if isinstance(layer, MergedLinear) else [layer.output_size]
+        sizes = [(layer.tp_rank, size // layer.tp_size) for size in whole]
+    return [
+        Part(name, range(rank * own, (rank + 1) * own), columns) for name, (rank, own) in zip(names, sizes, strict=True)
+    ]

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AdapterStore`: the adapters of one rank by name: known, on the host, in slots of the device; and `applied`.
+
+Known: vLLM has named them (`--lora-modules`, `/v1/load_lora_adapter`), and they have been checked. On the host: at most
+`--max-cpu-loras`; one that is not is read again when a request names it. In slots: at most `--max-loras`, so no more
+than that act at once. Both make room for the least recently used. Held by
+tests/model_executor/lora/test_adapter_store.py.
+"""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from vllm.config.lora import LoRAConfig
+from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
+
+from vllm_omni.inputs import Lora
+from vllm_omni.model_executor.lora.active import ActiveAdapter, using
+from vllm_omni.model_executor.lora.adapter import AdapterWeights, OwnPlaces, load_adapter
+from vllm_omni.model_executor.lora.sites import Sites
+from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.outputs import RequestFailed
+
+logger = init_logger("vllm." + __name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """One adapter's weights, of which there is one object as long as they are the same."""
+
+    name: str
+    version: int
+    weights: AdapterWeights
+
+
+@dataclass(frozen=True)
+class UsedAdapter:
+    """An adapter as a chunk uses it. Equal for equal weights and strength."""
+
+    name: str
+    scale: float
+    version: int
+    adapter: Adapter = field(compare=False, repr=False)
+
+
+Selection = tuple[UsedAdapter, ...]
+"""The adapters of a chunk, in the request's order; () = none."""
+
+
+def named(selection: Selection) -> list[Lora]:
+    """A selection as a request would ask for it."""
+    return [Lora(name=used.name, scale=used.scale) for used in selection]
+
+
+class NoAdapters:
+    """The store of a server without `--enable-lora`."""
+
+    nbytes = 0
+
+    def select(self, wanted: Sequence[Lora]) -> Selection:
+        if wanted:
+            raise RequestFailed(
+                "invalid_request",
+                f"lora: there is no adapter {wanted[0].name!r}: this server runs without --enable-lora",
+            )
+        return ()
+
+    def select_request(self, request: LoRARequest) -> Selection:
+        """The adapter that a request brings by vLLM's own argument, at strength 1; loaded if it is not known."""
+        try:
+            self.add(request)
+        except ValueError as error:
+            logger.error("%s", error)
+            raise RequestFailed(
+                "invalid_request", f"lora: adapter {request.lora_name!r} cannot be loaded; the server's log says why"
+            ) from error
+        return self.select([Lora(name=request.lora_name)])
+
+    @contextmanager
+    def applied(self, selection: Selection) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        yield
+
+    def ids(self) -> set[int]:
+        return set()
+
+    def add(self, request: LoRARequest) -> bool:
+        raise ValueError(f"adapter {request.lora_name!r}: this engine runs without --enable-lora")
+
+    def remove(self, number: int) -> bool:
+        return False
+
+
+class AdapterStore(NoAdapters):
+    """targets: of the model. device: where its networks are."""
+
+    def __init__(self, targets: Mapping[str, AdapterTarget], config: LoRAConfig, device: torch.device) -> None:
+        assert isinstance(config.lora_dtype, torch.dtype) and config.max_cpu_loras is not None
+        self._targets = dict(targets)
+        self._slots, self._kept = config.max_loras, config.max_cpu_loras
+        self._max_rank, self._dtype = config.max_lora_rank, config.lora_dtype
+        self._scales = torch.ones(config.max_loras, dtype=torch.float32, device=device)
+        self._sites = {
+            name: Sites(target, config.max_loras, config.max_lora_rank, config.lora_dtype, self._scales)
+            for name, target in targets.items()
+        }
+        self._own = OwnPlaces(
+            frozenset((name, module) for name, sites in self._sites.items() for module in sites.matrices),
+            frozenset((name, tensor) for name, sites in self._sites.items() for tensor in sites.vectors.names),
+        )
+        self._known: dict[str, LoRARequest] = {}
+        self._loaded: OrderedDict[str, Adapter] = OrderedDict()
+        self._placed: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """version -> (slot, number of the placement)."""
+        self._shown_scales = [1.0] * config.max_loras
+        self._numbers = itertools.count(1)
+        for sites in self._sites.values():
+            sites.attach()
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the device that the slots take, from the start."""
+        return sum(sites.nbytes for sites in self._sites.values())
+
+    # -- by vLLM's calls -----------------------------------------------------------------------------------------------
+
+    def ids(self) -> set[int]:
+        return {request.lora_int_id for request in self._known.values()}
+
+    def add(self, request: LoRARequest) -> bool:
+        """Check an adapter and make it known; False if it is already. Raises ValueError of one line."""
+        name = request.lora_name
+        before = self._known.get(name)
+        if before is not None and not request.load_inplace:
+            if before.lora_path != request.lora_path:
+                raise ValueError(f"adapter {name!r} is there, from another place; unload it first or load_inplace")
+            return False
+        adapter = self._read(request)
+        self._known[name] = request
+        self._keep(adapter)
+        return True
+
+    def remove(self, number: int) -> bool:
+        """Forget an adapter: a request that names it is refused from now on."""
+        name = next((name for name, request in self._known.items() if request.lora_int_id == number), None)
+        if name is None:
+            return False
+        del self._known[name]
+        self._loaded.pop(name, None)
+        return True
+
+    def _read(self, request: LoRARequest) -> Adapter:
+        try:
+            weights = load_adapter(request.lora_path, self._targets, self._max_rank, self._dtype, self._own)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"adapter {request.lora_name!r}: {error}") from error
+        return Adapter(request.lora_name, next(self._numbers), weights)
+
+    def _keep(self, adapter: Adapter) -> None:
+        self._loaded[adapter.name] = adapter
+        self._loaded.move_to_end(adapter.name)
+        while len(self._loaded) > self._kept:
+            self._loaded.popitem(last=False)
+
+    # -- by requests ---------------------------------------------------------------------------------------------------
+
+    def select(self, wanted: Sequence[Lora]) -> Selection:
+        """Find the adapters that a request names. Raises `RequestFailed("invalid_request")`."""
+        names = [one.name for one in wanted]
+        if len(set(names)) < len(names):
+            raise RequestFailed("invalid_request", f"lora: adapters must differ, got {names[:3]}")
+        for name in names:
+            if name not in self._known:
+                known = ", ".join(list(self._known)[:3]) or "none is loaded"
+                raise RequestFailed("invalid_request", f"lora: there is no adapter {name!r}; there are: {known}")
+        acting = [one for one in wanted if one.scale]
+        if len(acting) > self._slots:
+            raise RequestFailed(
+                "invalid_request", f"lora: {len(acting)} adapters at once; this server takes --max-loras {self._slots}"
+            )
+        return tuple(self._used(one) for one in acting)
+
+    def _used(self, one: Lora) -> UsedAdapter:
+        adapter = self._loaded.get(one.name)
+        if adapter is None:
+            try:
+                adapter = self._read(self._known[one.name])
+            except ValueError as error:
+                logger.error("%s", error)
+                raise RequestFailed(
+                    "invalid_request", f"lora: adapter {one.name!r} cannot be read any more; the server's log says why"
+                ) from error
+        self._keep(adapter)
+        return UsedAdapter(one.name, one.scale, adapter.version, adapter)
+
+    @contextmanager
+    def applied(self, selection: Selection) -> Iterator[None]:
+        """Let forwards in this block use these adapters, and no others."""
+        active = [self._place(used, selection) for used in selection]
+        for sites in self._sites.values():
+            sites.vectors.show(active)
+        with using(active):
+            yield
+
+    def _place(self, used: UsedAdapter, selection: Selection) -> ActiveAdapter:
+        """Have an adapter in a slot, at its strength."""
+        placed = self._placed.get(used.version)
+        if placed is None:
+            placed = self._free_slot({other.version for other in selection}), next(self._numbers)
+            for name, sites in self._sites.items():
+                sites.fill(placed[0], name, used.adapter.weights)
+            self._placed[used.version] = placed
+        self._placed.move_to_end(used.version)
+        slot, number = placed
+        if self._shown_scales[slot] != used.scale:
+            self._scales[slot].fill_(used.scale)
+            self._shown_scales[slot] = used.scale
+        return ActiveAdapter(slot, number, used.version, used.scale)
+
+    def _free_slot(self, needed: set[int]) -> int:
+        taken = {slot for slot, _ in self._placed.values()}
+        free = next((slot for slot in range(self._slots) if slot not in taken), None)
+        if free is not None:
+            return free
+        oldest = next(version for version in self._placed if version not in needed)
+        return self._placed.pop(oldest)[0]
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """Leave the networks as they were made while their weights are loaded anew; adapters come back when used."""
+        for sites in self._sites.values():
+            sites.detach()
+        self._placed.clear()
+        try:
+            yield
+        finally:
+            for sites in self._sites.values():
+                sites.attach()
