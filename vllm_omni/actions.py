@@ -180,7 +180,7 @@ def read_actions(
 ) -> ActionRows | None:
     """Read `num_frames` rows from `DiffusionParams.actions` or from the tensors; None if the request has neither.
 
-    Missing entries at the end are idle. Raises `RequestFailed("invalid_action", ...)` that lists what the model takes.
+    Missing entries at the end are idle. Raises `RequestFailed("invalid_action", ...)` that lists the model's controls.
     """
     dense = {name: tensors[name] for name in ACTION_TENSORS if name in tensors}
     if dense and entries is not None:
@@ -219,7 +219,7 @@ def as_entry(frame: ActionFrame) -> ActionEntry:
 
 
 def check_frame(space: ActionSpace, frame: ActionFrame, where: str = "actions", *, summed: bool = False) -> None:
-    """Raise `RequestFailed("invalid_action", ...)` that lists what the model takes.
+    """Raise `RequestFailed("invalid_action", ...)` that lists the model's controls.
 
     where: names the frame in the refusal. summed: values of `motion` axes are parts of a sum and may be of any size.
     """

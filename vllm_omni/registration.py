@@ -52,7 +52,7 @@ logger = logging.getLogger("vllm." + __name__)
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """By its full name: on a CPU vLLM replaces the name `uni` by `mp`."""
 ONLINE_METHOD = "fp8_per_channel"
-"""What `--quantization fp8` means for a checkpoint that is not stored quantized."""
+"""The meaning of `--quantization fp8` for a checkpoint that is not stored quantized."""
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's own variable: cores of each rank."""
 

@@ -17,7 +17,7 @@ NOT_CALLED_BY_VLLM = {
     "StepPipeline.forward": "the diffusion runner never calls it; it says so",
     **{
         f"{layer}.__init__": "our transformers alone make it, with a ParallelContext instead of vLLM's group"
-        for layer in ("ColumnLinear", "MergedLinear", "QKVLinear", "RowLinear")
+        for layer in ("ColumnLinear", "MergedLinear", "QKVLinear", "RowLinear", "StackedLinear")
     },
     "LinearPrecision.__init__": "our transformers alone make it, of the config that vLLM made",
     "StoredQuantization.__init__": "the pipeline alone makes it, of the config that vLLM made",

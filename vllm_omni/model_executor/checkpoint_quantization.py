@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says of its quantized transformer, in the words of vLLM's quantization configs.
+"""A checkpoint's statements on its quantized transformer, in the words of vLLM's quantization configs.
 
 The description is `quantization_config` in the transformer's `config.json`, or a `hf_quant_config.json` beside it or
 one folder above. A file of FP8 weights with one scale each needs no description. Which layers are quantized is read off

@@ -92,7 +92,7 @@ class QuantizedLayer:
 
     @property
     def others(self) -> list[str]:
-        """Names in the file of what the numbers need beside the weight."""
+        """Names in the file of the scales beside the weight."""
         names = (self.scale, self.second_scale, self.tensors.get(_ZERO))
         return [name for name in names if name is not None]
 
@@ -154,7 +154,7 @@ def fit_layers(
 ) -> Fit:
     """Lay a file beside a model. stored: the model's names -> the file's. expected: the component's names -> shapes.
 
-    slots: this rank's. A layer of this rank that takes scales wants what its slots say; one that does not is read back;
+    slots: this rank's. A layer of this rank that takes scales wants those of its slots; one that does not is read back;
     a quantized layer of another rank is left to that rank, its scales included.
     """
     fit = Fit({name: source.shapes[file] for name, file in stored.items()}, dict(expected), dict(stored), {})

@@ -155,7 +155,7 @@ def _check_matrix(
     halves: list[str],
     misshapen: list[str],
 ) -> int:
-    """Note what does not fit; returns the rank of the module's difference."""
+    """Note misfits; returns the rank of the module's difference."""
     assert expected is not None
     outputs, inputs = expected
     names = keys.names

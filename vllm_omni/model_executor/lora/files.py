@@ -44,7 +44,7 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 
 
 class AdapterError(ValueError):
-    """An adapter does not fit: one line that says what its files hold, what the model takes, and three examples."""
+    """An adapter does not fit: one line with the kinds in its files, the kinds the model takes, and three examples."""
 
 
 @dataclass
@@ -103,7 +103,7 @@ def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[Adapte
 
 
 def read_names(file: AdapterFile, targets: Mapping[str, AdapterTarget]) -> Contents:
-    """Sort a file's names by network, module and kind. Raises nothing: the caller says what does not fit."""
+    """Sort a file's names by network, module and kind. Raises nothing: the caller names misfits."""
     contents = Contents()
     kohya = {name: _flat_names(target) for name, target in targets.items()}
     for stored in file.source.shapes:

@@ -4,7 +4,7 @@
 A linear layer adds `scale * up(down(x))` to its result: vLLM's layers behind their quantization method, before sums
 over ranks, so that it works the same with quantized weights; others behind their `forward`. Gains, biases of norms and
 modulation are few: they are overwritten in place (`Vectors`), and given back bit for bit. Without an adapter a layer
-computes exactly what it would if there were no sites.
+computes exactly the same as without sites.
 
 All memory is taken once: every layer has room for `slots` adapters of rank `max_rank`, so an adapter comes and goes
 without new addresses. Held by tests/model_executor/lora/test_adapter_sites.py.
@@ -173,7 +173,7 @@ class Vectors:
         self._differences[slot] = own
 
     def show(self, adapters: Sequence[ActiveAdapter]) -> None:
-        """Let the tensors hold what the checkpoint and these adapters say."""
+        """Fill the tensors from the checkpoint and these adapters."""
         wanted = tuple((one.slot, one.scale) for one in adapters if self._differences.get(one.slot))
         if wanted == self._shown:
             return
@@ -243,7 +243,7 @@ class Sites:
 
 
 def _attach(layer: nn.Module, site: Site) -> Callable[[], object]:
-    """Let `site` act on a layer's results; returns what undoes it."""
+    """Let `site` act on a layer's results; returns a handle that undoes it."""
     if isinstance(layer, LinearBase):
         method = layer.quant_method
         layer.quant_method = AdaptedMethod(method, site)

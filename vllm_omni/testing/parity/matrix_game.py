@@ -142,7 +142,7 @@ class _Rollout:
                 scenario.compare_recorded("cross-attention K/V", ours[None], f"cross{layer}.{kind}", _FLOW)
 
     def _open(self, frames: range, condition: torch.Tensor) -> ChunkRow:
-        """What the calls of a chunk share."""
+        """Shared by the calls of a chunk."""
         pixels = slice(first_pixel_frame(frames.start), first_pixel_frame(frames.stop))
         rows, span = self.actions_NK[pixels], self.config.action_rows
         windows, self.newest = action_windows(rows, self.newest, len(frames), span)

@@ -29,7 +29,7 @@ NATIVE_HEIGHT, NATIVE_WIDTH, FPS = 352, 640, 25.0
 """The size and rate the released models were trained for."""
 _SHIFT = 5.0
 TURN: Final = 0.1
-"""What a key turns the camera by in a video frame; the only magnitude that the original's console sends."""
+"""The camera's turn by a key in a video frame; the only magnitude that the original's console sends."""
 
 _YAW = Axis(name="yaw", title="turn right", unit="(a key turns by 0.1)", low=-1.0, high=1.0, mouse="x", scale=0.005)
 _PITCH = Axis(name="pitch", title="look up", unit="(a key turns by 0.1)", low=-1.0, high=1.0, mouse="y", scale=-0.005)
@@ -37,7 +37,7 @@ _PITCH = Axis(name="pitch", title="look up", unit="(a key turns by 0.1)", low=-1
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the released models, by what its actions are. window_frames: latent frames a chunk sees, itself included.
+    """A released model, told apart by its actions. window_frames: latent frames a chunk sees, itself included.
 
     keyboard: the button of each column of the keyboard's rows; None = the column of "nothing is held". turns: button ->
     (pitch, yaw) that it adds to the axes. steps: of the denoise schedule.

@@ -230,7 +230,7 @@ class MatrixGame(WanChunkModel[SessionShape, MatrixGameSession, Chunk, MatrixGam
         return rows, *self.condition.next(clip, num_frames, None if before is None else before.condition)
 
     def _begin_chunk(self, chunk: Chunk) -> None:
-        """What a chunk's forwards share: actions on the device, keyboard K/V, those of the image (collective there)."""
+        """Shared by a chunk's forwards: actions on the device, keyboard K/V, those of the image (collective there)."""
         keys, places = self.config.keyboard_dim, chunk.window.tokens_per_frame
         mouse = chunk.windows[..., keys:] if self.config.mouse_dim else None
         chunk.actions = self.transformer.actions(mouse, chunk.frames, places)

@@ -69,7 +69,7 @@ class ActionWindows(WindowSet):
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """What a session keeps of its image and its actions. Immutable.
+    """A session's share of its image and its actions. Immutable.
 
     actions: the newest video frames' rows that a next chunk looks back to, fp32 [R - 3, K], on the host. image: CLIP's
     rows; None on ranks without layers. condition: None on ranks that embed no patches.
@@ -136,7 +136,7 @@ class MatrixGameSession(StreamingSession[SessionShape, ActionWindows, World, Wor
 
 @dataclass(eq=False, kw_only=True)
 class Chunk(StreamingChunk[ActionWindows, World]):
-    """One chunk in flight; `own` is what the session keeps of it, `text` CLIP's rows where `cross_kv` is not known yet.
+    """One chunk in flight; `own` is the session's part of it, `text` CLIP's rows where `cross_kv` is not known yet.
 
     y: [20, F, h, w], None on stages that embed no patches. windows: its action rows, [F, R, K] fp32 on the host.
     actions: those on the device, made before the first forward.
