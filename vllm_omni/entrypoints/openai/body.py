@@ -23,7 +23,9 @@ from vllm_omni.entrypoints.openai.errors import ApiError, invalid
 _MAX_FILES: Final = 20
 _MAX_FIELDS: Final = 200
 _MAX_FIELD_BYTES: Final = 1 << 20
-_STRUCTURED: Final = frozenset({"extra_params", "camera_actions", "prompts", "actions", "lora", "input_reference", "images"})
+_STRUCTURED: Final = frozenset(
+    {"extra_params", "camera_actions", "prompts", "actions", "lora", "input_reference", "images"}
+)
 _BRACKETED: Final = re.compile(r"^([a-z_]+)\[([A-Za-z0-9_]{1,64})\]$")
 
 
