@@ -45,7 +45,12 @@ class Served:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "VLLM_OMNI_MAX_FRAMES_PER_REQUEST": "105", **(environ or {})},
+                env={
+                    **os.environ,
+                    "VLLM_OMNI_MAX_FRAMES_PER_REQUEST": "105",
+                    "VLLM_OMNI_SLOT_WAIT_S": "1",
+                    **(environ or {}),
+                },
             )
 
     @property

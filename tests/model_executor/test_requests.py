@@ -15,7 +15,7 @@ from vllm_omni.outputs import RequestFailed
 
 def scheduled(name: str, params: Any) -> Any:
     """A stock `NewRequestData`, as far as it is read."""
-    return SimpleNamespace(req_id=name, pooling_params=params, mm_features=[])
+    return SimpleNamespace(req_id=name, pooling_params=params, mm_features=[], lora_request=None)
 
 
 def sent(note: SchedulerNote | None = None, **fields: Any) -> Any:

@@ -51,6 +51,22 @@ class LoraChoice(BaseModel):
     scale: Number = Field(1.0, ge=-100, le=100)
 
 
+_LoraChoice = Annotated[
+    LoraChoice,
+    WithJsonSchema(  # written out: no reference to a schema elsewhere
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "minLength": 1, "maxLength": 256},
+                "scale": {"type": "number", "minimum": -100, "maximum": 100, "default": 1.0},
+            },
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+    ),
+]
+
+
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -64,7 +80,7 @@ class _Request(BaseModel):
     negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS, description="Extension.")
     num_inference_steps: Integer | None = Field(None, ge=1, le=1000, description="Extension. Denoise steps.")
     guidance_scale: Number | None = Field(None, ge=0, le=100, description="Extension. Classifier-free guidance.")
-    lora: list[LoraChoice] | None = Field(
+    lora: list[_LoraChoice] | None = Field(
         None, max_length=16, description="Extension. LoRA adapters, several at once: `[{name, scale}]`."
     )
     extra_params: dict[str, Any] | None = Field(

@@ -9,7 +9,6 @@ from torch import nn
 
 from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
-from vllm_omni.model_executor.models.wan.layers import PatchEmbedding
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
 from vllm_omni.model_executor.tensor_files import TensorSource
 from vllm_omni.model_executor.weights import load_strict
@@ -22,4 +21,6 @@ def load_transformer(transformer: nn.Module, source: TensorSource, config: Causa
 
 def adapter_target(transformer: nn.Module, config: CausalWanConfig) -> AdapterTarget:
     """The transformer as LoRA adapters see it."""
+    from vllm_omni.model_executor.models.wan.layers import PatchEmbedding  # not needed to describe a checkpoint
+
     return AdapterTarget(transformer, transformer_shapes(config), TRANSFORMER_RULES, linear_types=(PatchEmbedding,))

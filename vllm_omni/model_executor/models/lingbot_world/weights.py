@@ -16,7 +16,6 @@ from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.lingbot_world.config import CONTROL_CHANNELS, LingBotWorldConfig
 from vllm_omni.model_executor.models.wan import transformer_weights as wan
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL
-from vllm_omni.model_executor.models.wan.layers import PatchEmbedding
 from vllm_omni.model_executor.models.wan.transformer_weights import Sizes
 from vllm_omni.model_executor.tensor_files import Shape, open_tensors
 from vllm_omni.model_executor.weights import load_strict
@@ -79,4 +78,6 @@ def load_transformer(transformer: nn.Module, path: Path, config: LingBotWorldCon
 
 def adapter_target(transformer: nn.Module, config: LingBotWorldConfig) -> AdapterTarget:
     """The transformer as LoRA adapters see it."""
+    from vllm_omni.model_executor.models.wan.layers import PatchEmbedding  # not needed to describe a checkpoint
+
     return AdapterTarget(transformer, transformer_shapes(config), wan.TRANSFORMER_RULES, linear_types=(PatchEmbedding,))

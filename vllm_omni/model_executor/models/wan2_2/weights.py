@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from vllm_omni.model_executor.lora.target import AdapterTarget
-from vllm_omni.model_executor.models.wan.layers import PatchEmbedding
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
 from vllm_omni.model_executor.models.wan.weights import load_components
@@ -67,6 +66,8 @@ _FILE_MARKS = {
 
 def adapter_targets(experts: Mapping[str, nn.Module], config: Wan22Config) -> dict[str, AdapterTarget]:
     """The experts as LoRA adapters see them; with two, a file's name may tell which it is for."""
+    from vllm_omni.model_executor.models.wan.layers import PatchEmbedding  # not needed to describe a checkpoint
+
     marks = _FILE_MARKS if len(experts) > 1 else {}
     return {
         name: AdapterTarget(
