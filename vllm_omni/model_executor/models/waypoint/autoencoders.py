@@ -225,7 +225,7 @@ class ImageEncoder(nn.Module):
 
     def forward(self, images_THWC: torch.Tensor) -> torch.Tensor:
         """uint8 [T, H, W, 3] of any size -> [T, C, 32, 32], in the type of the weights."""
-        x = images_THWC.permute(0, 3, 1, 2).to(self.conv_in.proj.bias.dtype) / 127.5 - 1
+        x = images_THWC.permute(0, 3, 1, 2).to(next(self.parameters()).dtype) / 127.5 - 1
         x = functional.pad(x, (0, 0, 0, 0, 0, self.channels - x.shape[1]))
         x = self.conv_in(_bicubic(x, size=IMAGE_CODEC_SIZE))
         for stage, residual in zip(self.blocks, self.residuals, strict=True):
