@@ -21,14 +21,16 @@ def run(args: argparse.Namespace) -> int:
     from vllm_omni.model_executor.models.registry import get_family
     from vllm_omni.testing import parity
 
-    try:
-        family = get_family(args.model)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
-    if family.name not in parity.FAMILIES:
-        raise CommandError(f"{family.name} has no golden comparison")
+    name = args.model
+    if name not in parity.FAMILIES:  # an alias
+        try:
+            name = get_family(name).name
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+    if name not in parity.FAMILIES:
+        raise CommandError(f"{name} has no golden comparison")
     if not args.golden.is_dir():
         raise CommandError(f"--golden {args.golden} is not a directory; pass one that holds recorded golden files")
-    report = parity.verify(family.name, args.golden)
+    report = parity.verify(name, args.golden)
     print(report.to_json() if args.json else report.to_text())
     return 0 if report.ok else 1

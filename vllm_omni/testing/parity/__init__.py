@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_omni.testing.parity.comparison import Report
 
-FAMILIES = ("causal_wan", "lance", "lingbot_world", "matrix_game")
+FAMILIES = ("causal_wan", "lance", "lingbot_world", "matrix_game", "waypoint")
 """The families that have recorded tensors to be compared with."""
 
 

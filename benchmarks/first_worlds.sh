@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Models and options that no GPU has measured yet, on one GPU, in at most SECONDS_IN_ALL seconds: LingBot World v2's 1.3B,
+# Matrix-Game 2.0 in each variant, and LoRA adapters. Weights are random; nothing is fetched.
+#
+#     OUT=folder bash benchmarks/first_worlds.sh           # summary.txt, results.tgz, logs.tgz
+#     OUT=folder TINY=1 bash benchmarks/first_worlds.sh    # the same with tiny models on a CPU, to try it
+#     OUT=folder PARTS="v2_1_3b matrix_game" bash benchmarks/first_worlds.sh    # only these
+cd "$(dirname "$0")/.."
+. benchmarks/parts.sh
+
+world() { # world NAME SCRIPT OPTIONS...
+  local name=$1 script=$2
+  shift 2
+  part "$name" 110 "$PYTHON" "benchmarks/$script" --name "$name" "$@" --out "$WORK/results"
+}
+
+if [ -n "$TINY" ]; then v2="--tiny --height 64 --width 96 --chunks 8" game=$v2 lora="--size tiny --height 64 --width 96"
+else v2="--release v2_1_3b --chunks 20 --warm-chunks 8" game="" lora=""; fi
+graphs='{"cuda_graphs": true}'
+
+world v2_1_3b lingbot_world.py $v2
+world matrix_game matrix_game.py $game
+world v2_1_3b_graphs lingbot_world.py $v2 --model-options "$graphs"
+world matrix_game_graphs matrix_game.py $game --model-options "$graphs"
+world v2_1_3b_fp8 lingbot_world.py $v2 --quantization fp8_per_channel --model-options "$graphs"
+world lora lora.py $lora
+world matrix_game_gta matrix_game.py $game --variant gta_drive --model-options "$graphs"
+world matrix_game_templerun matrix_game.py $game --variant templerun --model-options "$graphs"
+show

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-omni verify waypoint` on the recorded directory, and that it notices damage to each kind of file."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from vllm_omni.testing.parity.waypoint import verify
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "waypoint"
+
+
+def copy(directory: Path, name: str) -> Path:
+    """Copy one scenario, and the weights that scenarios read beside themselves. Returns the scenario."""
+    for path in (GOLDEN / f"{name}.safetensors", *GOLDEN.glob("*_weights.safetensors")):
+        shutil.copyfile(path, directory / path.name)
+    return directory / f"{name}.safetensors"
+
+
+def change(path: Path, tensor: str | None = None, **meta: Any) -> None:
+    """Add 1 % of its size to a recorded tensor, or replace metadata."""
+    with safe_open(path, "pt") as file:
+        metadata = dict(file.metadata())
+    tensors = load_file(path)
+    if tensor is not None:
+        tensors[tensor] = (tensors[tensor].float() * 1.05 + 2).to(tensors[tensor].dtype)
+    save_file(tensors, path, metadata | {key: json.dumps(value) for key, value in meta.items()})
+
+
+def test_every_recorded_scenario_holds() -> None:
+    report = verify(GOLDEN)
+    assert report.ok, report.to_text()
+    recorded = {path.stem for path in GOLDEN.glob("*.safetensors") if not path.stem.endswith("_weights")}
+    assert {row.scenario for row in report.rows} == recorded
+
+
+@pytest.mark.parametrize(
+    ("scenario", "tensor"),
+    [
+        ("wp15_rollout", "f3.s1.v"),
+        ("wp15_rollout", "f0.ring1.k"),
+        ("wp15_rollout", "f2.ctrl"),
+        ("wp15_rollout_bf16", "f5.latent"),
+        ("wp1_prompt_rollout", "prompt1"),
+        ("taehv_stream", "decode.raw2"),
+        ("wp1_ae", "decode.u8_strided4"),
+    ],
+)
+def test_damage_is_noticed(tmp_path: Path, scenario: str, tensor: str) -> None:
+    change(copy(tmp_path, scenario), tensor)
+    assert not verify(tmp_path).ok
+
+
+def test_another_frame_list_is_noticed(tmp_path: Path) -> None:
+    path = copy(tmp_path, "wp15_rollout")
+    with safe_open(path, "pt") as file:
+        frames = json.loads(file.metadata()["frames"])
+    frames[5]["visible_history"][0].pop()
+    change(path, frames=frames)
+    report = verify(tmp_path)
+    assert any("visible frames" in (row.error or "") for row in report.rows), report.to_text()

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two kinds of K/V rings, beside a plain list of frames."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_waypoint_config import RELEASED
+
+from vllm_omni.model_executor.layers.window_set import WindowSet
+from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
+from vllm_omni.model_executor.models.waypoint.rings import FrameRings, rings_nbytes
+
+SMALL = replace(
+    WaypointConfig.from_checkpoint(RELEASED),
+    d_model=16,
+    n_heads=2,
+    n_kv_heads=1,
+    n_layers=4,
+    height=1,
+    width=2,
+    tokens_per_frame=2,
+    local_window=3,
+    global_window=8,
+    global_pinned_dilation=4,
+)
+LOCAL, GLOBAL = 0, 3
+
+
+def rings(config: WaypointConfig = SMALL) -> FrameRings:
+    return FrameRings(config, range(config.n_layers), dtype=torch.float32, device="cpu")
+
+
+def kv(config: WaypointConfig, value: float) -> torch.Tensor:
+    return torch.full((config.tokens_per_frame, config.n_kv_heads, config.head_dim), value)
+
+
+def seen(held: FrameRings, layer: int, frame: int) -> list[float]:
+    k, v = held.visible(layer, range(frame, frame + 1))
+    assert torch.equal(k, -v)
+    return sorted(set(k.flatten().tolist()))
+
+
+def write(held: FrameRings, frame: int, value: float) -> None:
+    for layer in held.places:
+        held.write(layer, range(frame, frame + 1), kv(SMALL, value), -kv(SMALL, value))
+
+
+def run(held: FrameRings, frames: range) -> None:
+    for frame in frames:
+        write(held, frame, frame)
+        held.commit(frame + 1)
+
+
+@pytest.mark.parametrize(("window", "dilation"), [(8, 4), (6, 2), (4, 4), (3, 1), (16, 8)])
+def test_a_frame_sees_what_the_plain_rule_says(window: int, dilation: int) -> None:
+    """Also while noisy values of the frame itself pass through its slot, and after a frame that was given up."""
+    config = replace(SMALL, global_window=window, global_pinned_dilation=dilation)
+    held, stored = rings(config), list[int]()
+    for frame in range(40):
+        last = [g for g in stored if g < frame][-(window // dilation) :]
+        expected = [g for g in last if g > frame - window] if frame % dilation == 0 else last
+        assert held.history(GLOBAL, frame) == expected
+        assert held.history(LOCAL, frame) == list(range(max(0, frame - 2), frame))
+        for value in (1000.5, float(frame)):
+            write(held, frame, value)
+            assert seen(held, GLOBAL, frame) == [*map(float, expected), value]
+        held.commit(frame + 1)
+        stored += [frame] if frame % dilation == 0 else []
+        assert held.stored(GLOBAL) == stored[-(window // dilation) :]
+
+
+def test_a_frame_that_was_given_up_leaves_no_trace() -> None:
+    for end in range(1, 20):
+        left, other = rings(), rings()
+        run(left, range(end))
+        run(other, range(end))
+        write(other, end, 777.0)
+        a, b = left.tensors(1), other.tensors(1)
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_what_is_saved_is_all_that_later_frames_depend_on_and_a_fork_goes_on_as_the_first() -> None:
+    for end in range(1, 20):
+        first = rings()
+        run(first, range(end))
+        fork, copy = first.fork(), rings()
+        copy.commit(end)
+        for name, tensor in copy.tensors(1).items():
+            tensor.copy_(first.tensors(1)[name])
+        for frame in range(end, end + 9):
+            for held in (first, fork, copy):
+                run(held, range(frame, frame + 1))
+            for layer in (LOCAL, GLOBAL):
+                assert seen(first, layer, frame) == seen(copy, layer, frame) == seen(fork, layer, frame)
+
+
+def test_a_session_of_the_released_model_has_its_bytes() -> None:
+    """18 local layers of 16 frames and 6 global ones of 17, 2 MiB each, and it is the size of the buffers."""
+    config = WaypointConfig.from_checkpoint(RELEASED)
+    assert rings_nbytes(config, range(24), torch.bfloat16) == (18 * 16 + 6 * 17) * 2 << 20
+    held: WindowSet = rings()
+    assert rings_nbytes(SMALL, range(4), torch.float32) == held.nbytes
+
+
+def _config(**fields: Any) -> WaypointConfig:
+    return replace(SMALL, **fields)
+
+
+def test_a_model_may_have_one_kind_of_layer() -> None:
+    only_global = rings(_config(n_layers=1, global_attn_offset=0))
+    assert list(only_global.by_name) == ["global."]

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network without an engine: batches, given-up frames, the two sets of tables."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_waypoint_weights import load, recorded
+
+from vllm_omni.model_executor.models.waypoint.rings import FrameRings
+from vllm_omni.model_executor.models.waypoint.transformer import FrameRow, WaypointTransformer, euler_step
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> WaypointTransformer:
+    return load(*recorded("wp15"), tmp_path)
+
+
+def row(model: WaypointTransformer, seed: int, window: FrameRings, frame: int = 0, sigma: float = 0.9) -> FrameRow:
+    draw = torch.Generator().manual_seed(seed)
+    controls = model.controls(torch.randn(model.config.control_values, generator=draw))
+    latents = torch.randn(model.config.latent_shape, generator=draw)
+    common: dict[str, Any] = {"rope": model.rope(frame), "control": controls, "window": window}
+    return FrameRow(latents=latents, sigma=sigma, frames=range(frame, frame + 1), **common)
+
+
+def rings(model: WaypointTransformer) -> FrameRings:
+    return FrameRings(model.config, range(model.config.n_layers), dtype=torch.float32, device="cpu")
+
+
+def committed(model: WaypointTransformer, seed: int, frames: int) -> FrameRings:
+    held = rings(model)
+    for frame in range(frames):
+        model([row(model, seed + frame, held, frame, 0.0)])
+        held.commit(frame + 1)
+    return held
+
+
+def test_a_row_has_the_same_bits_in_a_batch(model: WaypointTransformer) -> None:
+    """Sessions of different ages and steps."""
+    windows, sigmas = [committed(model, 10 * age, age) for age in (0, 3, 9)], (1.0, 0.3, 0.0)
+
+    def rows() -> list[FrameRow]:
+        cases = enumerate(zip(windows, sigmas, strict=True))
+        return [row(model, 77 + i, held.fork(), held.committed_frames, sigma) for i, (held, sigma) in cases]
+
+    alone = torch.cat([model([one]) for one in rows()])
+    assert torch.equal(model(rows()), alone)
+
+
+def test_noisy_passes_leave_no_trace(model: WaypointTransformer) -> None:
+    held = committed(model, 0, 9)
+    before = {name: tensor.clone() for name, tensor in held.tensors(1).items()}
+    model([row(model, 5, held, 9, 1.0)])
+    assert all(torch.equal(before[name], tensor) for name, tensor in held.tensors(1).items())
+
+
+def test_served_tables_are_rounded_and_change_the_embedding() -> None:
+    _, config = recorded("wp15")
+    exact, served = WaypointTransformer(config), WaypointTransformer(config, tables="served")
+    assert torch.equal(served.tables.noise, exact.tables.noise.bfloat16().float())
+    phases = [1000 * 0.9 * model.tables.noise for model in (exact, served)]
+    assert (phases[0] - phases[1]).abs().max() > 0.5
+    assert exact.tables.noise[-1].item() == pytest.approx(1e-4) and exact.tables.xy[0].item() == pytest.approx(math.pi)
+
+
+def test_a_step_is_rounded_to_the_models_type() -> None:
+    x, v = torch.tensor([1.0, 2.0]), torch.tensor([0.1, -0.3])
+    assert torch.equal(euler_step(x, v, (1.0, 0.9), 0, torch.float32), x + (0.9 - 1.0) * v)
+    rounded = euler_step(x, v, (1.0, 0.9), 0, torch.bfloat16)
+    assert rounded.dtype == torch.float32 and torch.equal(rounded, rounded.bfloat16().float())

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of the network's tensors: the released 393, the engine's 361 and 366, and strict loading of either."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_waypoint_config import RELEASED
+from test_waypoint_parity import GOLDEN
+
+from vllm_omni.model_executor.models.waypoint.autoencoders import ImageDecoder, ImageEncoder, StreamingTAEHV
+from vllm_omni.model_executor.models.waypoint.checkpoint import load_autoencoder, load_transformer
+from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
+from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
+from vllm_omni.model_executor.tensor_files import open_tensors
+from vllm_omni.model_executor.weights import shapes_of
+from vllm_omni.testing.parity.comparison import read_tensors
+
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[Tensors], None]
+
+
+def recorded(name: str) -> tuple[Tensors, WaypointConfig]:
+    tensors, metadata = read_tensors(GOLDEN / f"{name}_tiny_weights.safetensors")
+    return tensors, WaypointConfig.from_checkpoint(json.loads(metadata["cfg"]))
+
+
+def load(tensors: Tensors, config: WaypointConfig, folder: Path) -> WaypointTransformer:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    model = WaypointTransformer(config)
+    load_transformer(model, open_tensors(folder / "model.safetensors"))
+    return model
+
+
+def as_engine(released: Tensors, config: WaypointConfig) -> Tensors:
+    """Rename the released 1.5 tensors as the engine's state dict has them."""
+    engine: Tensors = {}
+    cells = config.patch[0] * config.patch[1]
+    for name, tensor in released.items():
+        if name.endswith("fc1_x.weight"):
+            both = (tensor, released[name.replace("fc1_x", "fc1_c")])
+            engine[name.replace("fc1_x", "mlp.fc1")] = torch.cat(both, dim=1)
+        elif name.endswith(("fc1_c.weight", "attn_cond_head.bias_in")):
+            continue
+        elif name == "unpatchify.weight":
+            engine[name] = tensor.permute(1, 2, 3, 0).flatten(0, 2)
+        elif name == "unpatchify.bias":
+            engine[name] = tensor.repeat_interleave(cells)
+        else:
+            for old, new in (
+                (".dit_mlp.", ".mlp."),
+                ("ctrl_mlpfusion.fc2", "ctrl_mlpfusion.mlp.fc2"),
+                ("attn_cond_head.", "cond_head."),
+                *((f"mlp_cond_head.cond_proj.{j}.", f"cond_head.cond_proj.{j + 3}.") for j in range(3)),
+                ("mlp_cond_head.bias_in", "cond_head.bias_in"),
+            ):
+                name = name.replace(old, new)
+            engine[name] = tensor
+    return engine
+
+
+def test_both_spellings_give_the_same_network(tmp_path: Path) -> None:
+    released, config = recorded("wp15")
+    ours, theirs = load(released, config, tmp_path), load(as_engine(released, config), config, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_heads_of_another_mode_are_left_out(tmp_path: Path) -> None:
+    released, config = recorded("wp15")
+    released["transformer.blocks.0.cond_heads.3.bias_in"] = torch.ones(2)
+    assert load(released, config, tmp_path).config == config
+
+
+def _drop(tensors: Tensors) -> None:
+    del tensors["transformer.blocks.1.attn.v_lamb"]
+
+
+def _add(tensors: Tensors) -> None:
+    tensors["transformer.blocks.1.attn.gate_proj.weight"] = torch.ones(2, 2)
+
+
+def _misshape(tensors: Tensors) -> None:
+    tensors["patchify.weight"] = torch.ones(64, 4, 2, 3)
+
+
+def _unshare(tensors: Tensors) -> None:
+    tensors["transformer.blocks.2.mlp_cond_head.cond_proj.1.weight"][0, 0] += 1
+
+
+def _drop_shared(tensors: Tensors) -> None:
+    del tensors["transformer.blocks.2.mlp_cond_head.cond_proj.1.weight"]
+
+
+def _twice(tensors: Tensors) -> None:
+    tensors["transformer.blocks.0.mlp.fc1.weight"] = tensors["transformer.blocks.0.dit_mlp.fc1.weight"].clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_drop, r"missing: 1 \(blocks\.1\.attn\.v_lamb\)"),
+        (_add, r"unexpected: 1 \(blocks\.1\.attn\.gate_proj"),
+        (_misshape, r"misshapen: 1 \(patchify\.weight"),
+        (_unshare, "cond_proj.1.weight differs from block 0's"),
+        (_drop_shared, "does not repeat the modulation projections"),
+        (_twice, "twice, as"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(change: Change, message: str, tmp_path: Path) -> None:
+    released, config = recorded("wp15")
+    change(released)
+    with pytest.raises(ValueError, match=message):
+        load(released, config, tmp_path)
+
+
+def test_two_biases_of_a_block_are_each_used_for_their_half(tmp_path: Path) -> None:
+    """Or, as the original does, the MLP's for both."""
+    released, config = recorded("wp15")
+    released["transformer.blocks.1.attn_cond_head.bias_in"] += 1
+    each = load(released, config, tmp_path)
+    both = WaypointTransformer(config, bias_in="mlp")
+    load_transformer(both, open_tensors(tmp_path / "model.safetensors"))
+    ours, theirs = each.modulation(0.5)[0], both.modulation(0.5)[0]
+    assert not torch.equal(ours[1, :3], theirs[1, :3]) and torch.equal(ours[1, 3:], theirs[1, 3:])
+    assert torch.equal(ours[0], theirs[0])
+
+
+def test_full_sized_networks_have_their_parameters() -> None:
+    """1.5: 1,281,960,088 with two biases a block instead of one and the unread embedding left out; 1-Small likewise."""
+    small = {
+        **RELEASED,
+        "model_type": "waypoint-1",
+        "d_model": 2560,
+        "n_layers": 22,
+        "n_heads": 40,
+        "n_kv_heads": 20,
+        "mlp_ratio": 5,
+        "channels": 16,
+        "width": 16,
+        "tokens_per_frame": 256,
+        "value_residual": False,
+        "gated_attn": True,
+        "prompt_conditioning": "cross_attention",
+        "prompt_conditioning_period": 3,
+        "prompt_embedding_dim": 2048,
+    }
+    for values, total, unread in ((RELEASED, 1_281_960_088, 2048), (small, 2_303_004_096, 2560 + 2048)):
+        config = WaypointConfig.from_checkpoint(values)
+        with torch.device("meta"):
+            model = WaypointTransformer(config)
+        assert sum(p.numel() for p in model.parameters()) == total - unread + config.d_model * config.n_layers
+
+
+def test_autoencoders_have_the_released_sizes() -> None:
+    with torch.device("meta"):
+        codec, encoder, decoder = StreamingTAEHV(), ImageEncoder(), ImageDecoder()
+    shapes = shapes_of(codec)
+    assert len(shapes) == 128 and sum(p.numel() for p in codec.encoder.parameters()) == 1_485_344
+    assert sum(p.numel() for p in codec.decoder.parameters()) == 9_886_668
+    assert sum(p.numel() for p in encoder.parameters()) == 1_416_802
+    assert sum(p.numel() for p in decoder.parameters()) == 69_519_494
+
+
+def test_an_autoencoder_is_loaded_strictly(tmp_path: Path) -> None:
+    tensors = load_file(GOLDEN / "taehv_tiny_weights.safetensors")
+    del tensors["decoder.22.bias"]
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match=r"missing: 1 \(decoder\.22\.bias\)"):
+        load_autoencoder(StreamingTAEHV(8, 8, (16, 8, 8, 8)), open_tensors(tmp_path / "x.safetensors"), what="TAEHV")

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waypoint against golden files: roll-outs of both generations, TAEHV as a stream, Waypoint-1's image autoencoder.
+
+Everything is driven by each file's metadata and shapes: sizes, windows, steps and seeds may be others. Every forward
+starts from recorded latents and sees this code's own rings, so that differences do not add up over a frame's steps but
+do over frames.
+
+Tolerances. fp32: 5e-5, most of it sine and cosine of phases up to 1000 rad; tables 1e-6 relative; TAEHV 2e-5; uint8 one
+level, in at most 0.1 % of the values. bf16 files hold what the original serves (rounded tables and noise levels): 3e-2,
+L2 of the difference over L2. Frame lists and controls are exact.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_omni.actions import ActionFrame, read_actions
+from vllm_omni.model_executor.dtypes import default_dtype
+from vllm_omni.model_executor.models.waypoint import autoencoders
+from vllm_omni.model_executor.models.waypoint.checkpoint import load_autoencoder, load_transformer
+from vllm_omni.model_executor.models.waypoint.config import WaypointConfig, action_space, control_vectors
+from vllm_omni.model_executor.models.waypoint.rings import FrameRings
+from vllm_omni.model_executor.models.waypoint.transformer import Block, FrameRow, WaypointTransformer, euler_step
+from vllm_omni.model_executor.tensor_files import open_tensors
+from vllm_omni.testing.parity.comparison import Report, Scenario, run_scenarios
+
+_FP32, _TABLES, _TAEHV, _BF16_RELATIVE = 5e-5, 1e-6, 2e-5, 3e-2
+_LEVELS, _SHARE = 1.0, 1e-3
+
+
+def verify(golden_dir: Path) -> Report:
+    """Run every scenario file of `golden_dir`."""
+    return run_scenarios(
+        "waypoint",
+        golden_dir,
+        {
+            "wp1_ae*.safetensors": run_image_autoencoder,
+            "taehv*.safetensors": run_taehv,
+            "wp*.safetensors": Rollout.run,
+        },
+        auxiliary=("README*", ".*", "*_weights.safetensors"),
+    )
+
+
+# -- roll-outs ---------------------------------------------------------------------------------------------------------
+
+
+class Rollout:
+    """One recorded session while it is made again."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.config = WaypointConfig.from_checkpoint(json.loads(scenario.meta("cfg")))
+        self.bf16 = "bf16" in scenario.meta("dtype") or "bfloat16" in scenario.meta("dtype")
+        self.sigmas: list[float] = json.loads(scenario.meta("sigmas"))
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        with default_dtype(dtype):
+            self.model = WaypointTransformer(self.config, tables="served" if self.bf16 else "exact")
+        weights = scenario.meta("weights").split(maxsplit=1)[0]
+        load_transformer(self.model, open_tensors(scenario.directory / weights))
+        self.rings = FrameRings(self.config, range(self.config.n_layers), dtype=dtype, device="cpu")
+        self.prompts = [self.model.prompt_kv(scenario.get(name)) for name in ("prompt0", "prompt1") if name in scenario]
+
+    @classmethod
+    def run(cls, scenario: Scenario) -> None:
+        """Make the session again and compare every recorded stage."""
+        rollout = cls(scenario)
+        rollout.compare_tables()
+        frames = json.loads(scenario.meta("frames"))
+        for index, frame in enumerate(frames):
+            rollout.frame(index, frame, prompt=int(2 * index >= len(frames)))
+
+    def compare(self, stage: str, ours: torch.Tensor, name: str, tolerance: float = _FP32) -> None:
+        """Compare with a recorded tensor, if there is one: absolutely, or relative L2 in bf16."""
+        if name not in self.scenario:
+            return
+        recorded = self.scenario.get(name)
+        if self.bf16 and ours.shape == recorded.shape:
+            error = (ours.double() - recorded.double()).norm() / recorded.double().norm()
+            self.scenario.compare(f"{stage}, relative", error, torch.zeros_like(error), _BF16_RELATIVE)
+        else:
+            self.scenario.compare(stage, ours, recorded, tolerance)
+
+    def compare_tables(self) -> None:
+        tables = self.model.tables
+        ours = {"freq": tables.noise, "xy": tables.xy, "inv_t": tables.time}
+        for name, table in ours.items():
+            if f"tables.{name}" in self.scenario:
+                recorded = self.scenario.get(f"tables.{name}")
+                relative = (table.double() / recorded.double() - 1).abs()
+                self.scenario.compare("tables, relative", relative, torch.zeros_like(relative), _TABLES)
+        if "sigma_emb" in self.scenario:
+            levels = json.loads(self.scenario.meta("sigma_emb_at"))
+            self.compare(
+                "noise embedding", torch.stack([self.model.embed_noise(level) for level in levels]), "sigma_emb"
+            )
+
+    def frame(self, index: int, frame: dict[str, Any], *, prompt: int) -> None:
+        scenario, name = self.scenario, f"f{index}"
+        if self.config.time_step * index != frame["t_pos"]:
+            raise ValueError(f"frame {index} stands at {self.config.time_step * index}, recorded {frame['t_pos']}")
+        controls = self.controls(frame["ctrl"])
+        if f"{name}.ctrl" in scenario:
+            scenario.compare_recorded("controls", controls.to(self.model.dtype), f"{name}.ctrl", 0.0)
+        self.compare("control embedding", self.model.embed_controls(controls), f"{name}.ctrl_emb")
+        rope = self.model.rope(index)
+        for part, table in zip(("cos", "sin"), rope, strict=True):
+            self.compare("rotations", table, f"{name}.rope.{part}")
+        common: dict[str, Any] = {
+            "frames": range(index, index + 1),
+            "rope": rope,
+            "control": self.model.controls(controls),
+            "window": self.rings,
+            "prompt_kv": self.prompts[prompt] if self.prompts else None,
+        }
+        self.lists(
+            "visible frames", [self.rings.history(layer, index) for layer in self.layers], frame, "visible_history"
+        )
+        if frame["kind"] == "generate":
+            latents = self.generate(name, common)
+            self.compare("latents", latents, f"{name}.latent")
+        else:
+            latents = scenario.get(f"{name}.latent")
+        self.compare("clean pass", self.forward(name, "commit", latents, 0.0, common), f"{name}.commit.v")
+        self.rings.commit(index + 1)
+        self.lists("ring frames", [self.rings.stored(layer) for layer in self.layers], frame, "ring_after")
+        for layer in self.layers:
+            for kind, ours in zip("kv", self.rings.frames_kv(layer), strict=True):
+                self.compare("K/V", ours, f"{name}.ring{layer}.{kind}")
+
+    @property
+    def layers(self) -> range:
+        return range(self.config.n_layers)
+
+    def generate(self, name: str, common: dict[str, Any]) -> torch.Tensor:
+        x = self.scenario.get(f"{name}.noise")
+        for step, sigma in enumerate(self.sigmas[:-1]):
+            velocity = self.forward(name, f"s{step}", x, sigma, common)
+            self.compare("velocity", velocity, f"{name}.s{step}.v")
+            x = euler_step(x, velocity, self.sigmas, step, self.model.dtype)
+        return x
+
+    def forward(
+        self, name: str, stage: str, latents: torch.Tensor, sigma: float, common: dict[str, Any]
+    ) -> torch.Tensor:
+        """One forward; where a pass's tokens and blocks are recorded, these are compared on the way."""
+        seen: dict[str, torch.Tensor] = {}
+        hooks = []
+        if f"{name}.{stage}.tokens" in self.scenario:
+            for layer, block in enumerate(self.model.blocks):
+                assert isinstance(block, Block)
+                hooks.append(block.register_forward_hook(_keeper(seen, f"block{layer}")))
+            first = self.model.blocks[0].register_forward_pre_hook(lambda _, given: seen.update(tokens=given[0][0]))
+            hooks.append(first)
+        velocity = self.model([FrameRow(latents=latents, sigma=sigma, **common)])[0]
+        for hook in hooks:
+            hook.remove()
+        for part, tensor in seen.items():
+            self.compare("tokens" if part == "tokens" else "blocks", tensor, f"{name}.{stage}.{part}")
+        return velocity
+
+    def controls(self, recorded: dict[str, Any]) -> torch.Tensor:
+        """A recorded controller state as a request's action, and that as the network's vector."""
+        space = action_space(self.config)
+        mouse = dict(zip(space.axis_names, recorded.get("mouse", ()), strict=False))
+        held = tuple(space.button_names[code] for code in recorded.get("button", ()))
+        entry = ActionFrame(buttons=held, axes=mouse, scroll=float(recorded.get("scroll", 0)))
+        rows = read_actions(space, [entry], {}, 1)
+        assert rows is not None
+        return control_vectors(rows)[0]
+
+    def lists(self, stage: str, ours: list[list[int]], frame: dict[str, Any], key: str) -> None:
+        if ours != frame[key]:
+            raise ValueError(f"frame {frame['frame']}: {stage} {ours}, recorded {frame[key]}")
+        count = torch.tensor([float(len(frame[key]))])
+        self.scenario.compare(stage, count, count, 0.0)
+
+
+def _keeper(seen: dict[str, torch.Tensor], name: str) -> Any:
+    def keep(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        seen[name] = output[0][0]
+
+    return keep
+
+
+# -- autoencoders ------------------------------------------------------------------------------------------------------
+
+
+def run_taehv(scenario: Scenario) -> None:
+    """Encode clips in one stream and decode latents in one stream, with resizing on both sides."""
+    codec = autoencoders.StreamingTAEHV(
+        int(scenario.meta("latent_channels")),
+        int(scenario.meta("encoder_width")),
+        json.loads(scenario.meta("decoder_widths")),
+    )
+    load_autoencoder(codec, open_tensors(scenario.directory / scenario.meta("weights")), what="TAEHV")
+    height, width = json.loads(scenario.meta("codec_size"))
+    pixel_size: tuple[int, int] = tuple(json.loads(scenario.meta("pixel_size")))
+    if "encode.clips_small" in scenario:
+        cache = None
+        for index, clip in enumerate(scenario.get("encode.clips_small")):
+            frames = autoencoders.to_codec(_enlarged(clip, pixel_size), (height, width), torch.float32)
+            latent, cache = codec.encode(frames, cache)
+            scenario.compare_recorded("encoded", latent, f"encode.latent{index}", _TAEHV)
+    if "decode.latents" in scenario:
+        cache = None
+        for index, latent in enumerate(scenario.get("decode.latents")):
+            frames, cache = codec.decode(latent.unsqueeze(0), cache)
+            if f"decode.raw{index}" in scenario:
+                scenario.compare_recorded("decoded", frames, f"decode.raw{index}", _TAEHV)
+            if f"decode.u8_{index}" in scenario:
+                pixels = autoencoders.to_pixels(frames, pixel_size)
+                _compare_pixels(scenario, pixels, f"decode.u8_{index}")
+
+
+def run_image_autoencoder(scenario: Scenario) -> None:
+    """Encode one image, decode one latent."""
+    weights = open_tensors(scenario.directory / scenario.meta("weights"))
+    halves: dict[str, torch.nn.Module] = {}
+    for half, make in (("encoder", autoencoders.ImageEncoder), ("decoder", autoencoders.ImageDecoder)):
+        sizes = json.loads(scenario.meta(f"{half}_cfg"))
+        halves[half] = make(
+            sizes["latent_channels"],
+            sizes["ch_0"],
+            sizes["ch_max"],
+            sizes[f"{half}_blocks_per_stage"],
+            channels=sizes["channels"],
+        )
+    load_autoencoder(torch.nn.ModuleDict(halves), weights, what="image autoencoder")
+    if "encode.image_small" in scenario:
+        image = _enlarged(scenario.get("encode.image_small").unsqueeze(0), autoencoders.IMAGE_SIZE)
+        scenario.compare_recorded("encoded", halves["encoder"](image)[0], "encode.latent", _FP32)
+    if "decode.latent" in scenario:
+        images = halves["decoder"](scenario.get("decode.latent").unsqueeze(0))
+        scenario.compare_recorded("decoded", images[0, :, ::8, ::8], "decode.raw_strided8", _FP32)
+        pixels = autoencoders.image_to_uint8(images)[0, ::4, ::4]
+        _compare_pixels(scenario, pixels, "decode.u8_strided4")
+
+
+def _compare_pixels(scenario: Scenario, pixels: torch.Tensor, name: str) -> None:
+    """uint8: few values may differ, by one level."""
+    recorded = scenario.get(name)
+    scenario.compare("frames, levels", pixels, recorded, _LEVELS)
+    share = (pixels != recorded).double().mean()
+    scenario.compare("frames, share that differs", share, torch.zeros_like(share), _SHARE)
+
+
+def _enlarged(frames_THWC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Repeat pixels, whole times, up to `size`."""
+    rows, columns = size[0] // frames_THWC.shape[1], size[1] // frames_THWC.shape[2]
+    return frames_THWC.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
