@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import datetime
 import gc
+import gzip
 import hashlib
 import itertools
 import json
@@ -16,7 +17,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="vLLM's flag (default: what the checkpoint stores)")
     parser.add_argument("--quantization", help="vLLM's flag")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="vLLM's flag")
+    parser.add_argument("--kernels", action="store_true", help="trace chunks at the end: GPU time by kernel")
 
 
 def precision_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -89,6 +92,58 @@ async def run_request(engine: Any, params: Any, tensors: Any, request_id: str) -
     async for output in engine.encode(engine_prompt(), params.to_pooling_params(tensors), request_id):
         last = output
     return unpack(last.outputs.data)
+
+
+TRACED_CHUNKS = 2
+
+
+def tracing(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The engine's argument for `kernel_times`, if `--kernels` was given."""
+    import torch
+
+    if not args.kernels:
+        return {}
+    activity = "CUDA" if torch.cuda.is_available() else "CPU"
+    return {
+        "profiler_config": {
+            "profiler": "torch",
+            "torch_profiler_dir": str(folder),
+            "torch_profiler_activities": [activity],
+            "torch_profiler_with_stack": False,
+        }
+    }
+
+
+async def kernel_times(
+    engine: Any, folder: Path, chunk: Callable[[int], Awaitable[Any]], warm_chunks: int
+) -> dict[str, Any]:
+    """Milliseconds of each GPU kernel in one chunk, the largest first (of each operator, on a CPU).
+
+    Chunks run one after the other; those after `warm_chunks` are traced. `busy_ms` sums all kernels, `wall_ms` is from
+    the first one's start to the last one's end.
+    """
+    for index in range(warm_chunks):
+        await chunk(index)
+    await engine.start_profile()
+    for index in range(warm_chunks, warm_chunks + TRACED_CHUNKS):
+        await chunk(index)
+    await engine.stop_profile()
+    events = []
+    for trace in folder.glob("*.json.gz"):
+        found = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        events += [event for event in found if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "cpu_op")]
+    times, calls = Counter[str](), Counter[str]()
+    for event in events:
+        times[event["name"][:160]] += event["dur"] / 1e3 / TRACED_CHUNKS
+        calls[event["name"][:160]] += 1
+    return {
+        "busy_ms": round(sum(times.values()), 2),
+        "wall_ms": round(
+            (max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)) / 1e3 / TRACED_CHUNKS, 2
+        ),
+        "kernels_ms": {name: round(ms, 3) for name, ms in times.most_common(60)},
+        "calls": {name: calls[name] // TRACED_CHUNKS for name, _ in times.most_common(60)},
+    }
 
 
 @dataclasses.dataclass(frozen=True)

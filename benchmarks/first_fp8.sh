@@ -17,7 +17,7 @@ chunk() { # chunk NAME OPTIONS...: LingBot's chunk time, stages and memory
   shift
   if [ -n "$TINY" ]; then sizes="--tiny --height 32 --width 48 --chunks 8 --dtype bfloat16"; fi
   # The text encoder on the host, as for a card of 48 GB.
-  part "chunk_$name" 120 "$PYTHON" benchmarks/lingbot_world.py $sizes --name "lingbot_world_$name" \
+  part "chunk_$name" 150 "$PYTHON" benchmarks/lingbot_world.py $sizes --name "lingbot_world_$name" \
     --model-options '{"text_encoder_device": "cpu"}' "$@" --out "$WORK/results"
 }
 
@@ -29,10 +29,10 @@ village() { # village NAME OPTIONS...: PSNR and SSIM over held-out walks
     '"$walks"' "${@:2}" >"$1"' "$PYTHON" "$WORK/results/village_$name.json" "$@"
 }
 
-part products 90 "$PYTHON" benchmarks/fp8.py products ${TINY:+--tiny} --out "$WORK/results"
 chunk bf16
-chunk fp8_per_channel --quantization fp8_per_channel
-chunk fp8_per_channel_kv --quantization fp8_per_channel --kv-cache-dtype fp8
+chunk fp8_per_channel --quantization fp8_per_channel --kernels
+chunk fp8_per_channel_kv --quantization fp8_per_channel --kv-cache-dtype fp8 --kernels
+part products 90 "$PYTHON" benchmarks/fp8.py products ${TINY:+--tiny} --out "$WORK/results"
 village bf16 --dtype bfloat16
 village fp8 --dtype bfloat16 --quantization fp8_per_channel
 village fp8_kv --dtype bfloat16 --quantization fp8_per_channel --kv-cache-dtype fp8

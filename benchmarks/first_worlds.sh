@@ -14,16 +14,18 @@ world() { # world NAME SCRIPT OPTIONS...
   part "$name" 110 "$PYTHON" "benchmarks/$script" --name "$name" "$@" --out "$WORK/results"
 }
 
-if [ -n "$TINY" ]; then v2="--tiny --height 64 --width 96 --chunks 8" game=$v2 lora="--size tiny --height 64 --width 96"
+if [ -n "$TINY" ]; then
+  v2="--tiny --height 64 --width 96 --chunks 8 --dtype bfloat16" game=$v2
+  lora="--size tiny --height 64 --width 96 --chunks 4 --warm-chunks 2 --rank 8"
 else v2="--release v2_1_3b --chunks 20 --warm-chunks 8" game="" lora=""; fi
 graphs='{"cuda_graphs": true}'
 
-world v2_1_3b lingbot_world.py $v2
-world matrix_game matrix_game.py $game
-world v2_1_3b_graphs lingbot_world.py $v2 --model-options "$graphs"
-world matrix_game_graphs matrix_game.py $game --model-options "$graphs"
-world v2_1_3b_fp8 lingbot_world.py $v2 --quantization fp8_per_channel --model-options "$graphs"
+world v2_1_3b_graphs lingbot_world.py $v2 --model-options "$graphs" --kernels
+world matrix_game_graphs matrix_game.py $game --model-options "$graphs" --kernels
+world v2_1_3b_fp8 lingbot_world.py $v2 --quantization fp8_per_channel --model-options "$graphs" --kernels
 world lora lora.py $lora
 world matrix_game_gta matrix_game.py $game --variant gta_drive --model-options "$graphs"
 world matrix_game_templerun matrix_game.py $game --variant templerun --model-options "$graphs"
+world v2_1_3b lingbot_world.py $v2
+world matrix_game matrix_game.py $game
 show

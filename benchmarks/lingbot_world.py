@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,16 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, add_serving_arguments, precision_of, run_request, running_engine, save
+from common import (
+    add_output_arguments,
+    add_serving_arguments,
+    kernel_times,
+    precision_of,
+    run_request,
+    running_engine,
+    save,
+    tracing,
+)
 
 ORIGINAL_MS = 3073
 """The original code on an H200: denoise and context passes of one chunk at 480x832, window 18, sink 9."""
@@ -64,8 +74,10 @@ def write_checkpoint(root: Path, release: str, layers: int | None = None) -> Non
     write_tokenizer(root / "google" / "umt5-xxl")
 
 
-async def one_session(engine: Any, name: str, args: argparse.Namespace, chunks: int, output: str) -> dict[str, Any]:
-    """Run one session's chunks, each asked for while the one before is running; returns its records and start."""
+def session_chunk(
+    engine: Any, name: str, args: argparse.Namespace, output: str
+) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
+    """A session's chunk by its index, as a record: when it was there, its times, frames and digest."""
     import torch
 
     from vllm_omni.inputs import DiffusionParams
@@ -91,6 +103,12 @@ async def one_session(engine: Any, name: str, args: argparse.Namespace, chunks: 
         digest = hashlib.sha256(result.numpy().tobytes()).hexdigest()[:16]
         return {"done": done, "timings_ms": meta["timings_ms"], "frames": meta["num_frames"], "digest": digest}
 
+    return chunk
+
+
+async def one_session(engine: Any, name: str, args: argparse.Namespace, chunks: int, output: str) -> dict[str, Any]:
+    """Run one session's chunks, each asked for while the one before is running; returns its records and start."""
+    chunk = session_chunk(engine, name, args, output)
     start = time.perf_counter()
     pending = [asyncio.create_task(chunk(0))]
     records = []
@@ -102,7 +120,6 @@ async def one_session(engine: Any, name: str, args: argparse.Namespace, chunks: 
 
 
 async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-
     options: dict[str, Any] = json.loads(args.model_options)
     ranks = args.tensor_parallel
     if args.sequence_parallel > 1:
@@ -119,6 +136,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         disable_custom_all_reduce=args.disable_custom_all_reduce,
         gpu_memory_utilization=args.gpu_memory_utilization,
         **precision_of(args),
+        **tracing(args, model.parent / "trace"),
     ) as engine:
         load_s = time.perf_counter() - loading
         runs = await asyncio.gather(
@@ -130,6 +148,10 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             await engine.collective_rpc("close_session", args=(f"world{n}",))
         # For comparison between runs on any number of GPUs, bit by bit: two chunks' latents.
         latents = await one_session(engine, "latents", args, 2, "latents")
+        kernels = None
+        if args.kernels:
+            traced = session_chunk(engine, "traced", args, "rgb")
+            kernels = await kernel_times(engine, model.parent / "trace", traced, args.warm_chunks)
 
     records = runs[0]["records"]
     steady = records[args.warm_chunks :]
@@ -171,6 +193,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "session_bytes": sessions[0]["bytes"],
         "eager": args.eager,
         **precision_of(args),
+        "kernels": kernels,
         "latents_digests": [record["digest"] for record in latents["records"]],
     }
 

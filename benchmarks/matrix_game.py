@@ -5,7 +5,7 @@
     python benchmarks/matrix_game.py --variant gta_drive
     python benchmarks/matrix_game.py --model-options '{"cuda_graphs": true}'
     python benchmarks/matrix_game.py --sessions 4
-    python benchmarks/matrix_game.py --tiny --height 64 --width 96 --eager --chunks 6   # try it without a GPU
+    python benchmarks/matrix_game.py --tiny --height 64 --width 96 --eager --chunks 8   # try it without a GPU
 
 Random weights at real shapes take the time of real ones. Steady state is the median over the chunks after the window is
 full, end to end: controls in, uint8 frames out, decoded by the exact VAE unless the options say otherwise; each chunk
@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,16 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, add_serving_arguments, precision_of, run_request, running_engine, save
+from common import (
+    add_output_arguments,
+    add_serving_arguments,
+    kernel_times,
+    precision_of,
+    run_request,
+    running_engine,
+    save,
+    tracing,
+)
 
 AUTHORS_FPS = 25.0
 HELD = {"universal": ["w", "l"], "gta_drive": ["w", "d"], "templerun": ["jump"]}
@@ -49,8 +59,10 @@ def write_checkpoint(root: Path, variant: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run one session's chunks; returns each one's timings and arrival."""
+def session_chunk(
+    engine: Any, name: str, args: argparse.Namespace
+) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
+    """A session's chunk by its index, as a record: when it was there, its times and frames."""
     import torch
 
     from vllm_omni.inputs import DiffusionParams
@@ -71,6 +83,12 @@ async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[st
         assert len(tensors["frames"]) == meta["num_frames"]
         return {"done": time.perf_counter(), "timings_ms": meta["timings_ms"], "frames": meta["num_frames"]}
 
+    return chunk
+
+
+async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run one session's chunks; returns each one's timings and arrival."""
+    chunk = session_chunk(engine, name, args)
     start = time.perf_counter()
     pending = [asyncio.create_task(chunk(0))]
     records: list[dict[str, Any]] = []
@@ -93,10 +111,15 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         pipeline_parallel_size=args.pipeline_parallel,
         gpu_memory_utilization=args.gpu_memory_utilization,
         **precision_of(args),
+        **tracing(args, model.parent / "trace"),
     ) as engine:
         sessions = await asyncio.gather(*(play(engine, f"game{n}", args) for n in range(args.sessions)))
         memory = await engine.collective_rpc("device_memory")
         held = await engine.collective_rpc("session_stats")
+        kernels = None
+        if args.kernels:
+            traced = session_chunk(engine, "traced", args)
+            kernels = await kernel_times(engine, model.parent / "trace", traced, args.warm_chunks)
     start, *records = sessions[0]
     gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][args.warm_chunks - 1 :]
     steady = records[args.warm_chunks :]
@@ -122,6 +145,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "first_chunk_timings_ms": records[0]["timings_ms"],
         "device_memory": memory,
         "session_bytes": held[0]["bytes"],
+        "kernels": kernels,
         "eager": args.eager,
         **precision_of(args),
     }

@@ -8,7 +8,7 @@
     python benchmarks/streaming_wan.py --pipeline-parallel 4 --pipeline temporal --chunks-in-flight 4 \\
         --model-options '{"cache": "noise_matched"}'
     python benchmarks/streaming_wan.py --source video --model-options '{"latent_frames_per_chunk": 1}'
-    python benchmarks/streaming_wan.py --size tiny --height 64 --width 96 --chunks 6   # try it without a GPU
+    python benchmarks/streaming_wan.py --size tiny --height 64 --width 96 --chunks 8 --eager   # try it without a GPU
 
 Random weights at real shapes take the time of real ones. Steady state is the median over the chunks after the window is
 full, end to end: request in, uint8 frames out, decoded by the exact VAE unless the options say otherwise. `ideal` is
@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,13 @@ from common import (
     IDLE_S,
     add_output_arguments,
     add_serving_arguments,
+    kernel_times,
     precision_of,
     restart_with,
     run_request,
     running_engine,
     save,
+    tracing,
 )
 
 SIZES: dict[str, dict[str, int]] = {
@@ -84,8 +87,10 @@ def ideal_ms(size: str, args: argparse.Namespace, plan: Any, passes: int) -> flo
     return (passes * (linear + attention) + decode) / GEMM_FLOPS * 1e3
 
 
-async def one_stream(engine: Any, name: str, args: argparse.Namespace, plan: Any) -> dict[str, Any]:
-    """Run one stream's chunks, each asked for while the one before it, or as many as may be at work, are running."""
+def stream_chunk(
+    engine: Any, name: str, args: argparse.Namespace, plan: Any
+) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
+    """A stream's chunk by its index, as a record: when it was there, its times and frames."""
     import torch
 
     from vllm_omni.inputs import DiffusionParams
@@ -111,6 +116,12 @@ async def one_stream(engine: Any, name: str, args: argparse.Namespace, plan: Any
         frames = results["frames"]
         return {"done": time.perf_counter(), "timings_ms": meta["timings_ms"], "frames": len(frames)}
 
+    return chunk
+
+
+async def one_stream(engine: Any, name: str, args: argparse.Namespace, plan: Any) -> dict[str, Any]:
+    """Run one stream's chunks, each asked for while the one before it, or as many as may be at work, are running."""
+    chunk = stream_chunk(engine, name, args, plan)
     start = time.perf_counter()
     pending: list[asyncio.Task[dict[str, Any]]] = []
     records: list[dict[str, Any]] = []
@@ -148,13 +159,13 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             "pipeline": args.pipeline,
             **json.loads(args.omni_options),
         },
-        dtype="bfloat16",
         enforce_eager=args.eager,
         load_format="dummy",
         tensor_parallel_size=ranks,
         pipeline_parallel_size=args.pipeline_parallel,
         gpu_memory_utilization=args.gpu_memory_utilization,
         **precision_of(args),
+        **tracing(args, model.parent / "trace"),
     ) as engine:
         load_s = time.perf_counter() - loading
         first = await one_stream(engine, "first", argparse.Namespace(**{**vars(args), "chunks": 2}), plan)
@@ -163,6 +174,12 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         runs = await asyncio.gather(*(one_stream(engine, f"stream{n}", args, plan) for n in range(args.streams)))
         memory = await engine.collective_rpc("device_memory")
         sessions = await engine.collective_rpc("session_stats")
+        kernels = None
+        if args.kernels:
+            for n in range(args.streams):
+                await engine.collective_rpc("close_session", args=(f"stream{n}",))
+            traced = stream_chunk(engine, "traced", args, plan)
+            kernels = await kernel_times(engine, model.parent / "trace", traced, args.warm_chunks)
 
     records = runs[0]["records"]
     steady = records[args.warm_chunks :]
@@ -205,6 +222,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "ratio_to_ideal": round(args.streams * ideal / interval_ms, 3),
         "device_memory": memory,
         "session_bytes": sessions[0]["bytes"],
+        "kernels": kernels,
     }
 
 
@@ -225,6 +243,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pipeline", choices=["blocks", "temporal"], default="blocks", help="what a stage owns")
     parser.add_argument("--chunks-in-flight", type=int, default=1, help="of one stream at work at once")
     add_serving_arguments(parser)
+    parser.set_defaults(dtype="bfloat16")
     parser.add_argument("--name", default="streaming_wan", help="name of the result file")
     add_output_arguments(parser)
     return parser

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each benchmark's own command for a machine without a GPU, as its documentation writes it, runs to a result."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+_COMMAND = re.compile(r"^ +python (benchmarks/.*?) +# .*without a GPU$", re.MULTILINE)
+
+
+def commands() -> list[str]:
+    documentation = (ast.get_docstring(ast.parse(path.read_text())) for path in (REPO / "benchmarks").glob("*.py"))
+    return sorted(command for text in documentation for command in _COMMAND.findall(text or ""))
+
+
+def test_the_large_benchmarks_have_one() -> None:
+    found = {command.split()[0].removeprefix("benchmarks/") for command in commands()}
+    assert {"lingbot_world.py", "matrix_game.py", "streaming_wan.py", "wan2_2.py", "lora.py", "lance.py"} <= found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", commands())
+def test_it_runs(command: str, tmp_path: Path) -> None:
+    words = [sys.executable, *shlex.split(command), "--out", str(tmp_path)]
+    done = subprocess.run(words, cwd=REPO, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert list(tmp_path.glob("*.json"))
