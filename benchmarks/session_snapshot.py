@@ -4,7 +4,6 @@
     python benchmarks/session_snapshot.py                       # the tiny LingBot World on this machine
     python benchmarks/session_snapshot.py --height 480 --width 832   # the same with more bytes
     python benchmarks/session_snapshot.py --full-size           # the released architecture, random weights (one GPU)
-    python benchmarks/session_snapshot.py --full-size --layers 2 --height 64 --width 96   # try it without a GPU
 
 Saving and restoring go through the real engine (`collective_rpc`). Beside each, in the worker as well, copies of the
 same bytes from and to the same device and folder, without names, header and checks:
@@ -341,7 +340,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as checkpoint, tempfile.TemporaryDirectory(dir=base) as folder:
         model = Path(checkpoint) / "world"
         if args.full_size:
-            write_checkpoint(model, args.layers)
+            write_checkpoint(model, "fast", args.layers)
         else:
             get_family("lingbot_world").make_tiny(model, 0, "original")
         result = asyncio.run(run(model, Path(folder), name, args))
