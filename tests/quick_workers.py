@@ -31,7 +31,7 @@ IMPORTED = (
 _PLUGINS = ("anyio",)
 """Packages among them that bring a plugin of pytest, which it would like to import itself."""
 _STANDARD_STREAMS = (0, 1, 2)
-_until_the_end: list[socket.socket] = []
+_PID_BYTES = 4
 _HERE = Path(__file__).parent
 
 
@@ -70,7 +70,9 @@ def join(arguments: Sequence[str]) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(arguments[0])
         socket.send_fds(connection, [b"1"], _STANDARD_STREAMS)
-        connection.recv(1)  # nothing ever comes
+        pid = int.from_bytes(connection.recv(_PID_BYTES), "little")
+    if pid:  # else the server has ended; a closed connection would not do: python closes those early in its own end
+        select.select([os.pidfd_open(pid)], [], [])
 
 
 def serve(arguments: Sequence[str]) -> None:
@@ -89,12 +91,14 @@ def serve(arguments: Sequence[str]) -> None:
     while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         connection, _ = listener.accept()
         _, streams, *_ = socket.recv_fds(connection, 1, len(_STANDARD_STREAMS))
-        if os.fork() == 0:
+        pid = os.fork()
+        if pid == 0:
             listener.close()
-            _until_the_end.append(connection)
+            connection.close()
             _run(streams)
             return
-        connection.close()
+        with contextlib.suppress(OSError), connection:  # it may have been ended meanwhile
+            connection.sendall(pid.to_bytes(_PID_BYTES, "little"))
         for stream in streams:
             os.close(stream)
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import execnet
 import psutil
@@ -81,6 +82,17 @@ def test_a_process_ends_as_its_program_does() -> None:
             check=True,
         )
     assert (done.stdout, done.stderr) == ("here", "there")
+
+
+def test_what_xdist_started_outlasts_the_forked_process(tmp_path: Path) -> None:
+    """To its very end: python closes its sockets before it tears down the rest, which takes torch a while."""
+    lines = ("import os, sys, time", "class Slow:", "  def __del__(self, sleep=time.sleep): sleep(0.5)")
+    code = "\n".join((*lines, "os.slow = Slow()", "sys.stdout.write(str(os.getpid()))"))
+    with quick_workers.server([]) as address, (tmp_path / "pid").open("w+") as output:
+        join = quick_workers.command("join", address)
+        subprocess.run(join, input=f"{code!r}\n", stdout=output, text=True, timeout=60, check=True)
+        output.seek(0)
+        assert psutil.Process(int(output.read())).status() == psutil.STATUS_ZOMBIE
 
 
 def test_other_ways_to_start_processes_are_left_alone() -> None:
