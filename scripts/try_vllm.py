@@ -288,6 +288,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     command = command or [str(python), "-m", "pytest", *pytest_arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "VIRTUAL_ENV": str(python.parent.parent)}
+    # vLLM keeps its inspection of each model class there, by the model's file and not by its own version.
+    environment.setdefault("VLLM_CACHE_ROOT", str(CACHE / version / "cache"))
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"
     print(f"try_vllm: {' '.join(command)}", flush=True)
     return subprocess.run(command, cwd=REPO, env=environment, check=False).returncode

@@ -17,12 +17,14 @@ from engine_argument_samples import ALONE, BY_VLLM, FOLDED, LATER, UNSEEN
 from engine_argument_samples import TOGETHER as IN_EVERY_VERSION
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.model_executor.models import supports_lora
 from vllm.platforms import current_platform
 
 from vllm_omni import registration
 from vllm_omni.engine_arguments.check import asked_in_config, asked_on_command_line, check_config, refusal_of
 from vllm_omni.engine_arguments.refusals import WORKER_CLS
 from vllm_omni.engine_arguments.table import ARGUMENTS, ROWS, Worker
+from vllm_omni.model_executor.vllm_model import StepPipeline
 
 REPO = Path(__file__).parents[1]
 PIPELINES = (Worker.DIFFUSION, Worker.DIFFUSERS)
@@ -201,6 +203,11 @@ def test_a_start_is_refused_with_one_line(null_world: Path, arguments: dict[str,
     """Through vLLM's own way to a config, before any process starts."""
     with pytest.raises(ValueError, match=f"the diffusion worker cannot honour {line}"):
         configure_engine(null_world, **arguments)
+
+
+def test_vllm_leaves_it_to_the_family_whether_a_model_takes_adapters() -> None:
+    """0.33 refuses `--enable-lora` for a class that is no `SupportsLoRA`, before the family is asked."""
+    assert supports_lora(StepPipeline)
 
 
 def test_adapters_are_refused_for_a_model_that_takes_none(null_world: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.pooler import IdentityPooler
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.models.interfaces import IsAttentionFree, SupportsMultiModal, SupportsPP
+from vllm.model_executor.models.interfaces import IsAttentionFree, SupportsLoRA, SupportsMultiModal, SupportsPP
 from vllm.model_executor.models.interfaces_base import VllmModelForPooling, attn_type
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.sequence import IntermediateTensors
@@ -29,8 +29,12 @@ from vllm_omni.multimodal import NamedTensorsInfo, NamedTensorsProcessor, NoDumm
 
 @attn_type("attention_free")
 @MULTIMODAL_REGISTRY.register_processor(NamedTensorsProcessor, info=NamedTensorsInfo, dummy_inputs=NoDummyInputs)
-class StepPipeline(nn.Module, VllmModelForPooling, IsAttentionFree, SupportsPP, SupportsMultiModal):
-    """Base of every registered pipeline; subclasses implement `SupportsStepExecution` and `load_weights`."""
+class StepPipeline(nn.Module, VllmModelForPooling, IsAttentionFree, SupportsPP, SupportsMultiModal, SupportsLoRA):
+    """Base of every registered pipeline; subclasses implement `SupportsStepExecution` and `load_weights`.
+
+    `SupportsLoRA`, adapters or none: vLLM 0.33 asks for it before a family may answer (`check_adapters`) which of its
+    models take adapters.
+    """
 
     is_pooling_model: ClassVar[Any] = True
     supports_multimodal_raw_input_only: ClassVar[bool] = True
