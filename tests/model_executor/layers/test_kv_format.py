@@ -159,7 +159,7 @@ def test_every_step_holds_the_first_chunk_as_the_last_step_left_it() -> None:
     cache = ChunkCache.noise_matched(windows)
     for step, window in enumerate(windows):
         write(window, range(3), size=10.0 ** (3 - step))
-    cache.commit(range(3))
+    cache.commit(3)
     first = seen(windows[-1], range(3))
     for window in windows:
         assert torch.equal(seen(window, range(3)), first)

@@ -46,6 +46,11 @@ class WindowSet:
         """Raise `RequestFailed` if chunk `frames` can not be served."""
         self.clean.check_fits(frames)
 
+    def commit(self, end_frame: int) -> None:
+        """Make frames up to `end_frame` part of the stream."""
+        for window in self.windows:
+            window.commit(end_frame)
+
     def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
         """Return every tensor that a next chunk of `next_frames` can see, by stable name."""
         return {

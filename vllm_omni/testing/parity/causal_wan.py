@@ -174,7 +174,7 @@ def run_stream_batch(scenario: Scenario) -> None:
     windows += [windows[0].fork() for _ in steps[1:]]
     cache = ChunkCache.noise_matched(windows)
     x = advance(0, x, range(first), range(len(steps)))
-    cache.commit(range(first))
+    cache.commit(first)
     scenario.compare_recorded("first chunk", x.transpose(0, 1)[None], "prepare_x0", _STREAM)
 
     size = latents("noisy01").shape[1]

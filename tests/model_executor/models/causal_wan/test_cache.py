@@ -46,7 +46,7 @@ def run(cache: ChunkCache, plan: ChunkPlan, chunks: int, steps: int) -> list[lis
         for step in range(steps):
             write(cache, step, frames)
             shown[-1].append(seen(cache, step, frames))
-        cache.commit(frames)
+        cache.commit(frames.stop)
     return shown
 
 

@@ -124,8 +124,8 @@ def test_the_frames_behind_a_picture_are_a_chunk_of_their_own(model: CausalWan) 
     model.prepare_encode(request)
     rows = []
     while request.step < request.num_steps:
-        model._begin_step(request)
-        row = model._row(request)
+        model.begin_step(request)
+        (row,) = model.rows(request)
         rows.append((row.timestep, list(row.frames), row.latents.shape[1], len(row.rope[0])))
         step(model, [request])
     tokens = HEIGHT * WIDTH // 256

@@ -76,14 +76,13 @@ class ChunkCache(WindowSet):
         for window, values in zip(self._sink_windows(step), sums, strict=True):
             window.decide(end_frame, values)
 
-    def commit(self, frames: range) -> None:
-        """Make chunk `frames` part of the stream."""
-        first = frames.start == 0
+    def commit(self, end_frame: int) -> None:
+        first = self.committed_frames == 0
         if self.has_sinks_per_step and first:
             for window in self.windows[:-1]:
-                window.take_first_frames(self.clean, frames.stop)
+                window.take_first_frames(self.clean, end_frame)
         for window in self.windows:
-            window.commit(frames.stop, sinks_kept=self.has_sinks_per_step and not first)
+            window.commit(end_frame, sinks_kept=self.has_sinks_per_step and not first)
 
     def _sink_windows(self, step: int) -> list[SinkWindow]:
         windows = [self.windows[min(step, len(self.windows) - 1)]] if self.has_sinks_per_step else self.windows

@@ -39,10 +39,7 @@ from vllm_omni.model_executor.models.causal_wan.stream_setup import StreamSetup
 from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer, ChunkRow
 from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
 from vllm_omni.model_executor.models.causal_wan.weights import adapter_target, load_transformer
-from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.chunk_model import WanChunkModel
-from vllm_omni.model_executor.models.wan.split_decode import whole_frames
-from vllm_omni.model_executor.models.wan.vae import to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import every_second_step
 from vllm_omni.model_executor.streaming.session import StateLayouts
@@ -76,11 +73,6 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
             )
         # on every rank with layers: each needs the noisy latents or their timestep
         self._add_components(setup, encodes=options.video_input and not parallel.is_vae_stage)
-        self.decoder: ChunkDecoder | None = None
-        if self.tiny_vae is not None and options.decoder == "tiny":
-            self.decoder = ChunkDecoder(self.tiny_vae)
-        elif parallel.decodes:
-            self.decoder = ChunkDecoder(self.vae, self.tiny_vae)
         self.video = VideoEncoder(self.vae, options) if self.vae.has_encoder else None
         spare = in_flight.spare_frames(options, self.plan, setup.omni, parallel)
         self.sizes = StreamSizes(
@@ -209,32 +201,24 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
 
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
-        for request in batch:
-            self._begin_step(request)
-        rows = [self._row(request) for request in batch]
-        kv_only = all(request.work.denoise_index(request.step) is None for request in batch)
-        prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
+        prediction = super().denoise_step(batch, hidden)
         for request in batch:
             self._end_step(request)
         return prediction
 
-    @torch.no_grad()
+    def result_meta(self, request: Request) -> dict[str, Any]:
+        scale = request.work.noise_scale
+        return super().result_meta(request) | ({} if scale is None else {"noise_scale": scale})
+
     def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        session, chunk = request.session, request.work
-        meta = self.result_meta(request)
-        if chunk.noise_scale is not None:
-            meta["noise_scale"] = chunk.noise_scale
-        if session.shape.output == "latents":
+        session = request.session
+        decoder = None if session.shape.output == "latents" else self.decoder
+        if decoder is None or not decoder.can_be_tiny(session.decoder_cache):
             _go_with(request, degradations.TINY_VAE)
-            return meta, {"latents": chunk.latents}
-        assert self.decoder is not None, "ranks of the last stage decode: one, or all of them together"
-        before = chunk.decoded_from = session.decoder_cache
-        if not self.decoder.can_be_tiny(before):
-            _go_with(request, degradations.TINY_VAE)
-        tiny = degradations.TINY_VAE in request.degradations
-        pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), before, tiny=tiny)
-        frames = whole_frames(to_uint8(pixels), None if tiny else self.vae.bands)
-        return meta, frames | chunk.latents_beside(session.shape)
+        return super().post_decode(request)
+
+    def decodes_tiny(self, request: Request) -> bool:
+        return degradations.TINY_VAE in request.degradations
 
     def hand_over(self, request: Request) -> dict[str, Any]:
         return {"noise_scale": request.work.noise_scale}
@@ -244,12 +228,11 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         request.work.noise_scale = facts["noise_scale"]
 
     def commit(self, request: Request) -> None:
-        session, chunk = request.session, request.work
+        chunk = request.work
         if self._own_step is not None and chunk.index == 0 and not self.parallel.last_stage:
             # Later chunks see the first one as the last step left it, at every step.
             self.transformer([self._row(request, chunk.schedule.num_steps - 1)], None, kv_only=True)
-        chunk.window.commit(chunk.frames)
-        session.commit(chunk)
+        super().commit(request)
 
     def warmup_inputs(self) -> list[Inputs]:
         """A first and a later chunk of the largest size: a later one decodes more frames."""
@@ -278,7 +261,7 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
     def _rope(self, frames: range, shape: StreamShape) -> tuple[torch.Tensor, torch.Tensor]:
         return self.transformer.rope(frames, self.sizes.latent_shape(shape, len(frames)))
 
-    def _begin_step(self, request: Request) -> None:
+    def begin_step(self, request: Request) -> None:
         """Before a chunk's first forward: the prompt's K/V (collective under tensor parallelism). Where
         sinks are placed: there.
         """
@@ -303,6 +286,9 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
             if self.parallel.size > 1:
                 dist.all_reduce(sums, group=self.parallel.group)
             chunk.window.decide(chunk.frames.stop, sums, step)
+
+    def rows(self, request: Request) -> list[ChunkRow]:
+        return [self._row(request)]
 
     def _row(self, request: Request, step: int | None = None) -> ChunkRow:
         """A chunk's inputs of a forward: at its next step, or at denoise step `step`."""

@@ -17,11 +17,10 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
 from vllm_omni.model_executor.models.causal_wan.state import ChunkInputs, Source, Standing, StreamSession, StreamShape
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
-from vllm_omni.model_executor.streaming.request import DEFAULT_SEED, check_unchanged, read_size
+from vllm_omni.model_executor.streaming.request import DEFAULT_SEED, check_unchanged, read_image, read_size
 from vllm_omni.outputs import RequestFailed
 
 _TENSORS = ("video", "image", "latents")
-_MAX_IMAGE_SIDE = 8192
 
 
 class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -117,16 +116,7 @@ def _read_image(
         )
     if not served.video_input:
         raise RequestFailed("invalid_request", "this server cannot encode a picture (omni.model.video_input)")
-    if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 or image.numel() == 0:
-        raise RequestFailed(
-            "invalid_image", f"image must be uint8 of shape [H, W, 3], got {image.dtype} {list(image.shape)}"
-        )
-    if max(image.shape[:2]) > _MAX_IMAGE_SIDE:
-        raise RequestFailed(
-            "image_too_large",
-            f"image is {image.shape[1]}x{image.shape[0]}; each side may have at most {_MAX_IMAGE_SIDE} pixels",
-        )
-    return image
+    return read_image(image, first_chunk=False)
 
 
 def _read_latents(

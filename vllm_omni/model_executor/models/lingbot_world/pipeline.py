@@ -14,7 +14,6 @@
 Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,18 +29,15 @@ from vllm_omni.model_executor.models.lingbot_world.camera import action_map, cam
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig, resolve_plan
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
-from vllm_omni.model_executor.models.lingbot_world.state import Chunk, ChunkInputs, LingBotSession, World, WorldWindows
+from vllm_omni.model_executor.models.lingbot_world.state import Chunk, ChunkInputs, LingBotSession, World
 from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import adapter_target, load_transformer
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
-from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.chunk_model import WanChunkModel
 from vllm_omni.model_executor.models.wan.image_condition import ConditionState, GreyCondition
 from vllm_omni.model_executor.models.wan.pictures import prepare_image
-from vllm_omni.model_executor.models.wan.split_decode import whole_frames
-from vllm_omni.model_executor.models.wan.vae import to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
-from vllm_omni.model_executor.streaming.session import SessionShape, StateLayouts
+from vllm_omni.model_executor.streaming.session import SessionShape, StateLayouts, Windows
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 
 Request = DiffusionRequest[LingBotSession, Chunk]
@@ -68,10 +64,12 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
             )
         # One frame at a time halves a decode's memory beside its cache; all are faster on a CPU.
         frames_per_call = 1 if self.transformer.device.type == "cuda" else None
-        self._add_components(setup, encodes=setup.parallel.first_stage, frames_per_call=frames_per_call)
-        self.decoder: ChunkDecoder | None = None
-        if setup.parallel.decodes:
-            self.decoder = ChunkDecoder(self.tiny_vae or self.vae, continuation=choices.vae_continuation)
+        self._add_components(
+            setup,
+            encodes=setup.parallel.first_stage,
+            frames_per_call=frames_per_call,
+            continuation=choices.vae_continuation,
+        )
         self.condition: GreyCondition | None = None
         if setup.parallel.first_stage:
             self.condition = GreyCondition(self.vae, choices.later_condition, chunk_frames=self.plan.chunk_frames)
@@ -101,7 +99,7 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
         )
         return LingBotSession(session_id, shape, self.plan, window, layouts, reserved_bytes)
 
-    def make_window(self, shape: SessionShape) -> WorldWindows:
+    def make_window(self, shape: SessionShape) -> Windows:
         """Make the windows that a session's passes write their K/V to."""
         return self.make_kv_window(shape)
 
@@ -164,34 +162,14 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
         request.clean_passes = 1
         request.decode_early = False  # several GiB of camera terms are held until the clean pass is over
 
-    @torch.no_grad()
-    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
-        for request in batch:
-            if request.work.camera is None:
-                self.condition_blocks(request)
-        rows = [row for request in batch for row in self.rows(request)]
-        kv_only = all(request.work.denoise_index(request.step) is None for request in batch)
-        prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
-        return prediction
-
-    @torch.no_grad()
     def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        session, chunk = request.session, request.work
         if request.step == request.num_steps:
-            chunk.camera = None  # several GiB at full size, and no pass comes after this
-        meta = self.result_meta(request)
-        if session.shape.output == "latents":
-            return meta, {"latents": chunk.latents}
-        assert self.decoder is not None, "this rank does not decode"
-        chunk.decoded_from = session.decoder_cache
-        pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
-        return meta, whole_frames(to_uint8(pixels), self.vae.bands) | chunk.latents_beside(session.shape)
+            request.work.camera = None  # several GiB at full size, and no pass comes after this
+        return super().post_decode(request)
 
     def commit(self, request: Request) -> None:
-        session, chunk = request.session, request.work
-        chunk.window.commit(chunk.frames.stop)
-        chunk.camera = None  # a rank that does not decode, or did so early, lets go of it here
-        session.commit(chunk)
+        request.work.camera = None  # a rank that does not decode, or did so early, lets go of it here
+        super().commit(request)
 
     def warmup_inputs(self) -> list[Inputs]:
         """A first and a later chunk of the largest size: a later one decodes more frames."""
@@ -218,9 +196,11 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
             return camera_map(inputs.relative_F44, inputs.intrinsics_F4, *where)
         return action_map(inputs.relative_F44, inputs.intrinsics_F4, inputs.flags_F4, *where)
 
-    def condition_blocks(self, request: Request) -> None:
+    def begin_step(self, request: Request) -> None:
         """Compute every block's inputs from camera and prompt, once per chunk (collective under tensor parallelism)."""
         session, chunk = request.session, request.work
+        if chunk.camera is not None:
+            return
         assert chunk.camera_map is not None
         chunk.cross_kv = session.cross_kv if chunk.text is None else self.prompts.get(chunk.prompt, chunk.text)
         chunk.camera = self.transformer.camera_modulation(chunk.camera_map)

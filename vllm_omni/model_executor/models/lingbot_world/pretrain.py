@@ -75,10 +75,6 @@ class GuidedWindows(WindowSet):
     def __init__(self, cond: KVWindow, uncond: KVWindow) -> None:
         super().__init__({"cond.": cond, "uncond.": uncond})
 
-    def commit(self, end_frame: int) -> None:
-        for window in self.windows:
-            window.commit(end_frame)
-
 
 @dataclass(eq=False, kw_only=True)
 class GuidedChunk(Chunk):
@@ -141,10 +137,11 @@ class LingBotPretrain(LingBotWorld):
             if step is not None:
                 chunk.latents = solver_step(chunk.solver, step, chunk.latents, flow)
 
-    def condition_blocks(self, request: Request) -> None:
-        super().condition_blocks(request)
+    def begin_step(self, request: Request) -> None:
+        super().begin_step(request)
         chunk = _guided_chunk(request)
-        chunk.negative_kv = self.negative.get(NEGATIVE_PROMPT, chunk.negative_text)
+        if chunk.negative_kv is None:
+            chunk.negative_kv = self.negative.get(NEGATIVE_PROMPT, chunk.negative_text)
 
     def rows(self, request: Request) -> list[ChunkRow]:
         chunk = _guided_chunk(request)

@@ -7,7 +7,7 @@ tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import torch
@@ -23,14 +23,6 @@ from vllm_omni.model_executor.streaming.session import (
 )
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
-
-
-class WorldWindows(Windows, Protocol):
-    """A world's K/V: one window, or one for each branch of guidance."""
-
-    def check_fits(self, frames: range) -> None: ...
-
-    def commit(self, end_frame: int) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +53,7 @@ class LingBotScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw
     condition_encoded: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
-class LingBotSession(StreamingSession[SessionShape, WorldWindows, World, ConditionLayout, LingBotScalars]):
+class LingBotSession(StreamingSession[SessionShape, Windows, World, ConditionLayout, LingBotScalars]):
     """A LingBot World session; `layouts.own` is the layout of the condition stream."""
 
     scalars_type: ClassVar[type[LingBotScalars]] = LingBotScalars
@@ -116,7 +108,7 @@ class ChunkInputs:
 
 
 @dataclass(eq=False, kw_only=True)
-class Chunk(StreamingChunk[WorldWindows, World]):
+class Chunk(StreamingChunk[Windows, World]):
     """One chunk in flight; `own` is where camera and condition stand after it.
 
     y: [20, F, h, w], None on stages that embed no patches. camera_map: [384 or 448, F, h, w], dropped once

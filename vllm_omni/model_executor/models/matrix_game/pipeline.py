@@ -15,7 +15,7 @@
 Held by tests/model_executor/models/matrix_game/test_matrix_game_pipeline.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +39,10 @@ from vllm_omni.model_executor.models.matrix_game.state import (
     read_chunk,
 )
 from vllm_omni.model_executor.models.matrix_game.transformer import ChunkRow, MatrixGameTransformer
-from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.chunk_model import WanChunkModel
 from vllm_omni.model_executor.models.wan.chunk_setup import WanChunkSetup
 from vllm_omni.model_executor.models.wan.image_condition import ConditionState, GreyCondition
 from vllm_omni.model_executor.models.wan.pictures import cut_image
-from vllm_omni.model_executor.models.wan.split_decode import whole_frames
-from vllm_omni.model_executor.models.wan.vae import to_uint8
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.request import read_size
@@ -82,9 +79,6 @@ class MatrixGame(WanChunkModel[SessionShape, MatrixGameSession, Chunk, MatrixGam
                 quantization=setup.quantization,
             )
         self._add_components(setup, encodes=setup.parallel.first_stage)
-        self.decoder: ChunkDecoder | None = None
-        if setup.parallel.decodes:
-            self.decoder = ChunkDecoder(self.tiny_vae or self.vae)
         self.condition: GreyCondition | None = None
         if setup.parallel.first_stage:
             self.condition = GreyCondition(self.vae, chunk_frames=self.plan.chunk_frames)
@@ -179,31 +173,6 @@ class MatrixGame(WanChunkModel[SessionShape, MatrixGameSession, Chunk, MatrixGam
         request.num_steps = self.schedule.num_steps + 1
         request.clean_passes = 1
 
-    @torch.no_grad()
-    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
-        for request in batch:
-            if request.work.actions is None:
-                self._begin_chunk(request.work)
-        rows = [self._row(request) for request in batch]
-        kv_only = all(request.work.denoise_index(request.step) is None for request in batch)
-        prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
-        return prediction
-
-    @torch.no_grad()
-    def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        session, chunk = request.session, request.work
-        meta = self.result_meta(request)
-        if session.shape.output == "latents":
-            return meta, {"latents": chunk.latents}
-        assert self.decoder is not None, "this rank does not decode"
-        chunk.decoded_from = session.decoder_cache
-        pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache)
-        return meta, whole_frames(to_uint8(pixels), self.vae.bands) | chunk.latents_beside(session.shape)
-
-    def commit(self, request: Request) -> None:
-        request.work.window.commit(request.work.frames.stop)
-        request.session.commit(request.work)
-
     def warmup_inputs(self) -> list[Inputs]:
         """Chunks of the largest size until the window is full, each kind of forward once; a later one decodes more."""
         image = torch.zeros(self.omni.height, self.omni.width, 3, dtype=torch.uint8)
@@ -229,8 +198,11 @@ class MatrixGame(WanChunkModel[SessionShape, MatrixGameSession, Chunk, MatrixGam
         clip = None if pixels is None else pixels.to(device)
         return rows, *self.condition.next(clip, num_frames, None if before is None else before.condition)
 
-    def _begin_chunk(self, chunk: Chunk) -> None:
-        """Shared by a chunk's forwards: actions on the device, keyboard K/V, those of the image (collective there)."""
+    def begin_step(self, request: Request) -> None:
+        """Once per chunk: actions on the device, keyboard K/V, those of the image (collective there)."""
+        chunk = request.work
+        if chunk.actions is not None:
+            return
         keys, places = self.config.keyboard_dim, chunk.window.tokens_per_frame
         mouse = chunk.windows[..., keys:] if self.config.mouse_dim else None
         chunk.actions = self.transformer.actions(mouse, chunk.frames, places)
@@ -239,11 +211,11 @@ class MatrixGame(WanChunkModel[SessionShape, MatrixGameSession, Chunk, MatrixGam
             assert chunk.text is not None
             chunk.cross_kv = self.transformer.cross_attention_kv(chunk.text)
 
-    def _row(self, request: Request) -> ChunkRow:
+    def rows(self, request: Request) -> list[ChunkRow]:
         chunk = request.work
         assert chunk.cross_kv is not None
         step = chunk.denoise_index(request.step)
-        return ChunkRow(
+        row = ChunkRow(
             latents=chunk.latents,
             condition=chunk.y,
             timestep=0.0 if step is None else self.schedule.timesteps[step],
@@ -253,6 +225,7 @@ class MatrixGame(WanChunkModel[SessionShape, MatrixGameSession, Chunk, MatrixGam
             window=chunk.window,
             **chunk.actions,
         )
+        return [row]
 
 
 class MatrixGamePipeline(CheckpointPipeline[CheckpointLayout], MatrixGame):

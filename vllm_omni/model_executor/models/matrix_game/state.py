@@ -59,10 +59,6 @@ class ActionWindows(WindowSet):
         keys = tuple(window.graph_key(frames) for window in self.windows)
         return None if None in keys else keys
 
-    def commit(self, end_frame: int) -> None:
-        for window in self.windows:
-            window.commit(end_frame)
-
 
 # -- the session -------------------------------------------------------------------------------------------------------
 

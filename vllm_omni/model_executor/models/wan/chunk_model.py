@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """`WanChunkModel`: the parts of a streaming model around its transformer: encoders for its context, VAE, tiny decoder.
 
-A family's `build` calls `_begin`, makes its transformer and calls `_add_components`.
+A family's `build` calls `_begin`, makes its transformer and calls `_add_components`. Of a chunk's life it brings
+`prepare_encode`, and per forward `begin_step` and `rows`.
 Held by the pipeline tests of causal Wan and LingBot World.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypeVar
 
+import torch
+
 from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
+from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.chunk_setup import WanChunkSetup
 from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
-from vllm_omni.model_executor.models.wan.split_decode import RowBands
+from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wanted
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.models.wan.weights import load_pieces
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.model import Chunk, Session, Shape, StreamingModel
@@ -38,6 +44,8 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
     """None on a VAE stage, and of a model that takes no prompts, or no images for cross-attention."""
     vae: StreamingWanVAE
     tiny_vae: TinyVAEDecoder | None
+    decoder: ChunkDecoder | None
+    """None on ranks that do not decode."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
@@ -70,6 +78,46 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
             "storage": self.kv_dtype,
         }
 
+    # -- one chunk -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def begin_step(self, request: DiffusionRequest[Session, Chunk]) -> None:
+        """Make the inputs that a chunk's forwards share, once (collective under tensor parallelism)."""
+
+    @abstractmethod
+    def rows(self, request: DiffusionRequest[Session, Chunk]) -> Sequence[object]:
+        """The rows of a chunk's next forward, as the transformer takes them."""
+
+    def decodes_tiny(self, request: DiffusionRequest[Session, Chunk]) -> bool:
+        """Whether a chunk's frames come from the second, tiny decoder."""
+        return False
+
+    @torch.no_grad()
+    def denoise_step(
+        self, batch: Sequence[DiffusionRequest[Session, Chunk]], hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        for request in batch:
+            self.begin_step(request)
+        rows = [row for request in batch for row in self.rows(request)]
+        kv_only = all(request.work.denoise_index(request.step) is None for request in batch)
+        prediction: torch.Tensor = self.transformer(rows, hidden, kv_only=kv_only)
+        return prediction
+
+    @torch.no_grad()
+    def post_decode(self, request: DiffusionRequest[Session, Chunk]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        session, chunk, meta = request.session, request.work, self.result_meta(request)
+        if session.shape.output == "latents":
+            return meta, {"latents": chunk.latents}
+        assert self.decoder is not None, "ranks of the last stage decode: one, or all of them together"
+        chunk.decoded_from, tiny = session.decoder_cache, self.decodes_tiny(request)
+        pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache, tiny=tiny)
+        frames = whole_frames(to_uint8(pixels), None if tiny else self.vae.bands)
+        return meta, frames | chunk.latents_beside(session.shape)
+
+    def commit(self, request: DiffusionRequest[Session, Chunk]) -> None:
+        request.work.window.commit(request.work.frames.stop)
+        request.session.commit(request.work)
+
     # -- for `build` ---------------------------------------------------------------------------------------------------
 
     def _begin(self, setup: Setup, plan: ChunkPlan) -> None:
@@ -89,8 +137,17 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
         if setup.image_config and not setup.parallel.is_vae_stage:
             self.image_encoder = ImageEncoder(setup.image_config, device=device, dtype=setup.dtype)
 
-    def _add_components(self, setup: Setup, *, encodes: bool, frames_per_call: int | None = None) -> None:
-        """encodes: whether this rank has the VAE's encoder. frames_per_call: see `StreamingWanVAE`."""
+    def _add_components(
+        self,
+        setup: Setup,
+        *,
+        encodes: bool,
+        frames_per_call: int | None = None,
+        continuation: Literal["cache", "restart"] = "cache",
+    ) -> None:
+        """encodes: whether this rank has the VAE's encoder. frames_per_call: see `StreamingWanVAE`. continuation: see
+        `ChunkDecoder`.
+        """
         dtype, decodes = setup.options.vae_torch_dtype(setup.dtype), setup.parallel.decodes
         self.vae = StreamingWanVAE(
             setup.vae_config,
@@ -104,4 +161,9 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
         self._wants_tiny_vae = setup.wants_tiny_vae
         channels = setup.tiny_vae_channels  # read on every rank: each refuses a bad file
         self.tiny_vae = TinyVAEDecoder(channels, dtype=dtype) if decodes and channels is not None else None
+        self.decoder = None
+        if decodes and self.tiny_vae is not None and setup.options.decoder == "tiny":
+            self.decoder = ChunkDecoder(self.tiny_vae)
+        elif decodes:
+            self.decoder = ChunkDecoder(self.vae, self.tiny_vae, continuation=continuation)
         self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
