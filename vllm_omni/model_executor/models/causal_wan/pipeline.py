@@ -222,8 +222,6 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
     def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         session, chunk = request.session, request.work
         meta = self.result_meta(request)
-        if chunk.noise_scale is not None:
-            meta["noise_scale"] = chunk.noise_scale
         if session.shape.output == "latents":
             _go_with(request, degradations.TINY_VAE)
             return meta, {"latents": chunk.latents}
@@ -235,6 +233,13 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
         pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), before, tiny=tiny)
         frames = whole_frames(to_uint8(pixels), None if tiny else self.vae.bands)
         return meta, frames | chunk.latents_beside(session.shape)
+
+    def most_decoded_together(self, request: Request) -> int:
+        return 1 if degradations.TINY_VAE in request.degradations else super().most_decoded_together(request)
+
+    def result_meta(self, request: Request) -> dict[str, Any]:
+        scale = request.work.noise_scale
+        return super().result_meta(request) | ({} if scale is None else {"noise_scale": scale})
 
     def hand_over(self, request: Request) -> dict[str, Any]:
         return {"noise_scale": request.work.noise_scale}

@@ -6,18 +6,23 @@ Held by the pipeline tests of causal Wan and LingBot World.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypeVar
 
+import torch
+
 from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
+from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.chunk_setup import WanChunkSetup
 from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wanted
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.models.wan.weights import load_pieces
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.model import Chunk, Session, Shape, StreamingModel
@@ -38,6 +43,8 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
     """None on a VAE stage, and of a model that takes no prompts, or no images for cross-attention."""
     vae: StreamingWanVAE
     tiny_vae: TinyVAEDecoder | None
+    decoder: ChunkDecoder | None
+    """None on a rank that does not decode."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
@@ -69,6 +76,28 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
             "dtype": self.transformer.dtype,
             "storage": self.kv_dtype,
         }
+
+    # -- several sessions' chunks in one decode ------------------------------------------------------------------------
+
+    def most_decoded_together(self, request: DiffusionRequest[Session, Chunk]) -> int:
+        if self.decoder is None or request.session.shape.output == "latents":
+            return 1
+        return self.decoder.takes_streams(request.session.decoder_cache, request.work.latents)
+
+    @torch.no_grad()
+    def post_decode_together(
+        self, batch: Sequence[DiffusionRequest[Session, Chunk]]
+    ) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+        assert self.decoder is not None
+        before = [request.session.decoder_cache for request in batch]
+        decoded = self.decoder.decode_together([request.work.latents.unsqueeze(0) for request in batch], before)
+        results = []
+        for request, (pixels, state) in zip(batch, decoded, strict=True):
+            chunk = request.work
+            chunk.decoded_from, chunk.decoder_cache = request.session.decoder_cache, state
+            tensors = {"frames": to_uint8(pixels)} | chunk.latents_beside(request.session.shape)
+            results.append((self.result_meta(request), tensors))
+        return results
 
     # -- for `build` ---------------------------------------------------------------------------------------------------
 
