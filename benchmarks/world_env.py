@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> None:
             times = measure(envs, [env.action_space.sample() for env in envs])
             if pair >= args.warm:
                 taken[name].append(times)
+    for env in (*single, together):  # the last one stops the engine
+        env.close()
     pairs = list(zip(taken["one_after_the_other"], taken["together"], strict=True))
     rows = {
         name: {

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worlds as a gymnasium `VectorEnv`: steps, seeds, forks, replays, truncation; with a real engine at the end."""
 
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,11 +131,17 @@ def test_closing_frees_the_sessions(llm: Any) -> None:
 
 @pytest.mark.engine
 def test_an_engine_steps_forks_and_replays(lingbot_world: Path) -> None:
-    """vLLM's own `LLM`, two worlds side by side: a replay is bit for bit the first play."""
+    """vLLM's own `LLM`, two worlds side by side: a replay is bit for bit the first play. Closing it ends the engine."""
+    before = set(multiprocessing.active_children())
     env = WorldVectorEnv.load(lingbot_world, 2, prompt="a village", image=IMAGE, **SIZE)
     frames = [env.reset(seed=1)[0][0][-9:]]
     frames += [env.step(keys(env, held, ""))[0][0] for held in ("w", "wl")]
     env.fork(0, [1])
     episode = env.episodes[1]
     assert episode is not None and np.array_equal(env.replay(1, episode), np.concatenate(frames))
+    engine = set(multiprocessing.active_children()) - before
+    assert engine
     env.close()
+    for process in engine:
+        process.join(20)
+    assert not any(process.is_alive() for process in engine)

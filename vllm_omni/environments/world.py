@@ -91,6 +91,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             )
         self.num_envs = num_envs
         self._llm, self._image, self._reward, self._max_steps = llm, image, reward, max_steps
+        self._own_engine = False
         self._prompts = [prompt] * num_envs if isinstance(prompt, str) else list(prompt)
         if len(self._prompts) != num_envs:
             raise ValueError(f"one prompt, or one of each of {num_envs} environments; got {len(self._prompts)}")
@@ -109,7 +110,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     def load(
         cls, model: str | Path, num_envs: int, *, exact: bool = True, omni: dict[str, Any] | None = None, **env: Any
     ) -> "WorldVectorEnv":
-        """Start vLLM's offline engine on a checkpoint directory and make environments in it.
+        """Start vLLM's offline engine on a checkpoint directory and make environments in it; `close` stops it.
 
         exact: an environment's bits do not depend on the others beside it; False: one forward for all, faster for small
         models (`omni.batch_invariant`). omni: more of `additional_config["omni"]`. env: of the constructor.
@@ -126,7 +127,9 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             max_num_seqs=num_envs,
             additional_config={"omni": {**options, **(omni or {})}},
         )
-        return cls(llm, num_envs, **env)
+        made = cls(llm, num_envs, **env)
+        made._own_engine = True
+        return made
 
     # -- gymnasium -----------------------------------------------------------------------------------------------------
 
@@ -164,9 +167,11 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         return self._frames.copy(), rewards, np.zeros(self.num_envs, bool), truncations, infos
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Free the sessions; the engine stays with its caller."""
+        """Free the sessions; an engine that `load` started stops, another one stays with its caller."""
         ids = [episode.session_id for episode in self.episodes if episode is not None]
         self._close(ids)
+        if self._own_engine:
+            self._llm.llm_engine.engine_core.shutdown()
         self.episodes = [None] * self.num_envs
 
     # -- research ------------------------------------------------------------------------------------------------------

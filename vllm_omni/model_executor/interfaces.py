@@ -201,6 +201,19 @@ class SupportsStepExecution(Protocol[Session, Work]):
 
 
 @runtime_checkable
+class SupportsBatchedDecode(Protocol[Session, Work]):
+    """A model whose decoder takes chunks of several sessions in one call (never with `omni.batch_invariant`)."""
+
+    def most_decoded_together(self, request: DiffusionRequest[Session, Work]) -> int:
+        """How many requests of its `batch_key` may share one decode with it; 1 = it is decoded alone."""
+
+    def post_decode_together(
+        self, batch: Sequence[DiffusionRequest[Session, Work]]
+    ) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+        """`post_decode` of each, equal within float tolerance. After an exception each is decoded alone."""
+
+
+@runtime_checkable
 class SupportsVAEStage(Protocol[Session, Work]):
     """A model whose decoder can live on a pipeline stage of its own (`omni.vae_stage`).
 

@@ -167,6 +167,23 @@ def test_a_picture_from_elsewhere_is_taken_with_a_word(village_page: Page, engin
     assert engine.chunks[0].params.prompt == "the village at dusk"
 
 
+def test_the_panel_holds_a_village_and_two_marks_without_scrolling(village_page: Page) -> None:
+    """In a window of 1280x800: prompts, map, marks whose names are whole, sliders."""
+    page = village_page
+    page.desktop(1280, 800)
+    page.run("document.querySelector('#start').requestSubmit()")
+    page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
+    for number in (1, 2):
+        page.press("b")
+        page.wait_for(f"document.querySelectorAll('.marks li').length === {number}")
+    cut_off = """(selector) => [...document.querySelectorAll(selector)].filter((e) =>
+        e.scrollHeight > e.clientHeight + 1 || e.scrollWidth > e.clientWidth + 1).map((e) => e.textContent)"""
+    assert page.run(f"({cut_off})('.panel')") == []
+    assert page.run(f"({cut_off})('.mark-text b')") == []
+    map_box = "document.querySelector('.path .map').getBoundingClientRect().height"
+    assert page.run(map_box) >= 64
+
+
 def test_the_map_lies_under_the_path(village_page: Page) -> None:
     """The ground of the place where one stands is what is drawn there; distances are metres."""
     page = village_page

@@ -8,17 +8,22 @@ test_decode_before_clean_pass.py and test_overlap.py there.
 """
 
 import contextlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepExecution
+from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsBatchedDecode, SupportsStepExecution
 from vllm_omni.model_executor.lora.store import NoAdapters
 from vllm_omni.model_executor.requests import RequestState, as_failure
 from vllm_omni.model_executor.results import PendingResult
 from vllm_omni.outputs import empty_result, pack, pack_error
 from vllm_omni.worker.diffusion.agreement import RankAgreement
+from vllm_omni.worker.diffusion.batches import group_requests
 from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
+
+logger = logging.getLogger("vllm." + __name__)
 
 _MAX_STEP_BYTES = 20 << 20
 """vLLM's worker-to-engine ring takes 24 MiB per message; beyond it a message takes a path about ten times slower."""
@@ -38,16 +43,34 @@ class ResultStream:
 
     def decode(self, model: SupportsStepExecution, request: DiffusionRequest, started_s: float) -> PendingResult:
         """Launch `post_decode` and the copy of its tensors to the host; call it before the session moves on."""
+        return self._launch([request], [started_s], lambda: [model.post_decode(request)])[0]
+
+    def decode_together(
+        self, model: SupportsBatchedDecode, requests: Sequence[DiffusionRequest], started_s: Sequence[float]
+    ) -> list[PendingResult]:
+        """The same for requests that share one decode."""
+        return self._launch(requests, started_s, lambda: model.post_decode_together(requests))
+
+    def _launch(
+        self,
+        requests: Sequence[DiffusionRequest],
+        started_s: Sequence[float],
+        decode: Callable[[], Sequence[tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]]],
+    ) -> list[PendingResult]:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-            with request.timer.stage("decode"):
-                meta, tensors = model.post_decode(request)
-            host = {name: _to_host(tensor) for name, tensor in tensors.items()}
+            with contextlib.ExitStack() as timed:
+                for request in requests:
+                    timed.enter_context(request.timer.stage("decode"))
+                results = decode()
+            metas = [meta for meta, _ in results]
+            hosts = [{name: _to_host(tensor) for name, tensor in tensors.items()} for _, tensors in results]
             done = torch.cuda.Event() if self._cuda else None
             if done is not None:
                 done.record()
-        return PendingResult(request, meta, host, done, started_s)
+        of_each = zip(requests, metas, hosts, started_s, strict=True)
+        return [PendingResult(request, meta, host, done, since_s) for request, meta, host, since_s in of_each]
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,12 +120,43 @@ class ChunkEnd:
 
         On the steps' own CUDA stream the device then decodes first, and takes the clean pass while the host delivers.
         """
-        for state in states:
-            request = state.chunk
-            assert request is not None
-            first_clean = request.clean_passes and request.step == request.num_steps - request.clean_passes
-            if first_clean and request.decode_early and self._decodes and self._in_flight.is_next(request):
+        early = [state for state in states if self._decodes and self._is_decoded_early(state)]
+        self.decode_together(early)
+        for state in early:
+            if state.pending is None:
                 self._decode(state)
+
+    def _is_decoded_early(self, state: RequestState) -> bool:
+        request = state.chunk
+        assert request is not None
+        first_clean = request.clean_passes and request.step == request.num_steps - request.clean_passes
+        return bool(first_clean) and request.decode_early and self._in_flight.is_next(request)
+
+    def decode_together(self, states: Sequence[RequestState]) -> None:
+        """Launch the decodes that chunks of one forward can share; `finish` decodes the others, each alone.
+
+        After an exception too, which then costs only the request that causes it.
+        """
+        model = self._model
+        if not self._decodes or len(states) < 2 or not isinstance(model, SupportsBatchedDecode):
+            return
+        by_id, most = {}, len(states)
+        for state in states:
+            if state.chunk is not None and state.failure is None and state.pending is None:
+                limit = model.most_decoded_together(state.chunk)
+                if limit > 1:
+                    by_id[state.request_id], most = state, min(most, limit)
+        for group in group_requests(self._model, [state.chunk for state in by_id.values() if state.chunk], most):
+            members = [by_id[request.request_id] for request in group]
+            if len(group) == 1:
+                continue
+            try:
+                pending = self._results.decode_together(model, group, [state.started_s for state in members])
+            except Exception:
+                logger.warning("a decode of %d chunks failed; each is decoded alone", len(group), exc_info=True)
+                continue
+            for state, result in zip(members, pending, strict=True):
+                state.pending = result
 
     def finish(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
         """Check, decode, commit: the only place where a chunk becomes part of its session (on the last stage)."""

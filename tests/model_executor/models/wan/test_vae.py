@@ -215,6 +215,21 @@ def test_real_decoder_cache_is_1801_mib():
     assert round(cache_nbytes(VAEConfig(), "decoder", 480, 832, torch.bfloat16) / 2**20) == 1801
 
 
+def test_streams_that_are_decoded_together_equal_each_alone(vae, golden):
+    """Within float tolerance, pixels and caches; each keeps memory of its own, whatever becomes of the others."""
+    latents = [golden["latents"].roll(shift, dims=4) for shift in range(3)]
+    caches = [vae.decode(of_one[:, :, :1], None)[1] for of_one in latents]
+    assert vae.takes_streams
+    pixels, joined = vae.decode(torch.cat([of_one[:, :, 1:4] for of_one in latents]), VAECache.joined(caches))
+    for index, own in enumerate(joined.of_streams()):
+        alone, cache = vae.decode(latents[index][:, :, 1:4], caches[index])
+        assert (pixels[index] - alone[0]).abs().max() <= TOLERANCE
+        assert all(
+            torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(own.features, cache.features, strict=True)
+        )
+        assert sum(feature.untyped_storage().nbytes() for feature in own.features) == own.nbytes == cache.nbytes
+
+
 def test_cache_round_trips_through_named_tensors(vae, golden):
     """`tensors()` names every tensor of a cache; a cache rebuilt from them continues the stream identically."""
     _, cache = vae.decode(golden["latents"][:, :, :3], None)

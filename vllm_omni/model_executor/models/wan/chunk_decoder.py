@@ -16,6 +16,7 @@ tests/model_executor/models/lingbot_world/test_lingbot_alternatives.py.
 
 # C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,8 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
 
 RESTART_LATENTS = 2
+_JOINED_CELLS = 4096
+"""Latent cells of a frame of all streams that are decoded together: above it arithmetic takes the time, not calls."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +147,26 @@ class ChunkDecoder:
         if self._restarts and not tiny:
             cache = None
         return pixels, DecoderState(cache, self._newest(newest, latents_1CFhw), tiny)
+
+    def takes_streams(self, before: DecoderState | None, latents_CFhw: torch.Tensor) -> int:
+        """How many chunks like this one behind `before` are decoded together at most (`decode_together`); 1 = alone."""
+        if before is None or before.cache is None or before.tiny or not isinstance(self.main, StreamingWanVAE):
+            return 1
+        cells = latents_CFhw.shape[2] * latents_CFhw.shape[3]
+        return max(1, _JOINED_CELLS // cells) if self.main.takes_streams else 1
+
+    def decode_together(
+        self, latents_1CFhw: Sequence[torch.Tensor], before: Sequence[DecoderState]
+    ) -> list[tuple[torch.Tensor, DecoderState]]:
+        """`decode` by `main` for each of several streams (`takes_streams`), equal within float tolerance."""
+        cache = VAECache.joined([state.cache for state in before if state.cache is not None])
+        pixels_B3THW, cache = self.main.decode(torch.cat(list(latents_1CFhw)), cache)
+        return [
+            (pixels, DecoderState(own, self._newest(state.newest, latents)))
+            for pixels, own, state, latents in zip(
+                pixels_B3THW.split(1), cache.of_streams(), before, latents_1CFhw, strict=True
+            )
+        ]
 
     def _newest(self, before_1CFhw: torch.Tensor | None, latents_1CFhw: torch.Tensor) -> torch.Tensor | None:
         if self._num_kept == 0:

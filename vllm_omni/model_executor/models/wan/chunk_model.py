@@ -45,7 +45,7 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
     vae: StreamingWanVAE
     tiny_vae: TinyVAEDecoder | None
     decoder: ChunkDecoder | None
-    """None on ranks that do not decode."""
+    """None on a rank that does not decode."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
@@ -117,6 +117,28 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
     def commit(self, request: DiffusionRequest[Session, Chunk]) -> None:
         request.work.window.commit(request.work.frames.stop)
         request.session.commit(request.work)
+
+    # -- several sessions' chunks in one decode ------------------------------------------------------------------------
+
+    def most_decoded_together(self, request: DiffusionRequest[Session, Chunk]) -> int:
+        if self.decoder is None or self.decodes_tiny(request) or request.session.shape.output == "latents":
+            return 1
+        return self.decoder.takes_streams(request.session.decoder_cache, request.work.latents)
+
+    @torch.no_grad()
+    def post_decode_together(
+        self, batch: Sequence[DiffusionRequest[Session, Chunk]]
+    ) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+        assert self.decoder is not None
+        before = [request.session.decoder_cache for request in batch]
+        decoded = self.decoder.decode_together([request.work.latents.unsqueeze(0) for request in batch], before)
+        results = []
+        for request, (pixels, state) in zip(batch, decoded, strict=True):
+            chunk = request.work
+            chunk.decoded_from, chunk.decoder_cache = request.session.decoder_cache, state
+            tensors = {"frames": to_uint8(pixels)} | chunk.latents_beside(request.session.shape)
+            results.append((self.result_meta(request), tensors))
+        return results
 
     # -- for `build` ---------------------------------------------------------------------------------------------------
 

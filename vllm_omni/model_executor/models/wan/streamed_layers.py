@@ -14,22 +14,22 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResample
 from torch import nn
 
-# C channels, T frames, H rows, W columns
+# B streams, C channels, T frames, H rows, W columns
 
 
 def cached_convolution(
-    convolution: WanCausalConv3d, x_1CTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
+    convolution: WanCausalConv3d, x_BCTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
 ) -> torch.Tensor:
     """Convolve frames behind those of the cache, and keep the newest of both (as many as there were) for the next."""
     index = feat_idx[0]
     past = feat_cache[index]
-    feat_cache[index] = torch.cat((past, x_1CTHW), dim=2)[:, :, -past.shape[2] :].clone()
+    feat_cache[index] = torch.cat((past, x_BCTHW), dim=2)[:, :, -past.shape[2] :].clone()
     feat_idx[0] += 1
-    return convolution(x_1CTHW, past)
+    return convolution(x_BCTHW, past)
 
 
 class StreamedUpsample(WanResample):
-    """Upsampling of one stream in space, and in time if the mode says so. Takes over the layers of `whole`.
+    """Upsampling of streams in space, and in time if the mode says so. Takes over the layers of `whole`.
 
     Its result lies channels-last, also in a dimension of one frame, if convolutions give that (on CUDA). Of diffusers'
     own, torch would conclude otherwise and turn round all that the next convolution remembers.
@@ -43,16 +43,19 @@ class StreamedUpsample(WanResample):
             self.time_conv = whole.time_conv
 
     def forward(
-        self, x_1CTHW: torch.Tensor, feat_cache: list[Any] | None = None, feat_idx: list[int] | None = None
+        self, x_BCTHW: torch.Tensor, feat_cache: list[Any] | None = None, feat_idx: list[int] | None = None
     ) -> torch.Tensor:
-        """[1, C, T, H, W] -> [1, C / 2, T or 2 T, 2 H, 2 W]; a stream's first latent is not upsampled in time."""
-        frames = x_1CTHW[0].transpose(0, 1)
+        """[B, C, T, H, W] -> [B, C / 2, T or 2 T, 2 H, 2 W]; a stream's first latent is not upsampled in time."""
+        frames = x_BCTHW.transpose(1, 2).flatten(0, 1)
         if self.mode == "upsample3d":
             if feat_cache is None or feat_idx is None or not isinstance(feat_cache[feat_idx[0]], torch.Tensor):
-                return super().forward(x_1CTHW, feat_cache, feat_idx)
-            pairs_2CTHW = cached_convolution(self.time_conv, x_1CTHW, feat_cache, feat_idx)[0].unflatten(0, (2, -1))
-            frames = pairs_2CTHW.permute(2, 0, 1, 3, 4).flatten(0, 1)
-        return self.resample(frames).unsqueeze(0).transpose(1, 2)
+                return super().forward(x_BCTHW, feat_cache, feat_idx)
+            pairs_B2CTHW = cached_convolution(self.time_conv, x_BCTHW, feat_cache, feat_idx).unflatten(1, (2, -1))
+            frames = pairs_B2CTHW.permute(0, 3, 1, 2, 4, 5).flatten(0, 2)
+        out = self.resample(frames)
+        streams = len(x_BCTHW)
+        # Not `unflatten` for one stream: of one frame it leaves strides that torch no longer takes for channels-last.
+        return (out.unsqueeze(0) if streams == 1 else out.unflatten(0, (streams, -1))).transpose(1, 2)
 
 
 def stream_upsamplers(decoder: nn.Module) -> None:

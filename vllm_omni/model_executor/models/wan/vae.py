@@ -9,7 +9,7 @@ One latent frame stands for 4 pixel frames, the first of a stream for 1. Latents
 stream cut anywhere equals one call over the whole clip bit for bit. A call holds one cache beside the one it was given:
 the features of a latent frame replace those of the one before, convolution by convolution.
 
-Shape letters: C channels, T frames, H height, W width (pixels of `VAEConfig.spatial_factor` x latent cells).
+Shape letters: B streams, C channels, T frames, H height, W width (pixels of `VAEConfig.spatial_factor` x latent cells).
 Held by tests/model_executor/models/wan/test_vae.py.
 """
 
@@ -17,7 +17,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -95,6 +95,16 @@ class VAECache:
         """Return the cache on `device`; the same tensors if they are there already."""
         return VAECache(tuple(feature.to(device) for feature in self.features))
 
+    @classmethod
+    def joined(cls, caches: Sequence["VAECache"]) -> "VAECache":
+        """Return the cache of streams of one size that are decoded together, in new memory."""
+        return cls(tuple(torch.cat(features) for features in zip(*(each.features for each in caches), strict=True)))
+
+    def of_streams(self) -> list["VAECache"]:
+        """Return each stream's own part of a joined cache, in memory of its own."""
+        parts = zip(*(feature.split(1) for feature in self.features), strict=True)
+        return [VAECache(tuple(part.clone() for part in of_one)) for of_one in parts]
+
     def equal(self, other: "VAECache") -> bool:
         """Whether both hold the same bits (one host sync per differing or last tensor)."""
         return all(torch.equal(a, b) for a, b in zip(self.features, other.features, strict=True))
@@ -129,6 +139,7 @@ class StreamingWanVAE(nn.Module):
         self.config = config
         self.bands = bands
         self.dtype = dtype
+        self._compiled = compiled
         common: dict[str, Any] = {"dim_mult": list(config.dim_mult), "num_res_blocks": config.num_res_blocks}
         if encoder:
             self.encoder = WanEncoder3d(
@@ -170,6 +181,11 @@ class StreamingWanVAE(nn.Module):
     def has_decoder(self) -> bool:
         return hasattr(self, "decoder")
 
+    @property
+    def takes_streams(self) -> bool:
+        """Whether a decode of several streams at once is faster than one after the other: eager, on a CPU."""
+        return self.has_decoder and self.bands is None and not self._compiled and self.latents_mean.device.type == "cpu"
+
     @torch.no_grad()
     def encode(self, pixels_1CTHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
         """Encode the next frames of a stream; `cache` None starts one.
@@ -200,22 +216,23 @@ class StreamingWanVAE(nn.Module):
         return (torch.cat(latents, dim=2) - self.latents_mean) / self.latents_std, VAECache(tuple(features))
 
     @torch.no_grad()
-    def decode(self, latents_1CTHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
+    def decode(self, latents_BCTHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
         """Decode the next latents of a stream; `cache` None starts one.
 
-        latents_1CTHW: [1, 16, n, h, w], normalised, any float dtype, n >= 1. Returns pixels [1, 3, T, 8h, 8w] in
-        [-1, 1] in the VAE's dtype, T = 4n (4n - 3 at a start), and the next cache; both of this rank's rows only if it
-        decodes in bands.
+        latents_BCTHW: [B, 16, n, h, w], normalised, any float dtype, n >= 1; B > 1 streams are decoded together if
+        `takes_streams`, and none of them starts (`VAECache.joined`). Returns pixels [B, 3, T, 8h, 8w] in [-1, 1] in the
+        VAE's dtype, T = 4n (4n - 3 at a start), and the next cache; both of this rank's rows only if it decodes in
+        bands.
         """
         factor = self.config.spatial_factor
         if self.bands is not None:
-            latents_1CTHW = self.bands.take(latents_1CTHW)
-        shapes = _cache_shapes(self.config, "decoder", latents_1CTHW.shape[3] * factor, latents_1CTHW.shape[4] * factor)
+            latents_BCTHW = self.bands.take(latents_BCTHW)
+        shapes = _cache_shapes(self.config, "decoder", latents_BCTHW.shape[3] * factor, latents_BCTHW.shape[4] * factor)
         assert self._decode_latent is not None, "this VAE was built without a decoder"
         features = None if cache is None else list(cache.features)
-        latents_1CTHW = (latents_1CTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
+        latents_BCTHW = (latents_BCTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
         pixels = []
-        for piece in latents_1CTHW.split(1, dim=2):
+        for piece in latents_BCTHW.split(1, dim=2):
             network = self.decoder if features is None else self._decode_latent
             frames, features = _step(network, self.post_quant_conv(piece), features, shapes)
             pixels.append(frames)

@@ -173,9 +173,10 @@ class EndsSteps(WithLayers):
         return result
 
     def _after_forward(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
-        for state in states:
-            if state.done and state.failure is None:
-                self.chunk_end.finish(state, outputs)
+        ended = [state for state in states if state.done and state.failure is None]
+        self.chunk_end.decode_together(ended)
+        for state in ended:
+            self.chunk_end.finish(state, outputs)
         if self.channel is not None:
             requests = [state.chunk for state in states if state.chunk is not None]
             fine = [state.failure is None for state in states]

@@ -67,8 +67,9 @@ export class Minimap {
     const ratio = devicePixelRatio || 1;
     const [width, height] = [this.#canvas.clientWidth, this.#canvas.clientHeight];
     if (width === 0) return;
-    if (this.#canvas.width !== Math.round(width * ratio)) {
-      [this.#canvas.width, this.#canvas.height] = [Math.round(width * ratio), Math.round(height * ratio)];
+    const size = [Math.round(width * ratio), Math.round(height * ratio)];
+    if (this.#canvas.width !== size[0] || this.#canvas.height !== size[1]) {
+      [this.#canvas.width, this.#canvas.height] = size;
     }
     const context = this.#canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
