@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.unreachable_weights import offloaded_out_of_reach
 from helpers.wan22_driver import load_model, make_video
 from torch import nn
 from vllm.model_executor.offloader import set_offloader
@@ -64,6 +65,12 @@ def test_two_experts_in_host_memory_make_the_same_bits(t2v: Path, share: float) 
     assert 0.5 * share * total < offloader.host_bytes
     for prompt, latents in zip(("a", "b"), expected, strict=True):
         assert torch.equal(make_video(model, prompt=prompt, seed=3, output="latents")[1]["latents"], latents)
+
+
+def test_no_layer_of_wan_is_used_without_its_fetch(t2v: Path) -> None:
+    expected = make_video(load_model(t2v), output="latents")[1]["latents"]
+    model = offloaded_out_of_reach(lambda: load_model(t2v))
+    assert torch.equal(make_video(model, output="latents")[1]["latents"], expected)
 
 
 def test_layers_in_any_order_use_their_own_weights() -> None:
