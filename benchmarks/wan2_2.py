@@ -4,6 +4,8 @@
     python benchmarks/wan2_2.py                                  # TI2V 5B, one GPU, 81 frames of 480x832, 10 steps
     python benchmarks/wan2_2.py --size t2v-a14b --steps 6
     python benchmarks/wan2_2.py --size t2v-a14b --steps 6 --tensor-parallel 2 --model-options '{"cfg_parallel": true}'
+    timeout 300 python benchmarks/wan2_2.py --size t2v-a14b --steps 6 --cpu-offload-gb 28 \
+        --model-options '{"text_encoder_device": "cpu"}'         # half of the experts in host memory
     python benchmarks/wan2_2.py --tiny --size t2v-a14b           # try it without a GPU
 
 Random weights at real shapes take the time of real ones. A step is both branches of guidance. A14B changes its expert
@@ -179,6 +181,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         tensor_parallel_size=args.tensor_parallel,
         pipeline_parallel_size=args.pipeline_parallel,
         gpu_memory_utilization=args.gpu_memory_utilization,
+        cpu_offload_gb=args.cpu_offload_gb,
     ) as engine:
         load_s = time.perf_counter() - loading
         records = [await request(number) for number in range(args.requests)]
@@ -200,6 +203,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "model_options": options,
         "omni_options": json.loads(args.omni_options),
         "eager": args.eager,
+        "cpu_offload_gb": args.cpu_offload_gb,
         "load_and_warm_up_s": round(load_s, 1),
         "seconds_per_step": {name: round(value, 4) for name, value in medians.items()},
         "seconds_per_step_all": {name: [round(value, 4) for value in values] for name, values in by_expert.items()},
@@ -233,6 +237,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--image", action="store_true", help="TI2V: start from a picture (I2V always does)")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--cpu-offload-gb", type=float, default=0.0, help="of the experts' weights, in host memory")
     add_serving_arguments(parser)
     parser.add_argument("--name", help="name of the result file (default: wan2_2_SIZE)")
     add_output_arguments(parser)

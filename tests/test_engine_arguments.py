@@ -21,8 +21,9 @@ from vllm.model_executor.models import supports_lora
 from vllm.platforms import current_platform
 
 from vllm_omni import registration
+from vllm_omni.config import OmniConfig
 from vllm_omni.engine_arguments.check import asked_in_config, asked_on_command_line, check_config, refusal_of
-from vllm_omni.engine_arguments.refusals import WORKER_CLS
+from vllm_omni.engine_arguments.refusals import WORKER_CLS, check_offload
 from vllm_omni.engine_arguments.table import ARGUMENTS, ROWS, Worker
 from vllm_omni.model_executor.vllm_model import StepPipeline
 
@@ -194,7 +195,7 @@ def test_a_meaningless_argument_costs_a_warning(
             "--fully-sharded-loras: every rank holds whole first factors",
         ),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2: sessions keep keys and values as --dtype says or"),
-        ({"cpu_offload_gb": 2}, "--cpu-offload-gb 2.*: split the weights over GPUs"),
+        ({"offload_group_size": 2}, "--offload-group-size 2: --cpu-offload-gb fetches weights ahead of their use"),
         ({"attention_backend": "FLEX_ATTENTION"}, "--attention-backend FLEX_ATTENTION: attention is torch's"),
         ({"enable_prefix_caching": True}, "--enable-prefix-caching: always off"),
     ],
@@ -274,3 +275,17 @@ def script() -> ModuleType:
 def test_the_page_is_what_the_table_says(script: ModuleType) -> None:
     """After a change of the table: `python scripts/engine_arguments.py`."""
     assert script.PAGE.read_text() == script.render()
+
+
+@pytest.mark.parametrize(
+    ("omni", "line"),
+    [
+        ({"pipeline_partition": "measured"}, "layers in host memory cannot move"),
+        ({"model": {"cuda_graphs": True}}, "CUDA graphs cannot fetch weights"),
+    ],
+)
+def test_layers_in_host_memory_stay_where_they_are(omni: dict[str, Any], line: str) -> None:
+    parsed = OmniConfig.from_additional_config({"omni": omni})
+    check_offload(0.0, parsed)
+    with pytest.raises(ValueError, match=f"--cpu-offload-gb: {line}"):
+        check_offload(1.0, parsed)

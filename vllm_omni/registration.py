@@ -29,6 +29,7 @@ from vllm_omni.engine_arguments.refusals import (
     check_backend,
     check_chunks_ahead,
     check_kv_cache_dtype,
+    check_offload,
     check_quantization,
     check_stages_scheduler,
 )
@@ -111,6 +112,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
             logger.warning("omni.width, omni.height: %s", warning)
         resolve_quantization(vllm_config.model_config, omni, cpu=current_platform.is_cpu())
         check_adapters(vllm_config.lora_config is not None, omni, taken=family.takes_adapters)
+        check_offload(vllm_config.offload_config.uva.cpu_offload_gb, omni)
         omni.check_stages(parallel.pipeline_parallel_size)
         omni.check_ranks(parallel.tensor_parallel_size)
         if family.check_parallel is not None:

@@ -159,6 +159,10 @@ AT_START: dict[str, list[Case]] = {
 """Part of a sentence or table row -> what cannot be configured if it is true."""
 
 HELD_BY = {
+    # wan2_2.md
+    "It is refused with `omni.model.cuda_graphs`": (
+        "tests/test_engine_arguments.py::test_layers_in_host_memory_stay_where_they_are"
+    ),
     # quantization.md
     "Where vLLM has no kernel for a format": (
         "tests/model_executor/test_checkpoint_quantization.py::"
@@ -167,7 +171,7 @@ HELD_BY = {
     "These are refused with one line: a method that is not in the table": (
         "tests/model_executor/test_quantized_weights.py::test_missing_scales_are_refused_with_three_examples"
     ),
-    "one that would be ignored, such as `--cpu-offload-gb`": (
+    "one that would be ignored, such as `--offload-group-size`": (
         "tests/test_engine_arguments.py::test_a_start_is_refused_with_one_line"
     ),
     "beside it keeps more (alone it is refused)": (

@@ -137,6 +137,19 @@ def check_adapters(enabled: bool, omni: OmniConfig, *, taken: bool) -> None:
         )
 
 
+def check_offload(gibibytes: float, omni: OmniConfig) -> None:
+    """vLLM's `--cpu-offload-gb`."""
+    if gibibytes > 0 and omni.pipeline_partition == "measured":
+        raise ValueError(
+            "--cpu-offload-gb: layers in host memory cannot move, as omni.pipeline_partition 'measured' asks; "
+            "write the layers of each stage instead"
+        )
+    if gibibytes > 0 and omni.model.get("cuda_graphs"):
+        raise ValueError(
+            "--cpu-offload-gb: CUDA graphs cannot fetch weights; drop it or set omni.model.cuda_graphs to false"
+        )
+
+
 def check_stages_scheduler(stages: int, *, by_step: bool) -> None:
     """stages: `--pipeline-parallel-size`. by_step: whether the scheduler runs one denoise step per engine step."""
     if stages > 1 and not by_step:

@@ -90,7 +90,7 @@ _ONE_PROCESS = meaningless("there is one process on one device")
 _EMPTY_POOL = meaningless("a pipeline keeps nothing between requests: no cache is sized")
 _WITHOUT_WORKER = refused("the pipeline runs without a worker: drop it")
 _ONE_DEVICE = refused("it runs one process on one device: drop it, or add engines with --data-parallel-size")
-_LESS_MEMORY = refused("split the weights over GPUs with --tensor-parallel-size or --pipeline-parallel-size")
+_ONE_OFFLOADER = refused("--cpu-offload-gb fetches weights ahead of their use, evenly over all blocks: use it alone")
 _PIPELINE_OFFLOAD = refused("use omni.model.offload")
 _OWN_COMPILE = refused("use omni.model.compile and omni.model.cuda_graphs, or --enforce-eager")
 _NEVER_COMPILED = refused("a pipeline is not compiled: drop it")
@@ -200,7 +200,17 @@ ROWS = (
         _NO_BLOCKS,
     ),
     Row("kv_sharing_fast_prefill", _NO_PROMPT_TOKENS, ar=honoured(_BY_REQUEST)),
-    Row("cpu_offload_gb cpu_offload_params offload_backend offload_group_size", _LESS_MEMORY, _PIPELINE_OFFLOAD),
+    Row(
+        "cpu_offload_gb",
+        honoured("so much of the blocks' weights lies in pinned host memory, and is fetched ahead of its use"),
+        _PIPELINE_OFFLOAD,
+    ),
+    Row("cpu_offload_params offload_group_size", _ONE_OFFLOADER, _PIPELINE_OFFLOAD),
+    Row(
+        "offload_backend",
+        refused("--cpu-offload-gb fetches weights ahead of their use, evenly over all blocks: drop it", "auto"),
+        _PIPELINE_OFFLOAD,
+    ),
     Row(
         "offload_num_in_group offload_prefetch_step offload_params",
         meaningless("belongs to --offload-group-size, which is refused"),

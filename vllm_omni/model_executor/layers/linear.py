@@ -308,16 +308,18 @@ class RowLinear(RowParallelLinear, ShardedModule):
         self.update_param_tp_status()
         _await_bias(self)
 
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        if self.tp_size == 1:
-            return self.own_part(input_)
-        summed = self.parallel.all_reduce(self.own_part(input_))
+    def forward(self, input_: torch.Tensor, alone: bool = False) -> torch.Tensor:
+        """alone: see `own_part`."""
+        part = super().forward(input_)
+        assert isinstance(part, torch.Tensor)
+        if alone or self.tp_size == 1:
+            return part
+        summed = self.parallel.all_reduce(part)
         return summed if self.bias is None else summed + self.bias
 
     def own_part(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's summand, without the bias if there are others."""
-        part = super().forward(x)
-        assert isinstance(part, torch.Tensor)
+        """This rank's summand, without the bias if there are others. A call of the module: its hooks fetch weights."""
+        part: torch.Tensor = self(x, alone=True)
         return part
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:

@@ -19,6 +19,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.offloader import set_offloader
 from vllm.sequence import IntermediateTensors
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
@@ -29,6 +30,7 @@ from vllm_omni.model_executor.interfaces import (
     SupportsStepExecution,
 )
 from vllm_omni.model_executor.layers.linear import check_quantization, check_reloadable, quantized_layers
+from vllm_omni.model_executor.layers.offload import offloader_for
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.lora.store import AdapterStore, NoAdapters
 from vllm_omni.model_executor.lora.target import SupportsAdapters
@@ -71,12 +73,17 @@ class DiffusionGPUModelRunner(RunnerSurface):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         if load_dummy_weights:
             self.load_config.load_format = "dummy"
+        self.offloader = offloader_for(self.vllm_config, self.device)
+        set_offloader(self.offloader)  # also None: another engine of this process may have had one
         loader = get_model_loader(self.load_config)
         self.network = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
         if self.vllm_config.quant_config is not None and not self.place.is_vae_stage:
             check_quantization(self.network, self.model_config.quantization)
         self.adapters = adapter_store(self.network, self.vllm_config, self.device)
         weights = sum(p.numel() * p.element_size() for p in self.network.parameters())
+        if self.offloader is not None and not self.place.is_vae_stage:
+            self.offloader.post_init()
+            weights += self.offloader.slot_bytes - self.offloader.host_bytes
         self.model_memory_usage = weights + self.adapters.nbytes
         self.model = in_steps(self.network)
         self.parts = RankParts.of(
@@ -108,6 +115,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 get_model_loader(self.load_config).load_weights(self.network, self.model_config)
             finally:  # also gives layers that got nothing their old weights back
                 finalize_layerwise_reload(quantized, self.model_config)
+                if self.offloader is not None and not self.place.is_vae_stage:
+                    self.offloader.post_init()
 
     def get_model(self) -> SupportsStepExecution:
         return self.model

@@ -18,6 +18,7 @@ from causal_wan_driver import (
     step,
     stream,
 )
+from helpers.unreachable_weights import offloaded_out_of_reach
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState, SupportsStepExecution
@@ -51,6 +52,20 @@ def model(causal_wan: Path) -> CausalWan:
 @pytest.fixture(scope="module", params=KINDS)
 def any_model(request: pytest.FixtureRequest, causal_wan: Path) -> CausalWan:
     return load_model(causal_wan, **KINDS[request.param])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_layer_is_used_without_its_fetch_from_host_memory(causal_wan: Path, kind: str) -> None:
+    models = [
+        load_model(causal_wan, **KINDS[kind]),
+        offloaded_out_of_reach(lambda: load_model(causal_wan, **KINDS[kind])),
+    ]
+    results = []
+    for model in models:
+        session = open_session(model, output="latents")
+        _, made = run_chunk(model, session, prompt="a field", output="latents")
+        results.append(made["latents"])
+    assert torch.equal(*results)
 
 
 def snapshot(session: SessionState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

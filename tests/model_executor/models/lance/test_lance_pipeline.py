@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lance step by step in this process: every task, mixed batches, retries, answers in pieces."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.unreachable_weights import offloaded_out_of_reach
 from lance_driver import REQUESTS, clip, finish, load_lance, make_request, picture, prepare, request_of, run, step
 
 from vllm_omni.model_executor.models.lance.config import TASKS
@@ -44,6 +46,12 @@ def test_every_task_gives_its_kind_of_result(lance: Lance) -> None:
         "x2t_image": ("token_ids", (9,)),
         "x2t_video": ("token_ids", (9,)),
     }
+
+
+def test_no_layer_is_used_without_its_fetch_from_host_memory(lance: Lance, tmp_path: Path) -> None:
+    make_tiny(tmp_path / "lance", 0, "video")
+    offloaded = offloaded_out_of_reach(lambda: load_lance(tmp_path / "lance", **SMALL))
+    assert torch.equal(latents_of(offloaded, "i2v"), latents_of(lance, "i2v"))
 
 
 def test_a_mixed_batch_equals_solo_runs(lance: Lance) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.unreachable_weights import offloaded_out_of_reach
 from lingbot_world_driver import (
     HEIGHT,
     WIDTH,
@@ -78,6 +79,12 @@ def run_chunks(world: LingBotWorld, count: int, **params: Any) -> list[torch.Ten
 
 def test_it_is_what_the_runner_asks_for(world: LingBotWorld) -> None:
     assert isinstance(world, SupportsStepExecution)
+
+
+def test_no_layer_is_used_without_its_fetch_from_host_memory(checkpoint: Path) -> None:
+    offloaded = offloaded_out_of_reach(lambda: load_world(checkpoint))
+    pairs = zip(run_chunks(offloaded, 2), run_chunks(load_world(checkpoint), 2), strict=True)
+    assert all(torch.equal(found, expected) for found, expected in pairs)
 
 
 def test_a_session_streams_9_then_12_frames(world: LingBotWorld) -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.unreachable_weights import offloaded_out_of_reach
 from matrix_game_driver import (
     HEIGHT,
     WIDTH,
     Request,
     finish,
+    latents_of,
     load_game,
     make_request,
     open_session,
@@ -55,6 +57,14 @@ def game(variant: str, checkpoints: dict[str, Path]) -> MatrixGame:
 @pytest.fixture(scope="module")
 def universal(checkpoints: dict[str, Path]) -> MatrixGame:
     return load_game(checkpoints["original"])
+
+
+def test_no_layer_is_used_without_its_fetch_from_host_memory(
+    game: MatrixGame, variant: str, checkpoints: dict[str, Path]
+) -> None:
+    offloaded = offloaded_out_of_reach(lambda: load_game(checkpoints[variant]))
+    chunks = [{"actions": HELD[variant]}] * 2
+    assert torch.equal(latents_of(offloaded, chunks), latents_of(game, chunks))
 
 
 def bits(session: MatrixGameSession) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.offloader import get_offloader
 
 from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.linear import LinearPrecision, MergedLinear, QKVLinear, RowLinear
@@ -124,9 +125,10 @@ class Qwen2MoTModel(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            [MoTLayer(config, parallel, quant_config, f"{prefix}.layers.{index}") for index in range(config.num_layers)]
+        made = (
+            MoTLayer(config, parallel, quant_config, f"{prefix}.layers.{index}") for index in range(config.num_layers)
         )
+        self.layers = nn.ModuleList(get_offloader().wrap_modules(made))
         self.norm = Norm(config.hidden_size)
         self.norm_moe_gen = Norm(config.hidden_size)
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.offloader import get_offloader
 
 from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
@@ -163,12 +164,9 @@ class WanTransformer(nn.Module, Generic[Config]):
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         self.prefix = prefix
         self.quant_config = LinearPrecision(quantization, [f"{prefix}.{name}" for name in self.high_precision])
-        self.blocks = nn.ModuleDict(
-            {
-                str(layer): self._block(layer, index, chains)
-                for index, layer in enumerate(parallel.layers(config.num_layers))
-            }
-        )
+        layers = parallel.layers(config.num_layers)
+        made = (self._block(layer, index, chains) for index, layer in enumerate(layers))
+        self.blocks = nn.ModuleDict(dict(zip(map(str, layers), get_offloader().wrap_modules(made), strict=True)))
 
     def _block(self, layer: int, index: int, chains: Chains) -> Block:
         """An empty block. layer: of the whole network. index: among this stage's."""

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LayerOffloader`: layers in host memory compute the same bits, and the budget is kept and spread evenly."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.unreachable_weights import offloaded_out_of_reach
+from helpers.wan22_driver import load_model, make_video
+from torch import nn
+from vllm.model_executor.offloader import set_offloader
+
+from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision
+from vllm_omni.model_executor.layers.offload import LayerOffloader, spread
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.registry import get_family
+
+CPU = torch.device("cpu")
+ALL = 1 << 40
+
+
+@pytest.fixture(autouse=True)
+def no_offloader_left() -> Iterator[None]:
+    yield
+    set_offloader(None)
+
+
+@pytest.fixture(scope="module")
+def t2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wan2_2_t2v")
+    get_family("wan2_2").make_tiny(out, 0, "t2v")
+    return out
+
+
+def layers(count: int, seed: int = 0) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    made: list[nn.Module] = [
+        ColumnLinear(16, 16, ParallelContext(), LinearPrecision(), f"layer{index}") for index in range(count)
+    ]
+    for layer in made:
+        for parameter in layer.parameters():
+            parameter.data.normal_()
+    return made
+
+
+def offloaded(*networks: list[nn.Module], budget: int = ALL) -> LayerOffloader:
+    offloader = LayerOffloader(budget, CPU)
+    for network in networks:
+        assert offloader.wrap_modules(layer for layer in network) == network
+    offloader.post_init()
+    return offloader
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_two_experts_in_host_memory_make_the_same_bits(t2v: Path, share: float) -> None:
+    """Two requests over both experts, the second one with a new prompt, so that keys and values come in between."""
+    plain = load_model(t2v)
+    expected = [make_video(plain, prompt=prompt, seed=3, output="latents")[1]["latents"] for prompt in ("a", "b")]
+    total = sum(p.nbytes for name, p in plain.experts.named_parameters() if ".blocks." in name and p.dim() == 2)
+    offloader = LayerOffloader(int(share * total), CPU)
+    set_offloader(offloader)
+    model = load_model(t2v)
+    offloader.post_init()
+    assert 0.5 * share * total < offloader.host_bytes
+    for prompt, latents in zip(("a", "b"), expected, strict=True):
+        assert torch.equal(make_video(model, prompt=prompt, seed=3, output="latents")[1]["latents"], latents)
+
+
+def test_no_layer_of_wan_is_used_without_its_fetch(t2v: Path) -> None:
+    expected = make_video(load_model(t2v), output="latents")[1]["latents"]
+    model = offloaded_out_of_reach(lambda: load_model(t2v))
+    assert torch.equal(make_video(model, output="latents")[1]["latents"], expected)
+
+
+def test_layers_in_any_order_use_their_own_weights() -> None:
+    """More layers than slots, in turns that repeat, change, and come back."""
+    plain, kept = layers(9), layers(9)
+    offloaded(kept[:5], kept[5:])
+    x = torch.randn(3, 16)
+    order = [*range(9), *range(9), 3, 3, 8, 0, 8, 0, *reversed(range(9)), *range(9), *range(9)]
+    for index in order:
+        assert torch.equal(kept[index](x), plain[index](x)), index
+
+
+def test_weights_are_fetched_before_their_layer_is_called() -> None:
+    """The second time through, the next layers' weights are on the device already."""
+    kept = layers(8)
+    offloader = offloaded(kept)
+    x = torch.randn(1, 16)
+    for layer in kept:
+        layer(x)
+    kept[0](x)
+    held = {slot.holds.layer for slot in offloader._slots if slot.holds is not None}
+    assert held == set(kept[:4])
+
+
+def test_only_a_few_layers_are_on_the_device() -> None:
+    kept = layers(16)
+    offloader = offloaded(kept)
+    nbytes = offloader.host_bytes // 16
+    assert offloader.slot_bytes == 4 * nbytes
+
+
+def test_new_weights_are_used_after_a_reload() -> None:
+    """Loaded in place on the host, or put in the parameter's place by vLLM's reload."""
+    kept, other = layers(6), layers(6, seed=1)
+    offloader = offloaded(kept)
+    x = torch.randn(1, 16)
+    for layer in kept:
+        layer(x)
+    for index, (layer, new) in enumerate(zip(kept, other, strict=True)):
+        for parameter, source in zip(layer.parameters(), new.parameters(), strict=True):
+            if index % 2:
+                parameter.data = source.data.clone()
+            else:
+                parameter.data.copy_(source.data)
+    offloader.post_init()
+    assert all(torch.equal(layer(x), new(x)) for layer, new in zip(kept, other, strict=True))
+
+
+def test_a_layer_that_fails_gives_its_weights_back() -> None:
+    kept, plain = layers(6), layers(6)
+    offloaded(kept)
+    with pytest.raises(RuntimeError):
+        kept[0](torch.randn(1, 5))
+    x = torch.randn(1, 16)
+    assert all(torch.equal(layer(x), other(x)) for layer, other in zip(kept, plain, strict=True))
+
+
+@pytest.mark.parametrize(("budget", "chosen"), [(0, 0), (10, 1), (50, 5), (95, 9), (100, 10), (1000, 10)])
+def test_a_budget_is_kept_and_spread_evenly(budget: int, chosen: int) -> None:
+    """Ten layers of ten bytes: in no half of them are two more than in the other."""
+    on_host = spread([10] * 10, budget)
+    assert sum(on_host) == chosen
+    assert abs(sum(on_host[:5]) - sum(on_host[5:])) <= 1
+
+
+def test_memory_of_other_strides_keeps_them() -> None:
+    """FP8 kernels take weights column by column."""
+    (layer,) = layers(1)
+    weight = layer.weight
+    assert isinstance(weight, nn.Parameter)
+    weight.data = weight.data.t().contiguous().t()
+    before = weight.data.clone()
+    offloaded([layer])
+    assert weight.data.stride() == (1, 16) and torch.equal(weight.data, before)
+
+
+@pytest.mark.parametrize(
+    ("network", "budget", "line"),
+    [([], ALL, "has no layers for it"), (layers(2), 8, "leaves nothing on the host: its smallest layer takes")],
+)
+def test_a_budget_that_would_do_nothing_is_refused(network: list[nn.Module], budget: int, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        offloaded(network, budget=budget)
