@@ -43,8 +43,8 @@ def test_the_released_config_has_its_sizes() -> None:
     assert config.latent_shape == (32, 32, 64) and config.codec_size == (512, 1024) and config.time_step == 1
     assert [layer for layer in range(24) if config.is_global(layer)] == [3, 7, 11, 15, 19, 23]
     assert [layer for layer in range(24) if config.controlled(layer)] == list(range(0, 24, 3))
-    assert config.sigmas("served", torch.bfloat16) == (1.0, 0.8984375, 0.75, 0.30078125, 0.0)
-    assert config.sigmas("exact", torch.bfloat16) == (1.0, 0.9, 0.75, 0.3, 0.0)
+    assert config.schedule("served", torch.bfloat16).sigmas == (1.0, 0.8984375, 0.75, 0.30078125, 0.0)
+    assert config.schedule("exact", torch.bfloat16).sigmas == (1.0, 0.9, 0.75, 0.3, 0.0)
     first = WaypointConfig.from_checkpoint({**RELEASED, "global_attn_offset": 0, "inference_fps": 30})
     assert first.is_global(0) and first.is_global(4) and not first.is_global(3) and first.time_step == 2
 

@@ -10,11 +10,15 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
+import msgspec
 import torch
 
 from vllm_omni.actions import ActionRows, ActionSpace, Axis, Button
+from vllm_omni.model_executor.schedules import EulerSchedule
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, FrameRate
+from vllm_omni.model_executor.streaming.options import StreamingOptions
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -28,6 +32,11 @@ CODEC_STRIDE: Final = 16
 NOISE_WIDTH: Final = 512
 PROMPT_ROWS: Final = 512
 """Rows of an encoded prompt. Rows past its end are zero and are attended to all the same."""
+
+DEFAULT_PROMPT: Final = "An explorable world"
+"""Of Waypoint-1, for a session without one."""
+SIZE_MULTIPLE: Final = 8
+"""Frames are resized to any height and width that are multiples of this."""
 
 _WAYPOINT_1_SIGMAS = (1.0, 0.8609585762023926, 0.729332447052002, 0.3205108940601349, 0.0)
 
@@ -141,11 +150,24 @@ class WaypointConfig:
     def prompted(self) -> bool:
         return self.prompt_conditioning is not None
 
-    def sigmas(self, tables: Tables, dtype: torch.dtype) -> tuple[float, ...]:
-        """Noise levels of the steps, the last one 0; `served`: rounded to the model's type, as in the original."""
-        if tables == "exact":
-            return self.scheduler_sigmas
-        return tuple(torch.tensor(self.scheduler_sigmas).to(dtype).tolist())
+    @property
+    def plan(self) -> ChunkPlan:
+        """One latent frame a chunk, also the first; the longer kind of ring decides how far a frame sees."""
+        stride = self.temporal_compression
+        return ChunkPlan(1, 1, self.global_window, 0, FrameRate(first=stride, later=stride))
+
+    def latent_size(self, height: int, width: int) -> tuple[int, int]:
+        """Latent height and width, of every video size. Raises ValueError for one that frames are not resized to."""
+        if height % SIZE_MULTIPLE or width % SIZE_MULTIPLE:
+            raise ValueError(f"{height}x{width}: height and width must be multiples of {SIZE_MULTIPLE}")
+        return self.latent_shape[1], self.latent_shape[2]
+
+    def schedule(self, tables: Tables, dtype: torch.dtype) -> EulerSchedule:
+        """Steps of a frame; `served`: noise levels rounded to the model's type, as in the original."""
+        sigmas = self.scheduler_sigmas
+        if tables == "served":
+            sigmas = tuple(torch.tensor(sigmas).to(dtype).tolist())
+        return EulerSchedule(sigmas, dtype)
 
     def is_global(self, layer: int) -> bool:
         return (layer - self.global_attn_offset) % self.global_attn_period == 0
@@ -208,6 +230,41 @@ _UNUSED = frozenset(
     )
 )
 
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+class WaypointOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options of a Waypoint model, under `omni.model`.
+
+    tables: noise and rotary frequencies and noise levels: `exact`, or `served`: rounded to bf16 as in the original
+        engine.
+    bias_in: of a block's modulation: `each`: attention and MLP use their own bias, or `mlp`: both the MLP's, as the
+        original engine does.
+    mouse_scale: units of motion per pixel of a mouse that the web page captures.
+    """
+
+    tables: Tables = "exact"
+    bias_in: BiasIn = "each"
+    mouse_scale: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> Self:
+        """As of every streaming model; what the checkpoint fixes is refused."""
+        parsed = super().read(options)
+        fixed = {name: getattr(parsed, name) for name in _FIXED if name in options}
+        if fixed:
+            raise ValueError(
+                f"omni.model: a Waypoint checkpoint fixes its windows, chunks and decoder, and its ranks share layers "
+                f"by tensor parallelism; got {fixed}, drop {', '.join(fixed)}"
+            )
+        return parsed
+
+
+_FIXED = (
+    *("latent_frames_per_chunk", "first_chunk_latent_frames", "window_frames", "sink_frames", "decoder"),
+    "sequence_parallel",
+)
+
 # -- controls ----------------------------------------------------------------------------------------------------------
 
 _NAMED_KEYS: Final[Mapping[int, tuple[str, str, str]]] = {
@@ -241,13 +298,13 @@ def _button(code: int) -> Button:
 
 
 @cache
-def action_space(config: WaypointConfig) -> ActionSpace:
+def action_space(config: WaypointConfig, mouse_scale: float = 1.0) -> ActionSpace:
     """A button for each virtual-key code, the mouse's motion since the last latent frame, the wheel."""
     return ActionSpace(
         buttons=tuple(_button(code) for code in range(config.n_buttons)),
         axes=(
-            Axis(name="dx", title="mouse right", unit="pixels", kind="motion", mouse="x"),
-            Axis(name="dy", title="mouse down", unit="pixels", kind="motion", mouse="y"),
+            Axis(name="dx", title="mouse right", unit="pixels", kind="motion", mouse="x", scale=mouse_scale),
+            Axis(name="dy", title="mouse down", unit="pixels", kind="motion", mouse="y", scale=mouse_scale),
         ),
         scroll=True,
         prompt="optional" if config.prompted else "none",
