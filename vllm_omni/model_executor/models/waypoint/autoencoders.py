@@ -35,10 +35,10 @@ class CodecLayout(CacheLayout):
 
 
 class Codec(nn.Module):
-    """An autoencoder as a session uses it. memory: what a stream keeps; None = at its start, or it keeps nothing."""
+    """An autoencoder as a session uses it. memory: the decoder's of a stream; None = at its start, or it has none."""
 
-    def encode_image(self, image_HWC: torch.Tensor, memory: VAECache | None) -> tuple[torch.Tensor, VAECache | None]:
-        """uint8 of any size -> (its latent fp32 [C, h, w] on the codec's device, the next memory)."""
+    def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
+        """uint8 of any size -> its latent, fp32 [C, h, w] on the codec's device, at a stream's start."""
         raise NotImplementedError
 
     def decode_frames(
@@ -47,11 +47,8 @@ class Codec(nn.Module):
         """The latent of one frame, T = 1 -> (uint8 [frames, *size, 3], the next memory)."""
         raise NotImplementedError
 
-    def encoder_layout(self) -> CodecLayout | None:
-        """Of the encoder's memory, whatever the video's size; None = it has none."""
-        return None
-
     def decoder_layout(self) -> CodecLayout | None:
+        """Of the decoder's memory, whatever the video's size; None = it has none."""
         return None
 
     def state_nbytes(self, height: int, width: int) -> int:
@@ -139,12 +136,11 @@ class StreamingTAEHV(Codec):
         frames = functional.pixel_shuffle(out, _PATCH).clamp(0, 1)
         return frames[-FRAMES_PER_LATENT * len(latents_TCHW) :], kept
 
-    def encode_image(self, image_HWC: torch.Tensor, memory: VAECache | None) -> tuple[torch.Tensor, VAECache | None]:
+    def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
         """The image stands still for the four frames of its latent."""
         image = to_device(image_HWC, next(self.parameters()).device)
         frames = to_codec(image.unsqueeze(0), self.size, self.dtype).expand(FRAMES_PER_LATENT, -1, -1, -1)
-        latents, kept = self.encode(frames, memory)
-        return latents[0].float(), kept
+        return self.encode(frames, None)[0][0].float()
 
     def decode_frames(
         self, latent_CThw: torch.Tensor, size: tuple[int, int], memory: VAECache | None
@@ -152,22 +148,14 @@ class StreamingTAEHV(Codec):
         frames, kept = self.decode(latent_CThw.transpose(0, 1), memory)
         return to_pixels(frames, size), kept
 
-    def encoder_layout(self) -> CodecLayout:
-        """One frame before each memory block, at the block's level."""
-        factors = [4 * 2**level for level in range(len(_SHRINK))]
-        return self._layout([(self.encoder_width, *(side // factor for side in self.size)) for factor in factors])
-
     def decoder_layout(self) -> CodecLayout:
-        factors = [16 // 2**level for level in range(len(_GROW))]
-        return self._layout(
-            [
-                (width, *(side // factor for side in self.size))
-                for width, factor in zip(self.decoder_widths, factors, strict=False)
-            ]
-        )
-
-    def _layout(self, levels: Sequence[tuple[int, ...]]) -> CodecLayout:
-        return CodecLayout(tuple((1, *level) for level in levels for _ in range(_MEMORIES)), self.dtype)
+        """One frame before each memory block, at the block's level."""
+        shapes = [
+            (1, self.decoder_widths[level], *(side * 2**level // 16 for side in self.size))
+            for level in range(len(_GROW))
+            for _ in range(_MEMORIES)
+        ]
+        return CodecLayout(tuple(shapes), self.dtype)
 
 
 def _stream(layers: nn.Sequential, x: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
@@ -354,9 +342,10 @@ class ImageCodec(Codec):
         )
         self.dtype = dtype
 
-    def encode_image(self, image_HWC: torch.Tensor, memory: VAECache | None) -> tuple[torch.Tensor, VAECache | None]:
+    def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
         image = to_device(image_HWC, next(self.parameters()).device)
-        return self.encoder(image.unsqueeze(0))[0].float(), None
+        latent: torch.Tensor = self.encoder(image.unsqueeze(0))[0]
+        return latent.float()
 
     def decode_frames(
         self, latent_CThw: torch.Tensor, size: tuple[int, int], memory: VAECache | None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Waypoint served frame by frame: encode, four Euler steps, one pass at noise level 0, decode, commit.
 
-    a start image, at any chunk: its latent is a frame of its own      prepare_encode
+    a start image: its latent is a session's first frame               prepare_encode
     transformer(latent, 0, controls): its K/V stay                     the first denoise_step
     x = noise(seed, chunk)
     for i, s in enumerate(sigmas[:-1]):
@@ -32,13 +32,12 @@ from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.weights import load_text_encoder
-from vllm_omni.model_executor.models.waypoint.autoencoders import CodecLayout, ImageCodec, StreamingTAEHV
+from vllm_omni.model_executor.models.waypoint.autoencoders import ImageCodec, StreamingTAEHV
 from vllm_omni.model_executor.models.waypoint.checkpoint import CheckpointLayout, find_layout, load_transformer
 from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig, WaypointOptions, action_space
 from vllm_omni.model_executor.models.waypoint.state import (
     Chunk,
     FrameRings,
-    Images,
     LatentFrame,
     WaypointSession,
     read_chunk,
@@ -178,16 +177,11 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
     def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> WaypointSession:
         rings = FrameRings(**self._window_sizes(), device=self.transformer.device)
         decodes = self.decoder is not None and shape.output != "latents"
-        layouts = StateLayouts(self.codec.decoder_layout() if decodes else None, self._encoder_layout)
+        layouts = StateLayouts(self.codec.decoder_layout() if decodes else None, None)
         return WaypointSession(session_id, shape, self.plan, rings, layouts, reserved_bytes)
 
-    @property
-    def _encoder_layout(self) -> CodecLayout | None:
-        return None if self.parallel.is_vae_stage else self.codec.encoder_layout()
-
     def own_bytes(self, shape: SessionShape) -> int:
-        layout = self._encoder_layout
-        return 0 if layout is None else layout.nbytes
+        return 0
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 
@@ -195,7 +189,7 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
     def prepare_encode(self, request: Request) -> None:
         session = request.session
         inputs = read_chunk(request, session, self.action_space)
-        start, own = session.window.committed_frames, session.own
+        start = session.window.committed_frames
         frames = range(start, start + 1 + (inputs.image is not None))
         channels, *cells = self.config.latent_shape
         size = (channels, 1, *cells)
@@ -207,8 +201,7 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         image = None
         if inputs.image is not None:
             with request.timer.stage("image"):
-                image, memory = self.codec.encode_image(inputs.image, None if own is None else own.memory)
-                own = None if memory is None else Images(memory)
+                image = self.codec.encode_image(inputs.image)
         known = inputs.prompt == session.prompt and session.cross_kv is not None
         text = None
         if self.text_encoder is not None and not known:
@@ -224,7 +217,7 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
             rope=parts[-1].rope,
             text=text,
             window=session.window,
-            own=own,
+            own=None,
             cross_kv=session.cross_kv if known else None,
             parts=parts,
             image=image,

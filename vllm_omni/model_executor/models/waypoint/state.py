@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Waypoint session: its keys and values in two kinds of rings, the encoder's memory, and a chunk's working set.
+"""A Waypoint session: its keys and values in two kinds of rings, and a chunk's working set.
 
 Local layers see the newest frames, global layers every `dilation`-th frame of a longer stretch. A forward's K/V are
 written where only later passes of the same frame read them, so that an abandoned frame leaves no trace, and the keys
 that a frame sees are the first ones of a buffer. Where a frame stands and how many keys it sees are tensors on the
 device (`FramePlace`): one CUDA graph serves every frame of a session.
 
-A chunk is one latent frame, after that of a start image if its request brings one: a session's latent frames are its
-chunks and its images.
+A chunk is one latent frame; a session's first chunk comes after that of the start image, if there is one. (A later
+image would need the slot of a frame that its chunk, were it given up, has to find again.)
 Held by tests/model_executor/models/waypoint/test_waypoint_rings.py and test_waypoint_pipeline.py.
 """
 
@@ -26,11 +26,15 @@ from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.forward_graphs import identity
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.layers.window_set import WindowSet
-from vllm_omni.model_executor.models.wan.vae import VAECache
-from vllm_omni.model_executor.models.waypoint.autoencoders import CodecLayout
 from vllm_omni.model_executor.models.waypoint.config import DEFAULT_PROMPT, WaypointConfig, control_vectors
 from vllm_omni.model_executor.streaming.request import DEFAULT_SEED, check_prompt, check_unchanged, read_image
-from vllm_omni.model_executor.streaming.session import SessionScalars, SessionShape, StreamingChunk, StreamingSession
+from vllm_omni.model_executor.streaming.session import (
+    Kept,
+    SessionScalars,
+    SessionShape,
+    StreamingChunk,
+    StreamingSession,
+)
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
 
@@ -225,47 +229,25 @@ def rings_nbytes(
 # -- the session -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Images:
-    """What the encoder remembers of a session's images. Immutable."""
+class WaypointSession(StreamingSession[SessionShape, FrameRings, Kept, None, SessionScalars]):
+    """A Waypoint session: it keeps nothing of its own beside its rings and the decoder's memory."""
 
-    memory: VAECache
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {f"encoder.{name}": tensor for name, tensor in self.memory.tensors().items()}
-
-    def to(self, device: torch.device | str) -> "Images":
-        return Images(self.memory.to(device))
-
-
-class WaypointScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The result of `WaypointSession.scalars`, as read from a file. encoded: the encoder remembers an image."""
-
-    encoded: bool
-
-
-class WaypointSession(StreamingSession[SessionShape, FrameRings, Images, CodecLayout, WaypointScalars]):
-    """A Waypoint session; `layouts.own` is of the encoder's memory, if it has one."""
-
-    scalars_type: ClassVar[type[WaypointScalars]] = WaypointScalars
+    scalars_type: ClassVar[type[SessionScalars]] = SessionScalars
 
     def next_frames(self) -> range:
         return self.frames_behind(self.window.committed_frames)
 
     def frames_behind(self, committed_frames: int) -> range:
-        if committed_frames < self.chunk_index:
-            raise RequestFailed("invalid_snapshot", "the snapshot has more chunks than frames")
+        """A frame for each chunk, and one for a start image."""
+        if committed_frames - self.chunk_index not in (0, 1):
+            raise RequestFailed("invalid_snapshot", "the snapshot's chunks and frames do not belong together")
         return range(committed_frames, committed_frames + 1)
 
     def own_scalars(self) -> dict[str, Any]:
-        return {"encoded": self.own is not None}
+        return {}
 
-    def restore_own(self, kept: WaypointScalars, saved: SavedTensors, device: torch.device) -> Images | None:
-        if not kept.encoded:
-            return None
-        if self.layouts.own is None:
-            raise RequestFailed("invalid_snapshot", "the snapshot has an encoder's memory, which this model has not")
-        return Images(self.layouts.own.restore(saved.under("encoder."), device))
+    def restore_own(self, kept: SessionScalars, saved: SavedTensors, device: torch.device) -> None:
+        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,7 +259,7 @@ class LatentFrame:
 
 
 @dataclass(eq=False, kw_only=True)
-class Chunk(StreamingChunk[FrameRings, Images]):
+class Chunk(StreamingChunk[FrameRings, Kept]):
     """One chunk in flight; its latents are those of its last frame.
 
     parts: its latent frames. image: fp32 [C, h, w], the latent of the first of two. controls: fp32 [buttons + 3], on
@@ -332,11 +314,14 @@ def read_chunk(request: DiffusionRequest[Any, Any], session: WaypointSession, sp
     dense = any(name in tensors for name in ACTION_TENSORS)
     rows = read_actions(space, [] if params.actions is None and not dense else params.actions, tensors, 1)
     assert rows is not None
+    image = tensors.get("image")
+    if image is not None and session.chunk_index:
+        raise RequestFailed("invalid_image", "a session keeps its first image; reset it to begin with another")
     seed = session.seed if params.seed is None else params.seed
     prompt = session.prompt if params.prompt is None else params.prompt
     return ChunkInputs(
         prompt=prompt or (DEFAULT_PROMPT if space.prompt != "none" else ""),
         seed=DEFAULT_SEED if seed is None else seed,
-        image=read_image(tensors.get("image"), first_chunk=False),
+        image=read_image(image, first_chunk=False),
         controls=control_vectors(rows)[0],
     )
