@@ -22,7 +22,6 @@ STREAMING = "vllm_omni.model_executor.streaming.options:StreamingOptions"
 MODELS = {
     "LingBot World": "vllm_omni.model_executor.models.lingbot_world.config:LingBotOptions",
     "Causal Wan": "vllm_omni.model_executor.models.causal_wan.config:CausalWanOptions",
-    "Waypoint": "vllm_omni.model_executor.models.waypoint.config:WaypointOptions",
     "Wan 2.2": "vllm_omni.model_executor.models.wan2_2.config:Wan22Options",
     "Lance": "vllm_omni.model_executor.models.lance.config:LanceOptions",
     "Diffusers pipelines": "vllm_omni.model_executor.models.diffusers_pipeline.options:DiffusersOptions",

@@ -78,7 +78,7 @@ def test_a_world_is_played_through_the_engine(checkpoint: Path, alone: torch.Ten
             assert torch.equal(dense["latents"], entries["latents"])
             await client.send(session_id="b", op="reset")
             assert torch.equal(await play(client, "b"), alone)
-            meta, frames = await client.send(session_id="f", output="frames")
+            meta, frames = await client.send(session_id="f")
             assert meta["num_frames"] == 4 and frames["frames"].shape[0] == 4
 
     asyncio.run(scenario())

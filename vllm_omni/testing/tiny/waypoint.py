@@ -122,7 +122,7 @@ def _write_images(folder: Path, seed: int) -> None:
     sizes = (_IMAGES["latent_channels"], _IMAGES["ch_0"], _IMAGES["ch_max"])
     for half, make in (("encoder", ImageEncoder), ("decoder", ImageDecoder)):
         with torch.device("meta"):
-            shapes = shapes_of(make(*sizes))  # type: ignore[operator]
+            shapes = shapes_of(make(*sizes))
         conf = {"model": {**_IMAGES, f"{half}_blocks_per_stage": [1, 1, 1, 1]}}
         (folder / f"{half}_conf.yml").write_text(yaml.safe_dump(conf))
         save_tensors(

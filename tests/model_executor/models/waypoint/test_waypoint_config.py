@@ -9,7 +9,12 @@ import torch
 
 from vllm_omni.actions import ActionFrame, read_actions
 from vllm_omni.model_executor.models.waypoint.checkpoint import read_config
-from vllm_omni.model_executor.models.waypoint.config import WaypointConfig, action_space, control_vectors
+from vllm_omni.model_executor.models.waypoint.config import (
+    WaypointConfig,
+    action_space,
+    control_vectors,
+    read_options,
+)
 
 RELEASED: dict[str, Any] = {
     "model_type": "waypoint-1.5",
@@ -100,3 +105,10 @@ def test_controls_are_mouse_then_buttons_then_wheel() -> None:
     assert vectors[0, :2].tolist() == [3.5, -1.0] and vectors[0, -1] == -1
     assert vectors[0, 2:-1].nonzero().flatten().tolist() == [0x01, 0x57]
     assert vectors[1].nonzero().flatten().tolist() == [2 + 0x20]
+
+
+def test_an_option_of_what_the_checkpoint_fixes_is_refused() -> None:
+    assert read_options({"cuda_graphs": True}).cuda_graphs
+    for name, value in (("window_frames", 4), ("decoder", "tiny"), ("sequence_parallel", True)):
+        with pytest.raises(ValueError, match=f"drop {name}: a Waypoint checkpoint fixes its windows"):
+            read_options({name: value})

@@ -7,12 +7,12 @@ four video frames a latent). Held by tests/model_executor/models/waypoint/test_w
 
 import itertools
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
-import msgspec
 import torch
 
 from vllm_omni.actions import ActionRows, ActionSpace, Axis, Button
@@ -230,34 +230,45 @@ _UNUSED = frozenset(
     )
 )
 
+
+@dataclass(frozen=True)
+class FrequencyTables:
+    """Constants of the network, fp32 on the CPU. noise: [256]. xy: of a spatial axis's lanes. time: of the temporal's.
+
+    kind `served`: rounded to bf16, as the original engine has them once its module is cast.
+    """
+
+    noise: torch.Tensor
+    xy: torch.Tensor
+    time: torch.Tensor
+
+    @classmethod
+    def of(cls, config: WaypointConfig, kind: Tables) -> "FrequencyTables":
+        half = NOISE_WIDTH // 2
+        noise = torch.pow(10000.0, -torch.arange(half, dtype=torch.float64) / (half - 1))
+        spatial, temporal = config.head_dim // 8, config.head_dim // 4
+        fastest = config.rope_nyquist_frac / 2 * min(config.height, config.width)
+        xy = math.pi * torch.linspace(1.0, fastest, -(-spatial // 2), dtype=torch.float64)
+        exponents = 2 * torch.arange(temporal // 2, dtype=torch.float64) / temporal
+        time = torch.pow(config.rope_theta, -exponents)
+        tables = [table.float() for table in (noise, xy.repeat_interleave(2)[:spatial], time.repeat_interleave(2))]
+        if kind == "served":
+            tables = [table.bfloat16().float() for table in tables]
+        return cls(*tables)
+
+
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-class WaypointOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of a Waypoint model, under `omni.model`.
-
-    tables: noise and rotary frequencies and noise levels: `exact`, or `served`: rounded to bf16 as in the original
-        engine.
-    bias_in: of a block's modulation: `each`: attention and MLP use their own bias, or `mlp`: both the MLP's, as the
-        original engine does.
-    mouse_scale: units of motion per pixel of a mouse that the web page captures.
-    """
-
-    tables: Tables = "exact"
-    bias_in: BiasIn = "each"
-    mouse_scale: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
-
-    @classmethod
-    def read(cls, options: Mapping[str, Any]) -> Self:
-        """As of every streaming model; what the checkpoint fixes is refused."""
-        parsed = super().read(options)
-        fixed = {name: getattr(parsed, name) for name in _FIXED if name in options}
-        if fixed:
-            raise ValueError(
-                f"omni.model: a Waypoint checkpoint fixes its windows, chunks and decoder, and its ranks share layers "
-                f"by tensor parallelism; got {fixed}, drop {', '.join(fixed)}"
-            )
-        return parsed
+def read_options(given: Mapping[str, Any]) -> StreamingOptions:
+    """`StreamingOptions.read`. Raises ValueError for an option of what the checkpoint fixes, too."""
+    fixed = [name for name in _FIXED if name in given]
+    if fixed:
+        raise ValueError(
+            f"omni.model: drop {', '.join(fixed)}: a Waypoint checkpoint fixes its windows, chunks and decoder, and its "
+            "ranks share layers by tensor parallelism"
+        )
+    return StreamingOptions.read(given)
 
 
 _FIXED = (
@@ -298,13 +309,13 @@ def _button(code: int) -> Button:
 
 
 @cache
-def action_space(config: WaypointConfig, mouse_scale: float = 1.0) -> ActionSpace:
+def action_space(config: WaypointConfig) -> ActionSpace:
     """A button for each virtual-key code, the mouse's motion since the last latent frame, the wheel."""
     return ActionSpace(
         buttons=tuple(_button(code) for code in range(config.n_buttons)),
         axes=(
-            Axis(name="dx", title="mouse right", unit="pixels", kind="motion", mouse="x", scale=mouse_scale),
-            Axis(name="dy", title="mouse down", unit="pixels", kind="motion", mouse="y", scale=mouse_scale),
+            Axis(name="dx", title="mouse right", unit="pixels", kind="motion", mouse="x"),
+            Axis(name="dy", title="mouse down", unit="pixels", kind="motion", mouse="y"),
         ),
         scroll=True,
         prompt="optional" if config.prompted else "none",

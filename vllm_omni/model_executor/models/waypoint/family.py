@@ -8,14 +8,15 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS, hf_config, is_checkpoint
-from vllm_omni.model_executor.models.waypoint.config import SIZE_MULTIPLE, WaypointConfig, WaypointOptions, action_space
+from vllm_omni.model_executor.models.waypoint.config import SIZE_MULTIPLE, WaypointConfig, action_space, read_options
 from vllm_omni.model_executor.streaming.family import Stream, streaming_family
+from vllm_omni.model_executor.streaming.options import StreamingOptions
 
-WaypointStream = Stream[WaypointConfig, WaypointOptions]
+WaypointStream = Stream[WaypointConfig, StreamingOptions]
 
 
 def _read(checkpoint: Mapping[str, Any], omni: OmniConfig) -> WaypointStream:
-    config, options = WaypointConfig.from_checkpoint(checkpoint["transformer"]), WaypointOptions.read(omni.model)
+    config, options = WaypointConfig.from_checkpoint(checkpoint["transformer"]), read_options(omni.model)
     return Stream(config, options, config.plan)
 
 
@@ -48,7 +49,7 @@ FAMILY = streaming_family(
     read=_read,
     check_options=lambda omni: omni.refuse_degradations("Waypoint"),
     check_parallel=lambda stream, omni, ranks, stages: check_split(stream.config, omni, ranks, stages),
-    action_space=lambda stream: action_space(stream.config, stream.options.mouse_scale),
+    action_space=lambda stream: action_space(stream.config),
     facts=lambda stream: {"patch_size": (1, 1, 1), **_facts(stream)},
     capabilities=lambda config, omni: Capabilities(fps=_facts(_read(config["waypoint"], omni))["fps"]),
 )

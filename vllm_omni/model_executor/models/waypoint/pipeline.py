@@ -34,7 +34,7 @@ from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.weights import load_text_encoder
 from vllm_omni.model_executor.models.waypoint.autoencoders import ImageCodec, StreamingTAEHV
 from vllm_omni.model_executor.models.waypoint.checkpoint import CheckpointLayout, find_layout, load_transformer
-from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig, WaypointOptions, action_space
+from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig, action_space, read_options
 from vllm_omni.model_executor.models.waypoint.state import (
     Chunk,
     FrameRings,
@@ -46,6 +46,7 @@ from vllm_omni.model_executor.models.waypoint.state import (
 from vllm_omni.model_executor.models.waypoint.transformer import FrameRow, WaypointTransformer
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.streaming.model import StreamingModel
+from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.request import read_size
 from vllm_omni.model_executor.streaming.session import SessionShape, StateLayouts
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint, compiles
@@ -64,7 +65,7 @@ class WaypointSetup:
     codec: Mapping[str, Any]
     text: Mapping[str, Any]
     layout: CheckpointLayout
-    options: WaypointOptions
+    options: StreamingOptions
     omni: OmniConfig
     parallel: ParallelContext
     dtype: torch.dtype
@@ -85,7 +86,7 @@ class WaypointSetup:
         **engine: Any,
     ) -> Self:
         """Read the family's part of `hf_config`; `parallel` None = vLLM's groups. Raises ValueError."""
-        options = WaypointOptions.read(omni.model)
+        options = read_options(omni.model)
         return cls(
             config=WaypointConfig.from_checkpoint(checkpoint["transformer"]),
             codec=checkpoint["codec"],
@@ -110,7 +111,6 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
     config: WaypointConfig
-    options: WaypointOptions
 
     def __init__(self, setup: WaypointSetup) -> None:
         super().__init__()
@@ -121,14 +121,12 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         config, options, parallel = setup.config, setup.options, setup.parallel
         self.config, self.options, self.omni, self.parallel = config, options, setup.omni, parallel
         self.kv_dtype, self.plan = setup.kv_dtype, config.plan
-        self.action_space = action_space(config, options.mouse_scale)
-        self.schedule = config.schedule(options.tables, setup.dtype)
+        self.action_space = action_space(config)
+        self.schedule = config.schedule("exact", setup.dtype)
         with default_dtype(setup.dtype):
             self.transformer = WaypointTransformer(
                 config,
                 parallel,
-                tables=options.tables,
-                bias_in=options.bias_in,
                 compiled=setup.compiled,
                 cuda_graphs=options.cuda_graphs and torch.cuda.is_available(),
                 quantization=setup.quantization,
@@ -177,7 +175,7 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
     def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> WaypointSession:
         rings = FrameRings(**self._window_sizes(), device=self.transformer.device)
         decodes = self.decoder is not None and shape.output != "latents"
-        layouts = StateLayouts(self.codec.decoder_layout() if decodes else None, None)
+        layouts = StateLayouts[None](self.codec.decoder_layout() if decodes else None, None)
         return WaypointSession(session_id, shape, self.plan, rings, layouts, reserved_bytes)
 
     def own_bytes(self, shape: SessionShape) -> int:
@@ -290,8 +288,15 @@ class WaypointPipeline(CheckpointPipeline[CheckpointLayout], Waypoint):
         return find_layout(path)
 
     def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
-        engine = {"eager": served.eager, "quantization": served.quantization, "kv_dtype": served.kv_dtype}
-        setup = WaypointSetup.of(served.hf_config.waypoint, served.layout, served.omni, served.dtype, **engine)
+        setup = WaypointSetup.of(
+            served.hf_config.waypoint,
+            served.layout,
+            served.omni,
+            served.dtype,
+            eager=served.eager,
+            quantization=served.quantization,
+            kv_dtype=served.kv_dtype,
+        )
         self.build(setup)
 
 

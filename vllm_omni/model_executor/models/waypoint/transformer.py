@@ -33,7 +33,14 @@ from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, QKVLinear, RowLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.layers import stack
-from vllm_omni.model_executor.models.waypoint.config import NOISE_WIDTH, PROMPT_ROWS, BiasIn, Tables, WaypointConfig
+from vllm_omni.model_executor.models.waypoint.config import (
+    NOISE_WIDTH,
+    PROMPT_ROWS,
+    BiasIn,
+    FrequencyTables,
+    Tables,
+    WaypointConfig,
+)
 from vllm_omni.model_executor.models.waypoint.state import FramePlace, FrameRings
 
 _EPS = float(torch.finfo(torch.float32).eps)
@@ -110,32 +117,6 @@ class Build:
 
 
 @dataclass(frozen=True)
-class FrequencyTables:
-    """Constants of the network, fp32 on the CPU. noise: [256]. xy: of a spatial axis's lanes. time: of the temporal's.
-
-    kind `served`: rounded to bf16, as the original engine has them once its module is cast.
-    """
-
-    noise: torch.Tensor
-    xy: torch.Tensor
-    time: torch.Tensor
-
-    @classmethod
-    def of(cls, config: WaypointConfig, kind: Tables) -> "FrequencyTables":
-        half = NOISE_WIDTH // 2
-        noise = torch.pow(10000.0, -torch.arange(half, dtype=torch.float64) / (half - 1))
-        spatial, temporal = config.head_dim // 8, config.head_dim // 4
-        fastest = config.rope_nyquist_frac / 2 * min(config.height, config.width)
-        xy = math.pi * torch.linspace(1.0, fastest, -(-spatial // 2), dtype=torch.float64)
-        exponents = 2 * torch.arange(temporal // 2, dtype=torch.float64) / temporal
-        time = torch.pow(config.rope_theta, -exponents)
-        tables = [table.float() for table in (noise, xy.repeat_interleave(2)[:spatial], time.repeat_interleave(2))]
-        if kind == "served":
-            tables = [table.bfloat16().float() for table in tables]
-        return cls(*tables)
-
-
-@dataclass(frozen=True)
 class FrameRow:
     """Inputs of one row of a forward; on the model's device.
 
@@ -166,7 +147,7 @@ class Pass:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         rows = zip(self.windows, self.places, q, k, v, strict=True)
-        return stack([window.attend(layer, *qkv, place) for window, place, *qkv in rows])
+        return stack([window.attend(layer, own_q, own_k, own_v, place) for window, place, own_q, own_k, own_v in rows])
 
 
 class EmbeddingMLP(nn.Module):
