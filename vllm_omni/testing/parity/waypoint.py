@@ -21,8 +21,8 @@ from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.models.waypoint import autoencoders
 from vllm_omni.model_executor.models.waypoint.checkpoint import load_autoencoder, load_transformer
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig, action_space, control_vectors
-from vllm_omni.model_executor.models.waypoint.state import FrameRings
-from vllm_omni.model_executor.models.waypoint.transformer import FrameRow, WaypointTransformer
+from vllm_omni.model_executor.models.waypoint.state import FrameRings, FrameRow
+from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 from vllm_omni.model_executor.schedules import EulerSchedule
 from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.testing.parity.comparison import Report, Scenario, run_scenarios

@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_waypoint_weights import load, recorded
 
-from vllm_omni.model_executor.models.waypoint.state import FrameRings
-from vllm_omni.model_executor.models.waypoint.transformer import FrameRow, WaypointTransformer
+from vllm_omni.model_executor.models.waypoint.state import FrameRings, FrameRow
+from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 from vllm_omni.model_executor.schedules import EulerSchedule
 
 
@@ -73,3 +73,10 @@ def test_a_step_is_rounded_to_the_models_type() -> None:
     assert torch.equal(EulerSchedule((1.0, 0.9), torch.float32).advance(x, v, 0), x + (0.9 - 1.0) * v)
     rounded = EulerSchedule((1.0, 0.9), torch.bfloat16).advance(x, v, 0)
     assert rounded.dtype == torch.float32 and torch.equal(rounded, rounded.bfloat16().float())
+
+
+def test_tables_stay_on_the_host_where_a_model_is_built_on_a_device() -> None:
+    _, config = recorded("wp15")
+    with torch.device("meta"):
+        tables = WaypointTransformer(config).tables
+    assert {table.device.type for table in (tables.noise, tables.xy, tables.time)} == {"cpu"}

@@ -244,12 +244,13 @@ class FrequencyTables:
 
     @classmethod
     def of(cls, config: WaypointConfig, kind: Tables) -> "FrequencyTables":
+        exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # not where models are being built
         half = NOISE_WIDTH // 2
-        noise = torch.pow(10000.0, -torch.arange(half, dtype=torch.float64) / (half - 1))
+        noise = torch.pow(10000.0, -torch.arange(half, **exact) / (half - 1))
         spatial, temporal = config.head_dim // 8, config.head_dim // 4
         fastest = config.rope_nyquist_frac / 2 * min(config.height, config.width)
-        xy = math.pi * torch.linspace(1.0, fastest, -(-spatial // 2), dtype=torch.float64)
-        exponents = 2 * torch.arange(temporal // 2, dtype=torch.float64) / temporal
+        xy = math.pi * torch.linspace(1.0, fastest, -(-spatial // 2), **exact)
+        exponents = 2 * torch.arange(temporal // 2, **exact) / temporal
         time = torch.pow(config.rope_theta, -exponents)
         tables = [table.float() for table in (noise, xy.repeat_interleave(2)[:spatial], time.repeat_interleave(2))]
         if kind == "served":
@@ -265,8 +266,8 @@ def read_options(given: Mapping[str, Any]) -> StreamingOptions:
     fixed = [name for name in _FIXED if name in given]
     if fixed:
         raise ValueError(
-            f"omni.model: drop {', '.join(fixed)}: a Waypoint checkpoint fixes its windows, chunks and decoder, and its "
-            "ranks share layers by tensor parallelism"
+            f"omni.model: drop {', '.join(fixed)}: a Waypoint checkpoint fixes its windows, chunks and decoder, "
+            "and its ranks share layers by tensor parallelism"
         )
     return StreamingOptions.read(given)
 

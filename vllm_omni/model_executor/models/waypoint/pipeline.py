@@ -38,12 +38,13 @@ from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, Waypoin
 from vllm_omni.model_executor.models.waypoint.state import (
     Chunk,
     FrameRings,
+    FrameRow,
     LatentFrame,
     WaypointSession,
     read_chunk,
     rings_nbytes,
 )
-from vllm_omni.model_executor.models.waypoint.transformer import FrameRow, WaypointTransformer
+from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.streaming.model import StreamingModel
 from vllm_omni.model_executor.streaming.options import StreamingOptions

@@ -26,6 +26,7 @@ from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.forward_graphs import identity
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.layers.window_set import WindowSet
+from vllm_omni.model_executor.models.wan.layers import stack
 from vllm_omni.model_executor.models.waypoint.config import DEFAULT_PROMPT, WaypointConfig, control_vectors
 from vllm_omni.model_executor.streaming.request import DEFAULT_SEED, check_prompt, check_unchanged, read_image
 from vllm_omni.model_executor.streaming.session import (
@@ -37,6 +38,8 @@ from vllm_omni.model_executor.streaming.session import (
 )
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 # -- keys and values ---------------------------------------------------------------------------------------------------
 
@@ -254,7 +257,7 @@ class WaypointSession(StreamingSession[SessionShape, FrameRings, Kept, None, Ses
 class LatentFrame:
     """What the passes of one of a chunk's latent frames share: its rotations, and where it stands."""
 
-    rope: tuple[torch.Tensor, torch.Tensor]
+    rope: Rotation
     place: FramePlace
 
 
@@ -285,6 +288,43 @@ class Chunk(StreamingChunk[FrameRings, Kept]):
     def part(self, step: int) -> LatentFrame:
         """The latent frame that pass `step` works on."""
         return self.parts[min(step, self.num_given)]
+
+
+# -- a forward ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FrameRow:
+    """Inputs of one row of a forward; on the model's device.
+
+    latents: fp32 [C, h, w]. sigma: noise level, 0 for the pass that makes the K/V that stay. rope: (cos, sin) [T, C]
+    fp32, of `rope`. control: of `controls`. window: the session's, where every block writes at `place`. prompt_kv: of
+    `cross_attention_kv`.
+    """
+
+    latents: torch.Tensor
+    sigma: float
+    rope: Rotation
+    control: torch.Tensor
+    window: FrameRings
+    place: FramePlace
+    prompt_kv: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward's rows, as its layers see them. cos, sin: fp32 [B, T, C]. control: [B, control blocks, D]."""
+
+    windows: Sequence[FrameRings]
+    places: Sequence[FramePlace]
+    prompts: Sequence[torch.Tensor | None]
+    cos: torch.Tensor
+    sin: torch.Tensor
+    control: torch.Tensor
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows = zip(self.windows, self.places, q, k, v, strict=True)
+        return stack([window.attend(layer, own_q, own_k, own_v, place) for window, place, own_q, own_k, own_v in rows])
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------

@@ -41,12 +41,10 @@ from vllm_omni.model_executor.models.waypoint.config import (
     Tables,
     WaypointConfig,
 )
-from vllm_omni.model_executor.models.waypoint.state import FramePlace, FrameRings
+from vllm_omni.model_executor.models.waypoint.state import FramePlace, FrameRow, Pass, Rotation
 
 _EPS = float(torch.finfo(torch.float32).eps)
 """Of every norm, whatever the model's type."""
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
@@ -114,40 +112,6 @@ class Build:
 
     def row(self, inputs: int, outputs: int, name: str) -> RowLinear:
         return RowLinear(inputs, outputs, self.parallel, self.precision, f"{self.prefix}.{name}", bias=False)
-
-
-@dataclass(frozen=True)
-class FrameRow:
-    """Inputs of one row of a forward; on the model's device.
-
-    latents: fp32 [C, h, w]. sigma: noise level, 0 for the pass that makes the K/V that stay. rope: (cos, sin) [T, C]
-    fp32, of `rope`. control: of `controls`. window: the session's, where every block writes at `place`. prompt_kv: of
-    `cross_attention_kv`.
-    """
-
-    latents: torch.Tensor
-    sigma: float
-    rope: Rotation
-    control: torch.Tensor
-    window: FrameRings
-    place: FramePlace
-    prompt_kv: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A forward's rows, as its layers see them. cos, sin: fp32 [B, T, C]. control: [B, control blocks, D]."""
-
-    windows: Sequence[FrameRings]
-    places: Sequence[FramePlace]
-    prompts: Sequence[torch.Tensor | None]
-    cos: torch.Tensor
-    sin: torch.Tensor
-    control: torch.Tensor
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = zip(self.windows, self.places, q, k, v, strict=True)
-        return stack([window.attend(layer, own_q, own_k, own_v, place) for window, place, own_q, own_k, own_v in rows])
 
 
 class EmbeddingMLP(nn.Module):
