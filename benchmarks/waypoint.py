@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,16 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, add_serving_arguments, precision_of, run_request, running_engine, save
+from common import (
+    add_output_arguments,
+    add_serving_arguments,
+    kernel_times,
+    precision_of,
+    run_request,
+    running_engine,
+    save,
+    tracing,
+)
 
 NATIVE_FPS = 60.0
 GRIDS = {"v1_5": (16, 32), "v1_5_360p": (8, 16)}
@@ -68,8 +78,10 @@ def write_checkpoint(root: Path, release: str) -> None:
     (root / "config.yaml").write_text(json.dumps({**CONFIG, **sizes}))  # YAML holds JSON
 
 
-async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run one session's chunks; returns each one's timings and arrival."""
+def session_chunk(
+    engine: Any, name: str, args: argparse.Namespace
+) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
+    """A session's chunk by its index, as a record: when it was there, its times and frames."""
     import torch
 
     from vllm_omni.actions import ActionFrame
@@ -91,6 +103,12 @@ async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[st
         assert len(tensors["frames"]) == meta["num_frames"]
         return {"done": time.perf_counter(), "timings_ms": meta["timings_ms"], "frames": meta["num_frames"]}
 
+    return chunk
+
+
+async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run one session's chunks; returns each one's timings and arrival."""
+    chunk = session_chunk(engine, name, args)
     start = time.perf_counter()
     pending = [asyncio.create_task(chunk(0))]
     records: list[dict[str, Any]] = []
@@ -113,10 +131,15 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         pipeline_parallel_size=args.pipeline_parallel,
         gpu_memory_utilization=args.gpu_memory_utilization,
         **precision_of(args),
+        **tracing(args, model.parent / "trace"),
     ) as engine:
         sessions = await asyncio.gather(*(play(engine, f"world{n}", args) for n in range(args.sessions)))
         memory = await engine.collective_rpc("device_memory")
         held = await engine.collective_rpc("session_stats")
+        kernels = None
+        if args.kernels:
+            traced = session_chunk(engine, "traced", args)
+            kernels = await kernel_times(engine, model.parent / "trace", traced, args.warm_chunks)
     start, *records = sessions[0]
     gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][args.warm_chunks - 1 :]
     steady = records[args.warm_chunks :]
@@ -142,6 +165,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "first_chunk_timings_ms": records[0]["timings_ms"],
         "device_memory": memory,
         "session_bytes": held[0]["bytes"],
+        "kernels": kernels,
         "eager": args.eager,
         **precision_of(args),
     }
