@@ -30,4 +30,6 @@ world matrix_game_gta matrix_game.py $game --variant gta_drive --model-options "
 world matrix_game_templerun matrix_game.py $game --variant templerun --model-options "$graphs"
 world v2_1_3b lingbot_world.py $v2
 world matrix_game matrix_game.py $game
+world waypoint waypoint.py $waypoint
+world waypoint_fp8 waypoint.py $waypoint --quantization fp8_per_channel --dtype bfloat16 --model-options "$graphs"
 show
