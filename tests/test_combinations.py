@@ -33,7 +33,7 @@ def checkpoints(
     tmp_path_factory: pytest.TempPathFactory, causal_wan: Path, lingbot_world: Path, null_world: Path
 ) -> dict[str, Path]:
     found = {"causal_wan": causal_wan, "lingbot_world": lingbot_world, "null_world": null_world}
-    for name in ("wan2_2", "lance", "diffusers_pipeline", "matrix_game"):
+    for name in ("wan2_2", "lance", "diffusers_pipeline", "matrix_game", "waypoint"):
         family, found[name] = get_family(name), tmp_path_factory.mktemp(name)
         family.make_tiny(found[name], 0, family.layouts[0])
     return found
@@ -67,6 +67,11 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
         ("lingbot_world", {"chunks_in_flight": 2}, {}, NEEDS),
         ("matrix_game", {"chunks_in_flight": 2}, {}, NEEDS),
         ("matrix_game", {"degradations": ["tiny_vae"], "scheduling": "deadline"}, {}, "Matrix-Game"),
+        ("waypoint", {"chunks_in_flight": 2}, {}, NEEDS),
+        ("waypoint", {"model": {"window_frames": 4}}, {}, "drop window_frames: a Waypoint checkpoint"),
+        ("waypoint", {"vae_parallel": True}, TP2, "cannot be split over ranks"),
+        ("waypoint", {}, TP3, "does not divide over 3 parallel ranks"),
+        ("waypoint", {}, {"pipeline_parallel_size": 5}, "4 layers can not be cut into 5 stages"),
         ("matrix_game", {}, TP3, "does not divide over 3 parallel ranks"),
         ("matrix_game", {"model": {"convention": "sglang"}}, {}, "omni.model"),
         ("lingbot_world", {}, TP3, "does not divide over 3 parallel ranks"),
@@ -103,6 +108,7 @@ def test_what_cannot_work_is_refused(
         ("causal_wan", {"model": {"cuda_graphs": True}}, PP2),
         ("lingbot_world", {"vae_stage": True}, PP3 | TP2),
         ("matrix_game", {"vae_stage": True}, PP3 | TP2),
+        ("waypoint", {"vae_stage": True, "model": {"cuda_graphs": True}}, PP3 | TP2),
         ("matrix_game", {"model": {"cuda_graphs": True, "sequence_parallel": True}}, PP2 | TP2),
         ("lingbot_world", {"vae_stage": True, "model": {"cuda_graphs": True, "sequence_parallel": True}}, PP2 | TP2),
         ("wan2_2", {"model": {"cfg_parallel": True}, "vae_stage": True}, PP3 | TP2),

@@ -44,6 +44,7 @@ TOGETHER = {
     "tests/model_executor/models/lingbot_world/test_lingbot_parallel.py": "ranks",
     "tests/model_executor/models/wan/test_split_decode.py": "ranks",
     "tests/model_executor/models/wan2_2/test_wan22_guidance.py": "ranks",
+    "tests/model_executor/models/waypoint/test_waypoint_parallel.py": "ranks",
     "tests/test_quick_spawn.py": "ranks",
     "tests/worker/test_pipeline_parallel.py": "ranks",
     "tests/worker/test_rank_watch.py": "ranks",

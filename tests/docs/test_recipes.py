@@ -42,8 +42,8 @@ def test_a_family_is_its_folder_a_tiny_module_and_two_lines_of_the_registry() ->
     assert null == {"null_world", "null_image"}
     families = set(family_names())
     assert {path.parent.name for path in models.glob("*/family.py")} == families - null
-    # `wan` is shared by families; `waypoint` has networks that are compared, and is not served yet.
-    assert {path.parent.name for path in models.glob("*/__init__.py")} - {"wan", "waypoint"} == families - null
+    # `wan` is shared by families.
+    assert {path.parent.name for path in models.glob("*/__init__.py")} - {"wan"} == families - null
     assert families <= {path.stem for path in testing.glob("tiny/*.py")}
     packages = {place.split(":")[0].rsplit(".", 2)[1] for place in ARCHITECTURES.values()}
     assert packages == families - null | {name.removeprefix("null_") for name in null}

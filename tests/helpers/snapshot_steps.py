@@ -78,6 +78,13 @@ def game_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> di
     return worker.chunk(session_id, image, actions=keys, **fields)
 
 
+def frame_chunk(worker: Worker, session_id: str, index: int, **fields: Any) -> dict[str, torch.Tensor]:
+    """`game_chunk` of a model whose chunks are one latent frame."""
+    keys = [["s"] if fields.pop("prompt", None) else ["w"]]
+    image = {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)} if index == 0 else None
+    return worker.chunk(session_id, image, actions=keys, **fields)
+
+
 PLAY = {
     "buttons": [{"name": "run", "title": "run"}, {"name": "jump", "title": "jump"}],
     "axes": [{"name": "dx", "title": "turn", "unit": "pixels", "kind": "motion"}],

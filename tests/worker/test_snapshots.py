@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from helpers.scheduling import execute, new_request, step
-from helpers.snapshot_steps import PLAY, Worker, game_chunk, played_chunk, text_chunk, video_chunk, world_chunk
+from helpers.snapshot_steps import (
+    PLAY,
+    Worker,
+    frame_chunk,
+    game_chunk,
+    played_chunk,
+    text_chunk,
+    video_chunk,
+    world_chunk,
+)
 
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.model_executor.one_shot import OneShotSession
@@ -37,6 +46,13 @@ def matrix_game(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def waypoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("waypoint")
+    get_family("waypoint").make_tiny(folder, 0, "v1_5")
+    return folder
+
+
 Chunk = Callable[..., dict[str, torch.Tensor]]
 SMALL = {"window_frames": 7, "sink_frames": 2}
 CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
@@ -56,6 +72,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "world as PR 3701's, before it repeats": ("lingbot_world", {**SMALL, "convention": "pr3701"}, world_chunk, 1),
     "world before distillation, a window for each branch": ("lingbot_pretrain", {}, world_chunk, 2),
     "game, windows of trunk, mouse and keyboard": ("matrix_game", {}, game_chunk, 3),
+    "keys and mouse, two kinds of rings, not full": ("waypoint", {}, frame_chunk, 1),
+    "keys and mouse, two kinds of rings": ("waypoint", {}, frame_chunk, 11),
     "stream, moving sinks": ("causal_wan", SMALL, text_chunk, 4),
     "stream, video in": ("causal_wan", SMALL, video_chunk, 3),
     "stream, a window for every step": ("causal_wan", {**SMALL, "cache": "noise_matched"}, text_chunk, 3),

@@ -103,3 +103,10 @@ def test_controls_of_a_live_request_are_taken_as_late_as_the_engine_allows() -> 
     assert live.most_in_flight(FACTS, LIMITS) == 1 < planned.most_in_flight(FACTS, LIMITS)
     several = WorldFacts(chunks_in_flight=3)
     assert (live.most_in_flight(several, LIMITS), planned.most_in_flight(several, LIMITS)) == (3, 4)
+
+
+def test_a_script_of_a_model_whose_first_latent_frame_is_as_long_as_the_others() -> None:
+    """Three actions are three latent frames of four pixel frames, also where a world begins."""
+    facts = WorldFacts(latent_frames_per_chunk=1, first_stride=4)
+    script = PlannedChunks(actions=[["w"], [], ["w"]])
+    assert script.plan(facts, LIMITS, starts_world=True) == script.plan(facts, LIMITS, starts_world=False) == (4, 4, 4)

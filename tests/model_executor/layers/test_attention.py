@@ -51,3 +51,26 @@ def test_the_cuda_kernel_agrees_within_bf16() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, 4, 128, dtype=torch.bfloat16, device="cuda") for n in (64, 192, 192))
     torch.testing.assert_close(attention(q, k, v).double(), reference(q, k, v), atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("seen", [1, 5, 9])
+def test_a_number_of_keys_that_the_host_does_not_know(seen: int) -> None:
+    """Attention to the first keys of a buffer equals attention to just those."""
+    q, k, v = (torch.randn(count, 4, 8) for count in (3, 9, 9))
+    key_range = torch.tensor([0, seen], dtype=torch.int32)
+    assert torch.equal(attention(q, k, v, key_range=key_range), attention(q, k[:seen], v[:seen]))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_number_of_keys_that_is_only_known_on_the_device(dtype: torch.dtype) -> None:
+    """Grouped-query attention over a ring that is not full, as Waypoint's is: 512 queries, heads of 64."""
+    torch.manual_seed(0)
+    q = torch.randn(512, 4, 64, dtype=dtype, device="cuda")
+    k, v = (torch.randn(2048, 2, 64, dtype=dtype, device="cuda") for _ in range(2))
+    for seen in (512, 1536, 2048):
+        key_range = torch.tensor([0, seen], dtype=torch.int32, device="cuda")
+        found = attention(q, k, v, key_range=key_range).double()
+        wide = (x[:seen].repeat_interleave(2, dim=1) for x in (k, v))
+        torch.testing.assert_close(found, reference(q, *wide), atol=2e-2 if dtype == torch.bfloat16 else 1e-4, rtol=0)

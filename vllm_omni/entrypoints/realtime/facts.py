@@ -26,6 +26,7 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     actions: the controls that it takes, whether it has prompts and start images.
     patch_size, vae_stride: (time, height, width).
+    first_stride: pixel frames of a session's first latent frame.
     latent_frames_per_chunk: latent frames that are denoised together; first_chunk_latent_frames: in a session's first
     chunk, None = as many. intrinsics_reference_size: (width, height) for which intrinsics are given. key_focal: focal
     length that goes with keys, in pixels of the video. fps: the rate the model was trained at.
@@ -34,6 +35,7 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     actions: ActionSpace = CAMERA_SPACE
     patch_size: tuple[int, int, int] = (1, 2, 2)
     vae_stride: tuple[int, int, int] = (4, 8, 8)
+    first_stride: int = 1
     latent_frames_per_chunk: int = 3
     first_chunk_latent_frames: int | None = None
     fps: float = 16.0
@@ -107,8 +109,9 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def first_chunk_frames(self) -> int:
-        """Pixel frames of a session's first chunk: its first latent frame is one pixel frame."""
-        return 1 + self.vae_stride[0] * ((self.first_chunk_latent_frames or self.latent_frames_per_chunk) - 1)
+        """Pixel frames of a session's first chunk."""
+        latent_frames = self.first_chunk_latent_frames or self.latent_frames_per_chunk
+        return self.first_stride + self.vae_stride[0] * (latent_frames - 1)
 
     @property
     def chunk_frames(self) -> int:

@@ -8,8 +8,8 @@ the usual triangle, aligned to the last key.
 
 # T query tokens, S key tokens, N heads, H head dim
 
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch.nn import functional
@@ -17,13 +17,14 @@ from torch.nn.attention.bias import causal_lower_right
 
 
 @cache
-def _flash_attention_3() -> Any | None:
-    """Return vLLM's `flash_attn_varlen_func` if its version 3 runs on the current CUDA device, else None."""
+def _flash_attention(*versions: int) -> Callable[..., torch.Tensor] | None:
+    """Return vLLM's `flash_attn_varlen_func`, of the first version that runs on the current CUDA device; else None."""
     try:
         from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func, is_fa_version_supported
     except ImportError:
         return None
-    return flash_attn_varlen_func if is_fa_version_supported(3) else None
+    found = [version for version in versions if is_fa_version_supported(version)]
+    return partial(flash_attn_varlen_func, fa_version=found[0]) if found else None
 
 
 @cache  # without end: a captured CUDA graph keeps reading them
@@ -31,14 +32,25 @@ def _cu_seqlens(length: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([0, length], dtype=torch.int32, device=device)
 
 
-def attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor, *, causal: bool = False) -> torch.Tensor:
+def attention(
+    q_TNH: torch.Tensor,
+    k_SNH: torch.Tensor,
+    v_SNH: torch.Tensor,
+    *,
+    causal: bool = False,
+    key_range: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return softmax(q k^T / sqrt(H)) v as [T, N, H] in the type of `q_TNH`.
 
     Every query sees every key or, when causal, query t the first S - T + t + 1 of them (S >= T). Keys and values may
     have fewer heads than queries (grouped-query attention).
+    key_range: int32 [2] on the device of `q_TNH`, 0 and how many of the first keys are seen: a number that the host
+    need not know, so that one CUDA graph serves every length. Not together with `causal`.
     """
+    if key_range is not None:
+        return _attention_to_first(q_TNH, k_SNH, v_SNH, key_range)
     causal = causal and q_TNH.shape[0] > 1
-    if q_TNH.is_cuda and q_TNH.dtype in (torch.bfloat16, torch.float16) and (flash := _flash_attention_3()):
+    if _is_half(q_TNH) and (flash := _flash_attention(3)):
         queries, keys = q_TNH.shape[0], k_SNH.shape[0]
         return flash(
             q_TNH,
@@ -49,10 +61,36 @@ def attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor, *, 
             max_seqlen_k=keys,
             cu_seqlens_k=_cu_seqlens(keys, q_TNH.device),
             causal=causal,
-            fa_version=3,
         )
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TNH, k_SNH, v_SNH))
     mask = causal_lower_right(q.shape[2], k.shape[2]) if causal else None
     grouped = q.shape[1] != k.shape[1]
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def _is_half(q_TNH: torch.Tensor) -> bool:
+    return q_TNH.is_cuda and q_TNH.dtype in (torch.bfloat16, torch.float16)
+
+
+def _attention_to_first(
+    q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor, key_range: torch.Tensor
+) -> torch.Tensor:
+    """`attention` to the first `key_range[1]` keys; on CUDA nothing waits for that number."""
+    if q_TNH.device.type == "cpu":
+        seen = slice(0, int(key_range[1]))
+        return attention(q_TNH, k_SNH[seen], v_SNH[seen])
+    if _is_half(q_TNH) and (flash := _flash_attention(3, 2)):
+        return flash(
+            q_TNH,
+            k_SNH,
+            v_SNH,
+            max_seqlen_q=q_TNH.shape[0],
+            cu_seqlens_q=_cu_seqlens(q_TNH.shape[0], q_TNH.device),
+            max_seqlen_k=k_SNH.shape[0],
+            cu_seqlens_k=key_range,
+        )
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_TNH, k_SNH, v_SNH))
+    seen_S = torch.arange(k_SNH.shape[0], device=q.device) < key_range[1]
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen_S, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)

@@ -38,7 +38,11 @@ class KVFormat:
 
     def store(self, layer: int, kind: int, x_TNH: torch.Tensor, target_TNH: torch.Tensor) -> None:
         """Write keys (kind 0) or values (1) into a part of the buffer."""
-        target_TNH.copy_(x_TNH)
+        target_TNH.copy_(self.encode(layer, kind, x_TNH))
+
+    def encode(self, layer: int, kind: int, x_TNH: torch.Tensor) -> torch.Tensor:
+        """Return keys (kind 0) or values (1) as the buffer holds them."""
+        return x_TNH
 
     def load(self, layer: int, kind: int, stored_TNH: torch.Tensor) -> torch.Tensor:
         """Return a part of the buffer in `dtype`; possibly a view."""
@@ -83,8 +87,8 @@ class ScaledFP8(KVFormat):
             largest_N = x_TNH.abs().amax(dim=(0, 2)).float().clamp_min(_TINIEST)
             self._scales_L2N[layer, kind] = torch.exp2(torch.ceil(torch.log2(largest_N * (_HEADROOM / _LARGEST))))
 
-    def store(self, layer: int, kind: int, x_TNH: torch.Tensor, target_TNH: torch.Tensor) -> None:
-        target_TNH.copy_((x_TNH / self._scale(layer, kind)).clamp_(-_LARGEST, _LARGEST))
+    def encode(self, layer: int, kind: int, x_TNH: torch.Tensor) -> torch.Tensor:
+        return (x_TNH / self._scale(layer, kind)).clamp_(-_LARGEST, _LARGEST).to(FP8)
 
     def load(self, layer: int, kind: int, stored_TNH: torch.Tensor) -> torch.Tensor:
         return stored_TNH.to(self.dtype).mul_(self._scale(layer, kind))

@@ -21,6 +21,7 @@ _FAMILY_MODULES = {
     "lingbot_world": "vllm_omni.model_executor.models.lingbot_world.family",
     "causal_wan": "vllm_omni.model_executor.models.causal_wan.family",
     "matrix_game": "vllm_omni.model_executor.models.matrix_game.family",
+    "waypoint": "vllm_omni.model_executor.models.waypoint.family",
     "wan2_2": "vllm_omni.model_executor.models.wan2_2.family",
     "lance": "vllm_omni.model_executor.models.lance.family",
     "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.family",
@@ -43,6 +44,7 @@ _ALIASES = (
         "causal_wan",
     )
     | dict.fromkeys(("matrix_game_gta_drive", "matrix_game_templerun"), "matrix_game")
+    | dict.fromkeys(("waypoint_360p", "waypoint_1_small", "waypoint_1_1_small"), "waypoint")
 )
 """Other names of a family, most of them of its releases (`models/<name>/hub.py`)."""
 
@@ -55,6 +57,7 @@ ARCHITECTURES = {
     "MatrixGamePipeline": "vllm_omni.model_executor.models.matrix_game.pipeline:MatrixGamePipeline",
     "NullImagePipeline": "vllm_omni.testing.null.image.pipeline:NullImagePipeline",
     "NullWorldPipeline": "vllm_omni.testing.null.world.pipeline:NullWorldPipeline",
+    "WaypointPipeline": "vllm_omni.model_executor.models.waypoint.pipeline:WaypointPipeline",
     "Wan22Pipeline": "vllm_omni.model_executor.models.wan2_2.pipeline:Wan22Pipeline",
     "Qwen2_5OmniToken2WavPipeline": "vllm_omni.model_executor.models.qwen2_5_omni.token2wav:Token2WavPipeline",
 }

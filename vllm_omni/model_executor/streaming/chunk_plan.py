@@ -10,9 +10,21 @@ from typing import Protocol
 
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 
-FRAME_STRIDE = 4
-"""Video frames of a latent frame, but for a stream's first, which is one frame: a causal video autoencoder."""
 
+@dataclass(frozen=True)
+class FrameRate:
+    """Video frames of a latent frame: `first` of a stream's first one, `later` of every other."""
+
+    first: int
+    later: int
+
+    def start(self, latent_frame: int) -> int:
+        """Return the first video frame of a latent frame, by absolute index."""
+        return self.first + self.later * (latent_frame - 1) if latent_frame else 0
+
+
+CAUSAL_VIDEO = FrameRate(first=1, later=4)
+"""Of a causal video autoencoder: latent 0 is frame 0, latent i > 0 is frames 4i - 3 .. 4i."""
 
 GLOBAL_FRAMES = 21
 """Latent frames of a stream with global attention: the length these models were trained on."""
@@ -35,13 +47,15 @@ class StatesWindow(Protocol):
 class ChunkPlan:
     """Lengths in latent frames. window_frames: those a chunk attends to, sinks and itself included.
 
-    sink_frames == window_frames: global attention, nothing is evicted. Raises ValueError if the parts do not fit.
+    rate: the video frames that latent frames become. sink_frames == window_frames: global attention, nothing is
+    evicted. Raises ValueError if the parts do not fit.
     """
 
     first_chunk_frames: int
     chunk_frames: int
     window_frames: int
     sink_frames: int
+    rate: FrameRate = CAUSAL_VIDEO
 
     def __post_init__(self) -> None:
         first, window = self.first_chunk_frames, self.window_frames
@@ -58,12 +72,12 @@ class ChunkPlan:
     def pixel_frames(self, chunk_index: int) -> range:
         """Return the video frames a chunk decodes to, by absolute index: 9 for a first chunk of 3 latents, 12 later."""
         frames = self.frames(chunk_index)
-        return range(first_pixel_frame(frames.start), first_pixel_frame(frames.stop))
+        return range(self.rate.start(frames.start), self.rate.start(frames.stop))
 
 
 def first_pixel_frame(latent_frame: int) -> int:
-    """Return the first video frame of a latent frame: latent 0 is frame 0, latent i > 0 is frames 4i - 3 .. 4i."""
-    return max(0, FRAME_STRIDE * (latent_frame - 1) + 1)
+    """Return the first video frame of a latent frame of a causal video autoencoder."""
+    return CAUSAL_VIDEO.start(latent_frame)
 
 
 def resolve_chunks(

@@ -46,7 +46,7 @@ def streaming_family(
     read: Callable[[Mapping[str, Any], OmniConfig], Stream[Config, Options]],
     check_options: Callable[[OmniConfig], None],
     check_parallel: Callable[[Stream[Config, Options], OmniConfig, int, int], None],
-    facts: Mapping[str, Any],
+    facts: Callable[[Stream[Config, Options]], Mapping[str, Any]],
     action_space: Callable[[Stream[Config, Options]], ActionSpace] | None = None,
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None,
     takes_adapters: bool = False,
@@ -54,8 +54,8 @@ def streaming_family(
     """Return the family of package `models/{name}`.
 
     read: (the family's part of `hf_config`, options) -> the stream. check_options: refusals beyond those of `read` and
-    the video's size. check_parallel: (stream, options, ranks that share layers, stages). facts: `WorldFacts`
-    beside the chunks' lengths.
+    the video's size. check_parallel: (stream, options, ranks that share layers, stages). facts: fields
+    of `WorldFacts` beside the chunks' lengths.
     """
 
     def check_served(config: dict[str, Any], omni: OmniConfig) -> None:
@@ -66,11 +66,13 @@ def streaming_family(
         check_parallel(read(config[name], omni), omni, ranks, stages)
 
     def world_facts(config: dict[str, Any], omni: OmniConfig) -> dict[str, Any]:
-        plan = read(config[name], omni).plan
+        stream = read(config[name], omni)
+        plan = stream.plan
         return {
             "latent_frames_per_chunk": plan.chunk_frames,
             "first_chunk_latent_frames": plan.first_chunk_frames,
-            **facts,
+            "first_stride": plan.rate.first,
+            **facts(stream),
         }
 
     def space(config: dict[str, Any], omni: OmniConfig) -> ActionSpace:

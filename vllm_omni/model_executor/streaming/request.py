@@ -13,7 +13,7 @@ import torch
 from vllm_omni.actions import ACTION_TENSORS, ActionRows, ActionSpace, read_actions
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, first_pixel_frame
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.outputs import RequestFailed
 
@@ -106,4 +106,4 @@ def read_action_rows(
     entries = [] if params.actions is None and not dense else params.actions
     rows = read_actions(space, entries, tensors, len(frames))
     assert rows is not None
-    return rows.repeated([first_pixel_frame(frame + 1) - first_pixel_frame(frame) for frame in frames])
+    return rows.repeated([plan.rate.start(frame + 1) - plan.rate.start(frame) for frame in frames])

@@ -19,7 +19,6 @@ import torch
 from vllm_omni.inputs import DiffusionParams, Output, Seed, Text
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.model_executor.noise import ChunkNoise
-from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import ChunkIndex, SavedTensors, read_scalars
@@ -37,6 +36,17 @@ class DecoderLayout(Protocol):
     """Shapes and types of a decoder's state between a stream's chunks."""
 
     def restore(self, saved: SavedTensors, device: torch.device | str, num_latents: int) -> Any: ...
+
+
+class Schedule(Protocol):
+    """Denoise steps of a chunk."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    def advance(self, latents: torch.Tensor, flow: torch.Tensor, step: int, noise: ChunkNoise) -> torch.Tensor:
+        """Return the latents that `step` leaves, fp32."""
+        ...
 
 
 class Windows(Protocol):
@@ -110,13 +120,13 @@ class StateLayouts(Generic[OwnLayout]):
 class StreamingChunk(Generic[Window, Own]):
     """One chunk in flight. The first group is made by `prepare_encode`, the second by later steps.
 
-    latents: fp32 [16, F, h, w]. noise: the initial latents, and the noise added before steps 1, 2, ...; None
+    latents: fp32 [C, F, h, w]. noise: the initial latents, and the noise added before steps 1, 2, ...; None
     where no step is run. text: the encoded prompt, None if `cross_kv` is known. window: the session's,
     where the chunk writes its K/V. The others are the session's state once the chunk is committed.
     """
 
     frames: range
-    schedule: FewStepSchedule
+    schedule: Schedule
     latents: torch.Tensor
     noise: ChunkNoise | None
     rope: tuple[torch.Tensor, torch.Tensor]
@@ -135,7 +145,7 @@ class StreamingChunk(Generic[Window, Own]):
     def to_decode(
         cls,
         frames: range,
-        schedule: FewStepSchedule,
+        schedule: Schedule,
         size: Sequence[int],
         window: Window,
         *,
@@ -223,6 +233,13 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Scal
         """Return the latent frames of the next chunk."""
         return self.plan.frames(self.chunk_index)
 
+    def frames_behind(self, committed_frames: int) -> range:
+        """Return `next_frames` if so many frames are committed. Raises `RequestFailed` if that cannot be."""
+        frames = self.next_frames()
+        if committed_frames != frames.start:
+            raise RequestFailed("invalid_snapshot", "the snapshot's chunk and frames do not belong together")
+        return frames
+
     def commit(self, chunk: StreamingChunk[Window, Own]) -> None:
         """Take over the state that `chunk` has made; the window has the chunk's frames already."""
         self.prompt, self.seed = chunk.prompt, chunk.seed
@@ -261,9 +278,7 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Scal
         kept = cast(Scalars, read_scalars(scalars, self.scalars_type))
         device = self.window.device
         self.chunk_index, self.prompt, self.seed = kept.chunk_index, kept.prompt, kept.seed
-        frames = self.next_frames()
-        if kept.committed_frames != frames.start:
-            raise RequestFailed("invalid_snapshot", "the snapshot's chunk and frames do not belong together")
+        frames = self.frames_behind(kept.committed_frames)
         if kept.written_from:
             raise RequestFailed("invalid_snapshot", "the snapshot's window was recomputed, which is not done any more")
         self.window.restore(saved, kept.committed_frames, len(frames))

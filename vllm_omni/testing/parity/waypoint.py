@@ -21,8 +21,9 @@ from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.models.waypoint import autoencoders
 from vllm_omni.model_executor.models.waypoint.checkpoint import load_autoencoder, load_transformer
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig, action_space, control_vectors
-from vllm_omni.model_executor.models.waypoint.rings import FrameRings
-from vllm_omni.model_executor.models.waypoint.transformer import Block, FrameRow, WaypointTransformer, euler_step
+from vllm_omni.model_executor.models.waypoint.state import FrameRings, FrameRow
+from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
+from vllm_omni.model_executor.schedules import EulerSchedule
 from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.testing.parity.comparison import Report, Scenario, run_scenarios
 
@@ -60,8 +61,11 @@ class Rollout:
             self.model = WaypointTransformer(self.config, tables="served" if self.bf16 else "exact")
         weights = scenario.meta("weights").split(maxsplit=1)[0]
         load_transformer(self.model, open_tensors(scenario.directory / weights))
-        self.rings = FrameRings(self.config, range(self.config.n_layers), dtype=dtype, device="cpu")
-        self.prompts = [self.model.prompt_kv(scenario.get(name)) for name in ("prompt0", "prompt1") if name in scenario]
+        heads = self.config.n_kv_heads
+        self.rings = FrameRings(self.config, range(self.config.n_layers), num_heads=heads, dtype=dtype, device="cpu")
+        self.prompts = [
+            self.model.cross_attention_kv(scenario.get(name)) for name in ("prompt0", "prompt1") if name in scenario
+        ]
 
     @classmethod
     def run(cls, scenario: Scenario) -> None:
@@ -109,10 +113,10 @@ class Rollout:
         for part, table in zip(("cos", "sin"), rope, strict=True):
             self.compare("rotations", table, f"{name}.rope.{part}")
         common: dict[str, Any] = {
-            "frames": range(index, index + 1),
             "rope": rope,
             "control": self.model.controls(controls),
             "window": self.rings,
+            "place": self.rings.place(index),
             "prompt_kv": self.prompts[prompt] if self.prompts else None,
         }
         self.lists(
@@ -136,10 +140,11 @@ class Rollout:
 
     def generate(self, name: str, common: dict[str, Any]) -> torch.Tensor:
         x = self.scenario.get(f"{name}.noise")
+        schedule = EulerSchedule(tuple(self.sigmas), self.model.dtype)
         for step, sigma in enumerate(self.sigmas[:-1]):
             velocity = self.forward(name, f"s{step}", x, sigma, common)
             self.compare("velocity", velocity, f"{name}.s{step}.v")
-            x = euler_step(x, velocity, self.sigmas, step, self.model.dtype)
+            x = schedule.advance(x, velocity, step)
         return x
 
     def forward(
@@ -149,10 +154,9 @@ class Rollout:
         seen: dict[str, torch.Tensor] = {}
         hooks = []
         if f"{name}.{stage}.tokens" in self.scenario:
-            for layer, block in enumerate(self.model.blocks):
-                assert isinstance(block, Block)
+            for layer, block in enumerate(self.model.layers):
                 hooks.append(block.register_forward_hook(_keeper(seen, f"block{layer}")))
-            first = self.model.blocks[0].register_forward_pre_hook(lambda _, given: seen.update(tokens=given[0][0]))
+            first = self.model.layers[0].register_forward_pre_hook(lambda _, given: seen.update(tokens=given[0][0]))
             hooks.append(first)
         velocity = self.model([FrameRow(latents=latents, sigma=sigma, **common)])[0]
         for hook in hooks:

@@ -73,7 +73,7 @@ _WAN_TEXT_NAMES: Rules = (
 def write_original_components(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
     """Write umt5, VAE and tokenizer under Wan's own file and tensor names."""
     write_tokenizer(out / "google" / "umt5-xxl")
-    text = {rename(name, _WAN_TEXT_NAMES): tensor for name, tensor in _text_tensors(seed).items()}
+    text = {rename(name, _WAN_TEXT_NAMES): tensor for name, tensor in text_tensors(seed).items()}
     torch.save(text, out / "models_t5_umt5-xxl-enc-bf16.pth")
     write_original_vae(out, seed, vae)
 
@@ -112,7 +112,7 @@ def write_diffusers_components(out: Path, seed: int, flow_shift: float) -> None:
     """Write the folders `tokenizer`, `text_encoder`, `vae` and `scheduler` of a diffusers checkpoint."""
     write_tokenizer(out / "tokenizer")
     write_component(out / "text_encoder", UMT5Config(**TEXT, dtype="bfloat16").to_diff_dict(), "config.json")
-    save_tensors(_text_tensors(seed), out / "text_encoder" / "model.safetensors")
+    save_tensors(text_tensors(seed), out / "text_encoder" / "model.safetensors")
     write_diffusers_vae(out, seed)
     scheduler = {
         "_class_name": "UniPCMultistepScheduler",
@@ -165,7 +165,7 @@ def _vae_tensors(seed: int, vae: VAEConfig = VAE) -> Tensors:
     return tensors
 
 
-def _text_tensors(seed: int) -> Tensors:
+def text_tensors(seed: int) -> Tensors:
     with torch.device("meta"):
         shapes = shapes_of(UMT5EncoderModel(UMT5Config(**TEXT)))
     tensors: Tensors = {}

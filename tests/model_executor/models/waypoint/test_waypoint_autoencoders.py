@@ -12,7 +12,7 @@ from vllm_omni.model_executor.tensor_files import open_tensors
 
 @pytest.fixture(scope="module")
 def codec() -> StreamingTAEHV:
-    codec = StreamingTAEHV(8, 8, (16, 8, 8, 8))
+    codec = StreamingTAEHV(8, 8, (16, 8, 8, 8), size=(32, 64))
     load_autoencoder(codec, open_tensors(GOLDEN / "taehv_tiny_weights.safetensors"), what="TAEHV")
     return codec
 
@@ -31,7 +31,7 @@ def test_a_stream_of_latents_may_be_cut_anywhere(codec: StreamingTAEHV) -> None:
 
 def test_the_decoders_cache_has_its_layout(codec: StreamingTAEHV) -> None:
     _, cache = codec.decode(torch.zeros(1, 8, 2, 4), None)
-    layout = codec.decoder_cache_layout(2, 4)
+    layout = codec.decoder_layout()
     assert tuple(tuple(feature.shape) for feature in cache.features) == layout.shapes
     assert layout.nbytes == cache.nbytes
 

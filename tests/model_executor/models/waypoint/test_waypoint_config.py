@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from vllm_omni.actions import ActionFrame, read_actions
+from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.realtime.facts import WorldFacts
 from vllm_omni.model_executor.models.waypoint.checkpoint import read_config
-from vllm_omni.model_executor.models.waypoint.config import WaypointConfig, action_space, control_vectors
+from vllm_omni.model_executor.models.waypoint.config import (
+    WaypointConfig,
+    action_space,
+    control_vectors,
+    read_options,
+)
+from vllm_omni.model_executor.models.waypoint.family import FAMILY
+from vllm_omni.testing.tiny.waypoint import make_tiny
 
 RELEASED: dict[str, Any] = {
     "model_type": "waypoint-1.5",
@@ -43,8 +52,8 @@ def test_the_released_config_has_its_sizes() -> None:
     assert config.latent_shape == (32, 32, 64) and config.codec_size == (512, 1024) and config.time_step == 1
     assert [layer for layer in range(24) if config.is_global(layer)] == [3, 7, 11, 15, 19, 23]
     assert [layer for layer in range(24) if config.controlled(layer)] == list(range(0, 24, 3))
-    assert config.sigmas("served", torch.bfloat16) == (1.0, 0.8984375, 0.75, 0.30078125, 0.0)
-    assert config.sigmas("exact", torch.bfloat16) == (1.0, 0.9, 0.75, 0.3, 0.0)
+    assert config.schedule("served", torch.bfloat16).sigmas == (1.0, 0.8984375, 0.75, 0.30078125, 0.0)
+    assert config.schedule("exact", torch.bfloat16).sigmas == (1.0, 0.9, 0.75, 0.3, 0.0)
     first = WaypointConfig.from_checkpoint({**RELEASED, "global_attn_offset": 0, "inference_fps": 30})
     assert first.is_global(0) and first.is_global(4) and not first.is_global(3) and first.time_step == 2
 
@@ -100,3 +109,36 @@ def test_controls_are_mouse_then_buttons_then_wheel() -> None:
     assert vectors[0, :2].tolist() == [3.5, -1.0] and vectors[0, -1] == -1
     assert vectors[0, 2:-1].nonzero().flatten().tolist() == [0x01, 0x57]
     assert vectors[1].nonzero().flatten().tolist() == [2 + 0x20]
+
+
+def test_an_option_of_what_the_checkpoint_fixes_is_refused() -> None:
+    assert read_options({"cuda_graphs": True}).cuda_graphs
+    for name, value in (("window_frames", 4), ("decoder", "tiny"), ("sequence_parallel", True)):
+        with pytest.raises(ValueError, match=f"drop {name}: a Waypoint checkpoint fixes its windows"):
+            read_options({name: value})
+
+
+def test_chunks_are_one_latent_frame_and_the_first_has_as_many_video_frames_as_the_others(tmp_path: Path) -> None:
+    """Four in 1.5, one in Waypoint-1; doors learn it from the family."""
+    for layout, each in (("v1_5", 4), ("v1", 1)):
+        make_tiny(tmp_path / layout, 0, layout)
+        checkpoint = FAMILY.hf_config(tmp_path / layout)
+        assert FAMILY.world_facts is not None and FAMILY.action_space is not None
+        facts = WorldFacts(**FAMILY.world_facts(checkpoint, OmniConfig()))
+        assert (facts.first_chunk_frames, facts.chunk_frames, facts.latent_frames(each), facts.fps) == (
+            each,
+            each,
+            1,
+            60,
+        )
+        assert facts.split(3 * each, True) == ([each] * 3, 0)
+        plan = WaypointConfig.from_checkpoint(checkpoint["waypoint"]["transformer"]).plan
+        assert [plan.pixel_frames(index) for index in range(2)] == [range(each), range(each, 2 * each)]
+        assert FAMILY.action_space(checkpoint, OmniConfig()).prompt == ("optional" if layout == "v1" else "none")
+
+
+def test_sizes_of_video_are_multiples_of_eight() -> None:
+    config = WaypointConfig.from_checkpoint(RELEASED)
+    assert config.latent_size(720, 1280) == config.latent_size(360, 640) == (32, 64)
+    with pytest.raises(ValueError, match="720x1284: height and width must be multiples of 8"):
+        config.latent_size(720, 1284)

@@ -10,7 +10,7 @@ from test_waypoint_config import RELEASED
 
 from vllm_omni.model_executor.layers.window_set import WindowSet
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
-from vllm_omni.model_executor.models.waypoint.rings import FrameRings, rings_nbytes
+from vllm_omni.model_executor.models.waypoint.state import FrameRings, rings_nbytes
 
 SMALL = replace(
     WaypointConfig.from_checkpoint(RELEASED),
@@ -29,7 +29,8 @@ LOCAL, GLOBAL = 0, 3
 
 
 def rings(config: WaypointConfig = SMALL) -> FrameRings:
-    return FrameRings(config, range(config.n_layers), dtype=torch.float32, device="cpu")
+    layers, heads = range(config.n_layers), config.n_kv_heads
+    return FrameRings(config, layers, num_heads=heads, dtype=torch.float32, device="cpu")
 
 
 def kv(config: WaypointConfig, value: float) -> torch.Tensor:
@@ -37,14 +38,16 @@ def kv(config: WaypointConfig, value: float) -> torch.Tensor:
 
 
 def seen(held: FrameRings, layer: int, frame: int) -> list[float]:
-    k, v = held.visible(layer, range(frame, frame + 1))
+    window, index = held.window(layer)
+    k, v = window.visible(index, range(frame, frame + 1))
     assert torch.equal(k, -v)
     return sorted(set(k.flatten().tolist()))
 
 
 def write(held: FrameRings, frame: int, value: float) -> None:
     for layer in held.places:
-        held.write(layer, range(frame, frame + 1), kv(SMALL, value), -kv(SMALL, value))
+        window, index = held.window(layer)
+        window.write(index, range(frame, frame + 1), kv(SMALL, value), -kv(SMALL, value))
 
 
 def run(held: FrameRings, frames: range) -> None:
@@ -99,9 +102,9 @@ def test_what_is_saved_is_all_that_later_frames_depend_on_and_a_fork_goes_on_as_
 def test_a_session_of_the_released_model_has_its_bytes() -> None:
     """18 local layers of 16 frames and 6 global ones of 17, 2 MiB each, and it is the size of the buffers."""
     config = WaypointConfig.from_checkpoint(RELEASED)
-    assert rings_nbytes(config, range(24), torch.bfloat16) == (18 * 16 + 6 * 17) * 2 << 20
+    assert rings_nbytes(config, range(24), config.n_kv_heads, torch.bfloat16) == (18 * 16 + 6 * 17) * 2 << 20
     held: WindowSet = rings()
-    assert rings_nbytes(SMALL, range(4), torch.float32) == held.nbytes
+    assert rings_nbytes(SMALL, range(4), 1, torch.float32) == held.nbytes
 
 
 def _config(**fields: Any) -> WaypointConfig:
@@ -110,4 +113,7 @@ def _config(**fields: Any) -> WaypointConfig:
 
 def test_a_model_may_have_one_kind_of_layer() -> None:
     only_global = rings(_config(n_layers=1, global_attn_offset=0))
-    assert list(only_global.by_name) == ["global."]
+    assert {name: window.nbytes > 0 for name, window in only_global.by_name.items()} == {
+        "local.": False,
+        "global.": True,
+    }

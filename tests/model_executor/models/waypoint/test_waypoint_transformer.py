@@ -9,8 +9,9 @@ import pytest
 import torch
 from test_waypoint_weights import load, recorded
 
-from vllm_omni.model_executor.models.waypoint.rings import FrameRings
-from vllm_omni.model_executor.models.waypoint.transformer import FrameRow, WaypointTransformer, euler_step
+from vllm_omni.model_executor.models.waypoint.state import FrameRings, FrameRow
+from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
+from vllm_omni.model_executor.schedules import EulerSchedule
 
 
 @pytest.fixture
@@ -23,11 +24,12 @@ def row(model: WaypointTransformer, seed: int, window: FrameRings, frame: int = 
     controls = model.controls(torch.randn(model.config.control_values, generator=draw))
     latents = torch.randn(model.config.latent_shape, generator=draw)
     common: dict[str, Any] = {"rope": model.rope(frame), "control": controls, "window": window}
-    return FrameRow(latents=latents, sigma=sigma, frames=range(frame, frame + 1), **common)
+    return FrameRow(latents=latents, sigma=sigma, place=window.place(frame), **common)
 
 
 def rings(model: WaypointTransformer) -> FrameRings:
-    return FrameRings(model.config, range(model.config.n_layers), dtype=torch.float32, device="cpu")
+    layers, heads = range(model.config.n_layers), model.config.n_kv_heads
+    return FrameRings(model.config, layers, num_heads=heads, dtype=torch.float32, device="cpu")
 
 
 def committed(model: WaypointTransformer, seed: int, frames: int) -> FrameRings:
@@ -68,6 +70,13 @@ def test_served_tables_are_rounded_and_change_the_embedding() -> None:
 
 def test_a_step_is_rounded_to_the_models_type() -> None:
     x, v = torch.tensor([1.0, 2.0]), torch.tensor([0.1, -0.3])
-    assert torch.equal(euler_step(x, v, (1.0, 0.9), 0, torch.float32), x + (0.9 - 1.0) * v)
-    rounded = euler_step(x, v, (1.0, 0.9), 0, torch.bfloat16)
+    assert torch.equal(EulerSchedule((1.0, 0.9), torch.float32).advance(x, v, 0), x + (0.9 - 1.0) * v)
+    rounded = EulerSchedule((1.0, 0.9), torch.bfloat16).advance(x, v, 0)
     assert rounded.dtype == torch.float32 and torch.equal(rounded, rounded.bfloat16().float())
+
+
+def test_tables_stay_on_the_host_where_a_model_is_built_on_a_device() -> None:
+    _, config = recorded("wp15")
+    with torch.device("meta"):
+        tables = WaypointTransformer(config).tables
+    assert {table.device.type for table in (tables.noise, tables.xy, tables.time)} == {"cpu"}

@@ -11,13 +11,20 @@ from safetensors.torch import load_file, save_file
 from test_waypoint_config import RELEASED
 from test_waypoint_parity import GOLDEN
 
+from vllm_omni.model_executor.hub import check_complete
 from vllm_omni.model_executor.models.waypoint.autoencoders import ImageDecoder, ImageEncoder, StreamingTAEHV
-from vllm_omni.model_executor.models.waypoint.checkpoint import load_autoencoder, load_transformer
+from vllm_omni.model_executor.models.waypoint.checkpoint import (
+    LAYOUTS,
+    TAEHV_FILES,
+    load_autoencoder,
+    load_transformer,
+)
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.model_executor.weights import shapes_of
 from vllm_omni.testing.parity.comparison import read_tensors
+from vllm_omni.testing.tiny.waypoint import make_tiny
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors], None]
@@ -170,3 +177,13 @@ def test_an_autoencoder_is_loaded_strictly(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "x.safetensors")
     with pytest.raises(ValueError, match=r"missing: 1 \(decoder\.22\.bias\)"):
         load_autoencoder(StreamingTAEHV(8, 8, (16, 8, 8, 8)), open_tensors(tmp_path / "x.safetensors"), what="TAEHV")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_directory_that_lacks_a_piece_says_how_to_get_it(layout: str, tmp_path: Path) -> None:
+    """And a complete one is complete, as `vllm-omni download` looks at it."""
+    make_tiny(tmp_path, 0, layout)
+    check_complete("waypoint", tmp_path)
+    (tmp_path / TAEHV_FILES[0] if layout == "v1_5" else tmp_path / "ae" / "decoder.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"lacks the autoencoder.*complete it with `vllm-omni download waypoint"):
+        check_complete("waypoint", tmp_path)

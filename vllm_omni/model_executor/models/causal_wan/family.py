@@ -61,7 +61,7 @@ FAMILY = streaming_family(
     check_options=lambda omni: None,
     check_parallel=_check_parallel,
     action_space=lambda stream: ActionSpace(image="none"),
-    facts={"vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
+    facts=lambda _: {"vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
     capabilities=_capabilities,
     takes_adapters=True,
 )

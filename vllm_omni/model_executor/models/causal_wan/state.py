@@ -12,6 +12,7 @@ import torch
 
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
+from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.streaming.session import SessionScalars, SessionShape, StreamingChunk, StreamingSession
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
@@ -110,6 +111,7 @@ class Chunk(StreamingChunk[ChunkCache, VideoInput]):
     pass, a clean one, leaves their K/V, and the other passes make the frames behind them. given_rope: of that pass.
     """
 
+    schedule: FewStepSchedule
     index: int
     noise_scale: float | None = None
     """The video input's, also where that is not."""

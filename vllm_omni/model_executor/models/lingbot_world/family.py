@@ -44,7 +44,7 @@ FAMILY = streaming_family(
     check_options=lambda omni: omni.refuse_degradations("LingBot World"),
     check_parallel=_check_parallel,
     action_space=lambda stream: ACTION_SPACE,
-    facts={
+    facts=lambda _: {
         "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL),
         "intrinsics_reference_size": (NATIVE_WIDTH, NATIVE_HEIGHT),
         "key_focal": ACTION_FOCAL,

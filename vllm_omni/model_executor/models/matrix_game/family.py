@@ -43,6 +43,6 @@ FAMILY = streaming_family(
     check_options=lambda omni: omni.refuse_degradations("Matrix-Game"),
     check_parallel=_check_parallel,
     action_space=lambda stream: stream.config.variant.space,
-    facts={"fps": FPS, "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
+    facts=lambda _: {"fps": FPS, "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
     capabilities=lambda config, omni: Capabilities(fps=FPS),
 )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two autoencoders: TAEHV as a stream (1.5: four video frames a latent) and one of single images (Waypoint-1).
 
+Both are a `Codec`: a start image to a latent, a latent to frames of the video's size, with what a stream remembers.
 TAEHV's convolutions see one frame; only its memory blocks look back, each at its input one frame earlier. So a stream
 keeps one activation for each of them. Parameters have the names of the released files (TAEHV: madebyollin/taehv, MIT;
 the image autoencoder was written from a description of its layers).
@@ -10,15 +11,51 @@ Held by tests/model_executor/models/waypoint/test_waypoint_parity.py and test_wa
 # T frames, C channels, H, W pixels
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
+from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.models.wan.tiny_vae import GrowTime, MemoryBlock, SoftClamp
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
+from vllm_omni.sessions.snapshot import SavedTensors
+
+
+@dataclass(frozen=True)
+class CodecLayout(CacheLayout):
+    """Layout of what a stream keeps between its frames."""
+
+    def restore(self, saved: SavedTensors, device: torch.device | str, num_latents: int = 0) -> VAECache:
+        return VAECache.restore(saved, "", device, self)
+
+
+class Codec(nn.Module):
+    """An autoencoder as a session uses it. memory: the decoder's of a stream; None = at its start, or it has none."""
+
+    def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
+        """uint8 of any size -> its latent, fp32 [C, h, w] on the codec's device, at a stream's start."""
+        raise NotImplementedError
+
+    def decode_frames(
+        self, latent_CThw: torch.Tensor, size: tuple[int, int], memory: VAECache | None
+    ) -> tuple[torch.Tensor, VAECache | None]:
+        """The latent of one frame, T = 1 -> (uint8 [frames, *size, 3], the next memory)."""
+        raise NotImplementedError
+
+    def decoder_layout(self) -> CodecLayout | None:
+        """Of the decoder's memory, whatever the video's size; None = it has none."""
+        return None
+
+    def state_nbytes(self, height: int, width: int) -> int:
+        """Bytes of the decoder's memory for a video of `height` x `width` pixels."""
+        layout = self.decoder_layout()
+        return 0 if layout is None else layout.nbytes
+
 
 FRAMES_PER_LATENT = 4
 _SHRINK, _GROW = (2, 2, 1), (1, 2, 2)
@@ -40,8 +77,11 @@ class JoinFrames(nn.Module):
         return out
 
 
-class StreamingTAEHV(nn.Module):
-    """Encoder and decoder of `taehv1_5`. encoder_width, decoder_widths, channels: other than 64, ... only in tests."""
+class StreamingTAEHV(Codec):
+    """Encoder and decoder of `taehv1_5`. size: height and width of its frames, in pixels.
+
+    encoder_width, decoder_widths, channels: other than 64, ... only in tests.
+    """
 
     def __init__(
         self,
@@ -49,10 +89,12 @@ class StreamingTAEHV(nn.Module):
         encoder_width: int = 64,
         decoder_widths: Sequence[int] = (256, 128, 64, 64),
         *,
+        size: tuple[int, int] = (512, 1024),
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.channels, self.decoder_widths, self.dtype = channels, tuple(decoder_widths), dtype
+        self.channels, self.encoder_width, self.decoder_widths = channels, encoder_width, tuple(decoder_widths)
+        self.size, self.dtype = size, dtype
         pixels, width = 3 * _PATCH**2, encoder_width
         encoder: list[nn.Module] = [nn.Conv2d(pixels, width, 3, padding=1), nn.ReLU()]
         for count in _SHRINK:
@@ -67,6 +109,9 @@ class StreamingTAEHV(nn.Module):
             decoder += [nn.Conv2d(here, below, 3, padding=1, bias=False)]
         decoder += [nn.ReLU(), nn.Conv2d(decoder_widths[-1], pixels, 3, padding=1)]
         self.encoder, self.decoder = nn.Sequential(*encoder).to(dtype), nn.Sequential(*decoder).to(dtype)
+        for weight in self.parameters():
+            if weight.dim() == 4:  # the layout its kernels are fastest in
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
         self.requires_grad_(False)
         self.eval()
 
@@ -91,14 +136,26 @@ class StreamingTAEHV(nn.Module):
         frames = functional.pixel_shuffle(out, _PATCH).clamp(0, 1)
         return frames[-FRAMES_PER_LATENT * len(latents_TCHW) :], kept
 
-    def decoder_cache_layout(self, latent_height: int, latent_width: int) -> CacheLayout:
-        """Layout of a stream's decoder cache: one frame before each memory block, at the block's level."""
+    def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
+        """The image stands still for the four frames of its latent."""
+        image = to_device(image_HWC, next(self.parameters()).device)
+        frames = to_codec(image.unsqueeze(0), self.size, self.dtype).expand(FRAMES_PER_LATENT, -1, -1, -1)
+        return self.encode(frames, None)[0][0].float()
+
+    def decode_frames(
+        self, latent_CThw: torch.Tensor, size: tuple[int, int], memory: VAECache | None
+    ) -> tuple[torch.Tensor, VAECache | None]:
+        frames, kept = self.decode(latent_CThw.transpose(0, 1), memory)
+        return to_pixels(frames, size), kept
+
+    def decoder_layout(self) -> CodecLayout:
+        """One frame before each memory block, at the block's level."""
         shapes = [
-            (1, self.decoder_widths[level], latent_height * 2**level, latent_width * 2**level)
+            (1, self.decoder_widths[level], *(side * 2**level // 16 for side in self.size))
             for level in range(len(_GROW))
             for _ in range(_MEMORIES)
         ]
-        return CacheLayout(tuple(shapes), self.dtype)
+        return CodecLayout(tuple(shapes), self.dtype)
 
 
 def _stream(layers: nn.Sequential, x: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
@@ -258,15 +315,39 @@ class ImageDecoder(nn.Module):
         self.requires_grad_(False)
         self.eval()
 
-    def forward(self, latents_TCHW: torch.Tensor) -> torch.Tensor:
-        """Return [T, channels, 360, 640], about [-1, 1]."""
+    def forward(self, latents_TCHW: torch.Tensor, size: tuple[int, int] = IMAGE_SIZE) -> torch.Tensor:
+        """Return [T, channels, *size], about [-1, 1]."""
         repeated = latents_TCHW.repeat_interleave(self.repeats, 1) / math.sqrt(self.repeats)
         x = self.conv_in(latents_TCHW) + repeated
         for stage, residual in zip(self.blocks, self.residuals, strict=True):
             x = stage(x) + functional.pixel_shuffle(residual(x), 2)
-        return _bicubic(self.conv_out(functional.silu(x)), size=IMAGE_SIZE)
+        return _bicubic(self.conv_out(functional.silu(x)), size=size)
 
 
 def image_to_uint8(images_TCHW: torch.Tensor) -> torch.Tensor:
     """The decoder's images -> uint8 [T, H, W, 3]."""
     return ((images_TCHW[:, :3] / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+
+
+class ImageCodec(Codec):
+    """Both halves. encoder, decoder: arguments of `ImageEncoder` and `ImageDecoder`, the released ones if left out."""
+
+    def __init__(
+        self, encoder: Mapping[str, Any] | None = None, decoder: Mapping[str, Any] | None = None, *, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (
+            ImageEncoder(**(encoder or {})).to(dtype),
+            ImageDecoder(**(decoder or {})).to(dtype),
+        )
+        self.dtype = dtype
+
+    def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
+        image = to_device(image_HWC, next(self.parameters()).device)
+        latent: torch.Tensor = self.encoder(image.unsqueeze(0))[0]
+        return latent.float()
+
+    def decode_frames(
+        self, latent_CThw: torch.Tensor, size: tuple[int, int], memory: VAECache | None
+    ) -> tuple[torch.Tensor, VAECache | None]:
+        return image_to_uint8(self.decoder(latent_CThw.transpose(0, 1).to(self.dtype), size)), None

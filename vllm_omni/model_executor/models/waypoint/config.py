@@ -7,6 +7,7 @@ four video frames a latent). Held by tests/model_executor/models/waypoint/test_w
 
 import itertools
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -15,6 +16,9 @@ from typing import Any, Final, Literal
 import torch
 
 from vllm_omni.actions import ActionRows, ActionSpace, Axis, Button
+from vllm_omni.model_executor.schedules import EulerSchedule
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, FrameRate
+from vllm_omni.model_executor.streaming.options import StreamingOptions
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -28,6 +32,11 @@ CODEC_STRIDE: Final = 16
 NOISE_WIDTH: Final = 512
 PROMPT_ROWS: Final = 512
 """Rows of an encoded prompt. Rows past its end are zero and are attended to all the same."""
+
+DEFAULT_PROMPT: Final = "An explorable world"
+"""Of Waypoint-1, for a session without one."""
+SIZE_MULTIPLE: Final = 8
+"""Frames are resized to any height and width that are multiples of this."""
 
 _WAYPOINT_1_SIGMAS = (1.0, 0.8609585762023926, 0.729332447052002, 0.3205108940601349, 0.0)
 
@@ -141,11 +150,24 @@ class WaypointConfig:
     def prompted(self) -> bool:
         return self.prompt_conditioning is not None
 
-    def sigmas(self, tables: Tables, dtype: torch.dtype) -> tuple[float, ...]:
-        """Noise levels of the steps, the last one 0; `served`: rounded to the model's type, as in the original."""
-        if tables == "exact":
-            return self.scheduler_sigmas
-        return tuple(torch.tensor(self.scheduler_sigmas).to(dtype).tolist())
+    @property
+    def plan(self) -> ChunkPlan:
+        """One latent frame a chunk, also the first; the longer kind of ring decides how far a frame sees."""
+        stride = self.temporal_compression
+        return ChunkPlan(1, 1, self.global_window, 0, FrameRate(first=stride, later=stride))
+
+    def latent_size(self, height: int, width: int) -> tuple[int, int]:
+        """Latent height and width, of every video size. Raises ValueError for one that frames are not resized to."""
+        if height % SIZE_MULTIPLE or width % SIZE_MULTIPLE:
+            raise ValueError(f"{height}x{width}: height and width must be multiples of {SIZE_MULTIPLE}")
+        return self.latent_shape[1], self.latent_shape[2]
+
+    def schedule(self, tables: Tables, dtype: torch.dtype) -> EulerSchedule:
+        """Steps of a frame; `served`: noise levels rounded to the model's type, as in the original."""
+        sigmas = self.scheduler_sigmas
+        if tables == "served":
+            sigmas = tuple(torch.tensor(sigmas).to(dtype).tolist())
+        return EulerSchedule(sigmas, dtype)
 
     def is_global(self, layer: int) -> bool:
         return (layer - self.global_attn_offset) % self.global_attn_period == 0
@@ -206,6 +228,53 @@ _UNUSED = frozenset(
         *("auto_aspect_ratio", "ctrl_cond_dropout", "prompt_cond_dropout", "n_frames", "taehv_ae", "ae_uri"),
         "prompt_encoder_uri",
     )
+)
+
+
+@dataclass(frozen=True)
+class FrequencyTables:
+    """Constants of the network, fp32 on the CPU. noise: [256]. xy: of a spatial axis's lanes. time: of the temporal's.
+
+    kind `served`: rounded to bf16, as the original engine has them once its module is cast.
+    """
+
+    noise: torch.Tensor
+    xy: torch.Tensor
+    time: torch.Tensor
+
+    @classmethod
+    def of(cls, config: WaypointConfig, kind: Tables) -> "FrequencyTables":
+        exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # not where models are being built
+        half = NOISE_WIDTH // 2
+        noise = torch.pow(10000.0, -torch.arange(half, **exact) / (half - 1))
+        spatial, temporal = config.head_dim // 8, config.head_dim // 4
+        fastest = config.rope_nyquist_frac / 2 * min(config.height, config.width)
+        xy = math.pi * torch.linspace(1.0, fastest, -(-spatial // 2), **exact)
+        exponents = 2 * torch.arange(temporal // 2, **exact) / temporal
+        time = torch.pow(config.rope_theta, -exponents)
+        tables = [table.float() for table in (noise, xy.repeat_interleave(2)[:spatial], time.repeat_interleave(2))]
+        if kind == "served":
+            tables = [table.bfloat16().float() for table in tables]
+        return cls(*tables)
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def read_options(given: Mapping[str, Any]) -> StreamingOptions:
+    """`StreamingOptions.read`. Raises ValueError for an option of what the checkpoint fixes, too."""
+    fixed = [name for name in _FIXED if name in given]
+    if fixed:
+        raise ValueError(
+            f"omni.model: drop {', '.join(fixed)}: a Waypoint checkpoint fixes its windows, chunks and decoder, "
+            "and its ranks share layers by tensor parallelism"
+        )
+    return StreamingOptions.read(given)
+
+
+_FIXED = (
+    *("latent_frames_per_chunk", "first_chunk_latent_frames", "window_frames", "sink_frames", "decoder"),
+    "sequence_parallel",
 )
 
 # -- controls ----------------------------------------------------------------------------------------------------------

@@ -4,31 +4,47 @@
 A frame's tokens see each other and the kept frames of every layer's ring; nothing is masked. Noise level and controls
 enter as one vector each: ada-RMS modulation, whose six projections all blocks share (a block only has biases), and a
 small MLP in every few blocks. Waypoint-1 adds gates on heads and cross-attention to a prompt, 1.5 mixes the values of
-its first layer into all others.
+its first layer into all others; these travel beside the residual stream from stage to stage.
+
+No step of a forward waits for the device, and numbers that change from frame to frame are tensors there, so that one
+CUDA graph serves all frames of a session.
 
 Maths: written from a description and recorded tensors of the original (README.md); none of its code.
-Held by tests/model_executor/models/waypoint/test_waypoint_parity.py and test_waypoint_transformer.py.
+Held by test_waypoint_parity.py, test_waypoint_transformer.py and test_waypoint_parallel.py in
+tests/model_executor/models/waypoint/.
 """
 
-# B rows (one frame of one session each), T tokens of a frame, D width, N heads, H head dim, C = H/2 lane pairs, S rows
-# of a prompt, E their width
+# B rows (one frame of one session each), T tokens of a frame, D width, N heads (of this rank), H head dim, C = H/2 lane
+# pairs, S rows of a prompt, E their width, L layers of this stage
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.nn import functional
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.layers.attention import attention
-from vllm_omni.model_executor.models.waypoint.config import NOISE_WIDTH, BiasIn, Tables, WaypointConfig
-from vllm_omni.model_executor.models.waypoint.rings import FrameRings
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs, identity
+from vllm_omni.model_executor.layers.layer_moves import LayerMove
+from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, QKVLinear, RowLinear
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.wan.layers import stack
+from vllm_omni.model_executor.models.waypoint.config import (
+    NOISE_WIDTH,
+    PROMPT_ROWS,
+    BiasIn,
+    FrequencyTables,
+    Tables,
+    WaypointConfig,
+)
+from vllm_omni.model_executor.models.waypoint.state import FramePlace, FrameRow, Pass, Rotation
 
 _EPS = float(torch.finfo(torch.float32).eps)
 """Of every norm, whatever the model's type."""
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
@@ -37,69 +53,70 @@ def rms(x: torch.Tensor) -> torch.Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)).to(x.dtype)
 
 
-def rotate(x_BTNH: torch.Tensor, cos_BTC: torch.Tensor, sin_BTC: torch.Tensor) -> torch.Tensor:
-    """Rotate lanes (2j, 2j + 1) and return all first components before all second ones. In the type of `x_BTNH`."""
-    first, second = x_BTNH.float().unflatten(-1, (-1, 2)).unbind(-1)
+def rms_rotate(x_BTNH: torch.Tensor, cos_BTC: torch.Tensor, sin_BTC: torch.Tensor) -> torch.Tensor:
+    """Normalise each head; rotate lanes (2j, 2j + 1) and return all first components before all second ones."""
+    first, second = rms(x_BTNH).float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos_BTC.unsqueeze(-2), sin_BTC.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x_BTNH.dtype)
-
-
-def euler_step(
-    x: torch.Tensor, velocity: torch.Tensor, sigmas: Sequence[float], step: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Move fp32 latents to the next noise level. dtype: the model's, to which the result is rounded."""
-    return (x + (sigmas[step + 1] - sigmas[step]) * velocity).to(dtype).float()
 
 
 def modulate(x_BTD: torch.Tensor, scale_B1D: torch.Tensor, bias_B1D: torch.Tensor) -> torch.Tensor:
     return rms(x_BTD) * (1 + scale_B1D) + bias_B1D
 
 
+def gated_add(x_BTD: torch.Tensor, update_BTD: torch.Tensor, gate_B1D: torch.Tensor) -> torch.Tensor:
+    return x_BTD + gate_B1D * update_BTD
+
+
+def mix(v: torch.Tensor, first_v: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    return v + share * (first_v - v)
+
+
+def silu_sum(x: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
+    return functional.silu(x + term)
+
+
 @dataclass(frozen=True)
-class FrequencyTables:
-    """Constants of the network, fp32 on the CPU. noise: [256]. xy: of a spatial axis's lanes. time: of the temporal's.
+class Chains:
+    """The arithmetic between matrix products and attention, plain or each compiled for the static shapes it meets."""
 
-    kind `served`: rounded to bf16, as the original engine has them once its module is cast.
-    """
-
-    noise: torch.Tensor
-    xy: torch.Tensor
-    time: torch.Tensor
+    rms: Callable[..., torch.Tensor] = rms
+    rms_rotate: Callable[..., torch.Tensor] = rms_rotate
+    modulate: Callable[..., torch.Tensor] = modulate
+    gated_add: Callable[..., torch.Tensor] = gated_add
+    mix: Callable[..., torch.Tensor] = mix
+    silu_sum: Callable[..., torch.Tensor] = silu_sum
 
     @classmethod
-    def of(cls, config: WaypointConfig, kind: Tables) -> "FrequencyTables":
-        half = NOISE_WIDTH // 2
-        noise = torch.pow(10000.0, -torch.arange(half, dtype=torch.float64) / (half - 1))
-        spatial, temporal = config.head_dim // 8, config.head_dim // 4
-        fastest = config.rope_nyquist_frac / 2 * min(config.height, config.width)
-        xy = math.pi * torch.linspace(1.0, fastest, -(-spatial // 2), dtype=torch.float64)
-        exponents = 2 * torch.arange(temporal // 2, dtype=torch.float64) / temporal
-        time = torch.pow(config.rope_theta, -exponents)
-        tables = [table.float() for table in (noise, xy.repeat_interleave(2)[:spatial], time.repeat_interleave(2))]
-        if kind == "served":
-            tables = [table.bfloat16().float() for table in tables]
-        return cls(*tables)
+    def build(cls, compiled: bool) -> "Chains":
+        if not compiled:
+            return cls()
+        return cls(**{name: torch.compile(function, dynamic=False) for name, function in vars(cls()).items()})
 
 
 @dataclass(frozen=True)
-class FrameRow:
-    """Inputs of one row of a forward; on the model's device.
+class Build:
+    """What every layer of a rank is made with. prefix: the layer's name in the pipeline, for quantization."""
 
-    latents: fp32 [C, h, w]. sigma: noise level, 0 for the pass that makes the K/V that stay. frames: the frame's index,
-    a range of one. rope: (cos, sin) [T, C] fp32, of `rope`. control: [control blocks, D] of `controls`. window: the
-    session's, where every block writes. prompt_kv: [prompt blocks, 2, S, N, H] of `prompt_kv`.
-    """
+    config: WaypointConfig
+    parallel: ParallelContext
+    chains: Chains
+    precision: LinearPrecision
+    prefix: str
 
-    latents: torch.Tensor
-    sigma: float
-    frames: range
-    rope: Rotation
-    control: torch.Tensor
-    window: FrameRings
-    prompt_kv: torch.Tensor | None = None
+    def under(self, name: str) -> "Build":
+        return replace(self, prefix=f"{self.prefix}.{name}")
+
+    def column(self, inputs: int, outputs: int, name: str) -> ColumnLinear:
+        return ColumnLinear(inputs, outputs, self.parallel, self.precision, f"{self.prefix}.{name}", bias=False)
+
+    def row(self, inputs: int, outputs: int, name: str) -> RowLinear:
+        return RowLinear(inputs, outputs, self.parallel, self.precision, f"{self.prefix}.{name}", bias=False)
 
 
-class MLP(nn.Module):
+class EmbeddingMLP(nn.Module):
+    """Whole on every rank: it runs once a frame or less."""
+
     def __init__(self, width: int, hidden: int, out: int) -> None:
         super().__init__()
         self.fc1 = nn.Linear(width, hidden, bias=False)
@@ -110,43 +127,48 @@ class MLP(nn.Module):
         return out
 
 
+class MLP(nn.Module):
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        dim, hidden = build.config.d_model, build.config.mlp_dim
+        self.fc1, self.fc2 = build.column(dim, hidden, "fc1"), build.row(hidden, dim, "fc2")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc2(functional.silu(self.fc1(x)))
+        return out
+
+
 class SelfAttention(nn.Module):
     """Grouped-query attention of a frame over its ring. layer: absolute index."""
 
-    def __init__(self, config: WaypointConfig, layer: int) -> None:
+    def __init__(self, build: Build, layer: int) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
-        dim, kv = config.d_model, config.n_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(dim, dim, bias=False)
-        self.k_proj = nn.Linear(dim, kv, bias=False)
-        self.v_proj = nn.Linear(dim, kv, bias=False)
-        self.out_proj = nn.Linear(dim, dim, bias=False)
+        config, parallel = build.config, build.parallel
+        self.config, self.chains, self.layer = config, build.chains, layer
+        heads, dim = config.n_heads, config.d_model
+        qkv = (dim, config.head_dim, heads, config.n_kv_heads, parallel, build.precision, f"{build.prefix}.qkv")
+        self.qkv = QKVLinear(*qkv, bias=False)
+        self.out_proj = build.row(dim, dim, "out_proj")
+        own, kv = heads // parallel.tensor_size, config.n_kv_heads // parallel.tensor_size
+        self.sizes = [count * config.head_dim for count in (own, kv, kv)]
         if config.value_residual:
-            self.v_lamb = nn.Parameter(torch.zeros(()))
+            self.v_lamb = nn.Parameter(torch.zeros(()), requires_grad=False)
         if config.gated_attn:
-            self.gate_proj = nn.Linear(config.n_heads, config.n_heads, bias=False)
+            self.gate_proj = build.column(heads, heads, "gate_proj")
 
     def forward(
-        self, a_BTD: torch.Tensor, first_v: torch.Tensor | None, rows: Sequence[FrameRow]
+        self, a_BTD: torch.Tensor, first_v: torch.Tensor | None, inputs: Pass
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (result, the values of the first layer). first_v: those, None in that layer itself."""
-        q, k, v = (
-            projection(a_BTD).unflatten(-1, (-1, self.config.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self.qkv(a_BTD).split(self.sizes, dim=-1))
         if first_v is None:
             first_v = v
         elif self.config.value_residual:
-            v = v + self.v_lamb * (first_v - v)
-        cos, sin = (torch.stack([row.rope[part] for row in rows]) for part in range(2))
-        q, k = rotate(rms(q), cos, sin), rotate(rms(k), cos, sin)
-        attended = []
-        for row, q_TNH, k_TNH, v_TNH in zip(rows, q, k, v, strict=True):
-            row.window.write(self.layer, row.frames, k_TNH, v_TNH)
-            attended.append(attention(q_TNH, *row.window.visible(self.layer, row.frames)))
-        out = torch.stack(attended)
+            v = self.chains.mix(v, first_v, self.v_lamb)
+        q, k = (self.chains.rms_rotate(x, inputs.cos, inputs.sin) for x in (q, k))
+        out = inputs.attend(self.layer, q, k, v)
         if self.config.gated_attn:
-            gates_BTN = self.gate_proj(a_BTD[..., : self.config.n_heads]).sigmoid()
+            gates_BTN = self.gate_proj(a_BTD[..., : self.config.n_heads].contiguous()).sigmoid()
             out = out * gates_BTN.unsqueeze(-1)
         return self.out_proj(out.flatten(-2)), first_v
 
@@ -154,104 +176,142 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Attention to a prompt. Its rows past the end are zero and, as in the original, not masked."""
 
-    def __init__(self, config: WaypointConfig) -> None:
+    def __init__(self, build: Build) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
-        dim, width = config.d_model, config.prompt_embedding_dim
+        self.chains, self.head_dim = build.chains, build.config.head_dim
+        dim, width = build.config.d_model, build.config.prompt_embedding_dim
         assert width is not None
-        self.q_proj = nn.Linear(dim, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
-        self.out_proj = nn.Linear(width, dim, bias=False)
+        self.q = build.column(dim, width, "q")
+        rest = (build.parallel, build.precision, f"{build.prefix}.kv")
+        self.kv = MergedLinear(width, ("k", "v"), (width, width), *rest, bias=False)
+        self.out_proj = build.row(width, dim, "out_proj")
 
-    def kv(self, prompt_SE: torch.Tensor) -> torch.Tensor:
+    def keys_values(self, prompt_SE: torch.Tensor) -> torch.Tensor:
         """Return [2, S, N, H], a function of the prompt alone."""
-        rows = rms(prompt_SE)
-        k, v = (p(rows).unflatten(-1, (-1, self.head_dim)) for p in (self.k_proj, self.v_proj))
+        k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.kv(rms(prompt_SE)).chunk(2, dim=-1))
         return torch.stack((rms(k), v))
 
     def forward(self, x_BTD: torch.Tensor, kv: Sequence[torch.Tensor]) -> torch.Tensor:
-        q = rms(self.q_proj(rms(x_BTD)).unflatten(-1, (-1, self.head_dim)))
+        rms = self.chains.rms
+        q = rms(self.q(rms(x_BTD)).unflatten(-1, (-1, self.head_dim)))
         attended = [attention(q_TNH, *pair) for q_TNH, pair in zip(q, kv, strict=True)]
-        out: torch.Tensor = self.out_proj(torch.stack(attended).flatten(-2))
+        out: torch.Tensor = self.out_proj(stack(attended).flatten(-2))
         return out
 
 
 class ControlFusion(nn.Module):
     """fc2 silu(fc1_x rms(x) + fc1_c rms(u)): the second product does not depend on x (`term`)."""
 
-    def __init__(self, config: WaypointConfig) -> None:
+    def __init__(self, build: Build) -> None:
         super().__init__()
-        dim = config.d_model
-        self.fc1_x = nn.Linear(dim, dim, bias=False)
-        self.fc1_c = nn.Linear(dim, dim, bias=False)
-        self.fc2 = nn.Linear(dim, dim, bias=False)
+        self.chains, dim = build.chains, build.config.d_model
+        self.fc1_x, self.fc1_c = build.column(dim, dim, "fc1_x"), build.column(dim, dim, "fc1_c")
+        self.fc2 = build.row(dim, dim, "fc2")
 
     def term(self, embedded_D: torch.Tensor) -> torch.Tensor:
-        term: torch.Tensor = self.fc1_c(rms(embedded_D))
+        term: torch.Tensor = self.fc1_c(rms(embedded_D).unsqueeze(0))[0]
         return term
 
     def forward(self, x_BTD: torch.Tensor, term_B1D: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.fc2(functional.silu(self.fc1_x(rms(x_BTD)) + term_B1D))
+        out: torch.Tensor = self.fc2(self.chains.silu_sum(self.fc1_x(self.chains.rms(x_BTD)), term_B1D))
         return out
 
 
 class Block(nn.Module):
-    """control_index, prompt_index: its place among the blocks with such a module; None = it has none."""
+    """control_index, prompt_index: its place among the stage's blocks with such a module; None = it has none."""
 
-    def __init__(self, config: WaypointConfig, layer: int) -> None:
+    control_index: int | None = None
+    prompt_index: int | None = None
+
+    def __init__(self, build: Build, layer: int) -> None:
         super().__init__()
-        self.attn = SelfAttention(config, layer)
-        self.mlp = MLP(config.d_model, config.mlp_dim, config.d_model)
-        self.attn_bias = nn.Parameter(torch.zeros(config.d_model))
-        self.mlp_bias = nn.Parameter(torch.zeros(config.d_model))
-        self.control_index: int | None = None
-        self.prompt_index: int | None = None
-        if config.controlled(layer):
-            self.control_index = sum(config.controlled(before) for before in range(layer))
-            self.control = ControlFusion(config)
-        if config.reads_prompt(layer):
-            self.prompt_index = sum(config.reads_prompt(before) for before in range(layer))
-            self.cross = CrossAttention(config)
+        config, self.chains = build.config, build.chains
+        self.attn, self.mlp = SelfAttention(build.under("attn"), layer), MLP(build.under("mlp"))
+        self.attn_bias = nn.Parameter(torch.zeros(config.d_model), requires_grad=False)
+        self.mlp_bias = nn.Parameter(torch.zeros(config.d_model), requires_grad=False)
+        self.control = ControlFusion(build.under("control")) if config.controlled(layer) else None
+        self.cross = CrossAttention(build.under("cross")) if config.reads_prompt(layer) else None
 
     def forward(
-        self, x: torch.Tensor, first_v: torch.Tensor | None, rows: Sequence[FrameRow], modulation_B6D: torch.Tensor
+        self, x: torch.Tensor, first_v: torch.Tensor | None, inputs: Pass, modulation_B6D: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (the residual stream [B, T, D], the values of the first layer)."""
+        chains = self.chains
         s0, b0, g0, s1, b1, g1 = modulation_B6D.unsqueeze(2).unbind(1)
-        attended, first_v = self.attn(modulate(x, s0, b0), first_v, rows)
-        x = x + g0 * attended
-        if self.prompt_index is not None:
-            x = x + self.cross(x, [self._prompt(row)[self.prompt_index] for row in rows])
-        if self.control_index is not None:
-            x = x + self.control(x, torch.stack([row.control[self.control_index] for row in rows]).unsqueeze(1))
-        return x + g1 * self.mlp(modulate(x, s1, b1)), first_v
+        attended, first_v = self.attn(chains.modulate(x, s0, b0), first_v, inputs)
+        x = chains.gated_add(x, attended, g0)
+        if self.cross is not None:
+            x = x + self.cross(x, [self._prompt(kv)[self.prompt_index] for kv in inputs.prompts])
+        if self.control is not None:
+            x = x + self.control(x, inputs.control[:, self.control_index].unsqueeze(1))
+        return chains.gated_add(x, self.mlp(chains.modulate(x, s1, b1)), g1), first_v
 
     @staticmethod
-    def _prompt(row: FrameRow) -> torch.Tensor:
-        assert row.prompt_kv is not None, "Waypoint-1 needs a prompt"
-        return row.prompt_kv
+    def _prompt(kv: torch.Tensor | None) -> torch.Tensor:
+        assert kv is not None, "Waypoint-1 needs a prompt"
+        return kv
 
 
 class WaypointTransformer(nn.Module):
-    """The whole network. Parameters are created in torch's default type and device, those of the noise MLP in fp32."""
+    """This rank's part of the network. Parameters are created in torch's default type and device, those of the noise
+    MLP in fp32. compiled: fuse the elementwise chains. cuda_graphs: launch forwards as graphs (`ForwardGraphs`).
+    """
 
-    def __init__(self, config: WaypointConfig, *, tables: Tables = "exact", bias_in: BiasIn = "each") -> None:
+    def __init__(
+        self,
+        config: WaypointConfig,
+        parallel: ParallelContext | None = None,
+        *,
+        tables: Tables = "exact",
+        bias_in: BiasIn = "each",
+        compiled: bool = False,
+        cuda_graphs: bool = False,
+        quantization: QuantizationConfig | None = None,
+        prefix: str = "transformer",
+    ) -> None:
         super().__init__()
-        self.config, self.bias_in = config, bias_in
+        self.config, self.bias_in, self.parallel = config, bias_in, parallel or ParallelContext()
         dim = config.d_model
         self.rounded = tables == "served"
         self.tables = FrequencyTables.of(config, tables)
-        self.denoise_step_emb = MLP(NOISE_WIDTH, 4 * dim, dim).float()
-        self.ctrl_emb = MLP(config.control_values, config.mlp_dim, dim)
+        self.graphs = ForwardGraphs() if cuda_graphs else None
+        kept = [f"{prefix}.blocks.*.attn.gate_proj", f"{prefix}.blocks.*.control.fc1_c"]  # few channels; one row
+        self._build = Build(
+            config, self.parallel, Chains.build(compiled), LinearPrecision(quantization, kept), f"{prefix}.blocks"
+        )
+        self.denoise_step_emb = EmbeddingMLP(NOISE_WIDTH, 4 * dim, dim).float()
+        self.ctrl_emb = EmbeddingMLP(config.control_values, config.mlp_dim, dim)
         self.patchify = nn.Conv2d(config.channels, dim, config.patch, config.patch, bias=False)
         self.cond_proj = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(6))
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        layers = self.parallel.layers(config.n_layers)
+        self.blocks = nn.ModuleDict({str(layer): self._block(layer) for layer in layers})
         self.out_norm = nn.Linear(dim, 2 * dim, bias=False)
         self.unpatchify = nn.Linear(dim, config.channels * math.prod(config.patch))
         self._modulation: dict[float, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._spatial: Rotation | None = None
+        self._number()
         self.requires_grad_(False)
         self.eval()
+
+    def _block(self, layer: int) -> Block:
+        return Block(self._build.under(str(layer)), layer)
+
+    def _number(self) -> None:
+        controlled = [block for block in self.layers if block.control is not None]
+        prompted = [block for block in self.layers if block.cross is not None]
+        for index, block in enumerate(controlled):
+            block.control_index = index
+        for index, block in enumerate(prompted):
+            block.prompt_index = index
+
+    @property
+    def layers(self) -> list[Block]:
+        """This stage's blocks."""
+        return [block for block in self.blocks.values() if isinstance(block, Block)]
+
+    @property
+    def layer_range(self) -> range:
+        return self.parallel.layers(self.config.n_layers)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -261,9 +321,35 @@ class WaypointTransformer(nn.Module):
     def device(self) -> torch.device:
         return self.patchify.weight.device
 
+    @property
+    def num_cache_heads(self) -> int:
+        """Heads whose keys and values this rank keeps."""
+        return self.config.n_kv_heads // self.parallel.tensor_size
+
+    @property
+    def cross_kv_nbytes(self) -> int:
+        """Bytes of one prompt's `cross_attention_kv`."""
+        width = (self.config.prompt_embedding_dim or 0) // self.parallel.tensor_size
+        return sum(block.cross is not None for block in self.layers) * 2 * PROMPT_ROWS * width * self.dtype.itemsize
+
     def forget(self) -> None:
         """Drop everything that was computed from weights; for when these change."""
         self._modulation.clear()
+        if self.graphs is not None:
+            self.graphs.forget()
+
+    def move_layers(self, move: LayerMove) -> None:
+        """Hold the blocks that this stage has after `move`, with their weights (collective)."""
+
+        def empty(layer: int) -> nn.Module:
+            with torch.device(self.device):
+                return self._block(layer).to(self.dtype).requires_grad_(False)
+
+        self.blocks = move.modules(self.blocks, empty)
+        self.parallel = replace(self.parallel, partition=move.partition)
+        self._build = replace(self._build, parallel=self.parallel)
+        self._number()
+        self.forget()
 
     # -- once a frame or less ------------------------------------------------------------------------------------------
 
@@ -277,12 +363,11 @@ class WaypointTransformer(nn.Module):
         return functional.linear(functional.silu(functional.linear(waves.to(fc1.device), fc1)), fc2)
 
     def modulation(self, sigma: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ([layers, 6, D], [2, D]) of a noise level: of the blocks, of the head. Kept: there are few levels."""
+        """Return ([L, 6, D], [2, D]) of a noise level: of the blocks, of the head. Kept: there are few levels."""
         if sigma not in self._modulation:
             embedded = self.embed_noise(sigma)
             blocks = []
-            for block in self.blocks:
-                assert isinstance(block, Block)
+            for block in self.layers:
                 of_mlp = functional.silu((embedded + block.mlp_bias.float()).to(self.dtype))
                 of_attention = of_mlp
                 if self.bias_in == "each":
@@ -295,55 +380,98 @@ class WaypointTransformer(nn.Module):
 
     def embed_controls(self, controls: torch.Tensor) -> torch.Tensor:
         """Controls fp32 [buttons + 3] of `control_vectors` -> [D]."""
-        embedded: torch.Tensor = self.ctrl_emb(controls.to(self.device, self.dtype))
+        embedded: torch.Tensor = self.ctrl_emb(to_device(controls.to(self.dtype), self.device))
         return embedded
 
     def controls(self, controls: torch.Tensor) -> torch.Tensor:
-        """Return [control blocks, D]: what a frame's controls add in each block that reads them."""
+        """Return [control blocks, D] (this rank's channels): what a frame's controls add in each block reading them."""
         embedded = self.embed_controls(controls)
-        return torch.stack([b.control.term(embedded) for b in self._blocks() if b.control_index is not None])
+        terms = [block.control.term(embedded) for block in self.layers if block.control is not None]
+        return torch.stack(terms) if terms else embedded.new_empty(0, embedded.shape[0])
 
-    def prompt_kv(self, prompt_SE: torch.Tensor) -> torch.Tensor:
-        """Return [prompt blocks, 2, S, N, H] of an encoded prompt, whose rows past its end are zero."""
+    def cross_attention_kv(self, prompt_SE: torch.Tensor) -> torch.Tensor:
+        """Return [prompt blocks, 2, S, N, H] of an encoded prompt; rows past its end are zero and take part."""
         rows = prompt_SE.to(self.device, self.dtype)
-        return torch.stack([block.cross.kv(rows) for block in self._blocks() if block.prompt_index is not None])
+        kept = [block.cross.keys_values(rows) for block in self.layers if block.cross is not None]
+        return torch.stack(kept) if kept else rows.new_empty(0)
 
     def rope(self, frame: int) -> Rotation:
         """Return (cos, sin) [T, C] of a latent frame, fp32: lanes of x, then y, then time. There is no last frame."""
-        config = self.config
+        if self._spatial is None:
+            self._spatial = self._spatial_rotation()
+        time = frame * self.config.time_step * self.tables.time.double()
+        cos, sin = (
+            torch.cat((spatial, lanes.float().expand(len(spatial), -1)), dim=-1)
+            for spatial, lanes in zip(self._spatial, (time.cos(), time.sin()), strict=True)
+        )
+        if self.rounded and not self.config.temporal_compression > 1:
+            cos, sin = cos.bfloat16().float(), sin.bfloat16().float()
+        return to_device(cos, self.device), to_device(sin, self.device)
+
+    def _spatial_rotation(self) -> Rotation:
+        """(cos, sin) of the lanes of x and y, on the CPU."""
+        config, lanes = self.config, self.tables.xy.double()
         x = (2 * torch.arange(config.width, dtype=torch.float64) + 1) / config.width - 1
         y = (2 * torch.arange(config.height, dtype=torch.float64) + 1) / config.height - 1
         size = (config.height, config.width, -1)
-        time = (frame * config.time_step * self.tables.time.double()).expand(size)
-        angles = torch.cat(
-            (
-                torch.outer(x, self.tables.xy.double()).unsqueeze(0).expand(size),
-                torch.outer(y, self.tables.xy.double()).unsqueeze(1).expand(size),
-                time,
-            ),
-            dim=-1,
-        ).flatten(0, 1)
-        cos, sin = angles.cos().float(), angles.sin().float()
-        if self.rounded and not self.config.temporal_compression > 1:
-            cos, sin = cos.bfloat16().float(), sin.bfloat16().float()
-        return cos.to(self.device), sin.to(self.device)
+        of_x, of_y = torch.outer(x, lanes).unsqueeze(0).expand(size), torch.outer(y, lanes).unsqueeze(1).expand(size)
+        angles = torch.cat((of_x, of_y), dim=-1).flatten(0, 1)
+        return angles.cos().float(), angles.sin().float()
 
     # -- a forward -----------------------------------------------------------------------------------------------------
 
-    def forward(self, rows: Sequence[FrameRow]) -> torch.Tensor:
-        """Return velocities, fp32 [B, C, h, w]; writes each row's K/V into its window."""
-        config = self.config
-        x = self._tokens(torch.stack([row.latents for row in rows]).to(self.dtype))
+    def forward(self, rows: Sequence[FrameRow], hidden_BTD: torch.Tensor | None = None) -> torch.Tensor:
+        """Return velocities, fp32 [B, C, h, w]; writes each row's K/V into its window.
+
+        hidden_BTD: the previous stage's result; stages before the last return theirs. Collective under tensor
+        parallelism.
+        """
         levels = [self.modulation(row.sigma) for row in rows]
-        per_block = torch.stack([blocks for blocks, _ in levels], dim=1)  # [layers, B, 6, D]
+        inputs: Inputs = {
+            "blocks": stack([blocks for blocks, _ in levels]),
+            "head": stack([head for _, head in levels]),
+            "latents": stack([row.latents for row in rows]),
+            "cos": stack([row.rope[0] for row in rows]),
+            "sin": stack([row.rope[1] for row in rows]),
+            "control": stack([row.control for row in rows]),
+            "tokens": stack([row.place.tokens_KT for row in rows]),
+            "key_ranges": stack([row.place.key_ranges_K2 for row in rows]),
+        }
+        if hidden_BTD is not None:
+            inputs["hidden"] = hidden_BTD
+        if self.graphs is None:
+            return self._predict(rows, inputs)
+        key = tuple(
+            (row.window.graph_key, row.place.first, None if row.prompt_kv is None else identity(row.prompt_kv))
+            for row in rows
+        )
+        return self.graphs(key, inputs, lambda own: self._predict(rows, own))
+
+    def _predict(self, rows: Sequence[FrameRow], given: Inputs) -> torch.Tensor:
+        """`forward`: of `rows` only what a graph may keep, everything else from `given`."""
+        placed = zip(rows, given["tokens"], given["key_ranges"], strict=True)
+        inputs = Pass(
+            [row.window for row in rows],
+            [FramePlace(tokens, key_ranges, row.place.first) for row, tokens, key_ranges in placed],
+            [row.prompt_kv for row in rows],
+            given["cos"],
+            given["sin"],
+            given["control"],
+        )
         first_v: torch.Tensor | None = None
-        for block, modulation in zip(self.blocks, per_block, strict=True):
-            x, first_v = block(x, first_v, rows, modulation)
-        scale, bias = torch.stack([head for _, head in levels]).unsqueeze(2).unbind(1)
-        cells = self.unpatchify(functional.silu(modulate(x, scale, bias)))
-        grid = cells.unflatten(-1, (config.channels, *config.patch)).unflatten(1, (config.height, config.width))
-        channels, height, width = config.latent_shape
-        return grid.permute(0, 3, 1, 4, 2, 5).reshape(len(rows), channels, height, width).float()
+        if self.parallel.first_stage:
+            x = self._tokens(given["latents"].to(self.dtype))
+        else:
+            x, values = given["hidden"].tensor_split((self.config.d_model,), dim=2)
+            own = values.chunk(self.parallel.tensor_size, dim=2)[self.parallel.tensor_rank]
+            first_v = own.unflatten(-1, (-1, self.config.head_dim))
+        for block, modulation in zip(self.layers, given["blocks"].unbind(1), strict=True):
+            x, first_v = block(x, first_v, inputs, modulation)
+        if not self.parallel.last_stage:
+            assert first_v is not None
+            return torch.cat((x, self.parallel.all_gather_channels(first_v.flatten(2))), dim=-1)
+        scale, bias = given["head"].unsqueeze(2).unbind(1)
+        return self._velocity(functional.silu(self._build.chains.modulate(x, scale, bias)))
 
     def _tokens(self, latents_BChw: torch.Tensor) -> torch.Tensor:
         """[B, T, D], row by row: the convolution as a product, whose bits do not depend on the batch."""
@@ -351,5 +479,8 @@ class WaypointTransformer(nn.Module):
         cells = latents_BChw.unflatten(3, (-1, wide)).unflatten(2, (-1, high)).permute(0, 2, 4, 1, 3, 5)
         return functional.linear(cells.flatten(3).flatten(1, 2), weight.flatten(1))
 
-    def _blocks(self) -> list[Block]:
-        return [block for block in self.blocks if isinstance(block, Block)]
+    def _velocity(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """The way back, fp32 [B, C, h, w]."""
+        config, cells = self.config, self.unpatchify(x_BTD)
+        grid = cells.unflatten(-1, (config.channels, *config.patch)).unflatten(1, (config.height, config.width))
+        return grid.permute(0, 3, 1, 4, 2, 5).reshape(len(x_BTD), *config.latent_shape).float()

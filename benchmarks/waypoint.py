@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waypoint 1.5 at full size with random weights, through the real engine: frames a second, first frame, stages, memory.
+
+    python benchmarks/waypoint.py                                       # 1.5 at 720x1280, one GPU
+    python benchmarks/waypoint.py --model-options '{"cuda_graphs": true}'
+    python benchmarks/waypoint.py --model-options '{"cuda_graphs": true}' --quantization fp8_per_channel
+    python benchmarks/waypoint.py --release v1_5_360p --height 360 --width 640
+    python benchmarks/waypoint.py --sessions 4
+    python benchmarks/waypoint.py --tiny --height 40 --width 64 --eager --chunks 12 --warm-chunks 6    # without a GPU
+
+Random weights at real shapes take the time of real ones. Steady state is the median over the chunks (four video frames
+each) after both kinds of rings are full, at latent frame 120, end to end: controls in, uint8 frames out; each chunk is
+asked for while the one before is running. The model's own rate is 60 frames a second.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import (
+    add_output_arguments,
+    add_serving_arguments,
+    kernel_times,
+    precision_of,
+    run_request,
+    running_engine,
+    save,
+    tracing,
+)
+
+NATIVE_FPS = 60.0
+GRIDS = {"v1_5": (16, 32), "v1_5_360p": (8, 16)}
+"""Height and width of the token grid of each release."""
+CONFIG: dict[str, Any] = {
+    "model_type": "waypoint-1.5",
+    "d_model": 2048,
+    "n_layers": 24,
+    "n_heads": 32,
+    "n_kv_heads": 16,
+    "mlp_ratio": 4,
+    "channels": 32,
+    "patch": [2, 2],
+    "local_window": 16,
+    "global_window": 128,
+    "global_pinned_dilation": 8,
+    "global_attn_period": 4,
+    "global_attn_offset": -1,
+    "value_residual": True,
+    "noise_conditioning": "wan",
+    "ctrl_conditioning": "mlp_fusion",
+    "ctrl_conditioning_period": 3,
+    "scheduler_sigmas": [1.0, 0.9, 0.75, 0.3, 0.0],
+    "base_fps": 15,
+    "inference_fps": 60,
+    "temporal_compression": 4,
+}
+
+
+def write_checkpoint(root: Path, release: str) -> None:
+    """A checkpoint directory of a released architecture without weights (they come from --load-format dummy)."""
+    root.mkdir()
+    height, width = GRIDS[release]
+    sizes = {"height": height, "width": width, "tokens_per_frame": height * width}
+    (root / "config.yaml").write_text(json.dumps({**CONFIG, **sizes}))  # YAML holds JSON
+
+
+def session_chunk(
+    engine: Any, name: str, args: argparse.Namespace
+) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
+    """A session's chunk by its index, as a record: when it was there, its times and frames."""
+    import torch
+
+    from vllm_omni.actions import ActionFrame
+    from vllm_omni.inputs import DiffusionParams
+
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randint(0, 256, (args.height, args.width, 3), dtype=torch.uint8, generator=generator)
+
+    async def chunk(index: int) -> dict[str, Any]:
+        params = DiffusionParams(
+            session_id=name,
+            chunk_index=index,
+            seed=1,
+            height=args.height,
+            width=args.width,
+            actions=[ActionFrame(buttons=("w",), axes={"dx": 3.0})] if index % 32 < 16 else None,
+        )
+        meta, tensors = await run_request(engine, params, {"image": image} if index == 0 else None, f"{name}-{index}")
+        assert len(tensors["frames"]) == meta["num_frames"]
+        return {"done": time.perf_counter(), "timings_ms": meta["timings_ms"], "frames": meta["num_frames"]}
+
+    return chunk
+
+
+async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run one session's chunks; returns each one's timings and arrival."""
+    chunk = session_chunk(engine, name, args)
+    start = time.perf_counter()
+    pending = [asyncio.create_task(chunk(0))]
+    records: list[dict[str, Any]] = []
+    for index in range(args.chunks):
+        if index + 1 < args.chunks:
+            pending.append(asyncio.create_task(chunk(index + 1)))
+        records.append(await pending.pop(0))
+    return [{"done": start, "timings_ms": {}, "frames": 0}, *records]
+
+
+async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = json.loads(args.model_options)
+    omni = {"height": args.height, "width": args.width, "model": options, **json.loads(args.omni_options)}
+    async with running_engine(
+        model,
+        omni,
+        enforce_eager=args.eager,
+        load_format="auto" if args.tiny else "dummy",
+        tensor_parallel_size=args.tensor_parallel,
+        pipeline_parallel_size=args.pipeline_parallel,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        **precision_of(args),
+        **tracing(args, model.parent / "trace"),
+    ) as engine:
+        sessions = await asyncio.gather(*(play(engine, f"world{n}", args) for n in range(args.sessions)))
+        memory = await engine.collective_rpc("device_memory")
+        held = await engine.collective_rpc("session_stats")
+        kernels = None
+        if args.kernels:
+            traced = session_chunk(engine, "traced", args)
+            kernels = await kernel_times(engine, model.parent / "trace", traced, args.warm_chunks)
+    start, *records = sessions[0]
+    gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][args.warm_chunks - 1 :]
+    steady = records[args.warm_chunks :]
+    names = sorted({name for record in steady for name in record["timings_ms"]})
+    interval_ms = statistics.median(gaps_ms)
+    return {
+        "release": args.release,
+        "size": [args.height, args.width],
+        "tiny": args.tiny,
+        "sessions": args.sessions,
+        "parallel": {"tensor": args.tensor_parallel, "pipeline": args.pipeline_parallel},
+        "omni_options": omni,
+        "chunks": args.chunks,
+        "time_to_first_frame_ms": round((records[0]["done"] - start["done"]) * 1e3, 1),
+        "chunk_interval_ms": round(interval_ms, 1),
+        "fps_each_session": round(steady[0]["frames"] / interval_ms * 1e3, 2),
+        "fps_all_sessions": round(args.sessions * steady[0]["frames"] / interval_ms * 1e3, 2),
+        "native_fps": NATIVE_FPS,
+        "stages_ms": {
+            name: round(statistics.median(sum(record["timings_ms"].get(name, [])) for record in steady), 2)
+            for name in names
+        },
+        "first_chunk_timings_ms": records[0]["timings_ms"],
+        "device_memory": memory,
+        "session_bytes": held[0]["bytes"],
+        "kernels": kernels,
+        "eager": args.eager,
+        **precision_of(args),
+    }
+
+
+def main() -> None:
+    from vllm_omni.model_executor.models.registry import get_family
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--release", choices=tuple(GRIDS), default="v1_5")
+    parser.add_argument("--chunks", type=int, default=320)
+    parser.add_argument("--warm-chunks", type=int, default=160, help="chunks before the rings are full")
+    parser.add_argument("--height", type=int, default=720)
+    parser.add_argument("--width", type=int, default=1280)
+    parser.add_argument("--sessions", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument("--tiny", action="store_true", help="the tests' tiny model with its own weights")
+    add_serving_arguments(parser)
+    parser.add_argument("--name", default="waypoint", help="name of the result file (default: waypoint)")
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "world"
+        if args.tiny:
+            get_family("waypoint").make_tiny(model, 0, "v1_5")
+        else:
+            write_checkpoint(model, args.release)
+        result = asyncio.run(run(model, args))
+    save(args.name, {"result": result}, args)
+
+
+if __name__ == "__main__":
+    main()

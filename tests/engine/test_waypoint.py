@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waypoint 1.5 (tiny) through the real engine: keys, mouse and wheel, refusals, two ranks, FP8."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engine_client import EngineClient, running_engine
+
+from vllm_omni.actions import ActionFrame
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed
+
+TOLERANCE = 1e-4
+"""fp32 latents of order 1 after ten frames; sums are ordered differently on several ranks."""
+HELD: list[Any] = [["w"], ActionFrame(buttons=("a", "space"), axes={"dx": 3.0, "dy": -1.0}, scroll=1.0), None] * 4
+
+
+def image() -> torch.Tensor:
+    y, x = torch.meshgrid(torch.arange(36), torch.arange(64), indexing="ij")
+    return torch.stack((y * 6, x * 3, x + y), dim=-1).to(torch.uint8)
+
+
+async def play(client: EngineClient, name: str, held: Any = HELD, **fields: Any) -> torch.Tensor:
+    """The latents of a session, a chunk for each entry of `held`."""
+    latents = []
+    for index, frame in enumerate(held):
+        start, actions = {"image": image()} if index == 0 else None, None if frame is None else [frame]
+        _, tensors = await client.send(start, session_id=name, actions=actions, output="latents", **fields)
+        latents.append(tensors["latents"].clone())
+    return torch.cat(latents, dim=1)
+
+
+def played(checkpoint: Path, **engine_args: Any) -> torch.Tensor:
+    async def scenario() -> torch.Tensor:
+        async with running_engine(checkpoint, **{"dtype": "float32", **engine_args}) as client:
+            return await play(client, "s")
+
+    return asyncio.run(scenario())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("waypoint")
+    get_family("waypoint").make_tiny(out, 0, "v1_5")
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> torch.Tensor:
+    return played(checkpoint)
+
+
+def test_a_world_is_played_through_the_engine(checkpoint: Path, alone: torch.Tensor) -> None:
+    """Side by side as alone; controls steer; a fork and a session after a reset are exact; refusals harm nobody."""
+
+    async def scenario() -> None:
+        async with running_engine(checkpoint, dtype="float32") as client:
+            ours, theirs, idle = await asyncio.gather(
+                play(client, "a"), play(client, "b"), play(client, "c", [None] * len(HELD))
+            )
+            assert torch.equal(ours, alone) and torch.equal(theirs, alone)
+            assert (idle - alone).abs().max() > 0.01
+            for fields, reason in (
+                ({"prompt": "a beach"}, "takes no prompt"),
+                ({"actions": [["jump"]]}, "this model takes buttons"),
+                ({"actions": [["w"]] * 2}, "at most 1 entries"),
+            ):
+                with pytest.raises(RequestFailed, match=reason):
+                    await client.send(session_id="a", output="latents", **fields)
+            await client.send(session_id="a", op="fork", fork_to="d")
+            buttons = torch.zeros(1, 256)
+            buttons[:, ord("W")] = 1
+            _, dense = await client.send({"buttons": buttons}, session_id="a", output="latents")
+            _, entries = await client.send(session_id="d", actions=[["w"]], output="latents")
+            assert torch.equal(dense["latents"], entries["latents"])
+            await client.send(session_id="b", op="reset")
+            assert torch.equal(await play(client, "b"), alone)
+            meta, frames = await client.send(session_id="f")
+            assert meta["num_frames"] == 4 and frames["frames"].shape[0] == 4
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_ranks_agree_with_one(checkpoint: Path, alone: torch.Tensor, parallel: str) -> None:
+    """A pipeline computes the same sums."""
+    difference = (played(checkpoint, **{parallel: 2}) - alone).abs().max()
+    assert difference <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)
+
+
+def test_fp8_weights_and_keys_are_near(checkpoint: Path, alone: torch.Tensor) -> None:
+    exact = played(checkpoint, dtype="bfloat16")
+    fp8 = played(checkpoint, dtype="bfloat16", quantization="fp8_per_channel", kv_cache_dtype="fp8")
+    assert 0 < (fp8[:, 0] - exact[:, 0]).norm() < 0.3 * exact[:, 0].norm()

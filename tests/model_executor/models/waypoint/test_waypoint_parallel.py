@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallel runs give the results of one rank (fp32, gloo, two processes)."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.rank_processes import run_ranks
+from waypoint_driver import latents_of, load_world, start_image
+
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS
+from vllm_omni.testing.tiny.waypoint import make_tiny
+
+TOLERANCE = 1e-4
+"""Six frames in fp32; ranks only change the order of sums."""
+CHUNKS: list[dict[str, Any]] = [
+    {"tensors": {"image": start_image()}, "actions": [["w"]]},
+    *({"actions": [["a", "space"]]} for _ in range(5)),
+]
+
+
+def _compare(rank: int, rendezvous: str, checkpoint: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    try:
+        expected = latents_of([load_world(Path(checkpoint))], CHUNKS)
+        world = load_world(Path(checkpoint), ParallelContext(rank, 2, dist.group.WORLD))
+        assert world.transformer.num_cache_heads == 1
+        torch.testing.assert_close(latents_of([world], CHUNKS), expected, atol=TOLERANCE, rtol=0)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_equal_one(layout: str, tmp_path: Path) -> None:
+    make_tiny(tmp_path / "world", 0, layout)
+    run_ranks(_compare, (str(tmp_path / "rendezvous"), str(tmp_path / "world")), 2)

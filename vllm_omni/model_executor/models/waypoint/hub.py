@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The released Waypoint models on the hub, each with its autoencoder and, for Waypoint-1, its text encoder.
+
+Sizes are those that were published or follow from the parameters. The cards of the models say Apache-2.0; the licences
+of the autoencoders' repositories were not seen.
+"""
+
+from pathlib import Path
+
+from vllm_omni.model_executor.hub import HubPiece, HubSource
+
+_OWNER = "Overworld"
+_FILES = ("config.yaml", "model.safetensors")
+
+
+def _v1_5(name: str) -> tuple[HubPiece, ...]:
+    """TAEHV lies in the repository of the transformer."""
+    return (HubPiece(f"{_OWNER}/{name}", (*_FILES, "vae/*"), "", 3.8),)
+
+
+def _v1(name: str) -> HubSource:
+    return HubSource(
+        (
+            HubPiece(f"{_OWNER}/{name}", _FILES, "", 4.7),
+            HubPiece("OpenWorldLabs/owl_vae_f16_c16_distill_v0_nogan", ("*.yml", "*.safetensors"), "ae", 0.3),
+            HubPiece("google/umt5-xl", ("*.json", "spiece.model", "*.safetensors"), "text_encoder", 7.6),
+        )
+    )
+
+
+PIECES = _v1_5("Waypoint-1.5-1B")
+"""1.5 at 1280x720."""
+
+RELEASES = {
+    "waypoint_360p": HubSource(_v1_5("Waypoint-1.5-1B-360P")),
+    "waypoint_1_small": _v1("Waypoint-1-Small"),
+    "waypoint_1_1_small": _v1("Waypoint-1.1-Small"),
+}
+
+
+def check_complete(path: Path) -> None:
+    """Raise ValueError unless every piece is there and the network's tensors have the right names and shapes.
+
+    Only file names and headers are read.
+    """
+    from vllm_omni.model_executor.models.waypoint.checkpoint import NetworkSource, find_layout, transformer_shapes
+    from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
+    from vllm_omni.model_executor.weights import check_shapes
+
+    layout = find_layout(path)
+    config = WaypointConfig.from_checkpoint(layout.config())
+    layout.require(config)
+    source = NetworkSource(layout.open_network(), config)
+    check_shapes(source.shapes, transformer_shapes(config), source.where)

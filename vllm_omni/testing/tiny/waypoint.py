@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny random Waypoint checkpoint in each released layout, with the names of a real one.
+
+Every tensor's values depend only on the seed and its name. Sizes divide by 2, for tensor parallel runs. Weights are
+scaled so that keys and mouse change the frames visibly and long sessions stay finite.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import UMT5Config
+
+from vllm_omni.model_executor.models.waypoint.autoencoders import ImageDecoder, ImageEncoder, StreamingTAEHV
+from vllm_omni.model_executor.models.waypoint.checkpoint import (
+    CONFIG_FILE,
+    IMAGES_FOLDER,
+    LAYOUTS,
+    TAEHV_FILES,
+    TEXT_FOLDER,
+    WEIGHTS_FILE,
+    transformer_shapes,
+)
+from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
+from vllm_omni.model_executor.weights import Rules, rename, shapes_of
+from vllm_omni.testing.tiny.wan import TEXT, Tensors, normal, save_tensors, text_tensors, write_component
+from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
+
+_COMMON: dict[str, Any] = {
+    "d_model": 64,
+    "n_layers": 4,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "mlp_ratio": 2,
+    "patch": [2, 2],
+    "height": 2,
+    "width": 4,
+    "tokens_per_frame": 8,
+    "local_window": 3,
+    "global_window": 8,
+    "global_pinned_dilation": 4,
+    "global_attn_period": 4,
+    "noise_conditioning": "wan",
+    "n_buttons": 256,
+    "ctrl_conditioning": "mlp_fusion",
+    "ctrl_conditioning_period": 3,
+    "base_fps": 15,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "v1_5": {
+        **_COMMON,
+        "model_type": "waypoint-1.5",
+        "channels": 8,
+        "global_attn_offset": -1,
+        "value_residual": True,
+        "scheduler_sigmas": [1.0, 0.9, 0.75, 0.3, 0.0],
+        "inference_fps": 60,
+        "temporal_compression": 4,
+        "taehv_ae": True,
+    },
+    "v1": {
+        **_COMMON,
+        "model_type": "waypoint-1",
+        "channels": 4,
+        "height": 16,
+        "width": 16,
+        "tokens_per_frame": 256,
+        "gated_attn": True,
+        "base_fps": 60,
+        "prompt_conditioning": "cross_attention",
+        "prompt_conditioning_period": 3,
+        "prompt_embedding_dim": TEXT["d_model"],
+    },
+}
+"""`config.yaml` of each layout."""
+_IMAGES = {"latent_channels": 4, "ch_0": 16, "ch_max": 16, "channels": 3}
+_TAEHV = {"encoder_width": 8, "decoder_widths": (16, 8, 8, 8)}
+
+_ENGINE: Rules = (
+    (r"^blocks\.", "transformer.blocks."),
+    (r"^(denoise_step_emb|ctrl_emb)\.", r"\1.mlp."),
+    (r"^out_norm\.", "out_norm.fc."),
+    (r"\.(attn|cross)\.([qkv])\.", r".\1.\2_proj."),
+    (r"\.cross\.", ".prompt_cross_attn."),
+)
+_RELEASED: Rules = (
+    *_ENGINE,
+    (r"\.mlp\.(fc[12])\.weight$", r".dit_mlp.\1.weight"),
+    (r"^(denoise_step_emb|ctrl_emb)\.dit_mlp\.", r"\1.mlp."),
+    (r"\.control\.", ".ctrl_mlpfusion."),
+    (r"\.attn_bias$", ".attn_cond_head.bias_in"),
+    (r"\.mlp_bias$", ".mlp_cond_head.bias_in"),
+)
+
+
+def make_tiny(out: Path, seed: int, layout: str) -> None:
+    """Write a checkpoint into the empty or new directory `out`. `layout`: one of `LAYOUTS`."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; allowed: {', '.join(LAYOUTS)}")
+    out.mkdir(parents=True, exist_ok=True)
+    values = CONFIGS[layout]
+    (out / CONFIG_FILE).write_text(yaml.safe_dump(values))
+    config = WaypointConfig.from_checkpoint(values)
+    tensors = {name: _values(name, shape, seed) for name, shape in transformer_shapes(config).items()}
+    stored = _released(tensors, config) if layout == "v1_5" else _engine(tensors, config)
+    save_tensors({name: tensor.contiguous() for name, tensor in stored.items()}, out / WEIGHTS_FILE)
+    if layout == "v1_5":
+        with torch.device("meta"):
+            shapes = shapes_of(StreamingTAEHV(config.channels, **_TAEHV))  # type: ignore[arg-type]
+        torch.save({name: _values(name, shape, seed) for name, shape in shapes.items()}, out / TAEHV_FILES[0])
+        return
+    _write_images(out / IMAGES_FOLDER, seed)
+    write_component(out / TEXT_FOLDER, UMT5Config(**TEXT, dtype="bfloat16").to_diff_dict(), "config.json")
+    save_tensors(text_tensors(seed), out / TEXT_FOLDER / "model.safetensors")
+    write_tokenizer(out / TEXT_FOLDER)
+
+
+def _write_images(folder: Path, seed: int) -> None:
+    folder.mkdir(exist_ok=True)
+    sizes = (_IMAGES["latent_channels"], _IMAGES["ch_0"], _IMAGES["ch_max"])
+    for half, make in (("encoder", ImageEncoder), ("decoder", ImageDecoder)):
+        with torch.device("meta"):
+            shapes = shapes_of(make(*sizes))
+        conf = {"model": {**_IMAGES, f"{half}_blocks_per_stage": [1, 1, 1, 1]}}
+        (folder / f"{half}_conf.yml").write_text(yaml.safe_dump(conf))
+        save_tensors(
+            {name: _values(name, shape, seed) for name, shape in shapes.items()}, folder / f"{half}.safetensors"
+        )
+
+
+def _values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    values = normal(name, shape, seed)
+    if name.endswith("original0"):  # the norm of a channel's weights
+        return torch.ones(shape)
+    if name.endswith(("bias", "v_lamb")):
+        return 0.1 * values
+    return values / math.sqrt(max(1, math.prod(shape[1:])))
+
+
+def _per_block(tensors: Tensors, config: WaypointConfig, name_of: Any) -> Tensors:
+    """The six modulation projections, once for every block. name_of: (block, index) -> the stored name."""
+    return {
+        name_of(block, index): tensors[f"cond_proj.{index}.weight"].clone()
+        for block in range(config.n_layers)
+        for index in range(6)
+    }
+
+
+def _released(tensors: Tensors, config: WaypointConfig) -> Tensors:
+    """As released for 1.5."""
+    stored = {rename(name, _RELEASED): t for name, t in tensors.items() if not name.startswith("cond_proj.")}
+    cells = math.prod(config.patch)
+    stored["unpatchify.weight"] = stored["unpatchify.weight"].unflatten(0, (-1, *config.patch)).permute(3, 0, 1, 2)
+    stored["unpatchify.bias"] = stored["unpatchify.bias"][::cells]
+    stored["ctrl_cfg.null_emb"] = torch.zeros(1, 1, config.d_model)
+    heads = ("attn", "mlp")
+    return stored | _per_block(
+        tensors, config, lambda n, j: f"transformer.blocks.{n}.{heads[j // 3]}_cond_head.cond_proj.{j % 3}.weight"
+    )
+
+
+def _engine(tensors: Tensors, config: WaypointConfig) -> Tensors:
+    """As released for Waypoint-1: one modulation bias a block, the two halves of a fusion's first layer as one."""
+    stored = {}
+    for name, tensor in tensors.items():
+        target = rename(name, _ENGINE)
+        if name.startswith("cond_proj.") or name.endswith(("fc1_c.weight", "attn_bias")):
+            continue
+        if name.endswith("fc1_x.weight"):
+            tensor = torch.cat((tensor, tensors[name.replace("fc1_x", "fc1_c")]), dim=1)
+        target = target.replace(".control.fc1_x.", ".ctrl_mlpfusion.mlp.fc1.").replace(
+            ".mlp_bias", ".cond_head.bias_in"
+        )
+        stored[target.replace(".control.", ".ctrl_mlpfusion.mlp.")] = tensor
+    return stored | _per_block(tensors, config, lambda n, j: f"transformer.blocks.{n}.cond_head.cond_proj.{j}.weight")
