@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidates for a faster Wan VAE decode (`vae_candidates.py`), side by side on one GPU; needs torch and triton only.
+
+    python benchmarks/vae_kernels.py --seconds 140 > vae_kernels.json
+
+Random weights of the Wan 2.1 decoder's shapes, bf16, frames of 480x832. Each candidate is compared with the plain
+arithmetic in fp32 before it is timed; medians in ms. Nothing here is used by the server.
+On a CPU (TRITON_INTERPRET=1, `--tiny`) it checks the candidates at a tiny size and times nothing.
+"""
+
+# T frames, H rows, W columns, P = H W, C channels, O channels of a result; activations are [T, H, W, C] in memory
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch.nn import functional
+from vae_candidates import Decoder, causal, conv_pointers, conv_tma, nchw, nhwc, rms_silu, stack, subpixel
+
+START = time.monotonic()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RESULT: dict[str, Any] = {"errors": {}, "ms": {}, "failed": {}}
+
+
+# Measuring ----------------------------------------------------------------------------------------------------------
+
+
+def left() -> float:
+    return SECONDS - (time.monotonic() - START)
+
+
+def measure(name: str, run: Callable[[], Any], flop: float = 0.0, repeats: int = 7) -> None:
+    if DEVICE != "cuda":
+        return
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    ms = statistics.median(times)
+    RESULT["ms"][name] = {"ms": round(ms, 3), **({"tflops": round(flop / ms / 1e9)} if flop else {})}
+    print(
+        f"{time.monotonic() - START:6.1f}s {name:60s} {ms:8.3f} ms {flop / ms / 1e9:6.0f} TFLOP/s",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def error(name: str, out: torch.Tensor, reference: torch.Tensor, most: float = 2e-2) -> None:
+    value = ((out.float() - reference.float()).norm() / reference.float().norm()).item()
+    RESULT["errors"][name] = value
+    print(f"{time.monotonic() - START:6.1f}s {name:60s} relative error {value:.2e}", file=sys.stderr, flush=True)
+    assert value < most, f"{name}: {value}"
+
+
+def attempt(name: str, run: Callable[[], Any], needs_s: float = 3.0) -> None:
+    if DEVICE == "cuda" and left() < needs_s:
+        RESULT["failed"][name] = f"left out: {left():.0f} s left"
+        return
+    try:
+        run()
+    except Exception as failure:  # a candidate that fails is a result
+        RESULT["failed"][name] = repr(failure)[:600]
+        print(f"{name} FAILED", "".join(traceback.format_exception(failure)[-3:])[:1200], file=sys.stderr, flush=True)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+
+def check_small() -> None:
+    """The fused way through two latent frames against the plain one in fp32 (and the plain one in bf16)."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    dim, h, w = (96, 12, 20) if DEVICE == "cuda" else (16, 2, 3)
+    exact = Decoder(dim, h, w, dtype, DEVICE)
+    exact.weights = {name: value.float() for name, value in exact.weights.items()}
+    exact.dtype = torch.float32
+    ours = Decoder(dim, h, w, dtype, DEVICE).channels_last().fold()
+    z = torch.randn(2, 1, 16, 1, h, w, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
+    pasts = [
+        exact.past(),
+        ours.past(),
+        {name: nhwc(v[0].transpose(0, 1)).contiguous() for name, v in ours.past().items()},
+    ]
+    for index in range(2):
+        a = exact.plain(z[index].float(), pasts[0])
+        b = ours.plain(z[index], pasts[1])
+        c = ours.fused(z[index], pasts[2])
+        error(f"check/plain, latent {index}", b, a, 8e-2)
+        error(f"check/fused, latent {index}", c, a, 8e-2)
+        error(f"check/fused cache, latent {index}", nchw(pasts[2]["out"]).transpose(0, 1)[None], pasts[0]["out"], 8e-2)
+
+
+CONV_CONFIGS: dict[int, list[tuple[str, tuple[int, ...]]]] = {  # BH, BW, BN, BK, warps, stages
+    96: [
+        ("tma", (8, 16, 128, 32, 4, 5)),
+        ("tma", (16, 16, 128, 32, 8, 4)),
+        ("pointers", (8, 16, 128, 32, 4, 4)),
+    ],
+    192: [("tma", (8, 16, 256, 64, 8, 3)), ("tma", (16, 16, 64, 64, 8, 4))],
+    384: [("tma", (8, 16, 128, 64, 8, 4))],
+}
+
+
+def convolutions(channels: int, frames: int, height: int, width: int) -> None:
+    """One causal 3x3x3 convolution of a level, norm and SiLU before it included where a line says so."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    name = f"conv {channels}"
+    make = lambda *shape: torch.randn(shape, device=DEVICE).to(dtype)  # noqa: E731
+    x = make(frames, height, width, channels)
+    past = make(2, height, width, channels)
+    w = (torch.randn(channels, channels, 3, 3, 3, device=DEVICE) / (27 * channels) ** 0.5).to(dtype)
+    b, gamma = make(channels), make(channels).abs() + 0.5
+    w3 = w.contiguous(memory_format=torch.channels_last_3d)
+    w2 = w.transpose(1, 2).flatten(1, 2).contiguous(memory_format=torch.channels_last)
+    taps = [w[:, :, t].contiguous(memory_format=torch.channels_last) for t in range(3)]
+    w_KO = w.permute(2, 3, 4, 1, 0).reshape(27 * channels, channels).contiguous()
+    x5, past5 = x.permute(3, 0, 1, 2)[None], past.permute(3, 0, 1, 2)[None]
+    flop = 2.0 * 27 * channels * channels * frames * height * width
+    crop = slice(0, min(height, 16))  # the reference needs fp32 on few rows only
+
+    normed = rms_silu(x5, gamma)
+    joined = torch.cat((past5, normed), dim=2)
+    padded = functional.pad(joined, (1, 1, 1, 1, 0, 0)).contiguous(memory_format=torch.channels_last_3d)
+    reference = functional.conv3d(
+        functional.pad(joined[..., : crop.stop + 1, :].float(), (1, 1, 1, 0, 0, 0)), w.float(), b.float()
+    )
+    if DEVICE == "cpu":
+        reference = functional.conv3d(functional.pad(joined, (1, 1, 1, 1, 0, 0)), w, b)
+    rows = reference.shape[3] - (1 if DEVICE == "cuda" else 0)
+    reference = reference[0, :, :, :rows].permute(1, 2, 3, 0)
+    plain = lambda: causal(rms_silu(x5, gamma), past5, w3, b)  # noqa: E731
+
+    def cudnn_3d():
+        error(f"{name}/conv3d", functional.conv3d(padded, w3, b)[0].permute(1, 2, 3, 0)[:, :rows], reference)
+        measure(f"{name}/conv3d, padded input, no bias", lambda: functional.conv3d(padded, w3, None), flop)
+        measure(f"{name}/norm+silu+cat+pad+conv3d eager", plain, flop)
+
+    ready, _, _ = stack(x, past, gamma=gamma)
+    flat, _, _ = stack(x, past, gamma=gamma, slots=1)
+
+    def one_2d():
+        out = nhwc(functional.conv2d(nchw(ready), w2, b, padding=1))
+        error(f"{name}/2-D of 3C", out[:, :rows], reference)
+        measure(
+            f"{name}/2-D of 3C, conv alone, no bias", lambda: functional.conv2d(nchw(ready), w2, None, padding=1), flop
+        )
+        measure(f"{name}/2-D of 3C, conv alone, bias", lambda: functional.conv2d(nchw(ready), w2, b, padding=1), flop)
+
+    def three_2d():
+        def run():
+            out = functional.conv2d(nchw(flat[:-2]), taps[0], b, padding=1)
+            out += functional.conv2d(nchw(flat[1:-1]), taps[1], None, padding=1)
+            return out.add_(functional.conv2d(nchw(flat[2:]), taps[2], None, padding=1))
+
+        error(f"{name}/three 2-D", nhwc(run())[:, :rows], reference)
+        measure(f"{name}/three 2-D accumulated", run, flop)
+
+    def norms():
+        for block, warps in ((2048, 4), (4096, 8), (4096, 4), (8192, 8)):
+            measure(
+                f"{name}/stack 3C block {block} warps {warps}",
+                partial(stack, x, past, gamma=gamma, block=block, warps=warps),
+            )
+        measure(
+            f"{name}/stack 3C + bias + residual + sum",
+            lambda: stack(x, past, gamma=gamma, bias=b, residual=x, want_sum=True),
+        )
+        measure(f"{name}/norm into one buffer, 1C", lambda: stack(x, past, gamma=gamma, slots=1))
+
+    attempt(f"{name}/2-D", one_2d)
+    attempt(f"{name}/conv3d", cudnn_3d)
+    attempt(f"{name}/norms", norms)
+    attempt(f"{name}/three 2-D", three_2d)
+    tiny = (4, 4, 16, 16, 4, 2)
+    for kind, config in CONV_CONFIGS[channels] if DEVICE == "cuda" else [("tma", tiny), ("pointers", tiny)]:
+        run = {"tma": conv_tma, "pointers": conv_pointers}[kind]
+
+        def one(run=run, config=config, kind=kind):
+            error(f"{name}/triton {kind} {config}", run(flat, w_KO, b, config)[:, :rows], reference)
+            measure(f"{name}/triton {kind} {config}", lambda: run(flat, w_KO, b, config), flop)
+
+        attempt(f"{name}/triton {kind} {config}", one, 12)
+
+
+def upsampling(channels: int, frames: int, height: int, width: int) -> None:
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    x = torch.randn(frames, height, width, channels, device=DEVICE).to(dtype)
+    w = (torch.randn(channels // 2, channels, 3, 3, device=DEVICE) / (9 * channels) ** 0.5).to(dtype)
+    w_last, w_sub = (v.contiguous(memory_format=torch.channels_last) for v in (w, subpixel(w)))
+    nearest = lambda: functional.interpolate(nchw(x), scale_factor=2, mode="nearest-exact")  # noqa: E731
+    plain = lambda: functional.conv2d(nearest(), w_last, padding=1)  # noqa: E731
+    cells = lambda: functional.conv2d(nchw(x), w_sub, padding=1)  # noqa: E731
+    past = torch.zeros(2, 2 * height, 2 * width, channels // 2, device=DEVICE, dtype=dtype)
+    name = f"upsample {channels}"
+
+    def run():
+        reference = functional.conv2d(nearest()[:1].float(), w.float(), padding=1)
+        error(f"{name}/2x2", nchw(stack(nhwc(cells()), past, want_sum=True, shuffled=True)[2])[:1], reference)
+        flop = 2.0 * 9 * channels * channels // 2 * frames * 4 * height * width
+        measure(f"{name}/nearest alone", nearest)
+        measure(f"{name}/nearest + 3x3", plain, flop)
+        measure(f"{name}/one 2x2 of 4 O", cells, flop)
+        ready = nhwc(cells())
+        gamma = torch.ones(channels // 2, device=DEVICE, dtype=dtype)
+        more = {"gamma": gamma, "want_sum": True, "shuffled": True}
+        measure(f"{name}/stack 3C of 2x2 cells + sum", lambda: stack(ready, past, **more))
+
+    attempt(name, run)
+
+
+def whole(dim: int, h: int, w: int, compile_only: bool = False) -> None:
+    """Three latent frames (12 frames of video) through the decoder."""
+    decoder = Decoder(dim, h, w, torch.bfloat16, DEVICE).channels_last().fold()
+    flop = 3 * 13.4e12
+    z = torch.randn(3, 1, 16, 1, h, w).to(DEVICE, torch.bfloat16)
+    past5 = decoder.past()
+    past = {name: nhwc(v[0].transpose(0, 1)).contiguous() for name, v in past5.items()}
+    reference = decoder.plain(z[0], dict(past5))
+
+    def fused():
+        mine = dict(past)
+        return torch.cat([decoder.fused(latent, mine) for latent in z], dim=2)
+
+    def run_fused():
+        error("whole/fused against plain bf16", fused()[:, :, :4], reference, 8e-2)
+        measure("whole/fused, cudnn.benchmark off", fused, flop, 5)
+        torch.backends.cudnn.benchmark = True
+        measure("whole/fused, cudnn.benchmark on", fused, flop, 5)
+        first = fused()
+        RESULT["whole fused is repeatable"] = bool(torch.equal(first, fused()))
+
+    def graph():
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            fused()
+        measure("whole/fused, CUDA graph, cudnn.benchmark on", captured.replay, flop, 5)
+
+    def profile():
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            fused()
+            torch.cuda.synchronize()
+        kernels = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:25]
+        RESULT["kernels of whole/fused, ms"] = [
+            (e.key[:110], e.count, round(e.self_device_time_total / 1e3, 3)) for e in kernels
+        ]
+
+    def plain():
+        mine = dict(past5)
+        return [decoder.plain(latent, mine) for latent in z]
+
+    def plain_compiled():
+        forward = torch.compile(decoder.plain, dynamic=False, fullgraph=True)
+
+        def run():
+            mine = dict(past5)
+            return [forward(latent, mine) for latent in z]
+
+        measure("whole/plain compiled", run, flop, 5)
+
+    torch.backends.cudnn.benchmark = False
+    if compile_only:
+        attempt("whole/plain compiled", plain_compiled, 40)
+        return
+    attempt("whole/fused", run_fused)
+    attempt("whole/profile", profile)
+    attempt("whole/graph", graph)
+    torch.backends.cudnn.benchmark = False
+    attempt("whole/plain eager", lambda: measure("whole/plain eager", plain, flop, 3))
+
+
+def main() -> None:
+    global SECONDS
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=140.0, help="candidates that would end later are left out")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--no-compile", action="store_true")
+    options = parser.parse_args()
+    SECONDS = options.seconds
+    torch.manual_seed(0)
+    RESULT["torch"], RESULT["triton"] = torch.__version__, triton.__version__
+    if DEVICE == "cuda":
+        RESULT["device"] = torch.cuda.get_device_name()
+        RESULT["cudnn"] = torch.backends.cudnn.version()
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    with torch.no_grad():
+        attempt("check", check_small)
+        if options.tiny:
+            convolutions(16, 2, 6, 7)
+            upsampling(16, 2, 3, 5)
+        else:
+            attempt("whole", lambda: whole(96, 60, 104))
+            upsampling(192, 4, 240, 416)
+            upsampling(384, 4, 120, 208)
+            torch.backends.cudnn.benchmark = True
+            for channels, frames, height, width in ((96, 4, 480, 832), (192, 4, 240, 416), (384, 2, 120, 208)):
+                attempt(f"convolutions {channels}", partial(convolutions, channels, frames, height, width))
+            attempt("convolutions 384, one frame", lambda: convolutions(384, 1, 60, 104), 55)
+            if not options.no_compile:
+                attempt("whole, compiled", lambda: whole(96, 60, 104, compile_only=True), 40)
+    RESULT["seconds"] = round(time.monotonic() - START, 1)
+    print(json.dumps(RESULT, indent=1))
+
+
+SECONDS = 140.0
+if __name__ == "__main__":
+    main()
