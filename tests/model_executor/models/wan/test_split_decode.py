@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.rank_processes import run_ranks
-from vae_streams import decode_stream
+from vae_streams import decode_stream, plainly_fused
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.interfaces import check_parallel_decode
@@ -131,6 +131,7 @@ def test_parts_of_a_latent_frame_pieces_of_a_stream_and_memory_layout(tmp_path: 
         2,
         tmp_path / "rendezvous",
         (check_bands, [4], {"frames_per_call": 1}),
+        (check_bands, [4, 5], {"fuse": plainly_fused}),
         (check_one_piece,),
         (check_layout,),
     )

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clip through the streaming VAE in pieces, as a session's chunks come."""
+"""A clip through the streaming VAE in pieces, as a session's chunks come; VAEs with random weights."""
+
+from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache
+from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, Passes
+from vllm_omni.model_executor.models.wan.split_decode import RowBands
+from vllm_omni.model_executor.models.wan.stacked_frames import add_up, stack_frames
+from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAECache, VAEConfig
 
 
 def encode_stream(vae: StreamingWanVAE, pixels: torch.Tensor, cuts: list[int]) -> tuple[torch.Tensor, VAECache]:
@@ -24,3 +29,18 @@ def decode_stream(vae: StreamingWanVAE, latents: torch.Tensor, cuts: list[int]) 
         pixels.append(frames)
     assert cache is not None
     return torch.cat(pixels, dim=2), cache
+
+
+def random_vae(seed: int = 0, base_dim: int = 4, **options: Any) -> StreamingWanVAE:
+    """A decoder with random weights, under which frames differ from place to place."""
+    vae = StreamingWanVAE(VAEConfig(base_dim=base_dim), encoder=False, **options)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in vae.named_parameters():
+        scale = 0.6 / parameter[0].numel() ** 0.5 if parameter.dim() > 1 else 0.6
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * scale + ("gamma" in name))
+    return vae
+
+
+def plainly_fused(decoder: Any, bands: RowBands | None) -> FusedDecoder:
+    """The fused decoder with its passes in plain torch."""
+    return FusedDecoder(decoder, bands, Passes(stack_frames, add_up))

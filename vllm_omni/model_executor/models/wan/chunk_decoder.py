@@ -29,7 +29,7 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
 
 RESTART_LATENTS = 2
-_JOINED_CELLS = 4096
+_JOINED_CELLS = {"cpu": 4096, "cuda": 1024}
 """Latent cells of a frame of all streams that are decoded together: above it arithmetic takes the time, not calls."""
 
 
@@ -153,7 +153,7 @@ class ChunkDecoder:
         if before is None or before.cache is None or before.tiny or not isinstance(self.main, StreamingWanVAE):
             return 1
         cells = latents_CFhw.shape[2] * latents_CFhw.shape[3]
-        return max(1, _JOINED_CELLS // cells) if self.main.takes_streams else 1
+        return max(1, _JOINED_CELLS[latents_CFhw.device.type] // cells) if self.main.takes_streams else 1
 
     def decode_together(
         self, latents_1CFhw: Sequence[torch.Tensor], before: Sequence[DecoderState]

@@ -19,6 +19,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, Wa
 from torch import nn
 from torch.nn import functional
 
+from vllm_omni.model_executor.models.wan.stacked_frames import fold_memory, folded
 from vllm_omni.model_executor.models.wan.streamed_layers import replace_layers
 
 
@@ -28,7 +29,7 @@ class FoldedCausalConv3d(WanCausalConv3d):
     def __init__(self, whole: WanCausalConv3d) -> None:
         nn.Module.__init__(self)
         vars(self).update(vars(whole))
-        self.weight.data = _fold_memory(self.weight.data)
+        self.weight.data = fold_memory(self.weight.data)
         left, right, top, bottom, frames_before, _ = map(int, self._padding)
         assert (left, top) == (right, bottom) and self.groups == 1 and self.dilation == (1, 1, 1)
         self.frames_before, self.padding_HW = frames_before, (top, left)
@@ -36,7 +37,7 @@ class FoldedCausalConv3d(WanCausalConv3d):
     @property
     def weight_2d(self) -> torch.Tensor:
         """[O, taps C, kH, kW]: a view of `weight`, unless somebody has put a tensor of other strides in its place."""
-        return self.weight.transpose(1, 2).flatten(1, 2)
+        return folded(self.weight)
 
     def forward(self, x_BCTHW: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
         if x_BCTHW.device.type != "cpu":
@@ -101,8 +102,3 @@ def _cpu_layer(layer: nn.Module) -> nn.Module | None:
     if type(layer) is WanCausalConv3d:
         return FoldedCausalConv3d(layer)
     return CPURMSNorm(layer) if type(layer) is WanRMS_norm else None
-
-
-def _fold_memory(weight_OCTHW: torch.Tensor) -> torch.Tensor:
-    """The same tensor with its memory in the order O, kH, kW, taps, C: channels-last for the 2-D convolution."""
-    return weight_OCTHW.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)

@@ -68,23 +68,35 @@ class RowBands:
         rows = self.rows(self._latent_height)
         return latents_1CTHW[:, :, :, rows.start : rows.stop]
 
+    def gathered(self, own: torch.Tensor) -> torch.Tensor:
+        """[n, ...] -> [n * size, ...]: every rank's tensor, of one shape and contiguous, in the order of ranks."""
+        every = own.new_empty(self.size * len(own), *own.shape[1:])
+        _all_gather(every, own, group=self.group)
+        return every
+
     def with_neighbours(self, x: torch.Tensor) -> torch.Tensor:
         """[B, C, ..., R, W] -> [B, C, ..., R + 2, W]: the neighbours' adjoining rows around this band's, or zeros."""
         # Channels last: on CUDA `x` lies so, and joining it with rows of another layout would turn it round.
-        own = torch.stack([x.select(-2, row).movedim(1, -1) for row in (0, -1)])
-        rows = own.new_empty(2 * self.size, *own.shape[1:])
-        _all_gather(rows, own, group=self.group)
+        above, below = self._adjoining(torch.stack([x.select(-2, row).movedim(1, -1) for row in (0, -1)]))
+        return torch.cat((above.movedim(-1, 1).unsqueeze(-2), x, below.movedim(-1, 1).unsqueeze(-2)), dim=-2)
+
+    def fill_edges(self, x_NRWC: torch.Tensor) -> None:
+        """Fill the first and last row in place, as `with_neighbours`; the band's own are those between."""
+        x_NRWC[:, 0], x_NRWC[:, -1] = self._adjoining(torch.stack((x_NRWC[:, 1], x_NRWC[:, -2])))
+
+    def _adjoining(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[2, ...], this band's first and last row -> the row above it and the row below; zeros outside the picture."""
+        rows = self.gathered(own)
         nothing = own.new_zeros(own.shape[1:])
         above = rows[2 * self.rank - 1] if self.rank > 0 else nothing
         below = rows[2 * self.rank + 2] if self.rank < self.size - 1 else nothing
-        return torch.cat((above.movedim(-1, 1).unsqueeze(-2), x, below.movedim(-1, 1).unsqueeze(-2)), dim=-2)
+        return above, below
 
     def all_rows(self, x_R: torch.Tensor) -> torch.Tensor:
         """[R, ...] -> [H, ...]: every rank's latent rows."""
         lengths = split_evenly(self._latent_height, self.size)
         padded = functional.pad(x_R, (0, 0) * (x_R.dim() - 1) + (0, lengths[0] - x_R.shape[0])).contiguous()
-        rows = padded.new_empty(self.size * lengths[0], *padded.shape[1:])
-        _all_gather(rows, padded, group=self.group)
+        rows = self.gathered(padded)
         if lengths[-1] == lengths[0]:
             return rows
         return torch.cat([part[:length] for part, length in zip(rows.chunk(self.size), lengths, strict=True)])

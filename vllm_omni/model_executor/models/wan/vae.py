@@ -29,6 +29,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.model_executor.models.wan.cpu_layers import use_cpu_layers
+from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, fused_decoder
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, split_decoder
 from vllm_omni.model_executor.models.wan.streamed_layers import cached_convolution, stream_upsamplers
 from vllm_omni.outputs import empty_result
@@ -40,6 +41,8 @@ Part = Literal["encoder", "decoder"]
 Shape = tuple[int, ...]
 Network = Callable[..., torch.Tensor]
 """(x, feat_cache, feat_idx) -> x, as diffusers' encoder and decoder; replaces the features of `feat_cache` in place."""
+LatentDecoder = Callable[[torch.Tensor, list[Any] | None, tuple[Shape, ...]], tuple[torch.Tensor, list[Any]]]
+"""(x of one latent frame, features, shapes of a stream's features) -> (frames, features), as `_step`."""
 _COMPILE_ATTEMPTS = 2
 """For one shape."""
 
@@ -114,10 +117,13 @@ class StreamingWanVAE(nn.Module):
     """Encoder and/or decoder of a Wan 2.1 VAE driven with an explicit cache; parameter names are diffusers'.
 
     dtype: of weights, activations and caches (float32 or bfloat16). Latents are normalised and float32 at both doors.
+    In half precision on CUDA with Triton the decoder is fused (`FusedDecoder`), with the same weights and caches;
+    `compiled` and `frames_per_call` are for where it is not.
     compiled: fuse the decoder with torch.compile (all but a stream's first latent, which has its own control flow).
     frames_per_call: how many of a latent frame's 4 video frames go through the decoder's two largest levels at a time;
     None = all. Fewer need less memory beside the cache and a little more time; the frames are the same.
     bands: this rank decodes its band of rows only, together with the other ranks (`split_decode`); None = all rows.
+    fuse: (a built `WanDecoder3d`, bands) -> its fused form, or None for the plain one.
     Convolutions run channels-last, the layout their kernels are fastest in; on a CPU as 2-D ones (`cpu_layers`).
     """
 
@@ -134,6 +140,7 @@ class StreamingWanVAE(nn.Module):
         compiled: bool = False,
         frames_per_call: int | None = None,
         bands: RowBands | None = None,
+        fuse: Callable[[Any, RowBands | None], FusedDecoder | None] = fused_decoder,
     ) -> None:
         super().__init__()
         self.config = config
@@ -168,10 +175,11 @@ class StreamingWanVAE(nn.Module):
         self.eval()
         _channels_last_on_cuda(self)
         use_cpu_layers(self)
-        self._decode_latent: Network | None = None
-        """How a stream's later latents are decoded; its first has its own control flow."""
-        if decoder:
-            self._decode_latent = _later_latents(self.decoder, compiled, frames_per_call)
+        self._fused: FusedDecoder | None = fuse(self.decoder, bands) if decoder else None
+        self._decode_latent: LatentDecoder | None = self._fused
+        if decoder and self._fused is None:
+            self._decode_latent = _plain_decoder(self.decoder, compiled, frames_per_call)
+        self.register_load_state_dict_post_hook(lambda vae, _: vae.forget())
 
     @property
     def has_encoder(self) -> bool:
@@ -183,8 +191,15 @@ class StreamingWanVAE(nn.Module):
 
     @property
     def takes_streams(self) -> bool:
-        """Whether a decode of several streams at once is faster than one after the other: eager, on a CPU."""
-        return self.has_decoder and self.bands is None and not self._compiled and self.latents_mean.device.type == "cpu"
+        """Whether a decode of several streams at once is faster than one after the other: nothing is compiled."""
+        if not self.has_decoder or self.bands is not None:
+            return False
+        return self._fused is not None or (not self._compiled and self.latents_mean.device.type == "cpu")
+
+    def forget(self) -> None:
+        """Drop what was derived from weights: they were loaded."""
+        if self._fused is not None:
+            self._fused.forget()
 
     @torch.no_grad()
     def encode(self, pixels_1CTHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
@@ -233,8 +248,7 @@ class StreamingWanVAE(nn.Module):
         latents_BCTHW = (latents_BCTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
         pixels = []
         for piece in latents_BCTHW.split(1, dim=2):
-            network = self.decoder if features is None else self._decode_latent
-            frames, features = _step(network, self.post_quant_conv(piece), features, shapes)
+            frames, features = self._decode_latent(self.post_quant_conv(piece), features, shapes)
             pixels.append(frames)
         assert features is not None, "decode needs at least one latent frame"
         return torch.cat(pixels, dim=2).clamp_(-1.0, 1.0), VAECache(tuple(features))
@@ -296,6 +310,18 @@ def _step(
     first: list[Any] = [None] * len(shapes)
     out_1CTHW = network(x_1CTHW, feat_cache=first, feat_idx=[0])
     return out_1CTHW, [_pad_first(feature, shape, x_1CTHW) for feature, shape in zip(first, shapes, strict=True)]
+
+
+def _plain_decoder(decoder: Any, compiled: bool, frames_per_call: int | None) -> LatentDecoder:
+    """Diffusers' layers; a stream's first latent has its own control flow."""
+    later = _later_latents(decoder, compiled, frames_per_call)
+
+    def decode(
+        x_1CTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[Shape, ...]
+    ) -> tuple[torch.Tensor, list[Any]]:
+        return _step(decoder if features is None else later, x_1CTHW, features, shapes)
+
+    return decode
 
 
 def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) -> Network:

@@ -72,6 +72,7 @@ def load_vae(vae: "StreamingWanVAE", path: Path) -> None:
     with torch.device("meta"):
         whole = StreamingWanVAE(vae.config)
     load_strict(vae, open_tensors(path), shapes_of(whole), VAE_RULES, what="VAE")
+    vae.forget()
 
 
 def load_image_encoder(encoder: "ImageEncoder", path: Path) -> None:

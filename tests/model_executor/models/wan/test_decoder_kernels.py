@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fused decoder's kernel against the same pass in plain torch.
+
+On a CPU Triton's interpreter runs it, in a process of its own: what is imported decides how kernels are compiled.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_omni.model_executor.models.wan import stacked_frames
+from vllm_omni.model_executor.models.wan.fused_decoder import FusedDecoder, Passes
+from vllm_omni.model_executor.models.wan.stacked_frames import Activation
+
+CASES: list[dict[str, Any]] = [
+    {"channels": channels, "streams": streams, "frames": frames, "size": size, **options}
+    for (channels, streams, frames, size), options in product(
+        [(6, 1, 3, (4, 6)), (16, 2, 1, (2, 2)), (33, 2, 4, (6, 10))],
+        [
+            {"gamma": True, "side_by_side": True},
+            {"gamma": True, "side_by_side": True, "bias": True, "residual": True, "want_sum": True},
+            {"gamma": True, "side_by_side": False, "bias": True, "edge_rows": 1},
+            {"gamma": True, "side_by_side": True, "bias": True, "want_sum": True, "shuffled": True, "edge_rows": 1},
+            {"gamma": False, "side_by_side": True, "bias": True, "residual": True},
+            {"gamma": False, "side_by_side": False},
+        ],
+    )
+]
+
+
+def check_pass(kernels: Any, case: dict[str, Any], dtype: torch.dtype, device: str) -> None:
+    """`stack_frames` and `add_up` on random tensors."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    options = dict(case)
+    channels, streams, count = (options.pop(name) for name in ("channels", "streams", "frames"))
+    height, width = options.pop("size")
+    shuffled = options.pop("shuffled", False)
+    frames = streams * count
+    shape = (frames, height // 2 + 1, width // 2 + 1, 4 * channels) if shuffled else (frames, height, width, channels)
+    x = random(*shape)
+    bias = random(channels) if options.pop("bias", False) else None
+    residual = random(frames, height, width, channels) if options.pop("residual", False) else None
+    options["gamma"] = random(channels) + 2 if options.pop("gamma") else None
+    past = random(streams, 2, height, width, channels)
+
+    def activation(dtype: torch.dtype) -> Activation:
+        terms = [None if term is None else term.to(dtype, copy=True) for term in (x, bias, residual)]
+        assert terms[0] is not None
+        return Activation(terms[0], terms[1], terms[2], shuffled)
+
+    exact = {name: value.float() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    expected = stacked_frames.stack_frames(activation(torch.float32), past.float(), **exact)
+    found = kernels.stack_frames(activation(dtype), past, **options)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    edge = options.get("edge_rows", 0)
+    own = slice(edge, found.frames.shape[1] - edge)
+    pairs = [(found.frames[:, own], expected.frames[:, own]), (found.newest, expected.newest)]
+    assert (found.total is None) == (expected.total is None)
+    if found.total is not None and expected.total is not None:
+        pairs.append((found.total, expected.total))
+    if not shuffled:
+        pairs.append((kernels.add_up(activation(dtype)), stacked_frames.add_up(activation(torch.float32))))
+    for value, wanted in pairs:
+        torch.testing.assert_close(value.float(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def check_decoder(kernels: Any) -> None:
+    """Two latents of two streams through a small decoder."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from vae_streams import random_vae
+
+    def fuse(decoder: Any, bands: Any) -> FusedDecoder:
+        return FusedDecoder(decoder, bands, Passes(kernels.stack_frames, kernels.add_up))
+
+    latents = torch.randn(2, 16, 2, 2, 3, generator=torch.Generator().manual_seed(1))
+    plain, fused = random_vae(), random_vae(fuse=fuse)
+    for stream in latents.split(1):
+        expected, expected_cache = plain.decode(stream, None)
+        pixels, cache = fused.decode(stream, None)
+        torch.testing.assert_close(pixels, expected, atol=1e-5, rtol=0)
+        for feature, wanted in zip(cache.features, expected_cache.features, strict=True):
+            torch.testing.assert_close(feature, wanted, atol=1e-4, rtol=1e-4)
+
+
+def main() -> None:
+    from vllm_omni.model_executor.models.wan import decoder_kernels
+
+    with torch.inference_mode():
+        for case in CASES:
+            check_pass(decoder_kernels, case, torch.float32, "cpu")
+        check_decoder(decoder_kernels)
+    print(f"{len(CASES)} passes and a decoder agree")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed; the fused decoder is not used then")
+def test_the_kernel_equals_plain_torch_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert f"{len(CASES)} passes and a decoder agree" in run.stdout
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernel_equals_plain_torch_on_a_gpu(dtype: torch.dtype) -> None:
+    from vllm_omni.model_executor.models.wan import decoder_kernels
+
+    for case in CASES:
+        check_pass(decoder_kernels, case, dtype, "cuda")
+
+
+if __name__ == "__main__":
+    main()
