@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates for a faster Wan VAE decode (`vae_candidates.py`), side by side on one GPU; needs torch and triton only.
+"""Layers of the Wan VAE's decoder computed in several ways (`vae_candidates.py`), side by side on one GPU.
 
     python benchmarks/vae_kernels.py --seconds 140 > vae_kernels.json
 
 Random weights of the Wan 2.1 decoder's shapes, bf16, frames of 480x832. Each candidate is compared with the plain
-arithmetic in fp32 before it is timed; medians in ms. Nothing here is used by the server.
+arithmetic in fp32 before it is timed; medians in ms. `vae_decode.py` measures the whole decoder as it is served.
 On a CPU (TRITON_INTERPRET=1, `--tiny`) it checks the candidates at a tiny size and times nothing.
 """
 
@@ -23,7 +23,9 @@ from typing import Any
 import torch
 import triton
 from torch.nn import functional
-from vae_candidates import Decoder, causal, conv_pointers, conv_tma, nchw, nhwc, rms_silu, stack, subpixel
+from vae_candidates import causal, conv_pointers, conv_tma, nchw, nhwc, rms_silu, stack
+
+from vllm_omni.model_executor.models.wan.stacked_frames import subpixel
 
 START = time.monotonic()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,29 +82,6 @@ def attempt(name: str, run: Callable[[], Any], needs_s: float = 3.0) -> None:
             torch.cuda.synchronize()
 
 
-def check_small() -> None:
-    """The fused way through two latent frames against the plain one in fp32 (and the plain one in bf16)."""
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    dim, h, w = (96, 12, 20) if DEVICE == "cuda" else (16, 2, 3)
-    exact = Decoder(dim, h, w, dtype, DEVICE)
-    exact.weights = {name: value.float() for name, value in exact.weights.items()}
-    exact.dtype = torch.float32
-    ours = Decoder(dim, h, w, dtype, DEVICE).channels_last().fold()
-    z = torch.randn(2, 1, 16, 1, h, w, generator=torch.Generator().manual_seed(2)).to(DEVICE, dtype)
-    pasts = [
-        exact.past(),
-        ours.past(),
-        {name: nhwc(v[0].transpose(0, 1)).contiguous() for name, v in ours.past().items()},
-    ]
-    for index in range(2):
-        a = exact.plain(z[index].float(), pasts[0])
-        b = ours.plain(z[index], pasts[1])
-        c = ours.fused(z[index], pasts[2])
-        error(f"check/plain, latent {index}", b, a, 8e-2)
-        error(f"check/fused, latent {index}", c, a, 8e-2)
-        error(f"check/fused cache, latent {index}", nchw(pasts[2]["out"]).transpose(0, 1)[None], pasts[0]["out"], 8e-2)
-
-
 CONV_CONFIGS: dict[int, list[tuple[str, tuple[int, ...]]]] = {  # BH, BW, BN, BK, warps, stages
     96: [
         ("tma", (8, 16, 128, 32, 4, 5)),
@@ -117,7 +96,7 @@ CONV_CONFIGS: dict[int, list[tuple[str, tuple[int, ...]]]] = {  # BH, BW, BN, BK
 def convolutions(channels: int, frames: int, height: int, width: int) -> None:
     """One causal 3x3x3 convolution of a level, norm and SiLU before it included where a line says so."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    name = f"conv {channels}"
+    name = f"conv {channels}, {frames} frames"
     make = lambda *shape: torch.randn(shape, device=DEVICE).to(dtype)  # noqa: E731
     x = make(frames, height, width, channels)
     past = make(2, height, width, channels)
@@ -221,74 +200,11 @@ def upsampling(channels: int, frames: int, height: int, width: int) -> None:
     attempt(name, run)
 
 
-def whole(dim: int, h: int, w: int, compile_only: bool = False) -> None:
-    """Three latent frames (12 frames of video) through the decoder."""
-    decoder = Decoder(dim, h, w, torch.bfloat16, DEVICE).channels_last().fold()
-    flop = 3 * 13.4e12
-    z = torch.randn(3, 1, 16, 1, h, w).to(DEVICE, torch.bfloat16)
-    past5 = decoder.past()
-    past = {name: nhwc(v[0].transpose(0, 1)).contiguous() for name, v in past5.items()}
-    reference = decoder.plain(z[0], dict(past5))
-
-    def fused():
-        mine = dict(past)
-        return torch.cat([decoder.fused(latent, mine) for latent in z], dim=2)
-
-    def run_fused():
-        error("whole/fused against plain bf16", fused()[:, :, :4], reference, 8e-2)
-        measure("whole/fused, cudnn.benchmark off", fused, flop, 5)
-        torch.backends.cudnn.benchmark = True
-        measure("whole/fused, cudnn.benchmark on", fused, flop, 5)
-        first = fused()
-        RESULT["whole fused is repeatable"] = bool(torch.equal(first, fused()))
-
-    def graph():
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            fused()
-        measure("whole/fused, CUDA graph, cudnn.benchmark on", captured.replay, flop, 5)
-
-    def profile():
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            fused()
-            torch.cuda.synchronize()
-        kernels = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)[:25]
-        RESULT["kernels of whole/fused, ms"] = [
-            (e.key[:110], e.count, round(e.self_device_time_total / 1e3, 3)) for e in kernels
-        ]
-
-    def plain():
-        mine = dict(past5)
-        return [decoder.plain(latent, mine) for latent in z]
-
-    def plain_compiled():
-        forward = torch.compile(decoder.plain, dynamic=False, fullgraph=True)
-
-        def run():
-            mine = dict(past5)
-            return [forward(latent, mine) for latent in z]
-
-        measure("whole/plain compiled", run, flop, 5)
-
-    torch.backends.cudnn.benchmark = False
-    if compile_only:
-        attempt("whole/plain compiled", plain_compiled, 40)
-        return
-    attempt("whole/fused", run_fused)
-    attempt("whole/profile", profile)
-    attempt("whole/graph", graph)
-    torch.backends.cudnn.benchmark = False
-    attempt("whole/plain eager", lambda: measure("whole/plain eager", plain, flop, 3))
-
-
 def main() -> None:
     global SECONDS
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=140.0, help="candidates that would end later are left out")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--no-compile", action="store_true")
     options = parser.parse_args()
     SECONDS = options.seconds
     torch.manual_seed(0)
@@ -298,20 +214,16 @@ def main() -> None:
         RESULT["cudnn"] = torch.backends.cudnn.version()
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     with torch.no_grad():
-        attempt("check", check_small)
         if options.tiny:
             convolutions(16, 2, 6, 7)
             upsampling(16, 2, 3, 5)
         else:
-            attempt("whole", lambda: whole(96, 60, 104))
             upsampling(192, 4, 240, 416)
             upsampling(384, 4, 120, 208)
             torch.backends.cudnn.benchmark = True
             for channels, frames, height, width in ((96, 4, 480, 832), (192, 4, 240, 416), (384, 2, 120, 208)):
                 attempt(f"convolutions {channels}", partial(convolutions, channels, frames, height, width))
             attempt("convolutions 384, one frame", lambda: convolutions(384, 1, 60, 104), 55)
-            if not options.no_compile:
-                attempt("whole, compiled", lambda: whole(96, 60, 104, compile_only=True), 40)
     RESULT["seconds"] = round(time.monotonic() - START, 1)
     print(json.dumps(RESULT, indent=1))
 
