@@ -102,7 +102,7 @@ def stack_frames(
     total = None
     if want_sum:
         total = _room_for_sum(activation, (streams * frames, height, width, channels))
-    # What is a sum already is not written again.
+    # A sum that was added up before is not written again.
     written = None if activation.is_sum else total
     _launch(activation, past, out, written, newest, gamma, edge_rows, 3 if side_by_side else 1)
     return Stacked(out, newest, total)

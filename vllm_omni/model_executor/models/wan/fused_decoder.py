@@ -100,7 +100,7 @@ class FusedDecoder:
         return self._derived[layer]
 
     def convolve(self, layer: WanCausalConv3d, frames: torch.Tensor, streams: int) -> torch.Tensor:
-        """What `StackFrames` gave for `layer` -> [N, H, W, O], without the bias."""
+        """`StackFrames` for `layer` -> [N, H, W, O], without the bias."""
         rows = 0 if self.bands is not None else 1
         if not self.lies_side_by_side(layer):
             x_BCTRW = frames.unflatten(0, (streams, -1)).permute(0, 4, 1, 2, 3)

@@ -23,7 +23,7 @@ from torch.nn import functional
 class Activation:
     """A tensor [N, H, W, C] as the sum that the next pass adds up: `x + bias + residual`.
 
-    x: [N, H, W, C], or [N, H/2 + 1, W/2 + 1, 4 C] if `shuffled`, what a `subpixel` convolution gives. bias: [C].
+    x: [N, H, W, C], or [N, H/2 + 1, W/2 + 1, 4 C] if `shuffled`, the result of a `subpixel` convolution. bias: [C].
     residual: [N, H, W, C]. Whoever adds up may write the sum over an `x` that is not shuffled.
     """
 
@@ -40,7 +40,7 @@ class Activation:
 
 @dataclass(frozen=True, eq=False)
 class Stacked:
-    """A convolution's input and what its stream keeps.
+    """A convolution's input and its stream's memory of it.
 
     frames: [N, R, W, 3 C], each beside its two predecessors, oldest first; or, not side by side, [B (T + 2), R, W, C].
     Edge rows are left as they come. newest: the last two frames [B, 2, H, W, C]. total: the sum [N, H, W, C], None if

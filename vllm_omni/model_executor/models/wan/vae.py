@@ -197,7 +197,7 @@ class StreamingWanVAE(nn.Module):
         return self._fused is not None or (not self._compiled and self.latents_mean.device.type == "cpu")
 
     def forget(self) -> None:
-        """Drop what was derived from weights: they were loaded."""
+        """Drop tensors derived from weights: others were loaded."""
         if self._fused is not None:
             self._fused.forget()
 
