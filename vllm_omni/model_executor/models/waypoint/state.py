@@ -22,7 +22,6 @@ import torch
 from vllm_omni.actions import ACTION_TENSORS, ActionSpace, read_actions
 from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.interfaces import DiffusionRequest
-from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.forward_graphs import identity
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.layers.window_set import WindowSet
@@ -100,8 +99,7 @@ class FrameWindow(KVWindow):
         for kind, x_TNH in enumerate((k_TNH, v_TNH)):
             stored = self.format.encode(layer, kind, x_TNH)
             _numbers(self.buffer[layer, kind]).index_copy_(0, tokens_T, _numbers(stored))
-        k_SNH, v_SNH = (self.format.load(layer, kind, self.buffer[layer, kind]) for kind in range(2))
-        return attention(q_TNH, k_SNH, v_SNH, key_range=key_range)
+        return self.format.attend(layer, q_TNH, self.buffer[layer], key_range=key_range)
 
 
 def _numbers(x: torch.Tensor) -> torch.Tensor:
@@ -193,8 +191,8 @@ class FrameRings(WindowSet):
         """Return copies of (k, v) [frames T, N, H] of `stored(layer)`, in that order."""
         window, index = self.window(layer)
         tokens = window.token_positions([window.slot(frame) for frame in self.stored(layer)])
-        k, v = window.buffer[index].index_select(1, tokens)
-        return window.format.load(index, 0, k), window.format.load(index, 1, v)
+        k, v = window.format.load(index, window.buffer[index], tokens)
+        return k, v
 
     def commit(self, end_frame: int) -> None:
         for window in self.windows:
