@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of `fp8_kernels.py`, which is the file to call and to read first; needs Triton."""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""The Triton kernels of `fp8_kernels.py`, which is the file to call and to read first; needs Triton.
+
+Triton reads parameters' annotations itself: kernels have none but its own.
+"""
 
 # K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim
 

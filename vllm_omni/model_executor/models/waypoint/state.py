@@ -79,7 +79,7 @@ class FrameWindow(KVWindow):
     def _span(self, frames: range) -> slice | None:
         return slice(0, self.num_keys(frames.stop - 1))
 
-    def attend(
+    def write_and_attend(
         self,
         layer: int,
         q_TNH: torch.Tensor,
@@ -168,10 +168,11 @@ class FrameRings(WindowSet):
     def attend(
         self, layer: int, q_TNH: torch.Tensor, k_TNH: torch.Tensor, v_TNH: torch.Tensor, place: FramePlace
     ) -> torch.Tensor:
-        """`FrameWindow.attend` of a layer, by its index in the whole network."""
+        """`FrameWindow.write_and_attend` of a layer, by its index in the whole network."""
         kind, index = self.places[layer]
         tokens_T, key_range = place.tokens_KT[kind], place.key_ranges_K2[kind]
-        return self.rings[kind].attend(index, q_TNH, k_TNH, v_TNH, tokens_T, key_range, first=place.first)
+        ring = self.rings[kind]
+        return ring.write_and_attend(index, q_TNH, k_TNH, v_TNH, tokens_T, key_range, first=place.first)
 
     @property
     def graph_key(self) -> Hashable:
