@@ -128,7 +128,7 @@ class KVWindow:
         return k, v
 
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
-        """Return the attention of queries of chunk `frames`, already written, to what is `visible` to it."""
+        """Return the attention of queries of chunk `frames`, already written, to all that is `visible` to it."""
         stored_2SNH, tokens = self._seen_by(layer, frames)
         return self.format.attend(layer, q_TNH, stored_2SNH, tokens)
 

@@ -6,7 +6,7 @@ it does not decide the precision. It is a power of two (multiplying by it is exa
 largest value of the session's first chunk, each pass over which sets it anew. Later values beyond that are cut to the
 largest e4m3 number. The scale of a head depends on that head of that session alone, so results do not change with the
 batch, the ranks or the order of chunks.
-A format also attends: what is the fastest product of queries with stored numbers depends on how they are stored.
+A format also attends: the fastest product of queries and stored numbers depends on how these are stored.
 Held by tests/model_executor/layers/test_kv_format.py.
 """
 
