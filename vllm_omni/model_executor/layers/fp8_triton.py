@@ -64,7 +64,7 @@ def _narrow_kernel(
         x = tl.load(first + (token * first_token + head * first_head)[:, None] + column[None, :], mask=inside)
     else:
         x = tl.load(second + (token * second_token + head * second_head)[:, None] + column[None, :], mask=inside)
-    x = x.to(tl.float32) / tl.load(scales + kind * N + head)[:, None]
+    x = x.to(tl.float32) * tl.div_rn(1.0, tl.load(scales + kind * N + head))[:, None]
     x = tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
     target = kind.to(tl.int64) * out_kind + row.to(tl.int64) * H
     tl.store(out + target[:, None] + column[None, :], x.to(out.dtype.element_ty), mask=inside)
