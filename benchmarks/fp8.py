@@ -106,12 +106,12 @@ def product(kind: str, config: Any, device: Any, args: argparse.Namespace) -> di
             generator = torch.Generator().manual_seed(len(kind))
             for slot in checkpoint_slots(holder).values():
                 scale = slot.shape[-1] ** -0.5 if len(slot.shape) == 2 else 0.1
-                slot.load((scale * torch.randn(slot.shape, generator=generator)).to(device))
+                slot.load((scale * torch.randn(slot.shape, generator=generator, device="cpu")).to(device))
             if layer.quant_method.uses_meta_device:
                 finalize_layerwise_processing(holder, config.model_config)
             elif config.quant_config is not None:
                 layer.quant_method.process_weights_after_loading(layer)
-            x = torch.randn(tokens, layer.input_size, generator=generator).to(device, torch.bfloat16)
+            x = torch.randn(tokens, layer.input_size, generator=generator, device="cpu").to(device, torch.bfloat16)
             result = layer(x).float().cpu()
             return {"ms": round(timed(lambda: layer(x), device), 4), "result": result}
     finally:

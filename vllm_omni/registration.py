@@ -111,6 +111,8 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         if card is not None and (warning := card.untrained_size(omni.width, omni.height)) is not None:
             logger.warning("omni.width, omni.height: %s", warning)
         resolve_quantization(vllm_config.model_config, omni, cpu=current_platform.is_cpu())
+        if current_platform.is_cuda():
+            use_quantization_kernel(vllm_config.compilation_config.custom_ops)
         check_adapters(vllm_config.lora_config is not None, omni, taken=family.takes_adapters)
         check_offload(vllm_config.offload_config.uva.cpu_offload_gb, omni)
         omni.check_stages(parallel.pipeline_parallel_size)
@@ -175,6 +177,17 @@ def resolve_quantization(model_config: "ModelConfig", omni: OmniConfig, *, cpu: 
         model_config.quantization = ONLINE_METHOD
         model_config.quantization_config = resolve_quantization_config(ONLINE_METHOD, model_config.quantization_config)
     check_quantization(model_config.quantization, omni, has_config=has_config, cpu=cpu, stored=stored)
+
+
+def use_quantization_kernel(custom_ops: list[str]) -> None:
+    """Let vLLM's linear layers quantize their inputs by its CUDA kernel, unless the user has said otherwise.
+
+    custom_ops: of the compilation config, changed in place. Where models are compiled as a whole, vLLM's default is the
+    plain version, to be fused with its neighbours. Ours compile chains between layers: it would be a slower kernel of
+    its own.
+    """
+    if not {"+quant_fp8", "-quant_fp8"} & set(custom_ops):
+        custom_ops.append("+quant_fp8")
 
 
 def stay_in_process(parallel: "ParallelConfig") -> None:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from vllm.config import ModelConfig
+from vllm.config import CompilationConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from vllm_omni.model_executor.layers.linear import (
@@ -20,6 +21,7 @@ from vllm_omni.model_executor.layers.linear import (
     StackedLinear,
 )
 from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
+from vllm_omni.registration import use_quantization_kernel
 
 IN, OUT, RANKS = 12, 8, 2
 PRECISION = LinearPrecision()
@@ -140,3 +142,12 @@ def test_a_tensor_of_another_shape_is_refused() -> None:
         slot = next(iter(checkpoint_slots(holder).values()))
         with pytest.raises(ValueError, match=r"has shape \(9, 13\), expected \(8, 12\)"):
             slot.load(torch.zeros(OUT + 1, IN + 1))
+
+
+@pytest.mark.parametrize(("asked", "used"), [([], True), (["-quant_fp8"], False), (["+quant_fp8"], True)])
+def test_inputs_are_quantized_by_vllms_kernel(asked: list[str], used: bool) -> None:
+    """Where vLLM compiles it would compile its plain version for each layer, unless the user has said otherwise."""
+    compilation = CompilationConfig(custom_ops=["none", *asked])
+    use_quantization_kernel(compilation.custom_ops)
+    with set_current_vllm_config(VllmConfig(compilation_config=compilation)):
+        assert QuantFP8.enabled() == used

@@ -117,20 +117,27 @@ class KVWindow:
         for offset, slot, count in self._runs(frames):
             source = slice(offset * size, (offset + count) * size)
             target = slice(slot * size, (slot + count) * size)
-            self.format.store(layer, 0, k_TNH[source], self.buffer[layer, 0, target])
-            self.format.store(layer, 1, v_TNH[source], self.buffer[layer, 1, target])
+            self.format.store(layer, k_TNH[source], v_TNH[source], self.buffer[layer, :, target])
 
     def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `(k_SNH, v_SNH)` that chunk `frames`, already written, attends to, in slot order.
 
         Views, where the buffer holds them as they are and they follow each other.
         """
+        k, v = self.format.load(layer, *self._seen_by(layer, frames))
+        return k, v
+
+    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
+        """Return the attention of queries of chunk `frames`, already written, to all that is `visible` to it."""
+        stored_2SNH, tokens = self._seen_by(layer, frames)
+        return self.format.attend(layer, q_TNH, stored_2SNH, tokens)
+
+    def _seen_by(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a part of the buffer and which of its tokens chunk `frames` sees, None = all."""
         span = self._span(frames)
         if span is not None:
-            k, v = self.buffer[layer, :, span]
-        else:
-            k, v = self.buffer[layer].index_select(1, self._seen_tokens(frames.stop))
-        return self.format.load(layer, 0, k), self.format.load(layer, 1, v)
+            return self.buffer[layer, :, span], None
+        return self.buffer[layer], self._seen_tokens(frames.stop)
 
     def _span(self, frames: range) -> slice | None:
         """Return where the tokens that chunk `frames` sees lie, or None if that is no slice."""

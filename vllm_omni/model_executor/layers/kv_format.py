@@ -6,17 +6,19 @@ it does not decide the precision. It is a power of two (multiplying by it is exa
 largest value of the session's first chunk, each pass over which sets it anew. Later values beyond that are cut to the
 largest e4m3 number. The scale of a head depends on that head of that session alone, so results do not change with the
 batch, the ranks or the order of chunks.
+A format also attends: the fastest product of queries and stored numbers depends on how these are stored.
 Held by tests/model_executor/layers/test_kv_format.py.
 """
 
-# L layers, T tokens, N heads, H head dim
+# L layers, T tokens of a chunk, S stored tokens, N heads, H head dim
 
 from typing import Self
 
 import torch
 
-FP8 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(FP8).max
+from vllm_omni.model_executor.layers.attention import attention, fp8_attention, has_fp8_attention
+from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST, narrow, narrow_queries, plain_narrow, widen
+
 _HEADROOM = 16.0
 _TINIEST = 2.0**-10
 """Of a head whose values are all zero."""
@@ -36,17 +38,33 @@ class KVFormat:
     def fit(self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
         """Take note of the session's first keys and values, before they are stored."""
 
-    def store(self, layer: int, kind: int, x_TNH: torch.Tensor, target_TNH: torch.Tensor) -> None:
-        """Write keys (kind 0) or values (1) into a part of the buffer."""
-        target_TNH.copy_(self.encode(layer, kind, x_TNH))
+    def store(self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor, target_2TNH: torch.Tensor) -> None:
+        """Write keys and values into a part of the buffer."""
+        target_2TNH[0].copy_(k_TNH)
+        target_2TNH[1].copy_(v_TNH)
 
     def encode(self, layer: int, kind: int, x_TNH: torch.Tensor) -> torch.Tensor:
         """Return keys (kind 0) or values (1) as the buffer holds them."""
         return x_TNH
 
-    def load(self, layer: int, kind: int, stored_TNH: torch.Tensor) -> torch.Tensor:
-        """Return a part of the buffer in `dtype`; possibly a view."""
-        return stored_TNH
+    def load(self, layer: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a part of the buffer, keys and values, in `dtype` [2, S, N, H]; possibly a view.
+
+        tokens: int64, the places of the wanted tokens in it, in that order; None = all.
+        """
+        return stored_2SNH if tokens is None else stored_2SNH.index_select(1, tokens)
+
+    def attend(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        stored_2SNH: torch.Tensor,
+        tokens: torch.Tensor | None = None,
+        key_range: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`attention` of queries to a part of the buffer. tokens: as of `load`."""
+        k_SNH, v_SNH = self.load(layer, stored_2SNH, tokens)
+        return attention(q_TNH, k_SNH, v_SNH, key_range=key_range)
 
     def rounded(self, stored: torch.Tensor) -> torch.Tensor:
         """Return float numbers in units of the buffer as the buffer would hold them."""
@@ -63,7 +81,7 @@ class KVFormat:
         """A snapshot's tensors beside the buffer, by name."""
         return {}
 
-    def fork(self) -> "KVFormat":
+    def fork(self) -> Self:
         return self
 
     def to(self, device: torch.device | str) -> None:
@@ -71,7 +89,7 @@ class KVFormat:
 
 
 class ScaledFP8(KVFormat):
-    """See the module docstring."""
+    """See the module docstring. Attention reads them in `dtype`: one pass converts all that a chunk sees."""
 
     def __init__(self, dtype: torch.dtype, num_layers: int, num_heads: int, device: torch.device | str) -> None:
         super().__init__(dtype)
@@ -85,19 +103,19 @@ class ScaledFP8(KVFormat):
     def fit(self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
         for kind, x_TNH in enumerate((k_TNH, v_TNH)):
             largest_N = x_TNH.abs().amax(dim=(0, 2)).float().clamp_min(_TINIEST)
-            self._scales_L2N[layer, kind] = torch.exp2(torch.ceil(torch.log2(largest_N * (_HEADROOM / _LARGEST))))
+            self._scales_L2N[layer, kind] = torch.exp2(torch.ceil(torch.log2(largest_N * (_HEADROOM / LARGEST))))
+
+    def store(self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor, target_2TNH: torch.Tensor) -> None:
+        narrow((k_TNH, v_TNH), self._scales_L2N[layer], target_2TNH)
 
     def encode(self, layer: int, kind: int, x_TNH: torch.Tensor) -> torch.Tensor:
-        return (x_TNH / self._scale(layer, kind)).clamp_(-_LARGEST, _LARGEST).to(FP8)
+        return plain_narrow(x_TNH, self._scales_L2N[layer, kind])
 
-    def load(self, layer: int, kind: int, stored_TNH: torch.Tensor) -> torch.Tensor:
-        return stored_TNH.to(self.dtype).mul_(self._scale(layer, kind))
-
-    def _scale(self, layer: int, kind: int) -> torch.Tensor:
-        return self._scales_L2N[layer, kind].unsqueeze(-1).to(self.dtype)
+    def load(self, layer: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        return widen(stored_2SNH, self._scales_L2N[layer], self.dtype, tokens)
 
     def rounded(self, stored: torch.Tensor) -> torch.Tensor:
-        return stored.clamp(-_LARGEST, _LARGEST).to(FP8)
+        return stored.clamp(-LARGEST, LARGEST).to(FP8)
 
     def scales(self) -> torch.Tensor | None:
         return self._scales_L2N
@@ -110,14 +128,41 @@ class ScaledFP8(KVFormat):
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"kv.scales": self._scales_L2N}
 
-    def fork(self) -> "ScaledFP8":
-        other = object.__new__(ScaledFP8)
+    def fork(self) -> Self:
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._scales_L2N = self._scales_L2N.clone()
         return other
 
     def to(self, device: torch.device | str) -> None:
         self._scales_L2N = self._scales_L2N.to(device)
+
+
+class MultipliedFP8(ScaledFP8):
+    """Attention multiplies the stored numbers as they are: queries and probabilities are rounded to e4m3, too.
+
+    Where FlashAttention 3 has no such product, as `ScaledFP8`.
+    """
+
+    def attend(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        stored_2SNH: torch.Tensor,
+        tokens: torch.Tensor | None = None,
+        key_range: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not has_fp8_attention(q_TNH):
+            return super().attend(layer, q_TNH, stored_2SNH, tokens, key_range)
+        k_SNH, v_SNH = stored_2SNH if tokens is None else stored_2SNH.index_select(1, tokens)
+        narrowed_TNH, q_scale_1N = narrow_queries(q_TNH, k_SNH.shape[1])
+        k_scale_1N, v_scale_1N = self._scales_L2N[layer].unsqueeze(1)
+        scales = q_scale_1N, k_scale_1N, v_scale_1N
+        return fp8_attention(narrowed_TNH, k_SNH, v_SNH, scales, key_range=key_range)
+
+
+_FP8_FORMAT: type[ScaledFP8] = ScaledFP8
+"""Of every FP8 window. `MultipliedFP8` rounds more and is not measured yet (benchmarks/attention_kernels.py)."""
 
 
 def kv_format(
@@ -128,7 +173,7 @@ def kv_format(
         return KVFormat(dtype)
     if storage != FP8:
         raise ValueError(f"keys and values can be kept as {dtype} or {FP8}, not {storage}")
-    return ScaledFP8(dtype, num_layers, num_heads, device)
+    return _FP8_FORMAT(dtype, num_layers, num_heads, device)
 
 
 def kv_nbytes(dtype: torch.dtype, storage: torch.dtype | None, *, num_layers: int, num_heads: int, numel: int) -> int:

@@ -52,8 +52,8 @@ class ActionWindows(WindowSet):
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
         self["trunk"].write(layer, frames, k_TNH, v_TNH)
 
-    def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]:
-        return self["trunk"].visible(layer, frames)
+    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
+        return self["trunk"].attend(layer, frames, q_TNH)
 
     def graph_key(self, frames: range) -> Hashable | None:
         keys = tuple(window.graph_key(frames) for window in self.windows)

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from vllm_omni.model_executor.host_copies import to_device
-from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear, StackedLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
@@ -155,7 +154,7 @@ class ActionModule(nn.Module):
         for row, q_TNH in zip(rows, q, strict=True):
             window, own = row.window["keyboard"], self.parallel.token_slice(len(row.action_cos))
             q_TNH = self.chains.head_rms_rope(q_TNH, row.action_cos[own], row.action_sin[own], self.config.eps)
-            attended.append(attention(q_TNH, *window.visible(index, row.frames)))
+            attended.append(window.attend(index, row.frames, q_TNH))
         return self.proj_keyboard(stack(attended).flatten(-2))
 
     def _heads(self, x: torch.Tensor, parts: int, width: int) -> Sequence[torch.Tensor]:

@@ -27,14 +27,14 @@ from vllm_omni.model_executor.models.wan.chains import Chains
 
 
 class KVView(Protocol):
-    """A window as attention uses it (`layers/kv_cache.py`): write a chunk's K/V, then read the visible ones.
+    """A window as attention uses it (`layers/kv_cache.py`): write a chunk's K/V, then attend to the visible ones.
 
     graph_key: identifies both calls but for numbers on the device; None = it does not come again.
     """
 
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None: ...
 
-    def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
 
     def graph_key(self, frames: range) -> Hashable | None: ...
 
@@ -105,9 +105,7 @@ class SelfAttention(nn.Module):
             row.window.write(layer, row.frames, k_LNH, v_LNH)
         if write_only:
             return None
-        attended = [
-            attention(q_LNH, *row.window.visible(layer, row.frames)) for row, q_LNH in zip(rows, q, strict=True)
-        ]
+        attended = [row.window.attend(layer, row.frames, q_LNH) for row, q_LNH in zip(rows, q, strict=True)]
         return self.o(self.parallel.heads_to_tokens(stack(attended)).flatten(-2))
 
 

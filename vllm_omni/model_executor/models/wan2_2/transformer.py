@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.layers import Head, embed_time, linear_fp32, unpatchify
@@ -34,10 +35,10 @@ class OwnTokens:
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
         self._kv = (k_TNH, v_TNH)
 
-    def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
         assert self._kv is not None
         kv, self._kv = self._kv, None
-        return kv
+        return attention(q_TNH, *kv)
 
     def graph_key(self, frames: range) -> None:
         return None

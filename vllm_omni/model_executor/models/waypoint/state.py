@@ -22,7 +22,6 @@ import torch
 from vllm_omni.actions import ACTION_TENSORS, ActionSpace, read_actions
 from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.interfaces import DiffusionRequest
-from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.forward_graphs import identity
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.layers.window_set import WindowSet
@@ -80,7 +79,7 @@ class FrameWindow(KVWindow):
     def _span(self, frames: range) -> slice | None:
         return slice(0, self.num_keys(frames.stop - 1))
 
-    def attend(
+    def write_and_attend(
         self,
         layer: int,
         q_TNH: torch.Tensor,
@@ -100,8 +99,7 @@ class FrameWindow(KVWindow):
         for kind, x_TNH in enumerate((k_TNH, v_TNH)):
             stored = self.format.encode(layer, kind, x_TNH)
             _numbers(self.buffer[layer, kind]).index_copy_(0, tokens_T, _numbers(stored))
-        k_SNH, v_SNH = (self.format.load(layer, kind, self.buffer[layer, kind]) for kind in range(2))
-        return attention(q_TNH, k_SNH, v_SNH, key_range=key_range)
+        return self.format.attend(layer, q_TNH, self.buffer[layer], key_range=key_range)
 
 
 def _numbers(x: torch.Tensor) -> torch.Tensor:
@@ -170,10 +168,11 @@ class FrameRings(WindowSet):
     def attend(
         self, layer: int, q_TNH: torch.Tensor, k_TNH: torch.Tensor, v_TNH: torch.Tensor, place: FramePlace
     ) -> torch.Tensor:
-        """`FrameWindow.attend` of a layer, by its index in the whole network."""
+        """`FrameWindow.write_and_attend` of a layer, by its index in the whole network."""
         kind, index = self.places[layer]
         tokens_T, key_range = place.tokens_KT[kind], place.key_ranges_K2[kind]
-        return self.rings[kind].attend(index, q_TNH, k_TNH, v_TNH, tokens_T, key_range, first=place.first)
+        ring = self.rings[kind]
+        return ring.write_and_attend(index, q_TNH, k_TNH, v_TNH, tokens_T, key_range, first=place.first)
 
     @property
     def graph_key(self) -> Hashable:
@@ -193,8 +192,8 @@ class FrameRings(WindowSet):
         """Return copies of (k, v) [frames T, N, H] of `stored(layer)`, in that order."""
         window, index = self.window(layer)
         tokens = window.token_positions([window.slot(frame) for frame in self.stored(layer)])
-        k, v = window.buffer[index].index_select(1, tokens)
-        return window.format.load(index, 0, k), window.format.load(index, 1, v)
+        k, v = window.format.load(index, window.buffer[index], tokens)
+        return k, v
 
     def commit(self, end_frame: int) -> None:
         for window in self.windows:

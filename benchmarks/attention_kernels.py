@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over FP8 keys and values, and the passes around it: each kernel's error against fp32, then its time.
+
+    python benchmarks/attention_kernels.py                 # one GPU, under 100 s
+    python benchmarks/attention_kernels.py --tiny          # the same steps on a CPU, small and untimed
+
+Shapes are those of 480x832 chunks: LingBot World's window of 18 latent frames, causal Wan 1.3B's of 21, cross-attention
+to 512 rows, and the inputs of a LingBot block's linear layers. Times are medians of CUDA graphs of several calls, so
+that launches by the host do not count. Errors are relative, |found - fp32| / |fp32|, of 256 of the queries: `flat`
+queries see all keys alike, `peaked` ones a few. A candidate that this build of vLLM or this card lacks is in `failed`.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+sys.path.insert(0, str(Path(__file__).parent))
+import torch
+from common import add_output_arguments, save
+from torch.nn import functional
+
+import vllm_omni.worker
+from vllm_omni.model_executor.layers.attention import _cu_seqlens, attention, fp8_attention, has_fp8_attention
+from vllm_omni.model_executor.layers.fp8_kernels import (
+    FP8,
+    narrow,
+    narrow_queries,
+    plain_narrow,
+    plain_widen,
+    widen,
+)
+
+assert vllm_omni.worker  # prepares torch for a CPU where there is no GPU
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+BF16 = torch.bfloat16
+SAMPLE = 256
+CALLS = 4
+"""In one graph."""
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass
+class Results:
+    """What was found, by part and candidate; parts that would begin after `seconds` are left out."""
+
+    seconds: float
+    rows: dict[str, dict[str, Any]]
+    failed: dict[str, str]
+    began: float
+
+    def attempt(self, part: str, name: str, run: Callable[[], dict[str, Any]]) -> None:
+        """A candidate that fails is a result, the others go on."""
+        spent = time.monotonic() - self.began
+        if spent > self.seconds:
+            self.failed[f"{part}/{name}"] = f"left out after {spent:.0f} s"
+            return
+        try:
+            row = run()
+        except Exception as error:
+            self.failed[f"{part}/{name}"] = " ".join(repr(error).split())[:300]
+            if CUDA:
+                torch.cuda.synchronize()
+            return
+        self.rows.setdefault(part, {})[name] = row
+        print(f"{spent:6.1f}s {part:34s} {name:38s} {row}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """tokens: queries. keys: visible. heads: of 128 channels."""
+
+    name: str
+    tokens: int
+    keys: int
+    heads: int
+    width: int = 128
+
+    @property
+    def flop(self) -> float:
+        return 4.0 * self.tokens * self.keys * self.heads * self.width
+
+
+SHAPES = (
+    Shape("lingbot self, full window", 4680, 28080, 40),
+    Shape("lingbot self, first chunk", 4680, 4680, 40),
+    Shape("lingbot self, 2 Ulysses ranks", 4680, 28080, 20),
+    Shape("lingbot cross", 4680, 512, 40),
+    Shape("causal wan 1.3b self", 4680, 32760, 12),
+    Shape("causal wan 1.3b cross", 4680, 512, 12),
+)
+TINY = (Shape("tiny self", 60, 180, 3, 16), Shape("tiny cross", 60, 16, 3, 16))
+WIDTHS = (5120, 13824)
+
+
+def timed(run: Callable[[], Any], *, flop: float = 0.0, nbytes: float = 0.0) -> dict[str, Any]:
+    """Median milliseconds of one call and its rate; on a CPU the call is made once."""
+    run()
+    if not CUDA:
+        return {}
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            run()
+    times = []
+    for _ in range(8):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / CALLS)
+    ms = statistics.median(times[2:])
+    row: dict[str, Any] = {"ms": round(ms, 4)}
+    if flop:
+        row["tflop_per_s"] = round(flop / ms / 1e9)
+    if nbytes:
+        row["gb_per_s"] = round(nbytes / ms / 1e6)
+    return row
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(f"{((found.double() - exact.double()).norm() / exact.double().norm()).item():.3e}")
+
+
+def exactly(found: torch.Tensor, wanted: torch.Tensor) -> dict[str, Any]:
+    """A candidate that should give the plain version's bits."""
+    return {"bits_equal": bool(torch.equal(found.float(), wanted.float()))}
+
+
+def exact_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
+    """In fp32, head by head."""
+    heads = []
+    for q, k, v in zip(q_TNH.unbind(1), k_SNH.unbind(1), v_SNH.unbind(1), strict=True):
+        scores = q.float() @ k.float().T * q.shape[-1] ** -0.5
+        heads.append(scores.softmax(-1) @ v.float())
+    return torch.stack(heads, dim=1)
+
+
+# Attention --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries and stored keys and values of one shape. kv: bf16 [2, S, N, H], as they were before rounding."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    stored: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def of(cls, shape: Shape, sharpness: float) -> "Case":
+        torch.manual_seed(0)
+        q = sharpness * torch.randn(shape.tokens, shape.heads, shape.width, device=DEVICE)
+        kv = torch.randn(2, shape.keys, shape.heads, shape.width, device=DEVICE, dtype=BF16)
+        largest_2N = kv.abs().amax(dim=(1, 3)).float()
+        scales = torch.exp2(torch.ceil(torch.log2(largest_2N * (16 / 448))))  # as an FP8 window chooses them
+        stored = torch.empty(kv.shape, dtype=FP8, device=DEVICE)
+        narrow((kv[0], kv[1]), scales, stored)
+        return cls(q.to(BF16), kv, stored, scales)
+
+    def fp8(self) -> torch.Tensor:
+        rounded, q_scale = narrow_queries(self.q, self.q.shape[1])
+        return fp8_attention(rounded, *self.stored, (q_scale, self.scales[:1], self.scales[1:]))
+
+    def fp8_alone(self) -> Callable[[], torch.Tensor]:
+        rounded, q_scale = narrow_queries(self.q, self.q.shape[1])
+        return lambda: fp8_attention(rounded, *self.stored, (q_scale, self.scales[:1], self.scales[1:]))
+
+    def widened(self) -> torch.Tensor:
+        return attention(self.q, *widen(self.stored, self.scales, BF16))
+
+    def plain(self) -> torch.Tensor:
+        return attention(self.q, *plain_widen(self.stored, self.scales, BF16))
+
+    def folded(self) -> torch.Tensor:
+        k_scale, v_scale = self.scales.to(BF16).unsqueeze(-1)
+        return attention(self.q * k_scale, *self.stored.to(BF16)) * v_scale
+
+    def flash_4(self) -> torch.Tensor:
+        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+        keys = self.kv.shape[1]
+        out: torch.Tensor = flash_attn_varlen_func(
+            self.q,
+            *self.kv,
+            max_seqlen_q=len(self.q),
+            cu_seqlens_q=_cu_seqlens(len(self.q), self.q.device),
+            max_seqlen_k=keys,
+            cu_seqlens_k=_cu_seqlens(keys, self.q.device),
+            fa_version=4,
+        )
+        return out
+
+    def flashinfer(self) -> torch.Tensor:
+        import flashinfer
+
+        out: torch.Tensor = flashinfer.single_prefill_with_kv_cache(self.q, *self.kv)
+        return out
+
+    def torch_own(self) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (self.q, *self.kv))
+        return functional.scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1)
+
+
+Candidates = dict[str, Callable[[Case], torch.Tensor]]
+OURS: Candidates = {
+    "bf16 (FlashAttention 3 on Hopper)": lambda case: attention(case.q, *case.kv),
+    "fp8 stored, plain widening + bf16": Case.plain,
+    "fp8 stored, one-pass widening + bf16": Case.widened,
+    "fp8 stored, scales folded + bf16": Case.folded,
+    "fp8, queries rounded + product": Case.fp8,
+}
+OTHERS: Candidates = {
+    "bf16, torch's own": Case.torch_own,
+    "bf16, FlashAttention 4": Case.flash_4,
+    "bf16, FlashInfer": Case.flashinfer,
+}
+"""Some compile at their first call."""
+
+
+def attentions(results: Results, shape: Shape, candidates: Candidates) -> None:
+    flat, peaked = Case.of(shape, 1.0), Case.of(shape, 4.0)
+    rows = torch.arange(0, shape.tokens, max(1, shape.tokens // SAMPLE), device=DEVICE)
+    exact = [exact_attention(case.q[rows], *case.kv) for case in (flat, peaked)]
+
+    def measured(run: Callable[[Case], torch.Tensor]) -> dict[str, Any]:
+        errors = [relative(run(case)[rows], wanted) for case, wanted in zip((flat, peaked), exact, strict=True)]
+        named = dict(zip(("error_flat", "error_peaked"), errors, strict=True))
+        return timed(lambda: run(flat), flop=shape.flop) | named
+
+    for name, run in candidates.items():
+        results.attempt(shape.name, name, partial(measured, run))
+    if candidates is OURS:
+        results.attempt(shape.name, "folded = widened", lambda: exactly(flat.folded(), flat.widened()))
+    if candidates is OURS and has_fp8_attention(flat.q):
+        results.attempt(shape.name, "fp8, product alone", lambda: timed(flat.fp8_alone(), flop=shape.flop))
+
+
+# Passes over keys, values and queries -----------------------------------------------------------------------------
+
+
+def passes(results: Results, shape: Shape) -> None:
+    part, case = f"passes of {shape.name}", Case.of(shape, 1.0)
+    numbers = case.stored.numel()
+    plain = plain_widen(case.stored, case.scales, BF16)
+    kept = torch.arange(shape.keys, device=DEVICE).roll(shape.keys // 3)
+
+    def widened(run: Callable[[], torch.Tensor], wanted: torch.Tensor) -> dict[str, Any]:
+        return exactly(run(), wanted) | timed(run, nbytes=3 * numbers)
+
+    one_pass = torch.compile(plain_widen, dynamic=False) if CUDA else plain_widen
+    candidates: dict[str, Callable[[], torch.Tensor]] = {
+        "widen, plain": lambda: plain_widen(case.stored, case.scales, BF16),
+        "widen, Triton": lambda: widen(case.stored, case.scales, BF16),
+        "widen, compiled": lambda: one_pass(case.stored, case.scales, BF16),
+        "convert alone": lambda: case.stored.to(BF16).mul_(1) if not CUDA else case.stored.to(BF16),
+    }
+    for name, run in candidates.items():
+        results.attempt(part, name, partial(widened, run, plain))
+    for name, gather in (("plain", plain_widen), ("Triton", widen)):
+        run = partial(gather, case.stored, case.scales, BF16, kept)
+        results.attempt(part, f"widen chosen tokens, {name}", partial(widened, run, plain[:, kept]))
+    if CUDA:
+        from vllm_omni.model_executor.layers import fp8_triton
+
+        for rows in (16, 64, 128):
+            run = partial(fp8_triton.widen, case.stored, case.scales, BF16, None, rows)
+            results.attempt(part, f"widen, Triton, {rows} rows", partial(widened, run, plain))
+
+    qkv = torch.randn(shape.tokens, 3, shape.heads, shape.width, device=DEVICE).to(BF16)
+    _, k, v = qkv.unbind(1)
+    target = case.stored[:, : shape.tokens]
+    wanted = torch.stack([plain_narrow(x, scale) for x, scale in zip((k, v), case.scales, strict=True)])
+
+    def stored(run: Callable[[], None]) -> dict[str, Any]:
+        run()
+        return exactly(target, wanted) | timed(run, nbytes=6 * k.numel())
+
+    def plain_store() -> None:
+        for x, scale, place in zip((k, v), case.scales, target, strict=True):
+            place.copy_(plain_narrow(x, scale))
+
+    results.attempt(part, "store k and v, plain", lambda: stored(plain_store))
+    results.attempt(part, "store k and v, Triton", lambda: stored(lambda: narrow((k, v), case.scales, target)))
+
+    def queries() -> dict[str, Any]:
+        rounded, scale = narrow_queries(case.q, shape.heads)
+        error = relative(rounded.float() * scale[0][:, None], case.q)
+        return timed(lambda: narrow_queries(case.q, shape.heads), nbytes=5 * case.q.numel()) | {"error": error}
+
+    results.attempt(part, "round queries", queries)
+
+
+# Inputs of linear layers ------------------------------------------------------------------------------------------
+
+
+def activations(results: Results, tokens: int, width: int) -> None:
+    """Quantization with a scale for each token: vLLM's CUDA kernel against what it runs without `+quant_fp8`."""
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    x = torch.randn(tokens, width, device=DEVICE).to(BF16)
+
+    def measured(custom_op: str) -> dict[str, Any]:
+        compilation = CompilationConfig(custom_ops=["none", custom_op])
+        with set_current_vllm_config(VllmConfig(compilation_config=compilation)):
+            quantize = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
+            rounded, scale = quantize(x)
+            error = relative(rounded.float() * scale, x)
+            return timed(lambda: quantize(x), nbytes=3 * x.numel()) | {"error": error}
+
+    part = f"activations [{tokens}, {width}]"
+    results.attempt(part, "vLLM's CUDA kernel", lambda: measured("+quant_fp8"))
+    results.attempt(part, "vLLM's native version, compiled", lambda: measured("-quant_fp8"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
+    parser.add_argument("--seconds", type=float, default=85.0, help="candidates that would begin later are left out")
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    results = Results(args.seconds, {}, {}, time.monotonic())
+    shapes, widths = (TINY, (32,)) if args.tiny else (SHAPES, WIDTHS)
+    with torch.inference_mode():
+        passes(results, shapes[0])
+        for width in widths:
+            activations(results, shapes[0].tokens, width)
+        for shape in shapes:
+            attentions(results, shape, OURS)
+        for shape in (shapes[0], shapes[-1]):
+            attentions(results, shape, OTHERS)
+    seconds = round(time.monotonic() - results.began, 1)
+    save("attention_kernels", {"seconds": seconds, "rows": results.rows, "failed": results.failed}, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes over FP8 (e4m3) keys, values and queries: widen stored numbers, round new ones, find the largest of a head.
+
+Each is limited by memory. Plain torch needs two to four passes, the broadcast scale without wide loads; a Triton kernel
+(`fp8_triton.py`) needs one. The plain versions define the result and run where there is none (a CPU, cards before Ada);
+kernels give their bits, since scales are powers of two.
+Held by tests/model_executor/layers/test_fp8_kernels.py; timed by benchmarks/attention_kernels.py.
+"""
+
+# K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim
+
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+_TINIEST = 2.0**-10
+"""Of a head whose queries are all zero."""
+
+
+@cache
+def _kernels(device: torch.device) -> ModuleType | None:
+    """The Triton kernels, if Triton converts e4m3 on this device."""
+    if device.type != "cuda" or find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 9):
+        return None
+    from vllm_omni.model_executor.layers import fp8_triton
+
+    return fp8_triton
+
+
+def widen(
+    stored_KSNH: torch.Tensor, scales_KN: torch.Tensor, dtype: torch.dtype, tokens_S: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `stored * scale` of each kind and head in `dtype`, a new [K, S, N, H].
+
+    stored_KSNH: e4m3; a kind's tokens follow each other without gaps. scales_KN: fp32 powers of two.
+    tokens_S: int64, the places of the tokens that are wanted, in that order; None = all.
+    """
+    if (kernels := _kernels(stored_KSNH.device)) is not None:
+        widened: torch.Tensor = kernels.widen(stored_KSNH, scales_KN, dtype, tokens_S)
+        return widened
+    return plain_widen(stored_KSNH, scales_KN, dtype, tokens_S)
+
+
+def plain_widen(
+    stored_KSNH: torch.Tensor, scales_KN: torch.Tensor, dtype: torch.dtype, tokens_S: torch.Tensor | None = None
+) -> torch.Tensor:
+    if tokens_S is not None:
+        stored_KSNH = stored_KSNH.index_select(1, tokens_S)
+    return stored_KSNH.to(dtype).mul_(scales_KN[:, None, :, None].to(dtype))
+
+
+def narrow(parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor, target_KTNH: torch.Tensor) -> None:
+    """Write one or two tensors [T, N, H], divided by their heads' scales and cut to the range, into e4m3 `target`.
+
+    scales_KN: fp32. target_KTNH: K = len(parts); a kind's tokens follow each other without gaps.
+    """
+    if (kernels := _kernels(target_KTNH.device)) is not None:
+        kernels.narrow(parts, scales_KN, target_KTNH)
+        return
+    for part, scale_N, target_TNH in zip(parts, scales_KN, target_KTNH, strict=True):
+        target_TNH.copy_(plain_narrow(part, scale_N))
+
+
+def plain_narrow(x_TNH: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
+    return (x_TNH / scale_N.unsqueeze(-1).to(x_TNH.dtype)).clamp_(-LARGEST, LARGEST).to(FP8)
+
+
+def narrow_queries(q_TNH: torch.Tensor, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries in e4m3, [T, N, H], and their scales [1, num_kv_heads], fp32 powers of two.
+
+    Query heads that read the same key head share a scale, which brings the largest number of them all into the range.
+    """
+    grouped_TNH = q_TNH.reshape(q_TNH.shape[0], num_kv_heads, -1)
+    ratio_1N = largest(grouped_TNH).clamp_min(_TINIEST).unsqueeze(0) / LARGEST
+    scales_1N = torch.exp2(torch.ceil(torch.log2(ratio_1N)))
+    rounded = torch.empty((1, *grouped_TNH.shape), dtype=FP8, device=q_TNH.device)
+    narrow((grouped_TNH,), scales_1N, rounded)
+    return rounded.view(q_TNH.shape), scales_1N
+
+
+def largest(x_TNH: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value of each head, fp32 [N]."""
+    if (kernels := _kernels(x_TNH.device)) is not None and x_TNH.stride(-1) == 1:
+        found: torch.Tensor = kernels.largest(x_TNH)
+        return found
+    return plain_largest(x_TNH)
+
+
+def plain_largest(x_TNH: torch.Tensor) -> torch.Tensor:
+    return x_TNH.abs().amax(dim=(0, 2)).float()

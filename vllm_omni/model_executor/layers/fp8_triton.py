@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""The Triton kernels of `fp8_kernels.py`, which is the file to call and to read first; needs Triton.
+
+Triton reads parameters' annotations itself: kernels have none but its own.
+"""
+
+# K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim
+
+import torch
+import triton
+import triton.language as tl
+
+_LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
+ROWS = 32
+"""Heads of tokens in one program: 4096 numbers of 128-wide heads, 16 bytes a load and thread."""
+
+
+@triton.jit
+def _widen_kernel(
+    stored, scales, tokens, out, rows, kind_stride, N: tl.constexpr, H: tl.constexpr, R: tl.constexpr, B: tl.constexpr
+):
+    """rows: S * N. tokens: None, or where each of the S tokens is stored."""
+    kind = tl.program_id(1)
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    column = tl.arange(0, B)
+    inside = (row < rows)[:, None] & (column < H)[None, :]
+    head = row % N
+    token = row // N
+    if tokens is not None:
+        token = tl.load(tokens + token, mask=row < rows, other=0)
+    source = kind.to(tl.int64) * kind_stride + (token.to(tl.int64) * N + head) * H
+    target = (kind.to(tl.int64) * rows + row) * H
+    x = tl.load(stored + source[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    x *= tl.load(scales + kind * N + head)[:, None]
+    tl.store(out + target[:, None] + column[None, :], x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _narrow_kernel(
+    first,
+    second,
+    scales,
+    out,
+    rows,
+    first_token,
+    first_head,
+    second_token,
+    second_head,
+    out_kind,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Round `first` to kind 0 of `out` and, with a second row of programs, `second` to kind 1. rows: T * N."""
+    kind = tl.program_id(1)
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    column = tl.arange(0, B)
+    inside = (row < rows)[:, None] & (column < H)[None, :]
+    head = row % N
+    token = (row // N).to(tl.int64)
+    if kind == 0:
+        x = tl.load(first + (token * first_token + head * first_head)[:, None] + column[None, :], mask=inside)
+    else:
+        x = tl.load(second + (token * second_token + head * second_head)[:, None] + column[None, :], mask=inside)
+    x = x.to(tl.float32) * tl.div_rn(1.0, tl.load(scales + kind * N + head))[:, None]
+    x = tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    target = kind.to(tl.int64) * out_kind + row.to(tl.int64) * H
+    tl.store(out + target[:, None] + column[None, :], x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _largest_kernel(
+    x, out, tokens, token_stride, head_stride, H: tl.constexpr, R: tl.constexpr, B: tl.constexpr
+):  # one head, R tokens
+    head = tl.program_id(1)
+    token = tl.program_id(0) * R + tl.arange(0, R)
+    column = tl.arange(0, B)
+    inside = (token < tokens)[:, None] & (column < H)[None, :]
+    place = token.to(tl.int64) * token_stride + head * head_stride
+    values = tl.load(x + place[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.atomic_max(out + head, tl.max(tl.abs(values)), sem="relaxed")
+
+
+def widen(
+    stored_KSNH: torch.Tensor,
+    scales_KN: torch.Tensor,
+    dtype: torch.dtype,
+    tokens_S: torch.Tensor | None = None,
+    rows: int = ROWS,
+) -> torch.Tensor:
+    """`fp8_kernels.widen`. rows: see `ROWS`."""
+    kinds, count, heads, width = stored_KSNH.shape
+    count = count if tokens_S is None else len(tokens_S)
+    assert stored_KSNH.stride()[1:] == (heads * width, width, 1) and scales_KN.is_contiguous()
+    out = torch.empty(kinds, count, heads, width, dtype=dtype, device=stored_KSNH.device)
+    _widen_kernel[(triton.cdiv(count * heads, rows), kinds)](
+        stored_KSNH,
+        scales_KN,
+        tokens_S,
+        out,
+        count * heads,
+        stored_KSNH.stride(0),
+        N=heads,
+        H=width,
+        R=rows,
+        B=triton.next_power_of_2(width),
+    )
+    return out
+
+
+def narrow(parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor, target_KTNH: torch.Tensor) -> None:
+    """`fp8_kernels.narrow`."""
+    kinds, count, heads, width = target_KTNH.shape
+    assert kinds == len(parts) <= 2 and target_KTNH.stride()[1:] == (heads * width, width, 1)
+    first, second = (x if x.stride(-1) == 1 else x.contiguous() for x in (parts[0], parts[-1]))
+    _narrow_kernel[(triton.cdiv(count * heads, ROWS), kinds)](
+        first,
+        second,
+        scales_KN.contiguous(),
+        target_KTNH,
+        count * heads,
+        *first.stride()[:2],
+        *second.stride()[:2],
+        target_KTNH.stride(0),
+        N=heads,
+        H=width,
+        R=ROWS,
+        B=triton.next_power_of_2(width),
+    )
+
+
+def largest(x_TNH: torch.Tensor) -> torch.Tensor:
+    """`fp8_kernels.largest`."""
+    tokens, heads, width = x_TNH.shape
+    block = triton.next_power_of_2(width)
+    rows = max(1, 8192 // block)
+    out_N = torch.zeros(heads, dtype=torch.float32, device=x_TNH.device)
+    _largest_kernel[(triton.cdiv(tokens, rows), heads)](
+        x_TNH, out_N, tokens, *x_TNH.stride()[:2], H=width, R=rows, B=block
+    )
+    return out_N
