@@ -69,41 +69,6 @@ def attention(
     return out.squeeze(0).transpose(0, 1)
 
 
-def has_fp8_attention(q_TNH: torch.Tensor) -> bool:
-    """Whether `fp8_attention` has a kernel for queries of this type, width and device."""
-    fits = q_TNH.is_cuda and q_TNH.dtype == torch.bfloat16 and q_TNH.shape[-1] in (64, 128, 256)
-    return fits and _flash_attention(3) is not None
-
-
-def fp8_attention(
-    q_TNH: torch.Tensor,
-    k_SNH: torch.Tensor,
-    v_SNH: torch.Tensor,
-    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    *,
-    key_range: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`attention` of e4m3 queries, keys and values, in bf16; probabilities are rounded to e4m3 as well.
-
-    scales: by which queries, keys and values are to be multiplied, fp32 [1, N] each, N heads of keys.
-    """
-    flash = _flash_attention(3)
-    assert flash is not None
-    q_scale, k_scale, v_scale = scales
-    return flash(
-        q_TNH,
-        k_SNH,
-        v_SNH,
-        max_seqlen_q=q_TNH.shape[0],
-        cu_seqlens_q=_cu_seqlens(q_TNH.shape[0], q_TNH.device),
-        max_seqlen_k=k_SNH.shape[0],
-        cu_seqlens_k=_cu_seqlens(k_SNH.shape[0], q_TNH.device) if key_range is None else key_range,
-        q_descale=q_scale,
-        k_descale=k_scale,
-        v_descale=v_scale,
-    )
-
-
 def _is_half(q_TNH: torch.Tensor) -> bool:
     return q_TNH.is_cuda and q_TNH.dtype in (torch.bfloat16, torch.float16)
 

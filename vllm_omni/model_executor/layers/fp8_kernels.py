@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes over FP8 (e4m3) keys, values and queries: widen stored numbers, round new ones, find the largest of a head.
+"""Passes over FP8 (e4m3) keys and values: widen stored numbers, round new ones.
 
 Each is limited by memory. Plain torch needs two to four passes, the broadcast scale without wide loads; a Triton kernel
 (`fp8_triton.py`) needs one. The plain versions define the result and run where there is none (a CPU, cards before Ada);
@@ -17,8 +17,6 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-_TINIEST = 2.0**-10
-"""Of a head whose queries are all zero."""
 
 
 @cache
@@ -67,28 +65,3 @@ def narrow(parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor, target_KTNH
 
 def plain_narrow(x_TNH: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
     return (x_TNH / scale_N.unsqueeze(-1).to(x_TNH.dtype)).clamp_(-LARGEST, LARGEST).to(FP8)
-
-
-def narrow_queries(q_TNH: torch.Tensor, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return queries in e4m3, [T, N, H], and their scales [1, num_kv_heads], fp32 powers of two.
-
-    Query heads that read the same key head share a scale, which brings the largest number of them all into the range.
-    """
-    grouped_TNH = q_TNH.reshape(q_TNH.shape[0], num_kv_heads, -1)
-    ratio_1N = largest(grouped_TNH).clamp_min(_TINIEST).unsqueeze(0) / LARGEST
-    scales_1N = torch.exp2(torch.ceil(torch.log2(ratio_1N)))
-    rounded = torch.empty((1, *grouped_TNH.shape), dtype=FP8, device=q_TNH.device)
-    narrow((grouped_TNH,), scales_1N, rounded)
-    return rounded.view(q_TNH.shape), scales_1N
-
-
-def largest(x_TNH: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value of each head, fp32 [N]."""
-    if (kernels := _kernels(x_TNH.device)) is not None and x_TNH.stride(-1) == 1:
-        found: torch.Tensor = kernels.largest(x_TNH)
-        return found
-    return plain_largest(x_TNH)
-
-
-def plain_largest(x_TNH: torch.Tensor) -> torch.Tensor:
-    return x_TNH.abs().amax(dim=(0, 2)).float()

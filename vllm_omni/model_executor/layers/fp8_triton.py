@@ -70,19 +70,6 @@ def _narrow_kernel(
     tl.store(out + target[:, None] + column[None, :], x.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _largest_kernel(
-    x, out, tokens, token_stride, head_stride, H: tl.constexpr, R: tl.constexpr, B: tl.constexpr
-):  # one head, R tokens
-    head = tl.program_id(1)
-    token = tl.program_id(0) * R + tl.arange(0, R)
-    column = tl.arange(0, B)
-    inside = (token < tokens)[:, None] & (column < H)[None, :]
-    place = token.to(tl.int64) * token_stride + head * head_stride
-    values = tl.load(x + place[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.atomic_max(out + head, tl.max(tl.abs(values)), sem="relaxed")
-
-
 def widen(
     stored_KSNH: torch.Tensor,
     scales_KN: torch.Tensor,
@@ -129,15 +116,3 @@ def narrow(parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor, target_KTNH
         R=ROWS,
         B=triton.next_power_of_2(width),
     )
-
-
-def largest(x_TNH: torch.Tensor) -> torch.Tensor:
-    """`fp8_kernels.largest`."""
-    tokens, heads, width = x_TNH.shape
-    block = triton.next_power_of_2(width)
-    rows = max(1, 8192 // block)
-    out_N = torch.zeros(heads, dtype=torch.float32, device=x_TNH.device)
-    _largest_kernel[(triton.cdiv(tokens, rows), heads)](
-        x_TNH, out_N, tokens, *x_TNH.stride()[:2], H=width, R=rows, B=block
-    )
-    return out_N

@@ -16,8 +16,8 @@ from typing import Self
 
 import torch
 
-from vllm_omni.model_executor.layers.attention import attention, fp8_attention, has_fp8_attention
-from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST, narrow, narrow_queries, plain_narrow, widen
+from vllm_omni.model_executor.layers.attention import attention
+from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST, narrow, plain_narrow, widen
 
 _HEADROOM = 16.0
 _TINIEST = 2.0**-10
@@ -138,33 +138,6 @@ class ScaledFP8(KVFormat):
         self._scales_L2N = self._scales_L2N.to(device)
 
 
-class MultipliedFP8(ScaledFP8):
-    """Attention multiplies the stored numbers as they are: queries and probabilities are rounded to e4m3, too.
-
-    Where FlashAttention 3 has no such product, as `ScaledFP8`.
-    """
-
-    def attend(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        stored_2SNH: torch.Tensor,
-        tokens: torch.Tensor | None = None,
-        key_range: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if not has_fp8_attention(q_TNH):
-            return super().attend(layer, q_TNH, stored_2SNH, tokens, key_range)
-        k_SNH, v_SNH = stored_2SNH if tokens is None else stored_2SNH.index_select(1, tokens)
-        narrowed_TNH, q_scale_1N = narrow_queries(q_TNH, k_SNH.shape[1])
-        k_scale_1N, v_scale_1N = self._scales_L2N[layer].unsqueeze(1)
-        scales = q_scale_1N, k_scale_1N, v_scale_1N
-        return fp8_attention(narrowed_TNH, k_SNH, v_SNH, scales, key_range=key_range)
-
-
-_FP8_FORMAT: type[ScaledFP8] = ScaledFP8
-"""Of every FP8 window. `MultipliedFP8` rounds more and is not measured yet (benchmarks/attention_kernels.py)."""
-
-
 def kv_format(
     dtype: torch.dtype, storage: torch.dtype | None, *, num_layers: int, num_heads: int, device: torch.device | str
 ) -> KVFormat:
@@ -173,7 +146,7 @@ def kv_format(
         return KVFormat(dtype)
     if storage != FP8:
         raise ValueError(f"keys and values can be kept as {dtype} or {FP8}, not {storage}")
-    return _FP8_FORMAT(dtype, num_layers, num_heads, device)
+    return ScaledFP8(dtype, num_layers, num_heads, device)
 
 
 def kv_nbytes(dtype: torch.dtype, storage: torch.dtype | None, *, num_layers: int, num_heads: int, numel: int) -> int:
