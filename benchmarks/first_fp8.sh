@@ -16,27 +16,35 @@ chunk() { # chunk NAME OPTIONS...: LingBot's chunk time, stages and memory
   local name=$1 sizes="--chunks 12"
   shift
   if [ -n "$TINY" ]; then sizes="--tiny --height 32 --width 48 --chunks 8 --dtype bfloat16"; fi
-  # The text encoder on the host, as for a card of 48 GB.
-  part "chunk_$name" 150 "$PYTHON" benchmarks/lingbot_world.py $sizes --name "lingbot_world_$name" \
-    --model-options '{"text_encoder_device": "cpu"}' "$@" --out "$WORK/results"
+  part "chunk_$name" 170 "$PYTHON" benchmarks/lingbot_world.py $sizes --name "lingbot_world_$name" "$@" --out "$WORK/results"
 }
 
 village() { # village NAME OPTIONS...: PSNR and SSIM over held-out walks
-  local name=$1 walks="--walks 8 --chunks 40"
+  local name=$1 walks="--walks 8 --chunks 40 --gpu-memory-utilization 0.15"
   shift
   if [ -n "$TINY" ]; then walks="--walks 1 --chunks 2 --eager"; fi
-  part "village_$name" 60 bash -c '"$0" -m training.tiny_world.score --model vllm_omni/worlds/village --json --drills \
+  bash -c '"$0" -m training.tiny_world.score --model vllm_omni/worlds/village --json --drills \
     '"$walks"' "${@:2}" >"$1"' "$PYTHON" "$WORK/results/village_$name.json" "$@"
 }
 
+villages() { # at the same time: quality does not depend on time
+  village bf16 --dtype bfloat16 &
+  village fp8 --dtype bfloat16 --quantization fp8_per_channel &
+  village fp8_kv --dtype bfloat16 --quantization fp8_per_channel --kv-cache-dtype fp8 &
+  village kv --dtype bfloat16 --kv-cache-dtype fp8 &
+  wait
+}
+
+fp8="--quantization fp8_per_channel"
+on_host='{"text_encoder_device": "cpu"}' # as for a card of 48 GB
+
+chunk fp8_per_channel $fp8 --kernels
+chunk fp8_per_channel_kv $fp8 --kv-cache-dtype fp8 --model-options "$on_host"
+export -f village villages
+export PYTHON WORK TINY
+part villages 120 bash -c villages
 chunk bf16
-chunk fp8_per_channel --quantization fp8_per_channel --kernels
-chunk fp8_per_channel_kv --quantization fp8_per_channel --kv-cache-dtype fp8 --kernels
 part products 90 "$PYTHON" benchmarks/fp8.py products ${TINY:+--tiny} --out "$WORK/results"
-village bf16 --dtype bfloat16
-village fp8 --dtype bfloat16 --quantization fp8_per_channel
-village fp8_kv --dtype bfloat16 --quantization fp8_per_channel --kv-cache-dtype fp8
-village kv --dtype bfloat16 --kv-cache-dtype fp8
 part stored 90 "$PYTHON" benchmarks/fp8.py stored --out "$WORK/results"
 chunk fp8_per_block --quantization fp8_per_block
 chunk fp8_per_tensor --quantization fp8_per_tensor
