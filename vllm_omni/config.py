@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+DEFAULT_HEIGHT, DEFAULT_WIDTH = 480, 832
+"""Of a video, in pixels, where neither the user nor the world or the model says another size."""
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Degradation = Literal["fewer_steps", "tiny_vae"]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -23,6 +25,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Options of the diffusion worker, generic over models.
 
     height, width: the default and the largest request, in pixels (any height and width whose product is not larger).
+    Where neither is given: the size in the world's card, else the one that the model was trained at, else 480x832.
     max_sessions: live sessions kept; one more is refused with `capacity`.
     max_session_bytes: bytes all sessions together may hold; None = the device's free memory after loading.
     session_idle_s: a session unused for this many seconds may be closed to make room.
@@ -61,8 +64,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     model: options of the model itself.
     """
 
-    height: Annotated[int, msgspec.Meta(ge=16, le=4096)] = 480
-    width: Annotated[int, msgspec.Meta(ge=16, le=4096)] = 832
+    height: Annotated[int, msgspec.Meta(ge=16, le=4096)] = DEFAULT_HEIGHT
+    width: Annotated[int, msgspec.Meta(ge=16, le=4096)] = DEFAULT_WIDTH
     max_sessions: Positive = 8
     max_session_bytes: Positive | None = None
     session_idle_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0

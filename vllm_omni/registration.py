@@ -105,9 +105,10 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         family = get_family(vllm_config.model_config.hf_config.omni_family)
         check_config(Worker.DIFFUSION if family.executor_cls is None else Worker.DIFFUSERS, vllm_config)
         check_kv_cache_dtype(vllm_config.cache_config.cache_dtype, family.kv_cache_dtypes)
-        card = world_card(vllm_config.model_config.hf_config)
-        vllm_config.additional_config = with_defaults(vllm_config.additional_config, card)
-        omni = check_options(vllm_config.model_config.hf_config, vllm_config.additional_config)
+        hf_config = vllm_config.model_config.hf_config
+        card, size = world_card(hf_config), family.size_of(hf_config.to_dict())
+        vllm_config.additional_config = with_defaults(vllm_config.additional_config, card, size)
+        omni = check_options(hf_config, vllm_config.additional_config)
         if card is not None and (warning := card.untrained_size(omni.width, omni.height)) is not None:
             logger.warning("omni.width, omni.height: %s", warning)
         resolve_quantization(vllm_config.model_config, omni, cpu=current_platform.is_cpu())
@@ -119,7 +120,7 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         omni.check_ranks(parallel.tensor_parallel_size)
         if family.check_parallel is not None:
             sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-            family.check_parallel(vllm_config.model_config.hf_config.to_dict(), omni, *sizes)
+            family.check_parallel(hf_config.to_dict(), omni, *sizes)
         executor_cls = family.executor_cls
         if executor_cls is not None:
             choose_executor(parallel, executor_cls)

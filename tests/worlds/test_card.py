@@ -47,6 +47,13 @@ def test_a_directory_without_a_card_has_none(tmp_path: Path) -> None:
     assert with_defaults(None, None) == {}
 
 
+def test_a_model_has_a_size_of_its_own(tmp_path: Path) -> None:
+    """The world's card knows better, and the user best."""
+    assert with_defaults(None, None, (32, 48)) == {"omni": {"height": 32, "width": 48}}
+    assert with_defaults({"omni": {"width": 64}}, None, (32, 48)) == {"omni": {"width": 64}}
+    assert with_defaults({}, card(tmp_path), (32, 64))["omni"]["width"] == 80
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

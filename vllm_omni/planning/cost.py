@@ -58,8 +58,8 @@ class StreamModel:
     parameters: int
     window: int
     sinks: int
-    height: int = 480
-    width: int = 832
+    height: int
+    width: int
     chunk: int = 3
     first_chunk: int = 3
     denoise: int = 4

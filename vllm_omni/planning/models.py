@@ -9,7 +9,7 @@ from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes as lingbot_shapes
 from vllm_omni.model_executor.models.matrix_game.checkpoint import transformer_shapes as matrix_game_shapes
-from vllm_omni.model_executor.models.matrix_game.config import NATIVE_HEIGHT, NATIVE_WIDTH, MatrixGameConfig
+from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.registry import detect_family
 from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
 from vllm_omni.model_executor.models.wan.transformer_weights import transformer_shapes
@@ -59,7 +59,7 @@ def _lingbot(name: str, config: LingBotWorldConfig, changes: dict[str, Any]) -> 
         "text_on_cpu": True,
         **changes,
     }
-    return StreamModel(name, **_sizes(config, lingbot_shapes(config)), **fields)
+    return StreamModel(name, **_sizes(config, lingbot_shapes(config)) | fields)
 
 
 def _matrix_game(name: str, config: MatrixGameConfig, changes: dict[str, Any]) -> StreamModel:
@@ -69,8 +69,6 @@ def _matrix_game(name: str, config: MatrixGameConfig, changes: dict[str, Any]) -
     if config.mouse_dim:
         action += mouse * (dim + config.action_rows * config.mouse_dim + 4 * mouse + dim)
     fields = {
-        "height": NATIVE_HEIGHT,
-        "width": NATIVE_WIDTH,
         "window": config.window_frames or variant.window_frames,
         "sinks": 0,
         "denoise": len(variant.steps),
@@ -81,7 +79,7 @@ def _matrix_game(name: str, config: MatrixGameConfig, changes: dict[str, Any]) -
         "context_weights": _CLIP_WEIGHTS,
         **changes,
     }
-    return StreamModel(name, **_sizes(config, matrix_game_shapes(config)), **fields)
+    return StreamModel(name, **_sizes(config, matrix_game_shapes(config)) | fields)
 
 
 def _check_world(name: str, changes: dict[str, Any]) -> None:
@@ -94,11 +92,14 @@ def _check_world(name: str, changes: dict[str, Any]) -> None:
 def _causal(name: str, config: CausalWanConfig, changes: dict[str, Any]) -> StreamModel:
     window, sinks = config.window_frames or 21, 3 if config.sink_frames is None else config.sink_frames
     fields = {"window": window, "sinks": sinks, "moving_sinks": True, **changes}
-    return StreamModel(name, **_sizes(config, transformer_shapes(config)), **fields)
+    return StreamModel(name, **_sizes(config, transformer_shapes(config)) | fields)
 
 
 def _sizes(config: ChunkTransformerConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    height, width = config.native_size
     return {
+        "height": height,
+        "width": width,
         "dim": config.dim,
         "ffn_dim": config.ffn_dim,
         "heads": config.num_heads,

@@ -138,15 +138,21 @@ def card_file(folder: Path, name: str) -> Path:
     return confined((folder / name).parent, Path(name).name)
 
 
-def with_defaults(additional_config: Any, card: WorldCard | None) -> dict[str, Any]:
-    """Return vLLM's `additional_config` with the world's size and model options where the user has set nothing."""
+def with_defaults(
+    additional_config: Any, card: WorldCard | None, size: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """Return vLLM's `additional_config` with the world's size and model options where the user has set nothing.
+
+    size: the model's (height, width), for a checkpoint without a card; None = it has none of its own.
+    """
     given = dict(additional_config) if isinstance(additional_config, Mapping) else {}
     omni = given.get("omni", {})
-    if card is None or not isinstance(omni, Mapping):
+    if not isinstance(omni, Mapping):
         return given
-    width, height = card.sizes[0]
-    size = {} if {"height", "width"} & omni.keys() else {"height": height, "width": width}
-    model = omni.get("model", {})
-    if isinstance(model, Mapping):
-        model = {**card.model, **model}
-    return {**given, "omni": {**size, **omni, "model": model}}
+    if card is not None:
+        size = card.sizes[0][1], card.sizes[0][0]
+        model = omni.get("model", {})
+        omni = {**omni, "model": {**card.model, **model} if isinstance(model, Mapping) else model}
+    if size is not None and not {"height", "width"} & omni.keys():
+        omni = {"height": size[0], "width": size[1], **omni}
+    return {**given, "omni": omni} if omni else given

@@ -29,7 +29,7 @@ from vllm_omni.model_executor.models.lingbot_world.camera import (
     relative_poses,
 )
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
+from vllm_omni.model_executor.models.lingbot_world.transformer import CameraRow, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import load_transformer
 
 FRAMES = 21
@@ -136,7 +136,7 @@ def _serve(model, clips, clip, clean, noisy, timesteps, chunk) -> torch.Tensor:
             "window": window,
         }
         for latents, timestep in ((noisy, float(timesteps[clip, start])), (clean, 0.0)):
-            row = ChunkRow(latents=latents[clip, own].transpose(0, 1), timestep=timestep, **common)
+            row = CameraRow(latents=latents[clip, own].transpose(0, 1), timestep=timestep, **common)
             flow = model([row])[0].transpose(0, 1)
             if latents is noisy:
                 flows.append(flow)

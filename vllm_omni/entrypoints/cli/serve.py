@@ -216,11 +216,13 @@ def check(flags: "ServeFlags") -> "ModelFamily":
     try:
         path = Path(flags.model)
         check_files(path)
-        omni = OmniConfig.from_additional_config(with_defaults(flags.additional_config(), read_card(path)))
+        card, given = read_card(path), flags.additional_config()
+        OmniConfig.from_additional_config(with_defaults(given, card))
         family = detect_family(path, flags.values.get("distributed-executor-backend"))
         if flags.values.get("load-format") != "dummy":
             check_complete(family.name, path)
         hf_config = family.hf_config(path)
+        omni = OmniConfig.from_additional_config(with_defaults(given, card, family.size_of(hf_config)))
         if family.check_options is not None:
             family.check_options(hf_config, omni)
         omni.check_stages(flags.count("pipeline-parallel-size", "pp"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_omni.actions import CAMERA_SPACE, ActionSpace
-from vllm_omni.config import OmniConfig, parse_options
+from vllm_omni.config import DEFAULT_HEIGHT, DEFAULT_WIDTH, OmniConfig, parse_options
 from vllm_omni.entrypoints.ranks import num_ranks
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.model_executor.models.registry import get_family
@@ -42,8 +42,8 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     intrinsics_reference_size: tuple[int, int] = (832, 480)
     key_focal: float = 500.0
 
-    height: int = 480
-    width: int = 832
+    height: int = DEFAULT_HEIGHT
+    width: int = DEFAULT_WIDTH
     max_sessions: int = 8
     session_idle_s: float = 300.0
     by_deadline: bool = False

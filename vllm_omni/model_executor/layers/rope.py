@@ -26,6 +26,12 @@ def _frequencies(dim: int, theta: float) -> torch.Tensor:
     return theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
+def axis_tables(positions: range, dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (cos, sin) [positions, dim / 2] of one axis, fp32 on the CPU."""
+    angles = torch.outer(torch.arange(positions.start, positions.stop, dtype=torch.float64), _frequencies(dim, theta))
+    return angles.cos().float(), angles.sin().float()
+
+
 def rope_tables(
     head_dim: int, frames: range, height: int, width: int, theta: float = 10000.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,13 +41,11 @@ def rope_tables(
     cos_lanes: list[torch.Tensor] = []
     sin_lanes: list[torch.Tensor] = []
     for axis, (dim, size, start) in enumerate(zip(axis_dims(head_dim), sizes, starts, strict=True)):
-        frequencies = _frequencies(dim, theta)
-        positions = torch.arange(start, start + size, dtype=torch.float64)
+        cos, sin = axis_tables(range(start, start + size), dim, theta)  # of the axis alone: far fewer than tokens have
         shape = [1, 1, 1, dim // 2]
         shape[axis] = size
-        angles = torch.outer(positions, frequencies)  # of the axis alone: far fewer than tokens have
-        for lanes, values in ((cos_lanes, angles.cos()), (sin_lanes, angles.sin())):
-            lanes.append(values.float().view(shape).expand(*sizes, dim // 2))
+        cos_lanes.append(cos.view(shape).expand(*sizes, dim // 2))
+        sin_lanes.append(sin.view(shape).expand(*sizes, dim // 2))
     return torch.cat(cos_lanes, dim=-1).flatten(0, 2), torch.cat(sin_lanes, dim=-1).flatten(0, 2)
 
 

@@ -83,6 +83,8 @@ class ModelFamily:
     `WorldFacts` (entrypoints/realtime/facts.py), e.g. another chunk size.
     action_space: likewise -> the controls that the model takes; None = it takes none.
     capabilities: likewise -> requests of the OpenAI routes that the model takes; None = a world started by an image.
+    default_size: hf_config as a dict -> (height, width) of a video where neither the user nor the world's card names a
+    size; None = `OmniConfig`'s.
     check_options: (hf_config as a dict, parsed options) -> None, or ValueError in one line; must be cheap.
     check_parallel: (hf_config as a dict, parsed options, --tensor-parallel-size, --pipeline-parallel-size) -> None, or
     ValueError in one line, before any process starts; None = the worker finds out.
@@ -99,6 +101,7 @@ class ModelFamily:
     detect: Callable[[Path], bool]
     hf_config: Callable[[Path], dict[str, Any]]
     layouts: tuple[str, ...]
+    default_size: Callable[[dict[str, Any]], tuple[int, int]] | None = None
     check_options: Callable[[dict[str, Any], OmniConfig], None] | None = None
     check_parallel: Callable[[dict[str, Any], OmniConfig, int, int], None] | None = None
     world_facts: Callable[[dict[str, Any], OmniConfig], dict[str, Any]] | None = None
@@ -109,6 +112,9 @@ class ModelFamily:
     executor_cls: str | None = None
     serve_flags: Callable[[Path, bool], dict[str, str]] | None = None
     endpoint_plugins: tuple[str, ...] = ()
+
+    def size_of(self, hf_config: dict[str, Any]) -> tuple[int, int] | None:
+        return None if self.default_size is None else self.default_size(hf_config)
 
     def make_tiny(self, out: Path, seed: int, layout: str) -> None:
         """Write a tiny random checkpoint in a real layout into the empty or new folder `out`, for demos and tests."""

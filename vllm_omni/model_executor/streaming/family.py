@@ -5,34 +5,15 @@ Reads configs and options; loads no weights. Held by tests/test_combinations.py 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.dtypes import KV_CACHE_DTYPES
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.registry import ModelFamily
-from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
-from vllm_omni.model_executor.streaming.options import StreamingOptions
-
-
-class Architecture(Protocol):
-    def latent_size(self, height: int, width: int) -> tuple[int, int]: ...
-
-
-Config = TypeVar("Config", bound=Architecture)
-Options = TypeVar("Options", bound=StreamingOptions)
-
-
-@dataclass(frozen=True)
-class Stream(Generic[Config, Options]):
-    """One checkpoint as it is served: architecture, options, and how its streams are cut into chunks."""
-
-    config: Config
-    options: Options
-    plan: ChunkPlan
+from vllm_omni.model_executor.streaming.stream import Config, Options, Stream
 
 
 def streaming_family(
@@ -57,6 +38,9 @@ def streaming_family(
     the video's size. check_parallel: (stream, options, ranks that share layers, stages). facts: fields
     of `WorldFacts` beside the chunks' lengths.
     """
+
+    def default_size(config: dict[str, Any]) -> tuple[int, int]:
+        return read(config[name], OmniConfig()).config.native_size
 
     def check_served(config: dict[str, Any], omni: OmniConfig) -> None:
         read(config[name], omni).config.latent_size(omni.height, omni.width)
@@ -86,6 +70,7 @@ def streaming_family(
         detect=detect,
         hf_config=hf_config,
         layouts=layouts,
+        default_size=default_size,
         check_options=check_served,
         check_parallel=check_split,
         world_facts=world_facts,

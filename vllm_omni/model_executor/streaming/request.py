@@ -5,7 +5,8 @@ Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py and
 tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +14,9 @@ import torch
 from vllm_omni.actions import ACTION_TENSORS, ActionRows, ActionSpace, read_actions
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
-from vllm_omni.model_executor.streaming.session import SessionShape
+from vllm_omni.model_executor.streaming.session import SessionShape, StreamingSession
 from vllm_omni.outputs import RequestFailed
 
 DEFAULT_SEED = 0
@@ -65,6 +67,47 @@ def check_prompt(params: DiffusionParams, space: ActionSpace, *, first_chunk: bo
         raise RequestFailed("invalid_request", f"this model takes no prompt; it takes an image and {space.describe()}")
     if space.prompt == "required" and first_chunk and not params.prompt:
         raise RequestFailed("invalid_request", "a session's first chunk needs a prompt")
+
+
+def read_seed(params: DiffusionParams, kept: int | None) -> int:
+    """The seed that a chunk asks for, else its session's. kept: None = the session has not begun."""
+    seed = kept if params.seed is None else params.seed
+    return DEFAULT_SEED if seed is None else seed
+
+
+def check_tensors(tensors: Mapping[str, torch.Tensor], taken: Sequence[str]) -> None:
+    """Refuse tensors that the model does not take."""
+    unknown = sorted(set(tensors) - set(taken))
+    if unknown:
+        raise RequestFailed("invalid_request", f"unknown tensors {unknown[:3]}; this model takes {', '.join(taken)}")
+
+
+@dataclass(frozen=True)
+class PlayedChunk:
+    """A checked request but for its controls. image: uint8 [H, W, 3] of any size, of a session's first chunk."""
+
+    seed: int
+    image: torch.Tensor | None
+
+
+def read_played(
+    request: DiffusionRequest[Any, Any], session: StreamingSession[Any, Any, Any, Any, Any], space: ActionSpace
+) -> PlayedChunk:
+    """Check one chunk's request to a model that is played with `space` and takes nothing else but a start image.
+
+    Changes nothing. Raises `RequestFailed`.
+    """
+    params, first_chunk = request.params, session.chunk_index == 0
+    check_unchanged(params, session.shape, {})
+    check_prompt(params, space, first_chunk=first_chunk)
+    if params.options:
+        raise RequestFailed("invalid_request", f"this model takes no options, got {sorted(params.options)[:3]}")
+    check_tensors(request.tensors, ("image", *ACTION_TENSORS))
+    image = request.tensors.get("image")
+    if image is not None and not first_chunk:
+        raise RequestFailed("invalid_image", "a session keeps its first image; reset it to begin with another")
+    needed = first_chunk and space.image == "required"
+    return PlayedChunk(read_seed(params, session.seed), read_image(image, first_chunk=needed))
 
 
 def read_image(image: torch.Tensor | None, *, first_chunk: bool) -> torch.Tensor | None:

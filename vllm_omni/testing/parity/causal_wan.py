@@ -20,8 +20,9 @@ from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.causal_wan.checkpoint import open_transformer
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.causal_wan.motion import first_timestep
-from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer, ChunkRow
+from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
 from vllm_omni.model_executor.models.causal_wan.weights import load_transformer
+from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkRow
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, nearest_schedule
 from vllm_omni.model_executor.tensor_files import read_json

@@ -25,7 +25,7 @@ from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.model_executor.models.lingbot_world import pretrain
 from vllm_omni.model_executor.models.lingbot_world.config import NATIVE_HEIGHT, NATIVE_WIDTH, LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
+from vllm_omni.model_executor.models.lingbot_world.transformer import CameraRow, LingBotTransformer
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, unipc_flow_table
 from vllm_omni.testing.parity.comparison import Report, Scenario, read_tensors, run_scenarios
 from vllm_omni.testing.parity.lingbot_trajectory import Trajectory, prepare_trajectory
@@ -110,7 +110,7 @@ def run_rollout(scenario: Scenario) -> None:
         for step, timestep in enumerate(schedule.timesteps):
             name = f"c{chunk}.s{step}"
             compare("noisy latents", x, f"{name}.x", _LATENT)
-            flow = model([ChunkRow(latents=x, timestep=timestep, **row)])[0]
+            flow = model([CameraRow(latents=x, timestep=timestep, **row)])[0]
             scenario.get(f"{name}.flow")  # every step's flow must have been recorded
             compare("flow", flow, f"{name}.flow", _FLOW)
             x0 = (x.double() - schedule.sigmas_x0[step] * flow.double()).float()
@@ -118,7 +118,7 @@ def run_rollout(scenario: Scenario) -> None:
             if step + 1 < schedule.num_steps:
                 sigma = schedule.sigmas_noise[step + 1]
                 x = ((1 - sigma) * x0.double() + sigma * scenario.get(f"{name}.eps").double()).float()
-        model([ChunkRow(latents=x0, timestep=0.0, **row)], kv_only=True)
+        model([CameraRow(latents=x0, timestep=0.0, **row)], kv_only=True)
         window.commit(frames.stop)
         compare("latents", x0, f"c{chunk}.latent", _LATENT)
         for layer in range(config.num_layers):
@@ -161,11 +161,12 @@ def run_pretrain(scenario: Scenario) -> None:
         _, _, height, width = x.shape
         rope = rope_tables(config.head_dim, frames, height // 2, width // 2)
         camera = model.camera_modulation(inputs["camera"][0][:, part])
+        shared: dict[str, Any] = {"frames": frames, "rope": rope, "camera": camera, "condition": inputs["y"][:, part]}
 
-        def rows(latents: torch.Tensor, timestep: float) -> list[ChunkRow]:
-            shared: dict[str, Any] = {"frames": frames, "rope": rope, "camera": camera}  # noqa: B023
+        def rows(latents: torch.Tensor, timestep: float) -> list[CameraRow]:
+            noisy: dict[str, Any] = {"latents": latents, "timestep": timestep}
             return [
-                ChunkRow(latents, inputs["y"][:, part], timestep, cross_kv=cross_kv[name], window=window, **shared)  # noqa: B023
+                CameraRow(cross_kv=cross_kv[name], window=window, **noisy, **shared)  # noqa: B023
                 for name, window in windows.items()
             ]
 

@@ -23,8 +23,9 @@ from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.matrix_game.checkpoint import RULES, load_transformer
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
+from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame
 from vllm_omni.model_executor.models.matrix_game.state import ActionWindows, action_windows
-from vllm_omni.model_executor.models.matrix_game.transformer import ActionBlock, ChunkRow, MatrixGameTransformer
+from vllm_omni.model_executor.models.matrix_game.transformer import ActionBlock, ActionRow, MatrixGameTransformer
 from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES
 from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.model_executor.models.wan.image_condition import MASK_CHANNELS, GreyCondition
@@ -141,7 +142,7 @@ class _Rollout:
                 ours = self.cross_kv[layer, index]
                 scenario.compare_recorded("cross-attention K/V", ours[None], f"cross{layer}.{kind}", _FLOW)
 
-    def _open(self, frames: range, condition: torch.Tensor) -> ChunkRow:
+    def _open(self, frames: range, condition: torch.Tensor) -> ActionRow:
         """Shared by the calls of a chunk."""
         pixels = slice(first_pixel_frame(frames.start), first_pixel_frame(frames.stop))
         rows, span = self.actions_NK[pixels], self.config.action_rows
@@ -154,7 +155,7 @@ class _Rollout:
         self.model.write_keyboard(self.windows, frames, windows[..., :keys])
         y = condition[:, frames.start : frames.stop]
         height, width = y.shape[2] // 2, y.shape[3] // 2
-        return ChunkRow(
+        return ActionRow(
             latents=y[:16],
             condition=y,
             timestep=0.0,
@@ -165,7 +166,7 @@ class _Rollout:
             **actions,
         )
 
-    def _call(self, row: ChunkRow, x: torch.Tensor, timestep: float, sigma: float) -> torch.Tensor:
+    def _call(self, row: ActionRow, x: torch.Tensor, timestep: float, sigma: float) -> torch.Tensor:
         scenario, calls, name = self.scenario, self.case["calls"], f"call{self.calls:02d}"
         if self.calls >= len(calls):
             raise ValueError(f"{len(calls)} calls are recorded, the roll-out makes more")
@@ -292,7 +293,7 @@ class _Stages:
                 scenario.compare_recorded(f"block {part}", self._seen[f"{layer}.{part}"], key, _FLOW)
 
 
-def _at(row: ChunkRow, x: torch.Tensor, timestep: float) -> ChunkRow:
+def _at(row: ActionRow, x: torch.Tensor, timestep: float) -> ActionRow:
     return replace(row, latents=x, timestep=timestep)
 
 
@@ -343,7 +344,7 @@ def run_condition(scenario: Scenario) -> None:
     decoded = torch.cat(pixels_1CTHW, dim=2)
     scenario.compare_recorded("decoded", decoded.transpose(1, 2), "decoded", _DECODED)
     scenario.compare("decoded, chunks = whole", decoded, vae.decode(latents, None)[0], _DECODED)
-    scenario.compare_recorded("uint8 frames", to_uint8(decoded), "decoded_u8", 1.0)
+    scenario.compare_recorded("uint8 frames", to_uint8(decoded, MatrixGame.rounding), "decoded_u8", 1.0)
 
 
 def _grey(image_1C1HW: torch.Tensor, latents: int) -> torch.Tensor:

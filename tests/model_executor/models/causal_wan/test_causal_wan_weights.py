@@ -111,7 +111,7 @@ def test_a_checkpoint_without_config_is_read_from_its_shapes(checkpoints: dict[s
         for name, shape in transformer_shapes(CausalWanConfig.from_checkpoint(config)).items()
     }
     torch.save({"generator_ema": tensors}, tmp_path / "checkpoints" / "self_forcing_dmd.pt")
-    assert find_layout(tmp_path).transformer_config() == config
+    assert find_layout(tmp_path).transformer_config() == {**config, "in_dim": 16}
     assert hf_config(tmp_path)["num_hidden_layers"] == 1
 
 

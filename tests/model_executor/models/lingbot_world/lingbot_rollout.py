@@ -11,7 +11,7 @@ from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.parallel import ParallelContext, checkpoint_slots
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
-from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
+from vllm_omni.model_executor.models.lingbot_world.transformer import CameraRow, LingBotTransformer
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "lingbot"
 GOLDEN_V2 = GOLDEN.with_name("lingbot_v2")
@@ -51,12 +51,12 @@ def make_window(model: LingBotTransformer, data: dict[str, torch.Tensor]) -> KVW
 
 def make_row(
     model: LingBotTransformer, data: dict[str, torch.Tensor], window: KVWindow, frames: range, timestep: float
-) -> ChunkRow:
+) -> CameraRow:
     part = slice(frames.start, frames.stop)
     height, width = data["y"].shape[2:]
     cos, sin = rope_tables(CONFIG.head_dim, frames, height // 2, width // 2)
     own = model.parallel.token_slice(len(cos))
-    return ChunkRow(
+    return CameraRow(
         latents=data["noise"][:, part],
         condition=data["y"][:, part],
         timestep=timestep,

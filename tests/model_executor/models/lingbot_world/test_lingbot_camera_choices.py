@@ -38,7 +38,7 @@ def ray_maps(world: LingBotWorld, session: LingBotSession, chunks: list[dict[str
             inputs = read_chunk(make_request(world, session, prompt="a beach", **fields), session, served)
             rays = camera_map(inputs.relative_F44, inputs.intrinsics_F4, HEIGHT, WIDTH, dtype=dtype).unsqueeze(0)
             maps.append((inputs.relative_F44, rays))
-            session.own = World(inputs.tail, None)
+            session.own = World(condition=None, tail=inputs.tail)
             session.chunk_index += 1
     return maps
 

@@ -131,7 +131,9 @@ def test_poses_and_the_actions_that_make_them_are_the_same_camera(world: LingBot
     scale = torch.tensor([832 / WIDTH, 480 / HEIGHT, 832 / WIDTH, 480 / HEIGHT])
     intrinsics = torch.tensor([500.0, 500.0, WIDTH / 2, HEIGHT / 2]) * scale
     by_keys, by_poses = open_session(world), open_session(world)
-    by_poses.own = World(CameraTail.origin(), None)  # keys start at the origin; uploaded poses start where they start
+    by_poses.own = World(
+        condition=None, tail=CameraTail.origin()
+    )  # keys start at the origin; uploaded poses start where they start
     for chunk, pixel_frames in ((0, 9), (1, 12)):
         rows = torch.eye(4).repeat(pixel_frames, 1, 1)
         rows[[0, 4, 8] if chunk == 0 else [3, 7, 11]] = path[3 * chunk : 3 * chunk + 3].float()

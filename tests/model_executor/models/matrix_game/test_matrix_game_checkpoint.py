@@ -163,7 +163,7 @@ def test_an_image_encoder_of_another_width_is_refused(universal: Path, layouts: 
     tensors = torch.load(universal / name, weights_only=True)
     tensors["visual.patch_embedding.weight"] = torch.zeros(160, 3, 14, 14)
     torch.save(tensors, universal / name)
-    with pytest.raises(ValueError, match="image encoder gives rows of 160, the transformer takes 80"):
+    with pytest.raises(ValueError, match="image encoder gives 5 rows of 160, the transformer takes 5 of 80"):
         hf_config(universal)
 
 

@@ -11,6 +11,8 @@ from matrix_game_driver import GOLDEN
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame
+from vllm_omni.model_executor.models.wan.vae import to_uint8
 from vllm_omni.testing.parity.matrix_game import verify
 
 WEIGHTS = ("mg_meta.json", "vae_tiny_weights_orig_names.safetensors", "clip_tiny_weights_orig_names.safetensors")
@@ -36,6 +38,13 @@ def test_every_recorded_scenario_holds() -> None:
     assert report.ok, report.to_text()
     scenarios = {path.stem for path in GOLDEN.iterdir() if not path.name.startswith(("tiny_", "README"))}
     assert {row.scenario for row in report.rows} == scenarios - {name.split(".")[0] for name in WEIGHTS}
+
+
+def test_levels_of_a_frame_are_truncated_as_recorded() -> None:
+    """From the original's own pixels, level for level; the other families round."""
+    recorded = load_file(GOLDEN / "condition.safetensors")
+    pixels = recorded["decoded"].transpose(1, 2)
+    assert torch.equal(to_uint8(pixels, MatrixGame.rounding), recorded["decoded_u8"])
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_decoding_the_latents_of_a_session_gives_its_frames(universal: MatrixGam
     session = open_session(universal, output="latents")
     latents = [run_chunk(universal, session, output="latents") for _ in range(3)]
     pixels, _ = universal.vae.decode(torch.cat(latents, dim=1).unsqueeze(0), None)
-    assert torch.equal(to_uint8(pixels), torch.cat(frames))
+    assert torch.equal(to_uint8(pixels, "truncate"), torch.cat(frames))  # as the original makes levels
     request = make_request(open_session(universal, output="both"), output="both")
     universal.prepare_encode(request)
     while request.step < request.num_steps:

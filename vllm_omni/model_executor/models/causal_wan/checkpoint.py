@@ -22,13 +22,7 @@ from vllm_omni.model_executor.models.causal_wan.releases import (
     find_release,
     find_unnamed,
 )
-from vllm_omni.model_executor.models.wan.checkpoint import (
-    WanComponents,
-    chunk_hf_config,
-    find_components,
-    find_tiny_vae,
-    has_components,
-)
+from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, chunk_hf_config, has_components
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, stored_sizes
 from vllm_omni.model_executor.tensor_files import TensorSource, open_tensors, read_json, unknown_state
 from vllm_omni.model_executor.weights import rename
@@ -101,18 +95,7 @@ def find_layout(path: Path) -> CheckpointLayout:
             f"other .pt beside Wan's VAE and text encoder, or transformer/ with a config.json of class "
             f"{' or '.join(_CAUSAL_CLASSES)}"
         )
-    places = find_components(path)
-    return CheckpointLayout(
-        root=path,
-        kind=kind,
-        origin=origin,
-        lora=lora,
-        transformer=transformer,
-        vae=places["vae"],
-        text_encoder=places["text_encoder"],
-        tokenizer=places["tokenizer"],
-        tiny_vae=find_tiny_vae(path),
-    )
+    return CheckpointLayout.of(path, transformer, kind=kind, origin=origin, lora=lora)
 
 
 def open_transformer(path: Path, state_keys: Sequence[str] = STATE_KEYS) -> TensorSource:
@@ -143,7 +126,7 @@ def hf_config(path: Path) -> dict[str, Any]:
     layout = find_layout(path)
     transformer = layout.transformer_config()
     config = CausalWanConfig.from_checkpoint(transformer)
-    facts = {"kind": layout.kind, "release": layout.release()}
+    facts: dict[str, Any] = {"kind": layout.kind, "release": layout.release()}
     return chunk_hf_config("CausalWanPipeline", "causal_wan", layout, transformer, config, TRANSFORMER_RULES, **facts)
 
 

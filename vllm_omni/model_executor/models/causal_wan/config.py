@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.causal_wan.motion import lowest_first_timestep
 from vllm_omni.model_executor.models.causal_wan.releases import OTHER, Release, release_named
 from vllm_omni.model_executor.models.wan.architecture import (
@@ -24,6 +25,7 @@ from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, nearest_schedule
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
+from vllm_omni.model_executor.streaming.stream import Stream
 
 _VIDEO_SHIFT = 8.0
 """Of the video-to-video schedule, as the checkpoints were trained."""
@@ -169,3 +171,13 @@ def resolve_plan(config: CausalWanConfig, options: CausalWanOptions) -> ChunkPla
             f"got chunks of {chunk}, sink {sink}, window {window}"
         )
     return plan
+
+
+CausalWanStream = Stream[CausalWanConfig, CausalWanOptions]
+
+
+def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> CausalWanStream:
+    """Read the family's part of `hf_config` with the options it is served with. Raises ValueError."""
+    options = CausalWanOptions.of(checkpoint, omni.model)
+    config = CausalWanConfig.from_checkpoint(checkpoint["transformer"])
+    return Stream(config, options, resolve_plan(config, options))

@@ -1,27 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `causal_wan` family's entry for the command line, the config parser and the doors."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.causal_wan.checkpoint import LAYOUTS, hf_config, is_checkpoint
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanOptions, CausalWanStream, read_stream
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.splits import check_decoder_split, check_split
-from vllm_omni.model_executor.streaming.family import Stream, streaming_family
-
-CausalWanStream = Stream[CausalWanConfig, CausalWanOptions]
-
-
-def _read(checkpoint: Mapping[str, Any], omni: OmniConfig) -> CausalWanStream:
-    config, options = (
-        CausalWanConfig.from_checkpoint(checkpoint["transformer"]),
-        CausalWanOptions.of(checkpoint, omni.model),
-    )
-    return Stream(config, options, resolve_plan(config, options))
+from vllm_omni.model_executor.streaming.family import streaming_family
 
 
 def _check_parallel(stream: CausalWanStream, omni: OmniConfig, ranks: int, stages: int) -> None:
@@ -57,7 +46,7 @@ FAMILY = streaming_family(
     detect=is_checkpoint,
     hf_config=hf_config,
     layouts=LAYOUTS,
-    read=_read,
+    read=read_stream,
     check_options=lambda omni: None,
     check_parallel=_check_parallel,
     action_space=lambda stream: ActionSpace(image="none"),

@@ -24,14 +24,11 @@ def check_complete(path: Path) -> None:
     from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout
     from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
     from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
-    from vllm_omni.model_executor.weights import check_shapes, rename
 
     layout = find_layout(path)
     layout.require("transformer", "vae", "text_encoder", "tokenizer")
     config = CausalWanConfig.from_checkpoint(layout.transformer_config())
-    found = layout.open_transformer().shapes
-    renamed = {rename(name, TRANSFORMER_RULES): shape for name, shape in found.items()}
-    check_shapes(renamed, transformer_shapes(config), str(layout.transformer))
+    layout.check_transformer(transformer_shapes(config), TRANSFORMER_RULES)
 
 
 def _on_1_3b(repo: str, files: tuple[str, ...], gigabytes: float, licence: str | None = None) -> HubSource:

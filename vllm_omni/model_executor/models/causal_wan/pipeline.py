@@ -19,30 +19,31 @@ import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.dtypes import default_dtype
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.causal_wan import degradations, in_flight
+from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout, find_layout
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
 from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
 from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes
 from vllm_omni.model_executor.models.causal_wan.state import Chunk, ChunkInputs, StreamSession, StreamShape
 from vllm_omni.model_executor.models.causal_wan.stream_setup import StreamSetup
-from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer, ChunkRow
+from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTransformer
 from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
 from vllm_omni.model_executor.models.causal_wan.weights import adapter_target, load_transformer
 from vllm_omni.model_executor.models.wan.chunk_model import WanChunkModel
+from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkRow
+from vllm_omni.model_executor.models.wan.vae import CacheLayout
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.schedules import every_second_step
-from vllm_omni.model_executor.streaming.session import StateLayouts
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 from vllm_omni.outputs import RequestFailed
 
@@ -54,23 +55,19 @@ Request = DiffusionRequest[StreamSession, Chunk]
 class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, CheckpointLayout]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
+    session_type = StreamSession
+
     config: CausalWanConfig
     options: CausalWanOptions
 
     def build(self, setup: StreamSetup) -> None:
         options, parallel = setup.options, setup.parallel
-        self._begin(setup, resolve_plan(setup.config, options))
+        self._begin(setup)
         self.schedule = options.text_schedule(setup.layout.origin)
         temporal = setup.omni.pipeline == "temporal"
         self._own_step = parallel.stage if temporal and not parallel.is_vae_stage else None
-        with default_dtype(setup.dtype):
-            self.transformer = CausalWanTransformer(
-                setup.config,
-                replace(parallel, stage=int(parallel.is_vae_stage), num_stages=1) if temporal else parallel,
-                compiled=setup.compiled,
-                cuda_graphs=options.cuda_graphs and torch.cuda.is_available(),
-                quantization=setup.quantization,
-            )
+        own = replace(parallel, stage=int(parallel.is_vae_stage), num_stages=1) if temporal else parallel
+        self._add_transformer(setup, CausalWanTransformer, parallel=own)
         # on every rank with layers: each needs the noisy latents or their timestep
         self._add_components(setup, encodes=options.video_input and not parallel.is_vae_stage)
         self.video = VideoEncoder(self.vae, options) if self.vae.has_encoder else None
@@ -99,14 +96,12 @@ class CausalWan(WanChunkModel[StreamShape, StreamSession, Chunk, StreamSetup, Ch
     def window_nbytes(self, shape: StreamShape) -> int:
         return self.sizes.cache_nbytes(shape)
 
-    def make_session(self, session_id: str, shape: StreamShape, reserved_bytes: int) -> StreamSession:
-        decoder = self.decoder if shape.output != "latents" else None
+    def make_window(self, shape: StreamShape) -> ChunkCache:
+        return self.sizes.new_cache(shape)
+
+    def own_layout(self, shape: StreamShape) -> CacheLayout | None:
         encodes = self.video is not None and shape.source == "video"
-        layouts = StateLayouts(
-            None if decoder is None else decoder.state_layout(shape.height, shape.width),
-            self.vae.encoder_cache_layout(shape.height, shape.width) if encodes else None,
-        )
-        return StreamSession(session_id, shape, self.plan, self.sizes.new_cache(shape), layouts, reserved_bytes)
+        return self.vae.encoder_cache_layout(shape.height, shape.width) if encodes else None
 
     def own_bytes(self, shape: StreamShape) -> int:
         behind = self.omni.chunks_in_flight - 1  # each may bring a prompt, and keeps where the input video stands
@@ -321,9 +316,3 @@ class CausalWanPipeline(CheckpointPipeline[CheckpointLayout], CausalWan):
 
     def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
         self.build(StreamSetup.served(served.hf_config.causal_wan, served))
-
-
-if TYPE_CHECKING:
-
-    def _keeps_the_contract(model: CausalWan) -> SupportsStepExecution[StreamSession, Chunk]:
-        return model

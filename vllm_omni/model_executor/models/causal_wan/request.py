@@ -17,7 +17,7 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
 from vllm_omni.model_executor.models.causal_wan.state import ChunkInputs, Source, Standing, StreamSession, StreamShape
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
-from vllm_omni.model_executor.streaming.request import DEFAULT_SEED, check_unchanged, read_image, read_size
+from vllm_omni.model_executor.streaming.request import check_tensors, check_unchanged, read_image, read_seed, read_size
 from vllm_omni.outputs import RequestFailed
 
 _TENSORS = ("video", "image", "latents")
@@ -47,16 +47,13 @@ def read_chunk(
     session.window.check_fits(session.plan.frames(standing.chunk_index))
     check_unchanged(params, session.shape, {"options.source": (_options(params).source, session.shape.source)})
     _check_unused(params)
-    unknown = sorted(set(request.tensors) - set(_TENSORS))
-    if unknown:
-        raise RequestFailed("invalid_request", f"unknown tensors {unknown[:3]}; this model takes {', '.join(_TENSORS)}")
+    check_tensors(request.tensors, _TENSORS)
     prompt = standing.prompt if params.prompt is None else params.prompt
     if not prompt:
         raise RequestFailed("invalid_request", "prompt must not be empty; a stream's first chunk needs one")
-    seed = standing.seed if params.seed is None else params.seed
     return ChunkInputs(
         prompt=prompt,
-        seed=DEFAULT_SEED if seed is None else seed,
+        seed=read_seed(params, standing.seed),
         image=_read_image(request.tensors, session, standing.chunk_index, served),
         latents=_read_latents(request.tensors.get("latents"), session, standing.chunk_index, served),
         video=_read_video(request.tensors.get("video"), session, standing.chunk_index),

@@ -4,12 +4,8 @@
 Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.causal_wan.checkpoint import CheckpointLayout
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, read_stream
 from vllm_omni.model_executor.models.causal_wan.degradations import TINY_VAE
 from vllm_omni.model_executor.models.wan.chunk_setup import WanChunkSetup
 
@@ -22,7 +18,4 @@ class StreamSetup(WanChunkSetup[CausalWanConfig, CausalWanOptions, CheckpointLay
         ladder = f"omni.degradations {TINY_VAE!r}" if TINY_VAE in self.omni.degradations else None
         return super().wants_tiny_vae or ladder
 
-    @classmethod
-    def _read(cls, checkpoint: Mapping[str, Any], omni: OmniConfig) -> tuple[CausalWanConfig, CausalWanOptions]:
-        options = CausalWanOptions.of(checkpoint, omni.model)
-        return CausalWanConfig.from_checkpoint(checkpoint["transformer"]), options
+    read_stream = staticmethod(read_stream)

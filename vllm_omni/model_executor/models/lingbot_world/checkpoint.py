@@ -13,13 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from vllm_omni.model_executor.models.lingbot_world.config import CONTROL_CHANNELS, LingBotWorldConfig, Version
 from vllm_omni.model_executor.models.lingbot_world.weights import CAMERA_TENSOR, config_of_tensors
-from vllm_omni.model_executor.models.wan.checkpoint import (
-    WanComponents,
-    chunk_hf_config,
-    find_components,
-    find_tiny_vae,
-    has_components,
-)
+from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, chunk_hf_config, find_transformer
 from vllm_omni.model_executor.tensor_files import open_tensors, read_json
 
 LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "v2_pretrain", "act")
@@ -73,30 +67,13 @@ def find_layout(path: Path) -> CheckpointLayout:
 
     Raises ValueError of one line that names the pieces found and those looked for.
     """
-    folder = next((path / name for name in _TRANSFORMER_FOLDERS if _is_transformer(path / name)), None)
-    if folder is not None:
-        root = path
-    elif _is_transformer(path):
-        folder = path
-        root = path.parent if has_components(path.parent) and not has_components(path) else path
-    else:
-        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) if path.is_dir() else "no folder"
-        raise ValueError(
-            f"{path} holds no LingBot World transformer (found {found or 'nothing'}); expected one of "
-            f"{', '.join(f'{name}/' for name in _TRANSFORMER_FOLDERS)} with config.json or *.safetensors, or these "
-            "files themselves"
-        )
-    places = find_components(root)
-    return CheckpointLayout(
-        root=root,
+    folder, root = find_transformer(path, _TRANSFORMER_FOLDERS, _is_transformer, "LingBot World")
+    return CheckpointLayout.of(
+        root,
+        _weights(folder, root),
         kind="diffusers" if folder.name == "transformer" else "original",
         version=_version(folder, path),
         mode="pretrain" if _is_pretrain(folder, path) else "fast",
-        transformer=_weights(folder, root),
-        vae=places["vae"],
-        text_encoder=places["text_encoder"],
-        tokenizer=places["tokenizer"],
-        tiny_vae=find_tiny_vae(root),
     )
 
 
@@ -117,7 +94,7 @@ def hf_config(path: Path) -> dict[str, Any]:
     layout = find_layout(path)
     transformer = layout.transformer_config()
     config = LingBotWorldConfig.from_checkpoint(transformer)
-    facts = {"kind": layout.kind, "version": layout.version, "mode": layout.mode}
+    facts: dict[str, Any] = {"kind": layout.kind, "version": layout.version, "mode": layout.mode}
     architecture = "LingBotPretrainPipeline" if layout.mode == "pretrain" else "LingBotWorldPipeline"
     return chunk_hf_config(architecture, "lingbot_world", layout, transformer, config, (), **facts)
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import torch
 
+from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.wan.architecture import (
     IGNORED,
     RENAMED,
@@ -25,6 +26,7 @@ from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPA
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
+from vllm_omni.model_executor.streaming.stream import Stream
 
 ControlType = Literal["cam", "act"]
 CONTROL_CHANNELS: Final[dict[ControlType, int]] = {"cam": 6, "act": 7}
@@ -224,3 +226,13 @@ def resolve_plan(config: LingBotWorldConfig, options: LingBotOptions) -> ChunkPl
         window_frames=_WINDOW,
         sink_frames=_SINKS[options.version or "v1"],
     )
+
+
+LingBotStream = Stream[LingBotWorldConfig, LingBotOptions]
+
+
+def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> LingBotStream:
+    """Read the family's part of `hf_config` with the options it is served with. Raises ValueError."""
+    options = LingBotOptions.of(checkpoint, omni.model)
+    config = LingBotWorldConfig.from_checkpoint(checkpoint["transformer"])
+    return Stream(config, options, resolve_plan(config, options))

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `lingbot_world` family's entry for the command line and the config parser."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_SPACE
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import LAYOUTS, hf_config, is_checkpoint
@@ -11,21 +8,12 @@ from vllm_omni.model_executor.models.lingbot_world.config import (
     ACTION_FOCAL,
     NATIVE_HEIGHT,
     NATIVE_WIDTH,
-    LingBotOptions,
-    LingBotWorldConfig,
-    resolve_plan,
+    LingBotStream,
+    read_stream,
 )
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.splits import check_split
-from vllm_omni.model_executor.streaming.family import Stream, streaming_family
-
-LingBotStream = Stream[LingBotWorldConfig, LingBotOptions]
-
-
-def _read(checkpoint: Mapping[str, Any], omni: OmniConfig) -> LingBotStream:
-    options = LingBotOptions.of(checkpoint, omni.model)
-    config = LingBotWorldConfig.from_checkpoint(checkpoint["transformer"])
-    return Stream(config, options, resolve_plan(config, options))
+from vllm_omni.model_executor.streaming.family import streaming_family
 
 
 def _check_parallel(stream: LingBotStream, omni: OmniConfig, ranks: int, stages: int) -> None:
@@ -40,7 +28,7 @@ FAMILY = streaming_family(
     detect=is_checkpoint,
     hf_config=hf_config,
     layouts=LAYOUTS,
-    read=_read,
+    read=read_stream,
     check_options=lambda omni: omni.refuse_degradations("LingBot World"),
     check_parallel=_check_parallel,
     action_space=lambda stream: ACTION_SPACE,

@@ -47,13 +47,11 @@ def check_complete(path: Path) -> None:
     from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
     from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
     from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes
-    from vllm_omni.model_executor.tensor_files import open_tensors
-    from vllm_omni.model_executor.weights import check_shapes
 
     layout = find_layout(path)
     layout.require("transformer", "vae", "text_encoder", "tokenizer")
     config = LingBotWorldConfig.from_checkpoint(layout.transformer_config())
-    check_shapes(open_tensors(layout.transformer).shapes, transformer_shapes(config), str(layout.transformer))
+    layout.check_transformer(transformer_shapes(config))
 
 
 def complete(out: Path) -> list[str]:

@@ -15,53 +15,44 @@ Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 import torch
 
-from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.dtypes import default_dtype
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
+from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.lingbot_world.camera import action_map, camera_map
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
-from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig, resolve_plan
-from vllm_omni.model_executor.models.lingbot_world.request import read_chunk, read_shape
+from vllm_omni.model_executor.models.lingbot_world.config import LingBotOptions, LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.request import read_chunk
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk, ChunkInputs, LingBotSession, World
-from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow, LingBotTransformer
+from vllm_omni.model_executor.models.lingbot_world.transformer import CameraRow, LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import adapter_target, load_transformer
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
-from vllm_omni.model_executor.models.wan.chunk_model import WanChunkModel
-from vllm_omni.model_executor.models.wan.image_condition import ConditionState, GreyCondition
+from vllm_omni.model_executor.models.wan.image_condition import ConditionLayout, ConditionState
+from vllm_omni.model_executor.models.wan.image_world import ImageWorldModel
 from vllm_omni.model_executor.models.wan.pictures import prepare_image
 from vllm_omni.model_executor.noise import ChunkNoise
-from vllm_omni.model_executor.streaming.session import SessionShape, StateLayouts, Windows
+from vllm_omni.model_executor.streaming.session import SessionShape, Windows
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 
 Request = DiffusionRequest[LingBotSession, Chunk]
 
 
-class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup, CheckpointLayout]):
+class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, CheckpointLayout]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
+
+    session_type = LingBotSession
 
     config: LingBotWorldConfig
     options: LingBotOptions
 
     def build(self, setup: WorldSetup) -> None:
         choices = setup.options.choices
-        self._begin(setup, resolve_plan(setup.config, setup.options))
+        self._begin(setup)
         self.schedule = setup.options.denoise_schedule()
-        with default_dtype(setup.dtype):
-            self.transformer = LingBotTransformer(
-                setup.config,
-                setup.parallel,
-                residual_fp32=choices.residual_dtype == "fp32",
-                compiled=setup.compiled,
-                cuda_graphs=setup.options.cuda_graphs and torch.cuda.is_available(),
-                quantization=setup.quantization,
-            )
+        self._add_transformer(setup, LingBotTransformer, residual_fp32=choices.residual_dtype == "fp32")
         # One frame at a time halves a decode's memory beside its cache; all are faster on a CPU.
         frames_per_call = 1 if self.transformer.device.type == "cuda" else None
         self._add_components(
@@ -70,9 +61,7 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
             frames_per_call=frames_per_call,
             continuation=choices.vae_continuation,
         )
-        self.condition: GreyCondition | None = None
-        if setup.parallel.first_stage:
-            self.condition = GreyCondition(self.vae, choices.later_condition, chunk_frames=self.plan.chunk_frames)
+        self._add_condition(choices.later_condition)
 
     def load_transformer(self, layout: CheckpointLayout) -> None:
         load_transformer(self.transformer, layout.transformer, self.config)
@@ -82,35 +71,20 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
-    def read_shape(self, params: DiffusionParams) -> SessionShape:
-        shape = read_shape(params, self.config, self.omni)
-        self.vae.check_height(shape.height)
-        return shape
-
     def window_nbytes(self, shape: SessionShape) -> int:
         return kv_window_nbytes(**self._window_sizes(shape))
 
-    def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> LingBotSession:
-        window = self.make_window(shape)
-        decoder = self.decoder if shape.output != "latents" else None
-        layouts = StateLayouts(
-            None if decoder is None else decoder.state_layout(shape.height, shape.width),
-            None if self.condition is None else self.condition.state_layout(shape.height, shape.width),
-        )
-        return LingBotSession(session_id, shape, self.plan, window, layouts, reserved_bytes)
-
     def make_window(self, shape: SessionShape) -> Windows:
-        """Make the windows that a session's passes write their K/V to."""
         return self.make_kv_window(shape)
+
+    def own_layout(self, shape: SessionShape) -> ConditionLayout | None:
+        return self.condition_layout(shape)
 
     def make_kv_window(self, shape: SessionShape) -> KVWindow:
         return KVWindow(sink_frames=self.plan.sink_frames, device=self.transformer.device, **self._window_sizes(shape))
 
     def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
         return {**self.window_sizes(shape.height, shape.width), "window_frames": self.plan.window_frames}
-
-    def own_bytes(self, shape: SessionShape) -> int:
-        return 0 if self.condition is None else self.condition.state_nbytes(shape.height, shape.width)
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 
@@ -130,7 +104,7 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
                 session.window,
                 prompt=inputs.prompt,
                 seed=inputs.seed,
-                own=World(inputs.tail, None),
+                own=World(condition=None, tail=inputs.tail),
                 y=None,
                 camera_map=None,
             )
@@ -156,7 +130,7 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
             window=session.window,
             prompt=inputs.prompt,
             seed=inputs.seed,
-            own=World(inputs.tail, condition),
+            own=World(condition=condition, tail=inputs.tail),
         )
         request.num_steps = self.schedule.num_steps + 1
         request.clean_passes = 1
@@ -170,12 +144,6 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
     def commit(self, request: Request) -> None:
         request.work.camera = None  # a rank that does not decode, or did so early, lets go of it here
         super().commit(request)
-
-    def warmup_inputs(self) -> list[Inputs]:
-        """A first and a later chunk of the largest size: a later one decodes more frames."""
-        image = torch.zeros(self.omni.height, self.omni.width, 3, dtype=torch.uint8)
-        params = DiffusionParams(session_id="warm-up", prompt="warm-up", actions=[])
-        return [(params, {"image": image}), (msgspec.structs.replace(params, prompt=None), {})]
 
     # -- parts of the above --------------------------------------------------------------------------------------------
 
@@ -206,17 +174,17 @@ class LingBotWorld(WanChunkModel[SessionShape, LingBotSession, Chunk, WorldSetup
         chunk.camera = self.transformer.camera_modulation(chunk.camera_map)
         chunk.camera_map = None
 
-    def rows(self, request: Request) -> list[ChunkRow]:
+    def rows(self, request: Request) -> list[CameraRow]:
         """The rows of a chunk's forward, of which there is one but with guidance."""
         chunk = request.work
         assert isinstance(chunk.window, KVWindow) and chunk.cross_kv is not None
         return [self.row(request, chunk.cross_kv, chunk.window)]
 
-    def row(self, request: Request, cross_kv: torch.Tensor, window: KVWindow) -> ChunkRow:
+    def row(self, request: Request, cross_kv: torch.Tensor, window: KVWindow) -> CameraRow:
         chunk = request.work
         assert chunk.camera is not None
         step = chunk.denoise_index(request.step)
-        return ChunkRow(
+        return CameraRow(
             latents=chunk.latents,
             condition=chunk.y,
             timestep=0.0 if step is None else self.schedule.timesteps[step],
@@ -236,9 +204,3 @@ class LingBotWorldPipeline(CheckpointPipeline[CheckpointLayout], LingBotWorld):
 
     def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
         self.build(WorldSetup.served(served.hf_config.lingbot_world, served))
-
-
-if TYPE_CHECKING:
-
-    def _keeps_the_contract(model: LingBotWorld) -> SupportsStepExecution[LingBotSession, Chunk]:
-        return model

@@ -23,7 +23,7 @@ from vllm_omni.model_executor.layers.window_set import WindowSet
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, LingBotWorldPipeline, Request
 from vllm_omni.model_executor.models.lingbot_world.state import Chunk
-from vllm_omni.model_executor.models.lingbot_world.transformer import ChunkRow
+from vllm_omni.model_executor.models.lingbot_world.transformer import CameraRow
 from vllm_omni.model_executor.models.lingbot_world.world_setup import WorldSetup
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.schedules import FewStepSchedule
@@ -143,7 +143,7 @@ class LingBotPretrain(LingBotWorld):
         if chunk.negative_kv is None:
             chunk.negative_kv = self.negative.get(NEGATIVE_PROMPT, chunk.negative_text)
 
-    def rows(self, request: Request) -> list[ChunkRow]:
+    def rows(self, request: Request) -> list[CameraRow]:
         chunk = _guided_chunk(request)
         assert isinstance(chunk.window, GuidedWindows) and chunk.cross_kv is not None and chunk.negative_kv is not None
         cond, uncond = chunk.window.windows

@@ -13,14 +13,13 @@ import math
 import msgspec
 import torch
 
-from vllm_omni.config import OmniConfig, parse_options
+from vllm_omni.config import parse_options
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
-from vllm_omni.model_executor.models.lingbot_world.config import ControlType, LingBotOptions, LingBotWorldConfig
+from vllm_omni.model_executor.models.lingbot_world.config import ControlType, LingBotOptions
 from vllm_omni.model_executor.models.lingbot_world.state import ChunkInputs, LingBotSession
-from vllm_omni.model_executor.streaming.request import DEFAULT_SEED, check_unchanged, read_image, read_size
-from vllm_omni.model_executor.streaming.session import SessionShape
+from vllm_omni.model_executor.streaming.request import check_tensors, check_unchanged, read_image, read_seed
 from vllm_omni.outputs import RequestFailed
 
 _TENSORS: dict[ControlType, tuple[str, ...]] = {
@@ -39,12 +38,6 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     camera_scale: float | None = None
 
 
-def read_shape(params: DiffusionParams, config: LingBotWorldConfig, omni: OmniConfig) -> SessionShape:
-    """Read the sizes that a session's first chunk fixes. Raises `RequestFailed("unsupported_size", ...)`."""
-    height, width = read_size(params, config, omni)
-    return SessionShape(height, width, params.output)
-
-
 def read_chunk(
     request: DiffusionRequest, session: LingBotSession, served: LingBotOptions, control: ControlType = "cam"
 ) -> ChunkInputs:
@@ -52,19 +45,15 @@ def read_chunk(
     params = request.params
     session.window.check_fits(session.next_frames())
     check_unchanged(params, session.shape, {})
-    unknown = sorted(set(request.tensors) - set(_TENSORS[control]))
-    if unknown:
-        taken = ", ".join(_TENSORS[control])
-        raise RequestFailed("invalid_request", f"unknown tensors {unknown[:3]}; this model takes {taken}")
+    check_tensors(request.tensors, _TENSORS[control])
     keeps_prompt = params.prompt is None or (served.choices.prompt_switch == "ignore" and session.prompt is not None)
     prompt = session.prompt if keeps_prompt else params.prompt
     if not prompt:
         raise RequestFailed("invalid_request", "prompt must not be empty; a session's first chunk needs one")
-    seed = session.seed if params.seed is None else params.seed
     relative, intrinsics, tail = _read_camera(request, session, served)
     return ChunkInputs(
         prompt=prompt,
-        seed=DEFAULT_SEED if seed is None else seed,
+        seed=read_seed(params, session.seed),
         image=read_image(request.tensors.get("image"), first_chunk=session.chunk_index == 0),
         relative_F44=relative,
         intrinsics_F4=intrinsics,

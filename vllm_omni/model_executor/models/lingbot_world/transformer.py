@@ -19,37 +19,22 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.lingbot_world.chains import LingBotChains
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
-from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkTransformer
+from vllm_omni.model_executor.models.wan.chunk_transformer import ImageRow, ImageTransformer
 from vllm_omni.model_executor.models.wan.layers import patchify, stack
 from vllm_omni.model_executor.models.wan.transformer import Block
 
 
-@dataclass(frozen=True)
-class ChunkRow:
-    """Inputs of one row of a forward; tensors on the model's device, made once per chunk except `latents`.
+@dataclass(frozen=True, kw_only=True)
+class CameraRow(ImageRow):
+    """camera: [layers, 2, T, D], the factors and shifts of `camera_modulation`."""
 
-    latents: fp32 [16, F, h, w], noisy (or clean, at timestep 0). condition: [20, F, h, w], needed on the first
-    stage. timestep: in [0, 1000].
-    frames: absolute latent frames of the chunk. rope: (cos_TC, sin_TC) fp32. camera: [layers, 2, T, D], the factors
-    and shifts of `camera_modulation`. cross_kv: [layers, 2, S, N, H] of `cross_attention_kv`. window: written at
-    `frames`. Layers are those of this stage.
-    """
-
-    latents: torch.Tensor
-    condition: torch.Tensor | None
-    timestep: float
-    frames: range
-    rope: tuple[torch.Tensor, torch.Tensor]
     camera: torch.Tensor
-    cross_kv: torch.Tensor
-    window: KVWindow
 
 
 class CameraBlock(Block):
@@ -79,7 +64,7 @@ class CameraBlock(Block):
         out_2TD[1] = self.parallel.all_gather_channels(self.cam_shift_layer(hidden))
 
     def after_self_attention(
-        self, x_BTD: torch.Tensor, attended_BTD: torch.Tensor, gate: torch.Tensor, rows: Sequence[ChunkRow]
+        self, x_BTD: torch.Tensor, attended_BTD: torch.Tensor, gate: torch.Tensor, rows: Sequence[CameraRow]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         norm3 = self.norm3
         moved = [
@@ -91,12 +76,12 @@ class CameraBlock(Block):
         return stack([x_TD for x_TD, _ in moved]), stack([hidden_TD for _, hidden_TD in moved])
 
 
-class LingBotTransformer(ChunkTransformer[LingBotWorldConfig]):
+class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
     """This rank's part of the network. Parameters are created empty, in torch's default type and device."""
 
     block_type = CameraBlock
     chains_type = LingBotChains
-    moving_fields = ("latents", "condition", "camera")
+    moving_fields = (*ImageTransformer.moving_fields, "camera")
     high_precision = ("blocks.*.cam_*",)
 
     def _add_layers(self) -> None:
@@ -105,11 +90,6 @@ class LingBotTransformer(ChunkTransformer[LingBotWorldConfig]):
         self.patch_embedding_wancamctrl = nn.Linear(config.camera_channels * patch, dim)
         self.c2ws_hidden_states_layer1 = nn.Linear(dim, dim)
         self.c2ws_hidden_states_layer2 = nn.Linear(dim, dim)
-
-    def channels(self, row: ChunkRow) -> torch.Tensor:
-        """The 36 input channels: noisy latents, then mask and condition."""
-        assert row.condition is not None, "the first stage needs the condition"
-        return torch.cat((row.latents, row.condition.to(row.latents)))
 
     def camera_modulation(self, camera: torch.Tensor) -> torch.Tensor:
         """Control map [384 or 448, F, h, w] -> [layers, 2, T, D] in the model's type: each block's factor and shift.

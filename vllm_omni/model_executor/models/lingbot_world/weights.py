@@ -67,8 +67,7 @@ def config_of_tensors(shapes: Mapping[str, Shape], where: str, num_heads: int | 
     if control is None:
         allowed = ", ".join(f"{channels * _FOLD} ({name})" for name, channels in CONTROL_CHANNELS.items())
         raise ValueError(f"{where}: {CAMERA_TENSOR} takes {folded} inputs; known: {allowed}")
-    in_dim = shapes.get("patch_embedding.weight", (0, 0))[1]
-    return {**sizes, "in_dim": in_dim, "control_type": control}
+    return {**sizes, "control_type": control}
 
 
 def load_transformer(transformer: nn.Module, path: Path, config: LingBotWorldConfig) -> None:

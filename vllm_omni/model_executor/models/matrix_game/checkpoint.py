@@ -20,7 +20,7 @@ from torch import nn
 
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.wan import transformer_weights as wan
-from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components, find_tiny_vae, has_components
+from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, chunk_hf_config, find_transformer
 from vllm_omni.model_executor.models.wan.components import clip_tokens
 from vllm_omni.model_executor.models.wan.latents import VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, Sizes
@@ -35,6 +35,7 @@ FOLDERS = {
     "templerun_distilled_model": "templerun",
 }
 """The original repository's folders of the streaming models."""
+_PLACES = (*FOLDERS, "transformer")
 LAYOUTS = ("original", "original_gta", "original_templerun", "diffusers", "diffusers_gta", "diffusers_templerun")
 """The real layouts this file understands, by the names `make-tiny` takes."""
 
@@ -71,7 +72,7 @@ class CheckpointLayout(WanComponents):
         stated = read_json(path) if path.exists() else {}
         if not any(self.transformer.glob("*.safetensors")):
             return stated
-        return overlaid(stated, open_tensors(self.transformer).shapes, str(self.transformer))
+        return overlaid(stated, self.open_transformer().shapes, str(self.transformer))
 
 
 def find_layout(path: Path) -> CheckpointLayout:
@@ -79,74 +80,39 @@ def find_layout(path: Path) -> CheckpointLayout:
 
     Raises ValueError of one line that names the pieces found and those looked for.
     """
-    folders = [path / name for name in (*FOLDERS, "transformer") if _is_transformer(path / name)]
-    if len(folders) > 1:
-        names = ", ".join(folder.name for folder in folders)
-        raise ValueError(f"{path} holds several transformers ({names}); pass the folder of the one to serve")
-    folder = folders[0] if folders else path if _is_transformer(path) else None
-    if folder is None:
-        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) if path.is_dir() else "no folder"
-        raise ValueError(
-            f"{path} holds no Matrix-Game 2.0 transformer (found {found or 'nothing'}); expected one of "
-            f"{', '.join(f'{name}/' for name in (*FOLDERS, 'transformer'))} with its *.safetensors, or these themselves"
-        )
-    root = path
-    if folder == path and has_components(path.parent) and not has_components(path):
-        root = path.parent
-    places = find_components(root)
-    return CheckpointLayout(
-        root=root,
-        kind="diffusers" if folder.name == "transformer" else "original",
-        transformer=folder,
-        vae=places["vae"],
-        text_encoder=None,
-        tokenizer=None,
-        image_encoder=places["image_encoder"],
-        tiny_vae=find_tiny_vae(root),
-    )
+    found = [name for name in _PLACES if _is_transformer(path / name)]
+    if len(found) > 1:
+        raise ValueError(f"{path} holds several transformers ({', '.join(found)}); pass the folder of the one to serve")
+    folder, root = find_transformer(path, _PLACES, _is_transformer, "Matrix-Game 2.0")
+    return CheckpointLayout.of(root, folder, kind="diffusers" if folder.name == "transformer" else "original")
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether `path` holds Matrix-Game 2.0 transformers in any layout. Cheap, never raises."""
     try:
-        return any(_is_transformer(folder) for folder in (path, *(path / n for n in (*FOLDERS, "transformer"))))
+        return any(_is_transformer(folder) for folder in (path, *(path / name for name in _PLACES)))
     except (ValueError, OSError):
         return any((path / name).is_dir() for name in FOLDERS)  # ours but damaged: let `hf_config` say how
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return the fields of vLLM's config object, JSON types only; needs no weight files. Raises ValueError."""
+    """Return `chunk_hf_config` of this checkpoint, with `kind`; needs no weight files. Raises ValueError."""
     layout = find_layout(path)
-    transformer, clip, vae = layout.transformer_config(), layout.clip_config(), layout.vae_config()
-    transformer.setdefault("context_tokens", clip_tokens(clip))
+    transformer = layout.transformer_config()
+    transformer.setdefault("context_tokens", clip_tokens(layout.clip_config()))
     config = MatrixGameConfig.from_checkpoint(transformer)
-    for what, ours, theirs in (
-        ("image encoder gives rows of", clip["hidden_size"], config.text_dim),
-        ("image encoder gives so many rows:", clip_tokens(clip), config.text_len),
-        ("VAE has latent channels:", vae.z_dim, config.out_channels),
-    ):
-        if ours != theirs:
-            raise ValueError(f"{layout.root}: the {what} {ours}, the transformer takes {theirs}")
-    return {
-        "architectures": ["MatrixGamePipeline"],
-        "dtype": str(transformer.get("dtype") or transformer.get("torch_dtype") or "bfloat16"),
-        "hidden_size": config.dim,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "vocab_size": 2,
-        "max_position_embeddings": 16,
-        "matrix_game": {"transformer": transformer, "vae": vae.to_dict(), "clip": clip, "kind": layout.kind},
-    }
+    names = "MatrixGamePipeline", "matrix_game"
+    return chunk_hf_config(*names, layout, transformer, config, RULES, context="clip", kind=layout.kind)
 
 
 def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str) -> dict[str, Any]:
     """Return a config with the sizes that tensors, under any of their names, have. Raises ValueError."""
     named = {rename(name, RULES): shape for name, shape in shapes.items()}
-    layers = sorted({int(name.split(".")[1]) for name in named if name.startswith("blocks.")})
+    num_heads = stated.get("num_heads", stated.get("num_attention_heads"))
+    sizes = wan.stored_sizes(named, where, num_heads, context="img_emb.proj.3.weight")
     acting = sorted({int(name.split(".")[1]) for name in named if ".action_model." in name})
     action = dict(stated.get("action_config", {}))
     try:
-        dim, width = named["img_emb.proj.3.weight"]
         module = f"blocks.{acting[0]}.action_model."
         embed, keys = named[f"{module}keyboard_embed.0.weight"]
         keyboard, rows = named[f"{module}keyboard_attn_kv.weight"]
@@ -161,15 +127,7 @@ def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str)
         }
         if action["enable_mouse"]:
             mouse, inputs = named[f"{module}mouse_mlp.0.weight"]
-            action |= {"mouse_dim_in": (inputs - dim) // spans, "mouse_hidden_dim": mouse}
-        sizes = {
-            "dim": dim,
-            "ffn_dim": named["blocks.0.ffn.0.weight"][0],
-            "freq_dim": named["time_embedding.0.weight"][1],
-            "in_dim": named["patch_embedding.weight"][1],
-            "num_layers": 1 + layers[-1],
-            "image_dim": width,
-        }
+            action |= {"mouse_dim_in": (inputs - sizes["dim"]) // spans, "mouse_hidden_dim": mouse}
     except (KeyError, ValueError, IndexError) as error:
         raise ValueError(f"{where} holds no Matrix-Game 2.0 transformer; download it again") from error
     return {**stated, **sizes, "action_config": action}

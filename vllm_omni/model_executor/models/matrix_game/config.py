@@ -8,25 +8,28 @@ Held by test_matrix_game_checkpoint.py and test_matrix_game_actions.py in tests/
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
 from vllm_omni.actions import ActionSpace, Axis, Button
+from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.wan.architecture import (
     IGNORED,
     RENAMED,
     REQUIRED,
     ChunkTransformerConfig,
+    check_keys,
     read_architecture,
 )
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_TEMPORAL
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule
-from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
+from vllm_omni.model_executor.streaming.chunk_plan import resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
+from vllm_omni.model_executor.streaming.stream import Stream
 
-NATIVE_HEIGHT, NATIVE_WIDTH, FPS = 352, 640, 25.0
-"""The size and rate the released models were trained for."""
+FPS = 25.0
+"""The rate the released models were trained for."""
 _SHIFT = 5.0
 TURN: Final = 0.1
 """The camera's turn by a key in a video frame; the only magnitude that the original's console sends."""
@@ -104,6 +107,7 @@ class MatrixGameConfig(ChunkTransformerConfig):
     frames a latent frame's actions are.
     """
 
+    native_size: ClassVar[tuple[int, int]] = (352, 640)
     dim: int = 1536
     ffn_dim: int = 8960
     in_channels: int = 36
@@ -198,17 +202,13 @@ _ACTION_REQUIRED: dict[str, tuple[Any, ...]] = {
     "qkv_bias": (False,),
     "vae_time_compression_ratio": (VAE_TEMPORAL,),
 }
-_ACTION_OTHERS = ("blocks", "enable_mouse", "img_hidden_size", "patch_size", "rope_dim_list", "mouse_qk_dim_list")
+_ACTION_OTHERS = ("blocks", "enable_mouse", "patch_size", "rope_dim_list", "mouse_qk_dim_list")
 
 
 def _action_fields(values: Mapping[str, Any], dim: int) -> dict[str, Any]:
     """Read `action_config`. Raises ValueError as `from_checkpoint` does."""
-    unknown = sorted(set(values) - set(_ACTION_RENAMED) - set(_ACTION_REQUIRED) - set(_ACTION_OTHERS))
-    if unknown:
-        raise ValueError(f"action_config has unknown keys {unknown}")
-    for key, allowed in {**_ACTION_REQUIRED, "img_hidden_size": (dim,)}.items():
-        if key in values and values[key] not in allowed:
-            raise ValueError(f"action_config has {key} = {values[key]!r}; this model implements {allowed}")
+    required = {**_ACTION_REQUIRED, "img_hidden_size": (dim,)}
+    check_keys(values, "action_config", _ACTION_RENAMED, required, _ACTION_OTHERS)
     fields = {name: values[key] for key, name in _ACTION_RENAMED.items() if values.get(key) is not None}
     if "blocks" in values:
         fields["action_blocks"] = tuple(values["blocks"])
@@ -226,6 +226,12 @@ def schedule_of(variant: Variant) -> FewStepSchedule:
     return few_step_schedule("exact", _SHIFT, [1000 - step for step in variant.steps], np.float32)
 
 
-def resolve_plan(config: MatrixGameConfig, options: StreamingOptions) -> ChunkPlan:
-    """How a session is cut into chunks, and the window of each. Raises ValueError."""
-    return resolve_chunks(options, config, chunk_frames=3, window_frames=config.variant.window_frames, sink_frames=0)
+MatrixGameStream = Stream[MatrixGameConfig, StreamingOptions]
+
+
+def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> MatrixGameStream:
+    """Read the family's part of `hf_config` with the options it is served with. Raises ValueError."""
+    config, options = MatrixGameConfig.from_checkpoint(checkpoint["transformer"]), StreamingOptions.read(omni.model)
+    window = config.variant.window_frames
+    plan = resolve_chunks(options, config, chunk_frames=3, window_frames=window, sink_frames=0)
+    return Stream(config, options, plan)

@@ -1,35 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `matrix_game` family's entry for the command line, the config parser and the doors."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities
 from vllm_omni.model_executor.models.matrix_game.checkpoint import LAYOUTS, hf_config, is_checkpoint
-from vllm_omni.model_executor.models.matrix_game.config import FPS, MatrixGameConfig, resolve_plan
+from vllm_omni.model_executor.models.matrix_game.config import FPS, MatrixGameStream, read_stream
 from vllm_omni.model_executor.models.wan.latents import VAE_SPATIAL, VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.splits import check_decoder_split, check_split
-from vllm_omni.model_executor.streaming.family import Stream, streaming_family
-from vllm_omni.model_executor.streaming.options import StreamingOptions
-
-MatrixGameStream = Stream[MatrixGameConfig, StreamingOptions]
-
-
-def _read(checkpoint: Mapping[str, Any], omni: OmniConfig) -> MatrixGameStream:
-    config, options = MatrixGameConfig.from_checkpoint(checkpoint["transformer"]), StreamingOptions.read(omni.model)
-    return Stream(config, options, resolve_plan(config, options))
+from vllm_omni.model_executor.streaming.family import streaming_family
 
 
 def _check_parallel(stream: MatrixGameStream, omni: OmniConfig, ranks: int, stages: int) -> None:
     omni.refuse_chunks_in_flight("Matrix-Game")
     check_decoder_split(stream.options.decoder, omni)
-    check_split(stream.config, omni, ranks, stages, sequence_parallel=stream.options.sequence_parallel)
-    heads = stream.config.action_heads
-    if heads % ranks:
-        raise ValueError(
-            f"--tensor-parallel-size {ranks}: the {heads} heads of the action modules do not divide over {ranks} ranks"
-        )
+    others = {"action_config.heads_num": stream.config.action_heads}
+    ulysses = stream.options.sequence_parallel
+    check_split(stream.config, omni, ranks, stages, sequence_parallel=ulysses, others=others)
 
 
 FAMILY = streaming_family(
@@ -39,7 +25,7 @@ FAMILY = streaming_family(
     detect=is_checkpoint,
     hf_config=hf_config,
     layouts=LAYOUTS,
-    read=_read,
+    read=read_stream,
     check_options=lambda omni: omni.refuse_degradations("Matrix-Game"),
     check_parallel=_check_parallel,
     action_space=lambda stream: stream.config.variant.space,

@@ -34,11 +34,8 @@ def check_complete(path: Path) -> None:
     """
     from vllm_omni.model_executor.models.matrix_game.checkpoint import RULES, find_layout, transformer_shapes
     from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
-    from vllm_omni.model_executor.tensor_files import open_tensors
-    from vllm_omni.model_executor.weights import check_shapes, rename
 
     layout = find_layout(path)
     layout.require("transformer", "vae", "image_encoder")
     config = MatrixGameConfig.from_checkpoint(layout.transformer_config())
-    found = {rename(name, RULES): shape for name, shape in open_tensors(layout.transformer).shapes.items()}
-    check_shapes(found, transformer_shapes(config), str(layout.transformer))
+    layout.check_transformer(transformer_shapes(config), RULES)

@@ -15,39 +15,34 @@
 Held by tests/model_executor/models/matrix_game/test_matrix_game_pipeline.py.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from vllm_omni.config import OmniConfig
-from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.dtypes import default_dtype
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
+from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.models.matrix_game.checkpoint import CheckpointLayout, find_layout, load_transformer
-from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig, resolve_plan, schedule_of
+from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig, read_stream, schedule_of
 from vllm_omni.model_executor.models.matrix_game.state import (
     ActionWindows,
     Chunk,
-    ChunkInputs,
     MatrixGameSession,
     World,
     WorldLayout,
+    action_values,
     action_windows,
-    read_chunk,
 )
-from vllm_omni.model_executor.models.matrix_game.transformer import ChunkRow, MatrixGameTransformer
-from vllm_omni.model_executor.models.wan.chunk_model import WanChunkModel
+from vllm_omni.model_executor.models.matrix_game.transformer import ActionRow, MatrixGameTransformer
 from vllm_omni.model_executor.models.wan.chunk_setup import WanChunkSetup
-from vllm_omni.model_executor.models.wan.image_condition import ConditionState, GreyCondition
+from vllm_omni.model_executor.models.wan.image_condition import ConditionState
+from vllm_omni.model_executor.models.wan.image_world import ImageWorldModel
+from vllm_omni.model_executor.models.wan.latents import VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.pictures import cut_image
 from vllm_omni.model_executor.noise import ChunkNoise
 from vllm_omni.model_executor.streaming.options import StreamingOptions
-from vllm_omni.model_executor.streaming.request import read_size
-from vllm_omni.model_executor.streaming.session import SessionShape, StateLayouts
-from vllm_omni.model_executor.tensor_files import open_tensors
+from vllm_omni.model_executor.streaming.request import read_action_rows, read_played
+from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 
 Request = DiffusionRequest[MatrixGameSession, Chunk]
@@ -56,54 +51,34 @@ Request = DiffusionRequest[MatrixGameSession, Chunk]
 class MatrixGameSetup(WanChunkSetup[MatrixGameConfig, StreamingOptions, CheckpointLayout]):
     """Everything a `MatrixGame` is built from: of `hf_config(...)["matrix_game"]`."""
 
-    @classmethod
-    def _read(cls, checkpoint: Mapping[str, Any], omni: OmniConfig) -> tuple[MatrixGameConfig, StreamingOptions]:
-        return MatrixGameConfig.from_checkpoint(checkpoint["transformer"]), StreamingOptions.read(omni.model)
+    read_stream = staticmethod(read_stream)
 
 
-class MatrixGame(WanChunkModel[SessionShape, MatrixGameSession, Chunk, MatrixGameSetup, CheckpointLayout]):
+class MatrixGame(ImageWorldModel[MatrixGameSession, Chunk, MatrixGameSetup, CheckpointLayout]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
+
+    session_type = MatrixGameSession
+    rounding = "truncate"
 
     config: MatrixGameConfig
 
     def build(self, setup: MatrixGameSetup) -> None:
-        self._begin(setup, resolve_plan(setup.config, setup.options))
+        self._begin(setup)
         self.action_space = setup.config.variant.space
         self.schedule = schedule_of(setup.config.variant)
-        with default_dtype(setup.dtype):
-            self.transformer = MatrixGameTransformer(
-                setup.config,
-                setup.parallel,
-                compiled=setup.compiled,
-                cuda_graphs=setup.options.cuda_graphs and torch.cuda.is_available(),
-                quantization=setup.quantization,
-            )
+        self._add_transformer(setup, MatrixGameTransformer)
         self._add_components(setup, encodes=setup.parallel.first_stage)
-        self.condition: GreyCondition | None = None
-        if setup.parallel.first_stage:
-            self.condition = GreyCondition(self.vae, chunk_frames=self.plan.chunk_frames)
+        self._add_condition()
 
     def load_transformer(self, layout: CheckpointLayout) -> None:
-        load_transformer(self.transformer, open_tensors(layout.transformer), self.config)
+        load_transformer(self.transformer, layout.open_transformer(), self.config)
 
     # -- sessions ------------------------------------------------------------------------------------------------------
-
-    def read_shape(self, params: DiffusionParams) -> SessionShape:
-        height, width = read_size(params, self.config, self.omni)
-        self.vae.check_height(height)
-        return SessionShape(height, width, params.output)
 
     def window_nbytes(self, shape: SessionShape) -> int:
         return sum(kv_window_nbytes(**sizes) for sizes in self._window_sizes(shape).values())
 
-    def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> MatrixGameSession:
-        decoder = None if self.decoder is None or shape.output == "latents" else self.decoder
-        layouts = StateLayouts(
-            None if decoder is None else decoder.state_layout(shape.height, shape.width), self._own_layout(shape)
-        )
-        return MatrixGameSession(session_id, shape, self.plan, self.make_windows(shape), layouts, reserved_bytes)
-
-    def make_windows(self, shape: SessionShape) -> ActionWindows:
+    def make_window(self, shape: SessionShape) -> ActionWindows:
         common = {"sink_frames": self.plan.sink_frames, "device": self.transformer.device}
         sizes = self._window_sizes(shape)
         return ActionWindows(**{name: KVWindow(**common, **own) for name, own in sizes.items()})
@@ -118,44 +93,40 @@ class MatrixGame(WanChunkModel[SessionShape, MatrixGameSession, Chunk, MatrixGam
         kept = ["trunk", *(["mouse"] if config.mouse_dim else []), "keyboard"] if action["num_layers"] else ["trunk"]
         return {name: named[name] for name in kept}
 
-    def _own_layout(self, shape: SessionShape) -> WorldLayout:
-        config = self.config
-        values = config.keyboard_dim + config.mouse_dim
-        image = None
+    def own_layout(self, shape: SessionShape) -> WorldLayout:
+        config, image = self.config, None
         if self.image_encoder is not None:
             image = ((config.text_len, config.text_dim), self.transformer.dtype)
-        condition = None if self.condition is None else self.condition.state_layout(shape.height, shape.width)
-        return WorldLayout((config.action_rows - 3, values), image, condition)
+        actions = (config.action_rows - VAE_TEMPORAL + 1, config.keyboard_dim + config.mouse_dim)
+        return WorldLayout(actions, image, self.condition_layout(shape))
 
     def own_bytes(self, shape: SessionShape) -> int:
-        layout = self._own_layout(shape)
-        total = 4 * layout.actions[0] * layout.actions[1]
-        if layout.image is not None:
-            (rows, width), dtype = layout.image
-            total += rows * width * dtype.itemsize
-        if self.condition is not None:
-            total += self.condition.state_nbytes(shape.height, shape.width)
-        return total
+        return super().own_bytes(shape) + self.own_layout(shape).nbytes
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def prepare_encode(self, request: Request) -> None:
         session = request.session
-        inputs = read_chunk(request, session, self.config.variant)
+        session.window.check_fits(session.next_frames())
+        inputs = read_played(request, session, self.action_space)
+        rows = read_action_rows(request.params, request.tensors, self.action_space, self.plan, session.chunk_index)
         frames, shape, before = session.next_frames(), session.shape, session.own
         size = (self.config.out_channels, len(frames), *self.config.latent_size(shape.height, shape.width))
         windows, newest = action_windows(
-            inputs.rows, None if before is None else before.actions, len(frames), self.config.action_rows
+            action_values(rows, self.config.variant),
+            None if before is None else before.actions,
+            len(frames),
+            self.config.action_rows,
         )
         given: dict[str, Any] = {"prompt": "", "seed": inputs.seed, "windows": windows}
         if self.image_encoder is None:
-            own = World(newest, None, None)
+            own = World(condition=None, actions=newest, image=None)
             request.state = Chunk.to_decode(frames, self.schedule, size, session.window, own=own, y=None, **given)
             request.num_steps = 1  # the ranks with layers know
             return
         with request.timer.stage("condition"):
-            image, y, condition = self._image(inputs, session, len(frames))
+            image, y, condition = self._image(inputs.image, session, len(frames))
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, self.transformer.device)
         request.state = Chunk(
             frames=frames,
@@ -166,37 +137,30 @@ class MatrixGame(WanChunkModel[SessionShape, MatrixGameSession, Chunk, MatrixGam
             rope=self.transformer.rope(frames, size),
             text=image if session.cross_kv is None else None,
             window=session.window,
-            own=World(newest, image, condition),
+            own=World(condition=condition, actions=newest, image=image),
             cross_kv=session.cross_kv,
             **given,
         )
         request.num_steps = self.schedule.num_steps + 1
         request.clean_passes = 1
 
-    def warmup_inputs(self) -> list[Inputs]:
-        """Chunks of the largest size until the window is full, each kind of forward once; a later one decodes more."""
-        image = torch.zeros(self.omni.height, self.omni.width, 3, dtype=torch.uint8)
-        params = DiffusionParams(session_id="warm-up")
-        return [(params, {"image": image}), (params, {})]
-
     # -- parts of the above --------------------------------------------------------------------------------------------
 
     def _image(
-        self, inputs: ChunkInputs, session: MatrixGameSession, num_frames: int
+        self, image: torch.Tensor | None, session: MatrixGameSession, num_frames: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, ConditionState | None]:
         """Return CLIP's rows of the session's image, and y with the condition's next state on the first stage."""
-        pixels, before, device = None, session.own, self.transformer.device
-        if inputs.image is not None:
-            pixels = cut_image(inputs.image, session.shape.height, session.shape.width)
+        pixels, device = None, self.transformer.device
+        if image is not None:
+            pixels = cut_image(image, session.shape.height, session.shape.width)
             assert self.image_encoder is not None
             rows = self.image_encoder.encode(pixels[:, :, 0], device).to(self.transformer.dtype)
         else:
-            assert before is not None and before.image is not None
-            rows = before.image
+            assert session.own is not None and session.own.image is not None
+            rows = session.own.image
         if self.condition is None:
             return rows, None, None
-        clip = None if pixels is None else pixels.to(device)
-        return rows, *self.condition.next(clip, num_frames, None if before is None else before.condition)
+        return rows, *self.condition.next(None if pixels is None else pixels.to(device), num_frames, session.condition)
 
     def begin_step(self, request: Request) -> None:
         """Once per chunk: actions on the device, keyboard K/V, those of the image (collective there)."""
@@ -211,11 +175,11 @@ class MatrixGame(WanChunkModel[SessionShape, MatrixGameSession, Chunk, MatrixGam
             assert chunk.text is not None
             chunk.cross_kv = self.transformer.cross_attention_kv(chunk.text)
 
-    def rows(self, request: Request) -> list[ChunkRow]:
+    def rows(self, request: Request) -> list[ActionRow]:
         chunk = request.work
         assert chunk.cross_kv is not None
         step = chunk.denoise_index(request.step)
-        row = ChunkRow(
+        row = ActionRow(
             latents=chunk.latents,
             condition=chunk.y,
             timestep=0.0 if step is None else self.schedule.timesteps[step],
@@ -236,9 +200,3 @@ class MatrixGamePipeline(CheckpointPipeline[CheckpointLayout], MatrixGame):
 
     def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
         self.build(MatrixGameSetup.served(served.hf_config.matrix_game, served))
-
-
-if TYPE_CHECKING:
-
-    def _keeps_the_contract(model: MatrixGame) -> SupportsStepExecution[MatrixGameSession, Chunk]:
-        return model

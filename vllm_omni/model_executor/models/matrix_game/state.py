@@ -9,29 +9,21 @@ test_matrix_game_actions.py.
 # F latent frames of a chunk, P video frames of a chunk, K values of a video frame's keyboard and mouse, R video frames
 # a latent frame's actions span
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar, Self
 
-import msgspec
 import torch
 
-from vllm_omni.actions import ACTION_TENSORS, ActionRows
-from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.actions import ActionRows
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.window_set import WindowSet
 from vllm_omni.model_executor.models.matrix_game.config import Variant
-from vllm_omni.model_executor.models.wan.image_condition import ConditionLayout, ConditionState
+from vllm_omni.model_executor.models.wan.image_condition import ConditionLayout
+from vllm_omni.model_executor.models.wan.image_world import ImageWorld, ImageWorldScalars, ImageWorldSession
 from vllm_omni.model_executor.models.wan.latents import VAE_TEMPORAL
-from vllm_omni.model_executor.streaming.request import (
-    DEFAULT_SEED,
-    check_prompt,
-    check_unchanged,
-    read_action_rows,
-    read_image,
-)
-from vllm_omni.model_executor.streaming.session import SessionScalars, SessionShape, StreamingChunk, StreamingSession
-from vllm_omni.outputs import RequestFailed
+from vllm_omni.model_executor.streaming.session import StreamingChunk
 from vllm_omni.sessions.snapshot import SavedTensors
 
 # -- keys and values ---------------------------------------------------------------------------------------------------
@@ -63,27 +55,23 @@ class ActionWindows(WindowSet):
 # -- the session -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class World:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class World(ImageWorld):
     """A session's share of its image and its actions. Immutable.
 
-    actions: the newest video frames' rows that a next chunk looks back to, fp32 [R - 3, K], on the host. image: CLIP's
-    rows; None on ranks without layers. condition: None on ranks that embed no patches.
+    actions: the newest video frames' rows that a next chunk looks back to, fp32 [R - 3, K]; they stay on the host.
+    image: CLIP's rows; None on ranks without layers.
     """
 
     actions: torch.Tensor
     image: torch.Tensor | None
-    condition: ConditionState | None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        condition = {} if self.condition is None else self.condition.tensors()
         image = {} if self.image is None else {"image": self.image}
-        return {**{f"condition.{name}": t for name, t in condition.items()}, **image, "actions": self.actions}
+        return {**super().tensors(), **image, "actions": self.actions}
 
-    def to(self, device: torch.device | str) -> "World":
-        """The actions stay on the host."""
-        image = None if self.image is None else self.image.to(device)
-        return replace(self, image=image, condition=None if self.condition is None else self.condition.to(device))
+    def to(self, device: torch.device | str) -> Self:
+        return replace(super().to(device), image=None if self.image is None else self.image.to(device))
 
 
 @dataclass(frozen=True)
@@ -94,40 +82,27 @@ class WorldLayout:
     image: tuple[tuple[int, int], torch.dtype] | None
     condition: ConditionLayout | None
 
+    @property
+    def nbytes(self) -> int:
+        """Without the condition."""
+        rows = 0 if self.image is None else math.prod(self.image[0]) * self.image[1].itemsize
+        return rows + math.prod(self.actions) * torch.float32.itemsize
 
-class MatrixGameScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The result of `MatrixGameSession.scalars`, as read from a file."""
 
-    condition_settled: bool | None
-    condition_encoded: Annotated[int, msgspec.Meta(ge=1)]
-
-
-class MatrixGameSession(StreamingSession[SessionShape, ActionWindows, World, WorldLayout, MatrixGameScalars]):
+class MatrixGameSession(ImageWorldSession[ActionWindows, World, WorldLayout, ImageWorldScalars]):
     """A Matrix-Game session; `layouts.own` is always there."""
 
-    scalars_type: ClassVar[type[MatrixGameScalars]] = MatrixGameScalars
+    scalars_type: ClassVar[type[ImageWorldScalars]] = ImageWorldScalars
 
-    def own_scalars(self) -> dict[str, Any]:
-        condition = None if self.own is None else self.own.condition
-        return {
-            "condition_settled": None if condition is None else condition.settled,
-            "condition_encoded": 1 if condition is None else condition.num_encoded,
-        }
-
-    def restore_own(self, kept: MatrixGameScalars, saved: SavedTensors, device: torch.device) -> World:
-        layout, settled = self.layouts.own, kept.condition_settled
+    def restore_own(self, kept: ImageWorldScalars, saved: SavedTensors, device: torch.device) -> World:
+        layout, image = self.layouts.own, None
         assert layout is not None
-        if (layout.condition is None) != (settled is None) or kept.condition_encoded > kept.committed_frames:
-            raise RequestFailed("invalid_snapshot", "the snapshot's frames and condition do not fit together")
-        actions = saved.take("actions", "cpu", torch.float32, layout.actions)
-        image = condition = None
+        condition = self.restore_condition(layout.condition, kept, saved, device)
         if layout.image is not None:
             shape, dtype = layout.image
             image = saved.take("image", device, dtype, shape)
-        if layout.condition is not None and settled is not None:
-            part = saved.under("condition.")
-            condition = layout.condition.restore(part, device, settled=settled, num_encoded=kept.condition_encoded)
-        return World(actions, image, condition)
+        actions = saved.take("actions", "cpu", torch.float32, layout.actions)
+        return World(condition=condition, actions=actions, image=image)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -143,42 +118,7 @@ class Chunk(StreamingChunk[ActionWindows, World]):
     actions: Any = None
 
 
-# -- requests ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ChunkInputs:
-    """A checked request. image: uint8 [H, W, 3] of any size, at a session's start. rows: fp32 [P, K], on the host."""
-
-    seed: int
-    image: torch.Tensor | None
-    rows: torch.Tensor
-
-
-def read_chunk(request: DiffusionRequest[Any, Any], session: MatrixGameSession, variant: Variant) -> ChunkInputs:
-    """Check one chunk's request against its session; changes nothing. Raises `RequestFailed`."""
-    params, space = request.params, variant.space
-    session.window.check_fits(session.next_frames())
-    check_unchanged(params, session.shape, {})
-    first_chunk = session.chunk_index == 0
-    check_prompt(params, space, first_chunk=first_chunk)
-    if params.options:
-        raise RequestFailed("invalid_request", f"this model takes no options, got {sorted(params.options)[:3]}")
-    image = request.tensors.get("image")
-    if image is not None and not first_chunk:
-        raise RequestFailed("invalid_image", "a session keeps its first image; reset it to begin with another")
-    unknown = sorted(set(request.tensors) - {"image", *ACTION_TENSORS})
-    if unknown:
-        taken = ", ".join(("image", *ACTION_TENSORS))
-        raise RequestFailed("invalid_request", f"unknown tensors {unknown[:3]}; this model takes {taken}")
-    seed = session.seed if params.seed is None else params.seed
-    return ChunkInputs(
-        seed=DEFAULT_SEED if seed is None else seed,
-        image=read_image(image, first_chunk=first_chunk),
-        rows=action_values(
-            read_action_rows(params, request.tensors, space, session.plan, session.chunk_index), variant
-        ),
-    )
+# -- actions ----------------------------------------------------------------------------------------------------------
 
 
 def action_values(rows: ActionRows, variant: Variant) -> torch.Tensor:

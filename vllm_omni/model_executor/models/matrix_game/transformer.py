@@ -25,11 +25,11 @@ from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear, StackedLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.layers.rope import apply_rope
+from vllm_omni.model_executor.layers.rope import apply_rope, axis_tables
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.matrix_game.state import ActionWindows
 from vllm_omni.model_executor.models.wan.chains import Chains
-from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkTransformer
+from vllm_omni.model_executor.models.wan.chunk_transformer import ImageRow, ImageTransformer
 from vllm_omni.model_executor.models.wan.layers import ImageProjection, stack
 from vllm_omni.model_executor.models.wan.transformer import Block
 
@@ -59,26 +59,15 @@ class MatrixGameChains(Chains):
     attention_over_time: Callable[..., torch.Tensor] = attention_over_time
 
 
-@dataclass(frozen=True)
-class ChunkRow:
-    """Inputs of one row of a forward; tensors on the model's device, made once per chunk except `latents`.
-
-    latents: fp32 [16, F, h, w], noisy (or clean, at timestep 0). condition: [20, F, h, w], needed on the first stage.
-    timestep: in [0, 1000]. frames: absolute latent frames of the chunk. rope: (cos_TC, sin_TC) fp32. mouse: each
-    token's mouse rows [T, R * values], in the model's type, None = no mouse. action_cos, action_sin: of action heads,
-    of all F S tokens, fp32 [F S, C]. cross_kv: [layers, 2, tokens, N, H] of `cross_attention_kv`. window: written at
-    `frames`; its keyboard part holds them already. Layers are those of this stage.
+@dataclass(frozen=True, kw_only=True)
+class ActionRow(ImageRow):
+    """mouse: each token's mouse rows [T, R * values], in the model's type, None = no mouse. action_cos, action_sin: of
+    action heads, of all F S tokens, fp32 [F S, C]. window: its keyboard part holds the chunk's frames already.
     """
 
-    latents: torch.Tensor
-    condition: torch.Tensor | None
-    timestep: float
-    frames: range
-    rope: Rotation
     mouse: torch.Tensor | None
     action_cos: torch.Tensor
     action_sin: torch.Tensor
-    cross_kv: torch.Tensor
     window: ActionWindows
 
 
@@ -114,7 +103,7 @@ class ActionModule(nn.Module):
             self.t_qkv = StackedLinear(width, (width,) * 3, *common, f"{prefix}.t_qkv", bias=False)
             self.proj_mouse = RowLinear(width, dim, *common, f"{prefix}.proj_mouse", bias=False)
 
-    def forward(self, x_BTD: torch.Tensor, rows: Sequence[ChunkRow], index: int) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, rows: Sequence[ActionRow], index: int) -> torch.Tensor:
         """The residual stream with both updates. index: of this module among the stage's."""
         first = self.keyboard_embed[0]
         assert isinstance(first, nn.Linear)
@@ -129,7 +118,7 @@ class ActionModule(nn.Module):
         k, v = self._heads(self.keyboard_attn_kv(embedded), 2, self.config.keyboard_width)
         return self.chains.head_rms_rope(k, *rotation, self.config.eps), v
 
-    def mouse(self, x_BTD: torch.Tensor, rows: Sequence[ChunkRow], index: int) -> torch.Tensor:
+    def mouse(self, x_BTD: torch.Tensor, rows: Sequence[ActionRow], index: int) -> torch.Tensor:
         """The mouse branch's update; writes the rows' K/V."""
         mouse = stack([row.mouse for row in rows if row.mouse is not None])
         qkv = self.t_qkv(self.mouse_mlp(torch.cat((x_BTD, mouse), dim=-1)))
@@ -147,7 +136,7 @@ class ActionModule(nn.Module):
             attended.append(self.chains.attention_over_time(q_FSNH, k_WSNH, v_WSNH).flatten(0, 1))
         return self.proj_mouse(self.parallel.heads_to_tokens(stack(attended)).flatten(-2))
 
-    def keyboard(self, x_BTD: torch.Tensor, rows: Sequence[ChunkRow], index: int) -> torch.Tensor:
+    def keyboard(self, x_BTD: torch.Tensor, rows: Sequence[ActionRow], index: int) -> torch.Tensor:
         """The keyboard branch's update; the rows' K/V have been written."""
         (q,) = self._heads(self.mouse_attn_q(x_BTD), 1, self.config.keyboard_width)
         attended = []
@@ -167,10 +156,17 @@ class ActionBlock(Block):
     chains: MatrixGameChains
     action_index = 0
 
-    def add_action(
-        self, config: MatrixGameConfig, parallel: ParallelContext, quant: LinearPrecision, name: str
+    def __init__(
+        self,
+        config: MatrixGameConfig,
+        parallel: ParallelContext,
+        chains: MatrixGameChains,
+        index: int,
+        quant_config: LinearPrecision,
+        prefix: str,
     ) -> None:
-        self.action_model = ActionModule(config, parallel, self.chains, quant, f"{name}.action_model")
+        super().__init__(config, parallel, chains, index, quant_config, prefix)
+        self.action_model = ActionModule(config, parallel, chains, quant_config, f"{prefix}.action_model")
 
     def after_cross_attention(
         self,
@@ -178,17 +174,17 @@ class ActionBlock(Block):
         attended_BTD: torch.Tensor,
         shift: torch.Tensor,
         scale: torch.Tensor,
-        rows: Sequence[ChunkRow],
+        rows: Sequence[ActionRow],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.action_model((x_BTD + attended_BTD).to(x_BTD.dtype), rows, self.action_index)
         return x, self.chains.modulated_norm(x, shift, scale, self.eps, self.norm3.weight.dtype)
 
 
-class MatrixGameTransformer(ChunkTransformer[MatrixGameConfig]):
+class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
     """This rank's part of the network. Parameters are created empty, in torch's default type and device."""
 
     chains_type = MatrixGameChains
-    moving_fields = ("latents", "condition", "mouse", "action_cos", "action_sin")
+    moving_fields = (*ImageTransformer.moving_fields, "mouse", "action_cos", "action_sin")
     high_precision = ("blocks.*.action_model.mouse_mlp.0", "blocks.*.action_model.keyboard_attn_kv")
     """The first has an input width that FP8 products do not take, the second runs once a chunk on a few rows."""
 
@@ -203,13 +199,8 @@ class MatrixGameTransformer(ChunkTransformer[MatrixGameConfig]):
         embedded: torch.Tensor = self.img_emb(text_SE)
         return embedded
 
-    def _block(self, layer: int, index: int, chains: Chains) -> Block:
-        if layer not in self.config.action_blocks:
-            return super()._block(layer, index, chains)
-        name = f"{self.prefix}.blocks.{layer}"
-        block = ActionBlock(self.config, self.parallel, chains, index, self.quant_config, name)
-        block.add_action(self.config, self.parallel, self.quant_config, name)
-        return block
+    def _block_type(self, layer: int) -> type[Block]:
+        return ActionBlock if layer in self.config.action_blocks else Block
 
     def _number_actions(self) -> None:
         for index, block in enumerate(self.action_blocks()):
@@ -223,13 +214,8 @@ class MatrixGameTransformer(ChunkTransformer[MatrixGameConfig]):
         super().move_layers(move)
         self._number_actions()
 
-    def channels(self, row: ChunkRow) -> torch.Tensor:
-        """The 36 input channels: noisy latents, then mask and condition."""
-        assert row.condition is not None, "the first stage needs the condition"
-        return torch.cat((row.latents, row.condition.to(row.latents)))
-
     def actions(self, mouse_FRM: torch.Tensor | None, frames: range, places: int) -> dict[str, Any]:
-        """The fields of `ChunkRow` of a chunk's actions. mouse_FRM: fp32, CPU, None = no mouse. places: S."""
+        """The fields of `ActionRow` of a chunk's actions. mouse_FRM: fp32, CPU, None = no mouse. places: S."""
         cos, sin = (to_device(x.repeat_interleave(places, 0), self.device) for x in self._rotation(frames))
         mouse = None
         if mouse_FRM is not None:
@@ -249,9 +235,5 @@ class MatrixGameTransformer(ChunkTransformer[MatrixGameConfig]):
             window["keyboard"].write(block.action_index, frames, k_FNH, v_FNH)
 
     def _rotation(self, frames: range) -> Rotation:
-        """(cos, sin) [F, C] of the action heads, fp32 on the CPU, from angles in fp64: no longest session."""
-        dims = self.config.action_rope_dim
-        lanes = torch.arange(0, dims, 2, dtype=torch.float64) / dims
-        positions = torch.arange(frames.start, frames.stop, dtype=torch.float64)
-        angles = torch.outer(positions, self.config.action_rope_theta**-lanes)
-        return angles.cos().float(), angles.sin().float()
+        """(cos, sin) [F, C] of the action heads, fp32 on the CPU."""
+        return axis_tables(frames, self.config.action_rope_dim, self.config.action_rope_theta)

@@ -5,9 +5,9 @@ Keys come in Wan's own or diffusers' style; nothing is guessed.
 Held by tests/model_executor/models/lingbot_world/test_lingbot_config.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_omni.model_executor.checkpoint_quantization import DESCRIPTIONS
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
@@ -50,7 +50,10 @@ class ChunkTransformerConfig(WanConfig):
     """A causal transformer's sizes.
 
     window_frames, sink_frames, frames_per_chunk: the checkpoint's recommendation; None = it has none.
+    native_size: height and width, in pixels, that the family's released models were trained at.
     """
+
+    native_size: ClassVar[tuple[int, int]] = (480, 832)
 
     window_frames: int | None = None
     sink_frames: int | None = None
@@ -106,6 +109,25 @@ IGNORED = ("_diffusers_version", "_name_or_path", "rope_max_seq_len", "architect
 """Keys that change nothing here (rotations are computed, so there is no longest sequence)."""
 
 
+def check_keys(
+    values: Mapping[str, Any],
+    where: str,
+    read: Iterable[str],
+    required: Mapping[str, tuple[Any, ...]],
+    ignored: Iterable[str],
+) -> None:
+    """Raise ValueError naming unknown keys of the config `where`, and the first value that is not implemented.
+
+    read: keys that give sizes. required, ignored: as in `read_architecture`.
+    """
+    known = sorted({*read, *required, *ignored})
+    if unknown := sorted(set(values) - set(known)):
+        raise ValueError(f"{where} has unknown keys {unknown}; known: {known}")
+    for key, allowed in required.items():
+        if key in values and values[key] not in allowed:
+            raise ValueError(f"{where} has {key} = {values[key]!r}; this model implements {allowed}")
+
+
 def read_architecture(
     values: Mapping[str, Any],
     renamed: Mapping[str, str],
@@ -120,14 +142,7 @@ def read_architecture(
     one of those listed. ignored: keys that change nothing. Raises ValueError naming unknown keys, values that are not
     implemented, and keys that contradict each other.
     """
-    unknown = sorted(set(values) - set(renamed) - set(required) - set(ignored) - set(DESCRIPTIONS))
-    if unknown:
-        raise ValueError(
-            f"transformer config has unknown keys {unknown}; known: {sorted({*renamed, *required, *ignored})}"
-        )
-    for key, allowed in required.items():
-        if key in values and values[key] not in allowed:
-            raise ValueError(f"transformer config has {key} = {values[key]!r}; this model implements {allowed}")
+    check_keys(values, "transformer config", renamed, required, (*ignored, *DESCRIPTIONS))
     fields: dict[str, Any] = {}
     for key, name in renamed.items():
         if values.get(key) is None or key in ignored:

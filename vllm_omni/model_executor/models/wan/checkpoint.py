@@ -10,16 +10,17 @@ its transformer is. Held by tests/model_executor/models/lingbot_world/test_check
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from vllm_omni.model_executor.checkpoint_quantization import quantization_of
 from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
 from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES, TEXT_RULES, VAE_RULES
-from vllm_omni.model_executor.models.wan.components import CLIP_HEAD_DIM, CLIP_VIT_H, UMT5_XXL, VAEConfig
-from vllm_omni.model_executor.tensor_files import confined, open_tensors, read_json
-from vllm_omni.model_executor.weights import Rules, rename
+from vllm_omni.model_executor.models.wan.components import CLIP_HEAD_DIM, CLIP_VIT_H, UMT5_XXL, VAEConfig, clip_tokens
+from vllm_omni.model_executor.tensor_files import Shape, TensorSource, confined, open_tensors, read_json
+from vllm_omni.model_executor.weights import Rules, check_shapes, rename
 
 Piece = Literal["transformer", "vae", "text_encoder", "tokenizer", "image_encoder"]
 
@@ -58,6 +59,11 @@ class WanComponents:
     image_encoder: Path | None = field(default=None, kw_only=True)
     tiny_vae: Path | None = field(default=None, kw_only=True)
 
+    @classmethod
+    def of(cls, root: Path, transformer: Path, **own: Any) -> Self:
+        """The layout with the components that `root` holds. own: the family's fields."""
+        return cls(root=root, transformer=transformer, **find_components(root), tiny_vae=find_tiny_vae(root), **own)
+
     def release(self) -> str:
         """The name under which `vllm-omni download` fetches this checkpoint."""
         return self.download_name
@@ -73,6 +79,14 @@ class WanComponents:
                 f"be a link to another checkpoint); complete it with `vllm-omni download {self.release()} {self.root}` "
                 "or start with --load-format dummy"
             )
+
+    def open_transformer(self) -> TensorSource:
+        return open_tensors(self.transformer)
+
+    def check_transformer(self, expected: Mapping[str, Shape], rules: Rules = ()) -> None:
+        """Raise ValueError unless the transformer's tensors, renamed by `rules`, have the expected names and shapes."""
+        found = {rename(name, rules): shape for name, shape in self.open_transformer().shapes.items()}
+        check_shapes(found, expected, str(self.transformer))
 
     def _present(self, piece: Piece) -> bool:
         places: dict[Piece, Path | None] = {
@@ -142,17 +156,31 @@ class WanComponents:
             "patch_size": patch,
         }
 
-    def checked_components(self, text_dim: int, latent_channels: int) -> tuple[dict[str, Any], VAEConfig]:
-        """Return (text config, VAE config) if they fit the transformer. Raises ValueError in one line."""
-        text, vae = self.text_config(), self.vae_config()
-        if text["d_model"] != text_dim:
-            raise ValueError(
-                f"{self.root}: the text encoder gives rows of {text['d_model']}, the transformer takes "
-                f"{text_dim}; the two belong to different checkpoints"
-            )
+    def checked_vae(self, latent_channels: int) -> VAEConfig:
+        """Return the VAE's architecture if it fits the transformer. Raises ValueError in one line, as the next two."""
+        vae = self.vae_config()
         if vae.z_dim != latent_channels:
             raise ValueError(f"{self.root}: the VAE has {vae.z_dim} latent channels, the transformer {latent_channels}")
-        return text, vae
+        return vae
+
+    def checked_text(self, width: int) -> dict[str, Any]:
+        text = self.text_config()
+        if text["d_model"] != width:
+            raise ValueError(
+                f"{self.root}: the text encoder gives rows of {text['d_model']}, the transformer takes "
+                f"{width}; the two belong to different checkpoints"
+            )
+        return text
+
+    def checked_clip(self, rows: int, width: int) -> dict[str, Any]:
+        clip = self.clip_config()
+        given = clip_tokens(clip), clip["hidden_size"]
+        if given != (rows, width):
+            raise ValueError(
+                f"{self.root}: the image encoder gives {given[0]} rows of {given[1]}, the transformer takes "
+                f"{rows} of {width}; the two belong to different checkpoints"
+            )
+        return clip
 
 
 def chunk_hf_config(
@@ -162,25 +190,50 @@ def chunk_hf_config(
     transformer: dict[str, Any],
     config: ChunkTransformerConfig,
     rules: Rules = (),
+    *,
+    context: Literal["umt5", "clip"] = "umt5",
     **facts: str,
 ) -> dict[str, Any]:
     """Return the fields of vLLM's config object for a chunk-by-chunk Wan model, JSON types only. Raises ValueError.
 
-    rules: stored names of the transformer -> its own. Besides the keys vLLM reads: under `name`, `transformer` (its
-    config as stored), `vae` and `umt5` (architectures in diffusers' and transformers' keys), and `facts`.
+    rules: stored names of the transformer -> its own. context: the encoder whose rows cross-attention sees. Besides the
+    keys vLLM reads: under `name`, `transformer` (its config as stored), `vae` and `context` (architectures in
+    diffusers' and transformers' keys), and `facts`.
     """
-    text, vae = layout.checked_components(config.text_dim, config.out_channels)
+    if context == "umt5":
+        encoder = layout.checked_text(config.text_dim)
+    else:
+        encoder = layout.checked_clip(config.text_len, config.text_dim)
+    vae = layout.checked_vae(config.out_channels)
     return {
         "architectures": [architecture],
         "dtype": str(transformer.get("dtype") or transformer.get("torch_dtype") or "bfloat16"),
         "hidden_size": config.dim,
         "num_attention_heads": config.num_heads,
         "num_hidden_layers": config.num_layers,
-        "vocab_size": text["vocab_size"],
+        "vocab_size": encoder.get("vocab_size", 2),
         "max_position_embeddings": 16,
         **quantization_of({"transformer": layout.transformer}, rules),
-        name: {"transformer": transformer, "vae": vae.to_dict(), "umt5": text, **facts},
+        name: {"transformer": transformer, "vae": vae.to_dict(), context: encoder, **facts},
     }
+
+
+def find_transformer(path: Path, names: Sequence[str], found: Callable[[Path], bool], what: str) -> tuple[Path, Path]:
+    """Return (the transformer's folder, the folder of the components) below, or when `path` is the former, beside it.
+
+    names: the transformer's folder below `path`, the first that is one wins. found: whether a folder is one. what: the
+    model, for people. Raises ValueError of one line that names the pieces found and those looked for.
+    """
+    folder = next((path / name for name in names if found(path / name)), None)
+    if folder is not None:
+        return folder, path
+    if not found(path):
+        entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) if path.is_dir() else "no folder"
+        raise ValueError(
+            f"{path} holds no {what} transformer (found {entries or 'nothing'}); expected one of "
+            f"{', '.join(f'{name}/' for name in names)} with config.json or *.safetensors, or these files themselves"
+        )
+    return path, path.parent if has_components(path.parent) and not has_components(path) else path
 
 
 def find_components(root: Path) -> dict[str, Path | None]:

@@ -1,33 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """`WanChunkModel`: the parts of a streaming model around its transformer: encoders for its context, VAE, tiny decoder.
 
-A family's `build` calls `_begin`, makes its transformer and calls `_add_components`. Of a chunk's life it brings
+A family's `build` calls `_begin`, `_add_transformer` and `_add_components`. Of a chunk's life it brings
 `prepare_encode`, and per forward `begin_step` and `rows`.
 Held by the pipeline tests of causal Wan and LingBot World.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.dtypes import default_dtype
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
+from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.chunk_setup import WanChunkSetup
+from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkTransformer
 from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
 from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wanted
-from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
+from vllm_omni.model_executor.models.wan.vae import Rounding, StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.models.wan.weights import load_pieces
-from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.model import Chunk, Session, Shape, StreamingModel
 from vllm_omni.model_executor.streaming.options import StreamingOptions
+from vllm_omni.model_executor.streaming.session import StateLayouts, Windows
 
 Setup = TypeVar("Setup", bound=WanChunkSetup[Any, Any, Any])
 Layout = TypeVar("Layout", bound=WanComponents)
@@ -35,6 +38,11 @@ Layout = TypeVar("Layout", bound=WanComponents)
 
 class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Session, Chunk, Setup, Layout]):
     """Base of a streaming model with Wan 2.1's frozen components."""
+
+    session_type: ClassVar[type[Any]]
+    """Of the family's `Session`."""
+    rounding: ClassVar[Rounding] = "round"
+    """Of pixels to uint8 levels, as in the family's original."""
 
     config: ChunkTransformerConfig
     options: StreamingOptions
@@ -54,6 +62,14 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
     @abstractmethod
     def build(self, setup: Setup) -> None:
         """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
+
+    @abstractmethod
+    def make_window(self, shape: Shape) -> Windows:
+        """Make the windows that a session's passes write their K/V to."""
+
+    def own_layout(self, shape: Shape) -> Any:
+        """Layout of the state that only this family's sessions have on this rank; None = they have none."""
+        return None
 
     @abstractmethod
     def load_transformer(self, layout: Layout) -> None:
@@ -78,7 +94,24 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
             "storage": self.kv_dtype,
         }
 
+    def make_session(self, session_id: str, shape: Shape, reserved_bytes: int) -> Session:
+        decoder = self.decoder if shape.output != "latents" else None
+        layouts = StateLayouts(
+            None if decoder is None else decoder.state_layout(shape.height, shape.width), self.own_layout(shape)
+        )
+        window = self.make_window(shape)
+        session: Session = self.session_type(session_id, shape, self.plan, window, layouts, reserved_bytes)
+        return session
+
+    @abstractmethod
+    def warmup_inputs(self) -> list[Inputs]:
+        """Chunks of the largest size, each kind of work once."""
+
     # -- one chunk -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def prepare_encode(self, request: DiffusionRequest[Session, Chunk]) -> None:
+        """Check a chunk's request and make its `state`. Raises `RequestFailed`."""
 
     @abstractmethod
     def begin_step(self, request: DiffusionRequest[Session, Chunk]) -> None:
@@ -111,7 +144,7 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
         assert self.decoder is not None, "ranks of the last stage decode: one, or all of them together"
         chunk.decoded_from, tiny = session.decoder_cache, self.decodes_tiny(request)
         pixels, chunk.decoder_cache = self.decoder.decode(chunk.latents.unsqueeze(0), session.decoder_cache, tiny=tiny)
-        frames = whole_frames(to_uint8(pixels), None if tiny else self.vae.bands)
+        frames = whole_frames(to_uint8(pixels, self.rounding), None if tiny else self.vae.bands)
         return meta, frames | chunk.latents_beside(session.shape)
 
     def commit(self, request: DiffusionRequest[Session, Chunk]) -> None:
@@ -136,15 +169,15 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
         for request, (pixels, state) in zip(batch, decoded, strict=True):
             chunk = request.work
             chunk.decoded_from, chunk.decoder_cache = request.session.decoder_cache, state
-            tensors = {"frames": to_uint8(pixels)} | chunk.latents_beside(request.session.shape)
+            tensors = {"frames": to_uint8(pixels, self.rounding)} | chunk.latents_beside(request.session.shape)
             results.append((self.result_meta(request), tensors))
         return results
 
     # -- for `build` ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, setup: Setup, plan: ChunkPlan) -> None:
+    def _begin(self, setup: Setup) -> None:
         self.config, self.options = setup.config, setup.options
-        self.omni, self.parallel, self.plan = setup.omni, setup.parallel, plan
+        self.omni, self.parallel, self.plan = setup.omni, setup.parallel, setup.plan
         self.kv_dtype = setup.kv_dtype
         self.text_encoder = self.image_encoder = None
         device: Literal["model", "cpu"] = setup.options.text_encoder_device or "model"
@@ -158,6 +191,25 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
             )
         if setup.image_config and not setup.parallel.is_vae_stage:
             self.image_encoder = ImageEncoder(setup.image_config, device=device, dtype=setup.dtype)
+
+    def _add_transformer(
+        self,
+        setup: Setup,
+        network: type[ChunkTransformer[Any]],
+        *,
+        parallel: ParallelContext | None = None,
+        **own: Any,
+    ) -> None:
+        """parallel: None = the setup's. own: arguments that only this family's network has."""
+        with default_dtype(setup.dtype):
+            self.transformer = network(
+                setup.config,
+                parallel or setup.parallel,
+                compiled=setup.compiled,
+                cuda_graphs=setup.options.cuda_graphs and torch.cuda.is_available(),
+                quantization=setup.quantization,
+                **own,
+            )
 
     def _add_components(
         self,
@@ -189,3 +241,11 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
         elif decodes:
             self.decoder = ChunkDecoder(self.vae, self.tiny_vae, continuation=continuation)
         self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
+
+
+if TYPE_CHECKING:
+
+    def _keeps_the_contract(
+        model: WanChunkModel[Shape, Session, Chunk, Setup, Layout],
+    ) -> SupportsStepExecution[Session, Chunk]:
+        return model

@@ -19,7 +19,9 @@ from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
 from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.model_executor.models.wan.splits import check_decoder_split
 from vllm_omni.model_executor.models.wan.tiny_vae import tiny_vae_channels
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.options import StreamingOptions
+from vllm_omni.model_executor.streaming.stream import Stream
 from vllm_omni.model_executor.vllm_model import ServedCheckpoint, compiles
 
 Config = TypeVar("Config", bound=ChunkTransformerConfig)
@@ -41,6 +43,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
     text_config: Mapping[str, Any]
     layout: Layout
     options: Options
+    plan: ChunkPlan
     omni: OmniConfig
     parallel: ParallelContext
     dtype: torch.dtype
@@ -65,14 +68,16 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
 
         eager: the engine was told not to compile anything.
         """
-        config, options = cls._read(checkpoint, omni)
+        stream = cls.read_stream(checkpoint, omni)
+        options = stream.options
         check_decoder_split(options.decoder, omni)
         return cls(
-            config=config,
+            config=stream.config,
             vae_config=VAEConfig.from_dict(checkpoint["vae"]),
             text_config=checkpoint.get("umt5", {}),
             layout=layout,
             options=options,
+            plan=stream.plan,
             omni=omni,
             parallel=parallel
             or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel),
@@ -106,7 +111,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
         """Widths of the tiny decoder, read off its file; None = nothing uses it. Raises ValueError."""
         return None if self.wants_tiny_vae is None else tiny_vae_channels(self.layout.tiny_vae)
 
-    @classmethod
-    def _read(cls, checkpoint: Mapping[str, Any], omni: OmniConfig) -> tuple[Config, Options]:
-        """The family's own part: architecture and options. Raises ValueError."""
+    @staticmethod
+    def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> Stream[Config, Options]:
+        """The family's `read_stream`. Raises ValueError."""
         raise NotImplementedError

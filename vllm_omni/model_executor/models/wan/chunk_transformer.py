@@ -8,11 +8,12 @@ Held by the tests of the families: tests/model_executor/models/causal_wan/test_c
 tests/model_executor/models/lingbot_world/test_lingbot_graphs.py.
 """
 
-# B rows (one chunk of one session each), T tokens of a chunk on this rank, D width
+# B rows (one chunk of one session each), F frames, T tokens of a chunk on this rank, D width, N heads (of this rank
+# where sharded), H head dim, C = H/2 rotary lanes, S rows of the context
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,16 +23,39 @@ from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.lora.active import addresses_key, weights_key
 from vllm_omni.model_executor.models.wan.chains import Chains
-from vllm_omni.model_executor.models.wan.layers import Head, embed_time, stack, unpatchify
+from vllm_omni.model_executor.models.wan.layers import Head, KVView, embed_time, stack, unpatchify
 from vllm_omni.model_executor.models.wan.transformer import Config, WanTransformer
 
 _KEPT_TIMESTEPS = 128
 """Timesteps whose embedding is kept: 43 KiB each at 1.3B; the motion controller alone has 101 values."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChunkRow:
+    """Inputs of one row of a forward; tensors on the model's device, made once per chunk except `latents`.
+
+    latents: fp32 [16, F, h, w], noisy (or clean, at the context timestep). timestep: in [0, 1000]. frames: absolute
+    latent frames of the chunk. rope: (cos_TC, sin_TC) fp32. cross_kv: [layers, 2, S, N, H] of `cross_attention_kv`.
+    window: written at `frames`. Layers are those of this stage.
+    """
+
+    latents: torch.Tensor
+    timestep: float
+    frames: range
+    rope: tuple[torch.Tensor, torch.Tensor]
+    cross_kv: torch.Tensor
+    window: KVView
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRow(ChunkRow):
+    """A row of a world that begins with an image. condition: [20, F, h, w], mask and latents; of the first stage."""
+
+    condition: torch.Tensor | None
+
+
 class ChunkTransformer(WanTransformer[Config]):
-    """This rank's part of a network. Its rows are dataclasses with `latents` [16, F, h, w], `timestep` in [0, 1000],
-    `frames`, `rope`, `cross_kv` and `window`.
+    """This rank's part of a network. Its rows are `ChunkRow`s.
 
     compiled: fuse the elementwise chains with torch.compile. cuda_graphs: launch the forwards of full windows as graphs
     (`ForwardGraphs`).
@@ -137,6 +161,17 @@ class ChunkTransformer(WanTransformer[Config]):
             known = self._times[key] = (time_BD[0], time_B6D[0])
         self._times.move_to_end(key)
         return known
+
+
+class ImageTransformer(ChunkTransformer[Config]):
+    """This rank's part of a network whose rows are `ImageRow`s."""
+
+    moving_fields: ClassVar[tuple[str, ...]] = ("latents", "condition")
+
+    def channels(self, row: ImageRow) -> torch.Tensor:
+        """The 36 input channels: noisy latents, then mask and condition."""
+        assert row.condition is not None, "the first stage needs the condition"
+        return torch.cat((row.latents, row.condition.to(row.latents)))
 
 
 def _graph_key(rows: Sequence[Any], kv_only: bool) -> Hashable | None:

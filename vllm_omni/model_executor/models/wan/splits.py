@@ -4,19 +4,31 @@
 Held by tests/test_combinations.py.
 """
 
+from collections.abc import Mapping
+
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 
 
-def check_split(config: WanConfig, omni: OmniConfig, ranks: int, stages: int, *, sequence_parallel: bool) -> None:
+def check_split(
+    config: WanConfig,
+    omni: OmniConfig,
+    ranks: int,
+    stages: int,
+    *,
+    sequence_parallel: bool,
+    others: Mapping[str, int] | None = None,
+) -> None:
     """Raise ValueError, with the reason, unless layers and heads divide over `stages` stages of `ranks` ranks.
 
-    ranks: that share each layer. stages: with the VAE's, if there is one.
+    ranks: that share each layer. stages: with the VAE's, if there is one. others: a family's other counts of heads, by
+    the names users know.
     """
     layer_stages = 1 if omni.pipeline == "temporal" else stages - omni.vae_stage
     place = ParallelContext(size=ranks, num_stages=layer_stages, partition=omni.partition)
-    place.check_divisible(config.num_heads, "num_heads")
+    for name, heads in {"num_heads": config.num_heads, **(others or {})}.items():
+        place.check_divisible(heads, name)
     if not sequence_parallel:
         place.check_divisible(config.ffn_dim, "ffn_dim")
     if layer_stages > config.num_layers:

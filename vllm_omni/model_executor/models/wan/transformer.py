@@ -170,8 +170,11 @@ class WanTransformer(nn.Module, Generic[Config]):
 
     def _block(self, layer: int, index: int, chains: Chains) -> Block:
         """An empty block. layer: of the whole network. index: among this stage's."""
-        name = f"{self.prefix}.blocks.{layer}"
-        return self.block_type(self.config, self.parallel, chains, index, self.quant_config, name)
+        name, block = f"{self.prefix}.blocks.{layer}", self._block_type(layer)
+        return block(self.config, self.parallel, chains, index, self.quant_config, name)
+
+    def _block_type(self, layer: int) -> type[Block]:
+        return self.block_type
 
     def _add_context_layers(self) -> None:
         """Make the layers of `embed_context`."""

@@ -9,6 +9,7 @@ tests/model_executor/models/wan2_2/test_wan22_pipeline.py.
 
 import re
 from collections.abc import Mapping
+from typing import Literal
 
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.tensor_files import Shape
@@ -106,16 +107,23 @@ def transformer_shapes(config: WanConfig) -> dict[str, Shape]:
     return network_shapes(config, TRANSFORMER_TENSORS, BLOCK_TENSORS)
 
 
-def stored_sizes(shapes: Mapping[str, Shape], where: str, num_heads: int | None = None) -> dict[str, int]:
+def stored_sizes(
+    shapes: Mapping[str, Shape],
+    where: str,
+    num_heads: int | None = None,
+    *,
+    context: Literal["text_embedding.0.weight", "img_emb.proj.3.weight"] = "text_embedding.0.weight",
+) -> dict[str, int]:
     """Return the sizes that a network's tensors have, under the original's `config.json` keys.
 
-    shapes: by Wan's own names. where: the weights, for errors. num_heads: the config's, None = it has none.
-    Raises ValueError if they are no network of these tables or leave the number of heads open.
+    shapes: by Wan's own names. where: the weights, for errors. num_heads: the config's, None = it has none. context:
+    the layer that takes the encoder's rows in. Raises ValueError if they are no network of these tables or leave the
+    number of heads open.
     """
     try:
-        (dim, text_dim), (_, freq_dim) = shapes["text_embedding.0.weight"], shapes["time_embedding.0.weight"]
-        ffn_dim, _ = shapes["blocks.0.ffn.0.weight"]
-    except (KeyError, ValueError) as error:
+        (dim, context_dim), (_, freq_dim) = shapes[context], shapes["time_embedding.0.weight"]
+        (ffn_dim, _), in_dim = shapes["blocks.0.ffn.0.weight"], shapes["patch_embedding.weight"][1]
+    except (KeyError, ValueError, IndexError) as error:
         raise ValueError(f"{where} holds no Wan transformer; download it again") from error
     if num_heads is None and dim % HEAD_DIM:
         raise ValueError(
@@ -126,7 +134,8 @@ def stored_sizes(shapes: Mapping[str, Shape], where: str, num_heads: int | None 
         "dim": dim,
         "ffn_dim": ffn_dim,
         "freq_dim": freq_dim,
-        "text_dim": text_dim,
+        "text_dim" if context.startswith("text") else "image_dim": context_dim,
+        "in_dim": in_dim,
         "num_heads": num_heads or dim // HEAD_DIM,
         "num_layers": 1 + max(int(name.split(".")[1]) for name in shapes if re.match(r"blocks\.\d+\.", name)),
     }

@@ -38,6 +38,8 @@ from vllm_omni.sessions.snapshot import SavedTensors
 logger = logging.getLogger("vllm." + __name__)
 
 Part = Literal["encoder", "decoder"]
+Rounding = Literal["round", "truncate"]
+"""Of a level between two whole numbers: to the nearest, or to the lower one."""
 Shape = tuple[int, ...]
 Network = Callable[..., torch.Tensor]
 """(x, feat_cache, feat_idx) -> x, as diffusers' encoder and decoder; replaces the features of `feat_cache` in place."""
@@ -286,13 +288,14 @@ def _cache_layout(config: VAEConfig, part: Part, height: int, width: int, dtype:
     return CacheLayout(_cache_shapes(config, part, height, width), dtype)
 
 
-def to_uint8(pixels_1CTHW: torch.Tensor) -> torch.Tensor:
+def to_uint8(pixels_1CTHW: torch.Tensor, rounding: Rounding = "round") -> torch.Tensor:
     """Convert pixels [1, 3, T, H, W] in [-1, 1] to uint8 frames [T, H, W, 3] on the same device, contiguous.
 
-    round(255 * clamp(x / 2 + 0.5, 0, 1)), evaluated in float32.
+    255 * clamp(x / 2 + 0.5, 0, 1), evaluated in float32, to the nearest whole number or the next lower one.
     """
     unit_CTHW = (pixels_1CTHW[0].float() / 2 + 0.5).clamp_(0.0, 1.0)
-    levels_THWC = (unit_CTHW * 255).round_().permute(1, 2, 3, 0)
+    levels = unit_CTHW.mul_(255)
+    levels_THWC = (levels.round_() if rounding == "round" else levels).permute(1, 2, 3, 0)  # casts truncate
     if levels_THWC.is_cuda:
         return levels_THWC.to(torch.uint8).contiguous()
     return empty_result(levels_THWC.shape, torch.uint8).copy_(levels_THWC)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm_omni.model_executor.checkpoint_quantization import quantization_of
-from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, find_components
+from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES
 from vllm_omni.model_executor.models.wan2_2.config import Kind, Wan22Checkpoint, Wan22Config
 from vllm_omni.model_executor.tensor_files import read_json
@@ -103,16 +103,8 @@ def find_layout(path: Path) -> Wan22Layout:
         )
     if not (path / "transformer" / "config.json").is_file():
         raise ValueError(f"{path} lacks transformer/config.json")
-    places = find_components(path)
-    return Wan22Layout(
-        root=path,
-        transformer=path / "transformer",
-        transformer_2=path / "transformer_2" if _named(index, "transformer_2") else None,
-        vae=places["vae"],
-        text_encoder=places["text_encoder"],
-        tokenizer=places["tokenizer"],
-        index=index,
-    )
+    second = path / "transformer_2" if _named(index, "transformer_2") else None
+    return Wan22Layout.of(path, path / "transformer", transformer_2=second, index=index)
 
 
 def is_checkpoint(path: Path) -> bool:

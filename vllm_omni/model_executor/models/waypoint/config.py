@@ -142,6 +142,14 @@ class WaypointConfig:
         return self.latent_shape[1] * CODEC_STRIDE, self.latent_shape[2] * CODEC_STRIDE
 
     @property
+    def native_size(self) -> tuple[int, int]:
+        """Height and width, in pixels, of the video: 720x1280 or 360x640, which 1.5 squeezes to `codec_size`."""
+        if self.temporal_compression == 1:
+            return 360, 640
+        height, width = self.codec_size
+        return height * 45 // 32 // SIZE_MULTIPLE * SIZE_MULTIPLE, width * 5 // 4 // SIZE_MULTIPLE * SIZE_MULTIPLE
+
+    @property
     def time_step(self) -> int:
         """Rotary positions between two latent frames."""
         return self.base_fps * self.temporal_compression // self.inference_fps
