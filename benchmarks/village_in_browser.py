@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped village as a player has it: `vllm serve --omni`, the page in headless Chromium, keys held.
+"""The shipped village, or another world, as a player has it: `vllm serve --omni`, headless Chromium, keys held.
 
     python benchmarks/village_in_browser.py                      # as shipped
     python benchmarks/village_in_browser.py --chunk 3 --decoder wan
-    python benchmarks/village_in_browser.py --model DIR --seconds 60
+    vllm-omni make-tiny matrix_game tiny_matrix_game             # any world; the result is named after its directory
+    python benchmarks/village_in_browser.py --model tiny_matrix_game --size 96x64
 
 Server and browser share the machine, as on a laptop. After `--settle` seconds of walking (the window fills, the
 condition settles, the playback buffer learns) the numbers that the page itself shows are read for `--seconds`:
@@ -132,7 +133,7 @@ def main() -> None:
     args = make_parser().parse_args()
     if CHROMIUM is None:
         raise SystemExit(WHY_NOT)
-    save("village_in_browser", run(args), args)
+    save(f"{'village' if args.model is None else args.model.name}_in_browser", run(args), args)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
     session_type: ClassVar[type[Any]]
     """Of the family's `Session`."""
     rounding: ClassVar[Rounding] = "round"
-    """Of pixels to uint8 levels, as in the family's original."""
+    """Of pixels to uint8 levels; a family follows its original."""
 
     config: ChunkTransformerConfig
     options: StreamingOptions
