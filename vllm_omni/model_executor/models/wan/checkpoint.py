@@ -218,11 +218,11 @@ def chunk_hf_config(
     }
 
 
-def find_transformer(path: Path, names: Sequence[str], found: Callable[[Path], bool], what: str) -> tuple[Path, Path]:
+def find_transformer(path: Path, names: Sequence[str], found: Callable[[Path], bool], model: str) -> tuple[Path, Path]:
     """Return (the transformer's folder, the folder of the components) below, or when `path` is the former, beside it.
 
-    names: the transformer's folder below `path`, the first that is one wins. found: whether a folder is one. what: the
-    model, for people. Raises ValueError of one line that names the pieces found and those looked for.
+    names: the transformer's folder below `path`, the first that is one wins. found: whether a folder is one. model: its
+    name for people. Raises ValueError of one line that names the pieces found and those looked for.
     """
     folder = next((path / name for name in names if found(path / name)), None)
     if folder is not None:
@@ -230,7 +230,7 @@ def find_transformer(path: Path, names: Sequence[str], found: Callable[[Path], b
     if not found(path):
         entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) if path.is_dir() else "no folder"
         raise ValueError(
-            f"{path} holds no {what} transformer (found {entries or 'nothing'}); expected one of "
+            f"{path} holds no {model} transformer (found {entries or 'nothing'}); expected one of "
             f"{', '.join(f'{name}/' for name in names)} with config.json or *.safetensors, or these files themselves"
         )
     return path, path.parent if has_components(path.parent) and not has_components(path) else path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ImageWorldModel`: a Wan world that begins with an image, and `ImageWorldSession`, what a session keeps of it.
+"""`ImageWorldModel`: a Wan world that begins with an image, and `ImageWorldSession`, a session's share of it.
 
 The image and the grey frames behind it are the condition of every chunk (`image_condition.py`). The first stage, which
 embeds patches, makes it; each session of that stage keeps where it stands. A family adds its own state and controls.

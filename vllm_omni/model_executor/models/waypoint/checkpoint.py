@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import yaml
@@ -22,9 +22,11 @@ from torch import nn
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
 from vllm_omni.model_executor.models.wan.components import UMT5_XXL
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
-from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 from vllm_omni.model_executor.tensor_files import Shape, TensorSource, confined, open_tensors, read_json
 from vllm_omni.model_executor.weights import Rules, load_strict, rename, shapes_of
+
+if TYPE_CHECKING:
+    from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -123,11 +125,13 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 def transformer_shapes(config: WaypointConfig) -> dict[str, Shape]:
     """Return name -> shape of every tensor of the network, by the model's names."""
+    from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer  # not to describe a checkpoint
+
     with torch.device("meta"):
         return {name: slot.shape for name, slot in checkpoint_slots(WaypointTransformer(config)).items()}
 
 
-def load_transformer(transformer: WaypointTransformer, stored: TensorSource) -> None:
+def load_transformer(transformer: "WaypointTransformer", stored: TensorSource) -> None:
     """Load the network under either spelling, strictly. Raises ValueError."""
     config = transformer.config
     source = NetworkSource(stored, config)
