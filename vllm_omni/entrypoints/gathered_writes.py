@@ -48,7 +48,7 @@ class GatheringProtocol(WebSocketsSansIOProtocol):
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
         if self.response.status_code == 101 and not self.conn.extensions:
-            self.scope["extensions"][EXTENSION] = {}  # type: ignore[typeddict-unknown-key]
+            self.scope["extensions"][EXTENSION] = {}
 
     async def send(self, message: Any) -> None:
         """As ASGI says. The messages of one event are written at once; a group returns when the kernel has it."""
