@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 from PIL import Image
 from rich.console import Console
+from rich.markup import escape
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import ClientConnection, connect
 
@@ -72,11 +73,13 @@ def main() -> int:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         frames = generate(args, console) if args.door == "generate" else video(args, console)
     except (StreamError, OSError, ValueError, InvalidHandshake) as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
     except ConnectionClosed as closed:
         reason = closed.rcvd.reason if closed.rcvd is not None else "the connection broke"
-        console.print(f"[red]error:[/red] the server closed the stream: {reason}", highlight=False)
+        console.print(
+            f"[red]error:[/red] the server closed the stream: {escape(reason)}", highlight=False, soft_wrap=True
+        )
         return 1
     console.print(f"wrote {args.output}: {frames} frames")
     return 0
@@ -84,7 +87,12 @@ def main() -> int:
 
 def open_door(args: argparse.Namespace, path: str) -> ClientConnection:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    return connect(args.server.rstrip("/") + path, max_size=None, compression=None, additional_headers=headers)
+    try:
+        return connect(args.server.rstrip("/") + path, max_size=None, compression=None, additional_headers=headers)
+    except OSError as error:
+        raise StreamError(
+            f"no server answers at {args.server} ({error.strerror or error}); is it still starting?"
+        ) from error
 
 
 # -- /v1/realtime_video/generate ---------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def main() -> int:
     try:
         frames_THWC, fps = walk(args, console)
     except (WorldError, OSError, ValueError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", markup=True, highlight=False)
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
     args.output.parent.mkdir(parents=True, exist_ok=True)
     if args.output.suffix == ".npy":
@@ -233,7 +233,12 @@ def rest_of(request: dict[str, Any], chunk: int, hello: dict[str, Any]) -> dict[
 
 def open_world(args: argparse.Namespace) -> ClientConnection:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    return connect(args.server.rstrip("/") + PATH, max_size=None, compression=None, additional_headers=headers)
+    try:
+        return connect(args.server.rstrip("/") + PATH, max_size=None, compression=None, additional_headers=headers)
+    except OSError as error:
+        raise WorldError(
+            f"no server answers at {args.server} ({error.strerror or error}); is it still starting?"
+        ) from error
 
 
 def receive(world: ClientConnection) -> dict[str, Any]:

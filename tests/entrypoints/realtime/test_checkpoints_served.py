@@ -205,4 +205,4 @@ def note(seen: dict[str, list[dict[str, float]]]) -> None:
     }
     print(json.dumps(figures))
     if (path := os.environ.get("VLLM_OMNI_KILLS_JSON")) is not None:
-        Path(path).write_text(json.dumps(figures, indent=2))
+        Path(path).write_text(json.dumps({**figures, "each": seen}, indent=2))

@@ -132,6 +132,16 @@ def test_what_went_wrong_is_said_and_no_empty_bar_is_left(
         assert "Traceback" not in finished.stderr
 
 
+@pytest.mark.parametrize("script", ["world_camera.py", "realtime_video.py"])
+def test_a_server_that_does_not_answer_is_named(door: DoorServer, image: Path, script: str) -> None:
+    """In one line, with what to look at."""
+    nobody = ("--server", "ws://127.0.0.1:9")
+    finished = run(door, *nobody, "--image", image, "--keys", "w*3", "--output", "x.mp4", script=script)
+    assert finished.returncode == 1
+    (error,) = [line for line in finished.stderr.splitlines() if line.startswith("error:")]
+    assert error == "error: no server answers at ws://127.0.0.1:9 (Connection refused); is it still starting?"
+
+
 def test_a_cut_connection_is_taken_up_again(
     make_door: Callable[..., DoorServer], engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:
