@@ -21,7 +21,6 @@ from torch.nn import functional
 
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.models.lingbot_world.chains import LingBotChains
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
@@ -69,7 +68,7 @@ class CameraBlock(Block):
         norm3 = self.norm3
         moved = [
             self.chains.after_self_attention(
-                x_TD, update_TD, gate_1D, *row.camera[self.index], norm3.weight, norm3.bias, self.eps
+                x_TD, update_TD, gate_1D, norm3.weight, norm3.bias, self.eps, row.camera[self.index].unbind()
             )
             for row, x_TD, update_TD, gate_1D in zip(rows, x_BTD, attended_BTD, gate, strict=True)
         ]
@@ -80,7 +79,6 @@ class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
     """This rank's part of the network. Parameters are created empty, in torch's default type and device."""
 
     block_type = CameraBlock
-    chains_type = LingBotChains
     moving_fields = (*ImageTransformer.moving_fields, "camera")
     high_precision = ("blocks.*.cam_*",)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer's arithmetic between matrix products and attention, as pure functions that torch.compile can fuse.
+"""The transformer's arithmetic between matrix products and attention, as pure functions.
 
-At full size each of these moves about 100 MB per operation when run eagerly; fused, each reads its inputs once. All
-compute in fp32 and round once at the end.
+At full size each of these moves about 100 MB per operation when run eagerly; fused, each reads its inputs once: by the
+kernels of `chain_kernels.py` for tensors on CUDA, else by torch.compile. All compute in fp32 and round once at the end.
 Held by tests/model_executor/models/lingbot_world/test_lingbot_transformer.py and
 tests/model_executor/models/causal_wan/test_causal_wan_parallel.py.
 """
@@ -11,10 +11,12 @@ tests/model_executor/models/causal_wan/test_causal_wan_parallel.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Self
 
 import torch
 from torch.nn import functional
+from vllm.triton_utils import HAS_TRITON
 
 from vllm_omni.model_executor.layers.rope import apply_rope
 
@@ -27,10 +29,21 @@ def modulated_norm(
 
 
 def after_self_attention(
-    x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    x: torch.Tensor,
+    update: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    moved: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the gated attention; returns (x, its affine LayerNorm in the type of `weight`)."""
+    """Add the gated attention; returns (x, its affine LayerNorm in the type of `weight`).
+
+    moved: factor and offset of the sum, shaped like `x` (the camera of LingBot World).
+    """
     x = (x + gate * update.float()).to(x.dtype)
+    if moved is not None:
+        x = (x * moved[0] + moved[1]).to(x.dtype)
     normed = functional.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps)
     return x, normed.to(weight.dtype)
 
@@ -53,14 +66,19 @@ def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
     return x.float().square().sum(-1, keepdim=True)
 
 
-def rms_scale(x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, dim: int, eps: float) -> torch.Tensor:
-    """RMS normalisation given the sum of squares over all `dim` channels, in the type of `x`."""
+def rms_scale(
+    x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor, dim: int, eps: float
+) -> torch.Tensor:
+    """RMS normalisation in the type of `x`.
+
+    squares: the sum of squares over all `dim` channels; None = `x` has them all.
+    """
     return _scaled(x, squares, weight, dim, eps).to(x.dtype)
 
 
 def rms_rope(
     x: torch.Tensor,
-    squares: torch.Tensor,
+    squares: torch.Tensor | None,
     weight: torch.Tensor,
     cos_TC: torch.Tensor,
     sin_TC: torch.Tensor,
@@ -72,13 +90,14 @@ def rms_rope(
     return apply_rope(heads, cos_TC, sin_TC).to(x.dtype)
 
 
-def _scaled(x: torch.Tensor, squares: torch.Tensor, weight: torch.Tensor, dim: int, eps: float) -> torch.Tensor:
+def _scaled(x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor, dim: int, eps: float) -> torch.Tensor:
+    squares = sum_of_squares(x) if squares is None else squares
     return x.float() * torch.rsqrt(squares / dim + eps) * weight.float()
 
 
 @dataclass(frozen=True)
 class Chains:
-    """The functions above, plain or each compiled for the static shapes it meets."""
+    """The functions above: plain, each compiled for the static shapes it meets, or, for tensors on CUDA, a kernel."""
 
     modulated_norm: Callable[..., torch.Tensor] = modulated_norm
     after_self_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = after_self_attention
@@ -90,7 +109,19 @@ class Chains:
 
     @classmethod
     def build(cls, compiled: bool) -> Self:
-        if not compiled:
-            return cls()
-        plain: dict[str, Any] = vars(cls())
-        return cls(**{name: torch.compile(function, dynamic=False) for name, function in plain.items()})
+        functions: dict[str, Any] = dict(vars(cls()))
+        if compiled:
+            functions = {name: torch.compile(function, dynamic=False) for name, function in functions.items()}
+        if HAS_TRITON and torch.cuda.is_available():
+            from vllm_omni.model_executor.models.wan import chain_kernels
+
+            functions |= {k.__name__: _on_cuda(k, functions[k.__name__]) for k in chain_kernels.KERNELS}
+        return cls(**functions)
+
+
+def _on_cuda(kernel: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(other)
+    def chosen(x: torch.Tensor, *args: Any) -> Any:
+        return (kernel if x.is_cuda else other)(x, *args)
+
+    return chosen

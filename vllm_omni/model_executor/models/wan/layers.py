@@ -93,8 +93,10 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor | None:
         """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`."""
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
-        squares = torch.cat((self.chains.sum_of_squares(q), self.chains.sum_of_squares(k)), dim=-1)
-        squares_q, squares_k = self.parallel.all_reduce(squares).split(1, dim=-1)
+        squares_q, squares_k = None, None
+        if self.parallel.tensor_size > 1:
+            squares = torch.cat((self.chains.sum_of_squares(q), self.chains.sum_of_squares(k)), dim=-1)
+            squares_q, squares_k = self.parallel.all_reduce(squares).split(1, dim=-1)
         q = self.chains.rms_rope(q, squares_q, self.norm_q.weight, *rope, self.dim, self.eps)
         k = self.chains.rms_rope(k, squares_k, self.norm_k.weight, *rope, self.dim, self.eps)
         v = v.unflatten(-1, k.shape[-2:])
@@ -136,7 +138,9 @@ class CrossAttention(nn.Module):
         return torch.stack((self._normed(k, self.norm_k), v)).unflatten(-1, (-1, self.head_dim))
 
     def _normed(self, x_TD: torch.Tensor, norm: ChannelWeight) -> torch.Tensor:
-        squares = self.parallel.all_reduce(self.chains.sum_of_squares(x_TD))
+        squares = None
+        if self.parallel.tensor_size > 1:
+            squares = self.parallel.all_reduce(self.chains.sum_of_squares(x_TD))
         return self.chains.rms_scale(x_TD, squares, norm.weight, self.dim, self.eps)
 
     def forward(self, x_BTD: torch.Tensor, rows: Sequence[AttentionRow], index: int) -> torch.Tensor:

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chains' kernels against the same chains in plain torch and fp32.
+
+On a CPU Triton's interpreter runs them, in a process of its own: Triton decides at import how kernels are compiled.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_omni.model_executor.models.wan import chains
+
+ROWS, TOKENS, WIDTH, HEAD = 2, 5, 48, 8
+EPS = 1e-6
+Inputs = dict[str, torch.Tensor]
+
+
+def random_inputs(dtype: torch.dtype, device: str) -> Inputs:
+    """k is a part of a wider tensor; shift, scale and gate are parts of one for each row."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    qkv = random(ROWS, TOKENS, 3 * WIDTH, dtype=dtype)
+    shift, scale, gate = random(ROWS, 3, WIDTH).unsqueeze(2).unbind(1)
+    squares = random(ROWS, TOKENS, 2).abs() * WIDTH
+    return {
+        "x": random(ROWS, TOKENS, WIDTH) + 1,
+        "update": random(ROWS, TOKENS, WIDTH, dtype=dtype),
+        "factor": 1 + random(ROWS, TOKENS, WIDTH, dtype=dtype),
+        "offset": random(ROWS, TOKENS, WIDTH, dtype=dtype),
+        "weight": random(WIDTH, dtype=dtype),
+        "bias": random(WIDTH, dtype=dtype),
+        "k": qkv.chunk(3, dim=-1)[1],
+        "cos": random(ROWS, TOKENS, HEAD // 2),
+        "sin": random(ROWS, TOKENS, HEAD // 2),
+        "squares_k": squares.split(1, dim=-1)[1],
+    } | {"shift": shift, "scale": scale, "gate": gate}
+
+
+def calls(i: Inputs, dtype: torch.dtype) -> list[tuple[str, tuple[Any, ...]]]:
+    """The chains' names and arguments; a residual stream in fp32 and in `dtype`, modulation per row and per token."""
+    per_token = [i[name].expand(i["x"].shape).contiguous() for name in ("shift", "scale", "gate")]
+    found: list[tuple[str, tuple[Any, ...]]] = []
+    for x in (i["x"], i["x"].to(dtype)):
+        for shift, scale, gate in ((i["shift"], i["scale"], i["gate"]), per_token):
+            found += [
+                ("modulated_norm", (x, shift, scale, EPS, dtype)),
+                ("after_self_attention", (x, i["update"], gate, i["weight"], i["bias"], EPS)),
+                ("after_cross_attention", (x, i["update"], shift, scale, EPS)),
+                ("gated_add", (x, i["update"], gate)),
+            ]
+        moved = (i["factor"][1], i["offset"][1])  # of one row
+        one = (x[1], i["update"][1], i["gate"][1], i["weight"], i["bias"], EPS, moved)
+        found.append(("after_self_attention", one))
+    found.append(("modulated_norm", (i["x"], i["shift"], i["scale"], EPS, torch.float32)))
+    for squares in (None, i["squares_k"]):
+        found.append(("rms_scale", (i["k"], squares, i["weight"], WIDTH, EPS)))
+        found.append(("rms_rope", (i["k"], squares, i["weight"], i["cos"], i["sin"], WIDTH, EPS)))
+    found.append(("rms_scale", (i["k"][0], None, i["weight"], WIDTH, EPS)))
+    return found
+
+
+def exact(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """The plain chain's results, its inputs and results in fp32."""
+
+    def wide(arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            return tuple(map(wide, arg))
+        if isinstance(arg, torch.Tensor):
+            return arg.float()
+        return torch.float32 if isinstance(arg, torch.dtype) else arg
+
+    result = getattr(chains, name)(*map(wide, args))
+    return result if isinstance(result, tuple) else (result,)
+
+
+def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
+    """Relative errors within two roundings of the type; types and shapes as the plain chains'. Returns the calls."""
+    tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    made = calls(random_inputs(dtype, device), dtype)
+    for name, args in made:
+        found, plain = getattr(kernels, name)(*args), getattr(chains, name)(*args)
+        if not isinstance(found, tuple):
+            found, plain = (found,), (plain,)
+        for result, wanted, like in zip(found, exact(name, args), plain, strict=True):
+            assert (result.shape, result.dtype) == (like.shape, like.dtype) and result.is_contiguous(), name
+            error = (result.float() - wanted).norm() / wanted.norm()
+            assert error < tolerance, (name, error)
+    return len(made)
+
+
+def main() -> None:
+    from vllm_omni.model_executor.models.wan import chain_kernels
+
+    with torch.inference_mode():
+        count = sum(check(chain_kernels, dtype, "cpu") for dtype in (torch.float32, torch.bfloat16, torch.float16))
+    print(f"{count} calls agree")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed; the kernels are not used then")
+def test_kernels_equal_the_chains_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.endswith("72 calls agree\n")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kernels_equal_the_chains_on_a_gpu(dtype: torch.dtype) -> None:
+    from vllm_omni.model_executor.models.wan import chain_kernels
+
+    assert check(chain_kernels, dtype, "cuda") == 24
+
+
+def test_sums_of_squares_need_not_be_given_where_a_rank_has_all_channels() -> None:
+    """With or without compilation the result is that of the sum over channels."""
+    i = random_inputs(torch.bfloat16, "cpu")
+    squares = chains.sum_of_squares(i["k"])
+    for name, turn in (("rms_scale", ()), ("rms_rope", (i["cos"], i["sin"]))):
+        chain = getattr(chains, name)
+        given = chain(i["k"], squares, i["weight"], *turn, WIDTH, EPS)
+        assert torch.equal(chain(i["k"], None, i["weight"], *turn, WIDTH, EPS), given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""The chains of `chains.py`, which define the results, as Triton kernels. Import it where Triton is (`HAS_TRITON`).
+
+A program holds one token's row in registers: it is read once and written once. fp32 inside, one rounding at the end.
+Shifts, scales, gates and rotations are read where they are, whatever they broadcast over. No launch depends on data.
+Held by tests/model_executor/models/wan/test_chain_kernels.py; timed by benchmarks/elementwise_kernels.py.
+"""
+
+# B rows, T tokens, D width (of this rank), C = H/2 rotary lanes of a head. Triton reads parameters' annotations itself:
+# kernels have none but its own.
+
+import torch
+import triton
+import triton.language as tl
+
+_WIDE = 4096
+"""Rows of more channels take 8 warps, others 4: 16 to 32 channels a thread."""
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _residual_kernel(
+    x, update, gate, factor, offset, scale, shift, total, normed,
+    tokens, gate_batch, gate_token, scale_batch, scale_token, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr,
+):  # fmt: skip
+    """total = (x + gate * update) * factor + offset; normed = LN(total) * scale + shift. What is None is left out."""
+    row = tl.program_id(0).to(tl.int64)
+    batch, token = row // tokens, row % tokens
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    at = row * D + column
+    value = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    if update is not None:
+        change = tl.load(update + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if gate is not None:
+            change *= tl.load(gate + batch * gate_batch + token * gate_token + column, mask=inside, other=0.0)
+        value = (value + change).to(total.dtype.element_ty).to(tl.float32)
+        if factor is not None:
+            value *= tl.load(factor + at, mask=inside, other=0.0).to(tl.float32)
+            value += tl.load(offset + at, mask=inside, other=0.0).to(tl.float32)
+            value = value.to(total.dtype.element_ty).to(tl.float32)
+        tl.store(total + at, value.to(total.dtype.element_ty), mask=inside)
+    if normed is not None:
+        centred = tl.where(inside, value - tl.sum(value, axis=0) / D, 0.0)
+        value = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / D + eps)
+        modulation = batch * scale_batch + token * scale_token + column
+        multiplier = tl.load(scale + modulation, mask=inside, other=0.0).to(tl.float32)
+        if PLUS_ONE:
+            multiplier += 1.0
+        value = value * multiplier + tl.load(shift + modulation, mask=inside, other=0.0).to(tl.float32)
+        tl.store(normed + at, value.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _rms_kernel(
+    x, squares, weight, cos, sin, out,
+    tokens, x_batch, x_token, squares_batch, squares_token, turn_batch, turn_token, dim, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """out = x / rms(x) * weight, pairs of channels rotated. squares: None = `x` has all `dim` channels."""
+    row = tl.program_id(0).to(tl.int64)
+    batch, token = row // tokens, row % tokens
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    source = x + batch * x_batch + token * x_token + column
+    value = tl.load(source, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    if squares is None:
+        total = tl.sum(value * value, axis=0)
+    else:
+        total = tl.load(squares + batch * squares_batch + token * squares_token)
+    value *= tl.rsqrt(total / dim + eps) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if cos is not None:
+        pair = tl.arange(0, BLOCK // 2)
+        turn = batch * turn_batch + token * turn_token + pair % C
+        cosine = tl.load(cos + turn, mask=pair < D // 2, other=0.0)
+        sine = tl.load(sin + turn, mask=pair < D // 2, other=0.0)
+        even, odd = tl.split(tl.reshape(value, (BLOCK // 2, 2)))
+        value = tl.reshape(tl.join(even * cosine - odd * sine, even * sine + odd * cosine), (BLOCK,))
+    tl.store(out + row * D + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+def modulated_norm(
+    x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """`chains.modulated_norm`."""
+    normed = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    _residual(x, None, None, None, normed, (scale, shift), eps)
+    return normed
+
+
+def after_self_attention(
+    x: torch.Tensor,
+    update: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    moved: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`chains.after_self_attention`."""
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    normed = torch.empty_like(total, dtype=weight.dtype)
+    _residual(x, update, gate, total, normed, (weight, bias), eps, moved, plus_one=False)
+    return total, normed
+
+
+def after_cross_attention(
+    x: torch.Tensor, update: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`chains.after_cross_attention`."""
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    normed = torch.empty_like(total, dtype=update.dtype)
+    _residual(x, update, None, total, normed, (scale, shift), eps)
+    return total, normed
+
+
+def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """`chains.gated_add`."""
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _residual(x, update, gate, total)
+    return total
+
+
+def rms_scale(
+    x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor, dim: int, eps: float
+) -> torch.Tensor:
+    """`chains.rms_scale`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rms(x, squares, weight, None, out, dim, eps)
+    return out
+
+
+def rms_rope(
+    x: torch.Tensor,
+    squares: torch.Tensor | None,
+    weight: torch.Tensor,
+    cos_TC: torch.Tensor,
+    sin_TC: torch.Tensor,
+    dim: int,
+    eps: float,
+) -> torch.Tensor:
+    """`chains.rms_rope`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rms(x, squares, weight, (cos_TC, sin_TC), out, dim, eps)
+    return out.unflatten(-1, (-1, 2 * cos_TC.shape[-1]))
+
+
+KERNELS = (modulated_norm, after_self_attention, after_cross_attention, gated_add, rms_scale, rms_rope)
+
+
+def _residual(
+    x: torch.Tensor,
+    update: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    total: torch.Tensor | None,
+    normed: torch.Tensor | None = None,
+    modulation: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    eps: float = 0.0,
+    moved: tuple[torch.Tensor, torch.Tensor] | None = None,
+    plus_one: bool = True,
+) -> None:
+    """modulation: the factor and the term behind the norm, laid out alike."""
+    shape, (scale, shift) = x.shape, modulation
+    places = _places(scale, shape)
+    assert places == _places(shift, shape)
+    factor, offset = (None, None) if moved is None else (part.contiguous() for part in moved)
+    _residual_kernel[(x[..., 0].numel(),)](
+        x.contiguous(), None if update is None else update.contiguous(), gate, factor, offset, scale, shift,
+        total, normed, shape[-2], *_places(gate, shape), *places, eps,
+        D=shape[-1], PLUS_ONE=plus_one, **_block(shape[-1]),
+    )  # fmt: skip
+
+
+def _rms(
+    x: torch.Tensor,
+    squares: torch.Tensor | None,
+    weight: torch.Tensor,
+    turn: tuple[torch.Tensor, torch.Tensor] | None,
+    out: torch.Tensor,
+    dim: int,
+    eps: float,
+) -> None:
+    shape = x.shape
+    cos, sin = turn or (None, None)
+    places = _places(cos, shape)
+    assert places == _places(sin, shape)
+    _rms_kernel[(x[..., 0].numel(),)](
+        x, squares, weight, cos, sin, out,
+        shape[-2], *_places(x, shape), *_places(squares, shape), *places, dim, eps,
+        D=shape[-1], C=1 if cos is None else cos.shape[-1], **_block(shape[-1]),
+    )  # fmt: skip
+
+
+def _places(tensor: torch.Tensor | None, shape: torch.Size) -> tuple[int, int]:
+    """How far apart rows and tokens of `tensor` are, which broadcasts over those of `shape`; channels are adjacent."""
+    if tensor is None:
+        return 0, 0
+    assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+    strides = tensor.expand(*shape[:-1], tensor.shape[-1]).stride()[:-1]
+    return (0, *strides) if len(strides) == 1 else strides
+
+
+def _block(width: int) -> dict[str, int]:
+    return {"BLOCK": triton.next_power_of_2(width), "num_warps": 8 if width > _WIDE else 4}
