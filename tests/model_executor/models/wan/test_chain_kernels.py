@@ -54,6 +54,7 @@ def calls(i: Inputs, dtype: torch.dtype) -> list[tuple[str, tuple[Any, ...]]]:
                 ("modulated_norm", (x, shift, scale, EPS, dtype)),
                 ("after_self_attention", (x, i["update"], gate, i["weight"], i["bias"], EPS)),
                 ("after_cross_attention", (x, i["update"], shift, scale, EPS)),
+                ("after_ffn", (x, i["update"], gate, shift, scale, EPS, dtype)),
                 ("gated_add", (x, i["update"], gate)),
             ]
         moved = (i["factor"][1], i["offset"][1])  # of one row
@@ -109,7 +110,7 @@ def test_kernels_equal_the_chains_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.endswith("72 calls agree\n")
+    assert run.stdout.endswith("84 calls agree\n")
 
 
 @pytest.mark.cuda
@@ -118,7 +119,7 @@ def test_kernels_equal_the_chains_in_the_interpreter() -> None:
 def test_kernels_equal_the_chains_on_a_gpu(dtype: torch.dtype) -> None:
     from vllm_omni.model_executor.models.wan import chain_kernels
 
-    assert check(chain_kernels, dtype, "cuda") == 24
+    assert check(chain_kernels, dtype, "cuda") == 28
 
 
 def test_sums_of_squares_need_not_be_given_where_a_rank_has_all_channels() -> None:

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-_WIDE = 4096
-"""Rows of more channels take 8 warps, others 4: 16 to 32 channels a thread."""
+WARPS = {8192: 8}
+"""Of a program, by its row's channels rounded up to a power of two; others take 4."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -115,6 +115,22 @@ def after_cross_attention(
     return total, normed
 
 
+def after_ffn(
+    x: torch.Tensor,
+    update: torch.Tensor,
+    gate: torch.Tensor,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`chains.after_ffn`."""
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    normed = torch.empty_like(total, dtype=dtype)
+    _residual(x, update, gate, total, normed, (scale, shift), eps)
+    return total, normed
+
+
 def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """`chains.gated_add`."""
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -146,7 +162,7 @@ def rms_rope(
     return out.unflatten(-1, (-1, 2 * cos_TC.shape[-1]))
 
 
-KERNELS = (modulated_norm, after_self_attention, after_cross_attention, gated_add, rms_scale, rms_rope)
+KERNELS = (modulated_norm, after_self_attention, after_cross_attention, after_ffn, gated_add, rms_scale, rms_rope)
 
 
 def _residual(
@@ -202,4 +218,5 @@ def _places(tensor: torch.Tensor | None, shape: torch.Size) -> tuple[int, int]:
 
 
 def _block(width: int) -> dict[str, int]:
-    return {"BLOCK": triton.next_power_of_2(width), "num_warps": 8 if width > _WIDE else 4}
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": WARPS.get(block, 4)}

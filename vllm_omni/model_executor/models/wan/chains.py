@@ -56,6 +56,20 @@ def after_cross_attention(
     return x, modulated_norm(x, shift, scale, eps, update.dtype)
 
 
+def after_ffn(
+    x: torch.Tensor,
+    update: torch.Tensor,
+    gate: torch.Tensor,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gated_add`, then the next block's `modulated_norm` of that; returns both."""
+    x = gated_add(x, update, gate)
+    return x, modulated_norm(x, shift, scale, eps, dtype)
+
+
 def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """x + gate * update, in the residual's type."""
     return (x + gate * update.float()).to(x.dtype)
@@ -102,6 +116,7 @@ class Chains:
     modulated_norm: Callable[..., torch.Tensor] = modulated_norm
     after_self_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = after_self_attention
     after_cross_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = after_cross_attention
+    after_ffn: Callable[..., tuple[torch.Tensor, torch.Tensor]] = after_ffn
     gated_add: Callable[..., torch.Tensor] = gated_add
     sum_of_squares: Callable[..., torch.Tensor] = sum_of_squares
     rms_scale: Callable[..., torch.Tensor] = rms_scale

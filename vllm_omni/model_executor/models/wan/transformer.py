@@ -43,6 +43,9 @@ from vllm_omni.model_executor.models.wan.layers import (
 
 Config = TypeVar("Config", bound=WanConfig)
 
+Update = tuple[torch.Tensor, torch.Tensor]
+"""A block's last term of the residual stream: the result of its FFN, [B, T, D], and the gate of that."""
+
 
 class WanRow(AttentionRow, Protocol):
     """A row of a forward. rope: (cos_TC, sin_TC) fp32, of this rank's tokens."""
@@ -106,22 +109,29 @@ class Block(nn.Module):
     def forward(
         self,
         x_BTD: torch.Tensor,
+        update: Update | None,
         rows: Sequence[WanRow],
         time: Any,
         rope: tuple[torch.Tensor, torch.Tensor],
         num_tokens: int,
         write_only: bool,
-    ) -> torch.Tensor:
-        """One block; if `write_only`, stop once K/V are written and return `x_BTD` as it came."""
-        chains = self.chains
+    ) -> tuple[torch.Tensor, Update | None]:
+        """One block, from the residual stream and its last update to the same.
+
+        The next block adds up: in one pass with its norm. If `write_only`, stop once K/V are written.
+        """
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulate(time)
-        hidden = chains.modulated_norm(x_BTD, shift1, scale1, self.eps, self.norm3.weight.dtype)
+        dtype, x = self.norm3.weight.dtype, x_BTD
+        if update is None:
+            hidden = self.chains.modulated_norm(x, shift1, scale1, self.eps, dtype)
+        else:
+            x, hidden = self.chains.after_ffn(x, *update, shift1, scale1, self.eps, dtype)
         attended = self.self_attn(hidden, rows, rope, self.index, num_tokens, write_only)
         if attended is None:
-            return x_BTD
-        x, hidden = self.after_self_attention(x_BTD, attended, gate1, rows)
+            return x, None
+        x, hidden = self.after_self_attention(x, attended, gate1, rows)
         x, hidden = self.after_cross_attention(x, self.cross_attn(hidden, rows, self.index), shift2, scale2, rows)
-        return chains.gated_add(x, self.ffn(hidden), gate2)
+        return x, (self.ffn(hidden), gate2)
 
 
 class WanTransformer(nn.Module, Generic[Config]):
@@ -271,10 +281,11 @@ class WanTransformer(nn.Module, Generic[Config]):
             x = hidden_BTD
         rope = (stack([row.rope[0] for row in rows]), stack([row.rope[1] for row in rows]))
         last = self.num_local_layers - 1
+        update = None
         for block in self._blocks():
             stop = kv_only and self.parallel.last_stage and block.index == last
-            x = block(x, rows, time, rope, num_tokens, stop)
-        return x
+            x, update = block(x, update, rows, time, rope, num_tokens, stop)
+        return x if update is None else self._blocks()[-1].chains.gated_add(x, *update)
 
     def forget(self) -> None:
         """Drop everything derived from weights (they were loaded anew or moved)."""
