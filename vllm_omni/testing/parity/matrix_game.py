@@ -26,12 +26,14 @@ from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame
 from vllm_omni.model_executor.models.matrix_game.state import ActionWindows, action_windows
 from vllm_omni.model_executor.models.matrix_game.transformer import ActionBlock, ActionRow, MatrixGameTransformer
+from vllm_omni.model_executor.models.wan.chains import gated_add
 from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES
 from vllm_omni.model_executor.models.wan.components import VAEConfig
 from vllm_omni.model_executor.models.wan.image_condition import MASK_CHANNELS, GreyCondition
 from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder, clip_pixels
 from vllm_omni.model_executor.models.wan.layers import embed_time
 from vllm_omni.model_executor.models.wan.pictures import cut_image, middle_box
+from vllm_omni.model_executor.models.wan.transformer import Block
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.models.wan.weights import load_image_encoder, load_vae
 from vllm_omni.model_executor.schedules import few_step_schedule, nearest_schedule
@@ -257,6 +259,9 @@ class _Stages:
 
     def _hook(self, name: str) -> Any:
         def keep(module: Any, inputs: Any, output: Any) -> None:
+            if self._wanted and isinstance(module, Block):
+                x, update = output
+                output = x if update is None else gated_add(x, *update)
             if self._wanted and isinstance(output, torch.Tensor):
                 self._seen[name] = output.clone()
 
