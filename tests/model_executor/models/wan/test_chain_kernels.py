@@ -7,7 +7,9 @@ On a CPU Triton's interpreter runs them, in a process of its own: Triton decides
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -120,6 +122,23 @@ def test_kernels_equal_the_chains_on_a_gpu(dtype: torch.dtype) -> None:
     from vllm_omni.model_executor.models.wan import chain_kernels
 
     assert check(chain_kernels, dtype, "cuda") == 28
+
+
+def test_each_kernel_takes_the_arguments_of_its_chain() -> None:
+    """One stands in for the other."""
+    pytest.importorskip("triton")
+    from vllm_omni.model_executor.models.wan import chain_kernels
+
+    names = {field.name for field in fields(chains.Chains)}
+    for kernel in chain_kernels.KERNELS:
+        assert kernel.__name__ in names
+        assert signature(kernel) == signature(getattr(chains, kernel.__name__))
+
+
+def test_tensors_on_a_cpu_take_the_plain_chains() -> None:
+    """Also where Triton has a GPU: a chain is chosen by where its tensors are."""
+    chosen = chains._on_cuda(lambda x: "kernel", lambda x: "plain")
+    assert chosen(torch.empty(1)) == "plain"
 
 
 def test_sums_of_squares_need_not_be_given_where_a_rank_has_all_channels() -> None:

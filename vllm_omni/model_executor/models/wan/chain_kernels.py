@@ -209,12 +209,12 @@ def _rms(
 
 
 def _places(tensor: torch.Tensor | None, shape: torch.Size) -> tuple[int, int]:
-    """How far apart rows and tokens of `tensor` are, which broadcasts over those of `shape`; channels are adjacent."""
+    """Strides of rows and tokens of `tensor`, broadcast over `shape`, [(B,) T, D]; its channels are adjacent."""
     if tensor is None:
         return 0, 0
     assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1
-    strides = tensor.expand(*shape[:-1], tensor.shape[-1]).stride()[:-1]
-    return (0, *strides) if len(strides) == 1 else strides
+    *batch, token = tensor.expand(*shape[:-1], tensor.shape[-1]).stride()[:-1]
+    return (batch[0] if batch else 0), token
 
 
 def _block(width: int) -> dict[str, int]:
