@@ -25,11 +25,11 @@ def _residual_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
     """total = (x + gate * update) * factor + offset; normed = LN(total) * scale + shift. What is None is left out."""
-    row = tl.program_id(0).to(tl.int64)
-    batch, token = row // tokens, row % tokens
+    row = tl.program_id(0)
+    batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < D
-    at = row * D + column
+    at = row.to(tl.int64) * D + column
     value = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     if update is not None:
         change = tl.load(update + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -59,8 +59,8 @@ def _rms_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """out = x / rms(x) * weight, pairs of channels rotated. squares: None = `x` has all `dim` channels."""
-    row = tl.program_id(0).to(tl.int64)
-    batch, token = row // tokens, row % tokens
+    row = tl.program_id(0)
+    batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < D
     source = x + batch * x_batch + token * x_token + column
@@ -77,7 +77,7 @@ def _rms_kernel(
         sine = tl.load(sin + turn, mask=pair < D // 2, other=0.0)
         even, odd = tl.split(tl.reshape(value, (BLOCK // 2, 2)))
         value = tl.reshape(tl.join(even * cosine - odd * sine, even * sine + odd * cosine), (BLOCK,))
-    tl.store(out + row * D + column, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row.to(tl.int64) * D + column, value.to(out.dtype.element_ty), mask=inside)
 
 
 def modulated_norm(
