@@ -11,7 +11,6 @@ tests/model_executor/models/causal_wan/test_causal_wan_parallel.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, Self
 
 import torch
@@ -135,7 +134,6 @@ class Chains:
 
 
 def _on_cuda(kernel: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(other)
     def chosen(x: torch.Tensor, *args: Any) -> Any:
         return (kernel if x.is_cuda else other)(x, *args)
 
