@@ -88,13 +88,13 @@ class FrameWindow(KVWindow):
         tokens_T: torch.Tensor,
         key_range: torch.Tensor,
         *,
-        first: bool,
+        fits: bool,
     ) -> torch.Tensor:
         """Write a frame's keys and values; return the attention of its queries to all it sees.
 
-        tokens_T: where its tokens stand in the buffer. key_range: as of `attention`. first: it is the session's first.
+        tokens_T: where its tokens stand in the buffer. key_range: as of `attention`. fits: as of `FramePlace`.
         """
-        if first:
+        if fits:
             self.format.fit(layer, k_TNH, v_TNH)
         for kind, x_TNH in enumerate((k_TNH, v_TNH)):
             stored = self.format.encode(layer, kind, x_TNH)
@@ -111,12 +111,12 @@ def _numbers(x: torch.Tensor) -> torch.Tensor:
 class FramePlace:
     """Where a frame stands, on the device. tokens_KT: of its tokens, in the buffer of each kind of ring, int64.
 
-    key_ranges_K2: of each kind, as `attention` takes them, int32. first: it is the session's first frame.
+    key_ranges_K2: of each kind, as `attention` takes them, int32. fits: the frame sets the scales of stored numbers.
     """
 
     tokens_KT: torch.Tensor
     key_ranges_K2: torch.Tensor
-    first: bool
+    fits: bool
 
 
 class FrameRings(WindowSet):
@@ -163,7 +163,8 @@ class FrameRings(WindowSet):
         size = self.clean.tokens_per_frame
         tokens_KT = torch.tensor([[window.slot(frame) * size] for window in self.rings]) + torch.arange(size)
         ranges_K2 = torch.tensor([[0, window.num_keys(frame)] for window in self.rings], dtype=torch.int32)
-        return FramePlace(to_device(tokens_KT, self.device), to_device(ranges_K2, self.device), frame == 0)
+        fits = frame == 0 and self.clean.format.scales() is not None
+        return FramePlace(to_device(tokens_KT, self.device), to_device(ranges_K2, self.device), fits)
 
     def attend(
         self, layer: int, q_TNH: torch.Tensor, k_TNH: torch.Tensor, v_TNH: torch.Tensor, place: FramePlace
@@ -172,7 +173,7 @@ class FrameRings(WindowSet):
         kind, index = self.places[layer]
         tokens_T, key_range = place.tokens_KT[kind], place.key_ranges_K2[kind]
         ring = self.rings[kind]
-        return ring.write_and_attend(index, q_TNH, k_TNH, v_TNH, tokens_T, key_range, first=place.first)
+        return ring.write_and_attend(index, q_TNH, k_TNH, v_TNH, tokens_T, key_range, fits=place.fits)
 
     @property
     def graph_key(self) -> Hashable:
