@@ -46,39 +46,18 @@ from common import (
 )
 
 NATIVE_FPS = 60.0
-GRIDS = {"v1_5": (16, 32), "v1_5_360p": (8, 16)}
-"""Height and width of the token grid of each release."""
-CONFIG: dict[str, Any] = {
-    "model_type": "waypoint-1.5",
-    "d_model": 2048,
-    "n_layers": 24,
-    "n_heads": 32,
-    "n_kv_heads": 16,
-    "mlp_ratio": 4,
-    "channels": 32,
-    "patch": [2, 2],
-    "local_window": 16,
-    "global_window": 128,
-    "global_pinned_dilation": 8,
-    "global_attn_period": 4,
-    "global_attn_offset": -1,
-    "value_residual": True,
-    "noise_conditioning": "wan",
-    "ctrl_conditioning": "mlp_fusion",
-    "ctrl_conditioning_period": 3,
-    "scheduler_sigmas": [1.0, 0.9, 0.75, 0.3, 0.0],
-    "base_fps": 15,
-    "inference_fps": 60,
-    "temporal_compression": 4,
-}
+RELEASES = {"v1_5": "waypoint", "v1_5_360p": "waypoint_360p"}
+"""Our names -> those of `vllm-omni plan`."""
 
 
 def write_checkpoint(root: Path, release: str) -> None:
     """A checkpoint directory of a released architecture without weights (they come from --load-format dummy)."""
+    from vllm_omni.planning.waypoint import GRIDS, WAYPOINT_1_5
+
     root.mkdir()
-    height, width = GRIDS[release]
+    height, width = GRIDS[RELEASES[release]]
     sizes = {"height": height, "width": width, "tokens_per_frame": height * width}
-    (root / "config.yaml").write_text(json.dumps({**CONFIG, **sizes}))  # YAML holds JSON
+    (root / "config.yaml").write_text(json.dumps({**WAYPOINT_1_5, **sizes}))  # YAML holds JSON
 
 
 def session_chunk(
@@ -196,7 +175,7 @@ def main() -> None:
     from vllm_omni.model_executor.models.registry import get_family
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--release", choices=tuple(GRIDS), default="v1_5")
+    parser.add_argument("--release", choices=tuple(RELEASES), default="v1_5")
     parser.add_argument("--chunks", type=int, default=320)
     parser.add_argument("--warm-chunks", type=int, default=160, help="chunks before the rings are full")
     parser.add_argument("--height", type=int, default=720)

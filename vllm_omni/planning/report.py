@@ -119,7 +119,7 @@ def _flags(model: StreamModel, split: Split) -> list[str]:
         options["model.cache"] = "noise_matched"
     if model.video_input:
         options["model.video_input"] = "true"
-    if model.chunk != StreamModel.chunk:
+    if model.chunk != StreamModel.chunk and not model.grid_tokens:  # else the checkpoint's
         options["model.latent_frames_per_chunk"] = str(model.chunk)
     if model.launches_graphs:
         options["model.cuda_graphs"] = "true"
