@@ -9,7 +9,7 @@ from vllm_omni.planning.cards import Card
 from vllm_omni.planning.cost import Prediction, Split, StreamModel, predict, splits
 
 _HOST = "  host"
-_CARDS_GB = (24, 32, 48, 80, 96, 141)
+_CARDS_GB = (16, 24, 32, 48, 80, 96, 141)
 """Memory of common cards."""
 WEIGHT_ITEMSIZES = {"auto": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 """Bytes of a number of a block's linear layers; NVFP4 has a scale of one byte for 16 of them."""
