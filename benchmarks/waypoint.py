@@ -10,7 +10,9 @@
 
 Random weights at real shapes take the time of real ones. Steady state is the median over the chunks (four video frames
 each) after both kinds of rings are full, at latent frame 120, end to end: controls in, uint8 frames out; each chunk is
-asked for while the one before is running. The model's own rate is 60 frames a second.
+asked for while the one before is running. The model's own rate is 60 frames a second. `time_to_first_frame_ms` is the
+first session's; `later_first_frames` are of five more on the same engine, one after the other, each with its stages and
+with what of it was `outside` the model.
 """
 
 import argparse
@@ -32,6 +34,7 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import (
+    IDLE_S,
     add_output_arguments,
     add_serving_arguments,
     kernel_times,
@@ -43,39 +46,18 @@ from common import (
 )
 
 NATIVE_FPS = 60.0
-GRIDS = {"v1_5": (16, 32), "v1_5_360p": (8, 16)}
-"""Height and width of the token grid of each release."""
-CONFIG: dict[str, Any] = {
-    "model_type": "waypoint-1.5",
-    "d_model": 2048,
-    "n_layers": 24,
-    "n_heads": 32,
-    "n_kv_heads": 16,
-    "mlp_ratio": 4,
-    "channels": 32,
-    "patch": [2, 2],
-    "local_window": 16,
-    "global_window": 128,
-    "global_pinned_dilation": 8,
-    "global_attn_period": 4,
-    "global_attn_offset": -1,
-    "value_residual": True,
-    "noise_conditioning": "wan",
-    "ctrl_conditioning": "mlp_fusion",
-    "ctrl_conditioning_period": 3,
-    "scheduler_sigmas": [1.0, 0.9, 0.75, 0.3, 0.0],
-    "base_fps": 15,
-    "inference_fps": 60,
-    "temporal_compression": 4,
-}
+RELEASES = {"v1_5": "waypoint", "v1_5_360p": "waypoint_360p"}
+"""Our names -> those of `vllm-omni plan`."""
 
 
 def write_checkpoint(root: Path, release: str) -> None:
     """A checkpoint directory of a released architecture without weights (they come from --load-format dummy)."""
+    from vllm_omni.planning.waypoint import GRIDS, WAYPOINT_1_5
+
     root.mkdir()
-    height, width = GRIDS[release]
+    height, width = GRIDS[RELEASES[release]]
     sizes = {"height": height, "width": width, "tokens_per_frame": height * width}
-    (root / "config.yaml").write_text(json.dumps({**CONFIG, **sizes}))  # YAML holds JSON
+    (root / "config.yaml").write_text(json.dumps({**WAYPOINT_1_5, **sizes}))  # YAML holds JSON
 
 
 def session_chunk(
@@ -119,6 +101,22 @@ async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[st
     return [{"done": start, "timings_ms": {}, "frames": 0}, *records]
 
 
+LATER_SESSIONS = 5
+
+
+async def first_frames(engine: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds of the first frames of sessions that begin one after the other."""
+    records = []
+    for number in range(LATER_SESSIONS):
+        await asyncio.sleep(IDLE_S)
+        start = time.perf_counter()
+        record = await session_chunk(engine, f"later{number}", args)(0)
+        first, timings = (record["done"] - start) * 1e3, record["timings_ms"]
+        inside = sum(sum(timings.get(stage, [])) for stage in ("encode", "steps", "decode"))
+        records.append({"time_to_first_frame_ms": round(first, 1), "outside": round(first - inside, 1), **timings})
+    return records
+
+
 async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = json.loads(args.model_options)
     omni = {"height": args.height, "width": args.width, "model": options, **json.loads(args.omni_options)}
@@ -136,6 +134,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         sessions = await asyncio.gather(*(play(engine, f"world{n}", args) for n in range(args.sessions)))
         memory = await engine.collective_rpc("device_memory")
         held = await engine.collective_rpc("session_stats")
+        later = await first_frames(engine, args)
         kernels = None
         if args.kernels:
             traced = session_chunk(engine, "traced", args)
@@ -163,6 +162,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
             for name in names
         },
         "first_chunk_timings_ms": records[0]["timings_ms"],
+        "later_first_frames": later,
         "device_memory": memory,
         "session_bytes": held[0]["bytes"],
         "kernels": kernels,
@@ -175,7 +175,7 @@ def main() -> None:
     from vllm_omni.model_executor.models.registry import get_family
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--release", choices=tuple(GRIDS), default="v1_5")
+    parser.add_argument("--release", choices=tuple(RELEASES), default="v1_5")
     parser.add_argument("--chunks", type=int, default=320)
     parser.add_argument("--warm-chunks", type=int, default=160, help="chunks before the rings are full")
     parser.add_argument("--height", type=int, default=720)

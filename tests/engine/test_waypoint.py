@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint 1.5 (tiny) through the real engine: keys, mouse and wheel, refusals, two ranks, FP8."""
+"""Waypoint 1.5 and 1 (tiny) through the real engine: keys, mouse, wheel, prompts, refusals, two ranks, FP8."""
 
 import asyncio
 from pathlib import Path
@@ -95,3 +95,25 @@ def test_fp8_weights_and_keys_are_near(checkpoint: Path, alone: torch.Tensor) ->
     exact = played(checkpoint, dtype="bfloat16")
     fp8 = played(checkpoint, dtype="bfloat16", quantization="fp8_per_channel", kv_cache_dtype="fp8")
     assert 0 < (fp8[:, 0] - exact[:, 0]).norm() < 0.3 * exact[:, 0].norm()
+
+
+@pytest.mark.nightly
+def test_waypoint_1_follows_keys_and_prompts(tmp_path: Path) -> None:
+    """A frame a chunk; keys and a new prompt change the next frame; a repeated session is exact."""
+    get_family("waypoint").make_tiny(tmp_path, 0, "v1")
+
+    async def scenario() -> None:
+        async with running_engine(tmp_path, dtype="float32") as client:
+            ours = await play(client, "a", HELD[:3], prompt="a beach")
+            again, idle = await asyncio.gather(
+                play(client, "b", HELD[:3], prompt="a beach"), play(client, "c", [None] * 3, prompt="a beach")
+            )
+            assert torch.equal(again, ours) and not torch.equal(idle, ours)
+            await client.send(session_id="a", op="fork", fork_to="d")
+            _, kept = await client.send(session_id="a", output="latents")
+            _, switched = await client.send(session_id="d", prompt="a forest at night", output="latents")
+            assert not torch.equal(kept["latents"], switched["latents"])
+            meta, frames = await client.send(session_id="f")
+            assert meta["num_frames"] == 1 and frames["frames"].shape[0] == 1
+
+    asyncio.run(scenario())

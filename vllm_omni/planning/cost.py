@@ -23,15 +23,29 @@ from vllm_omni.worker.diffusion.pacing import SLOW_STAGE_MS, SLOW_STEP_MS
 TEXT_ROWS = 512
 _LATENT_CELL = 8
 _VAE_PIXELS = 480 * 832
-_DECODE_TFLOP, _DECODE_FIRST_TFLOP, _ENCODE_TFLOP = 13.55, 4.35, 8.05
-"""Of one latent frame at 480x832: a later one (4 pixel frames), a stream's first (1), and to encode 4 pixel frames."""
 _DECODE_EXCHANGES = 34
 """Of one latent frame, if ranks decode together: rows before each of 33 convolutions, and the attention's K/V."""
-_DECODER_CACHE, _ENCODER_CACHE = 1801 * 2**20, 1070 * 2**20
-"""Bytes at 480x832, bf16, of the causal convolutions' state."""
-_VAE_WEIGHTS, _TEXT_WEIGHTS = 0.25e9, 11.4e9
-"""bf16."""
+_TEXT_WEIGHTS = 11.4e9
+"""umt5-xxl, bf16."""
 _BF16 = 2
+
+
+@dataclass(frozen=True)
+class Autoencoder:
+    """Costs of the autoencoder, at 480x832 unless the model's token grid is fixed; defaults: Wan's VAE, bf16.
+
+    decode_tflop, decode_first_tflop: of one latent frame, a later one (4 pixel frames) and a stream's first (1).
+    encode_tflop: of one latent frame's pixel frames. decoder_cache, encoder_cache: bytes a stream keeps. weights: in
+    bytes. workspace: its largest transient, as a share of `Card.workspace_bytes`.
+    """
+
+    decode_tflop: float = 13.55
+    decode_first_tflop: float = 4.35
+    encode_tflop: float = 8.05
+    decoder_cache: float = 1801 * 2**20
+    encoder_cache: float = 1070 * 2**20
+    weights: float = 0.25e9
+    workspace: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,9 @@ class StreamModel:
     keys and values. context_rows, context_weights: rows that cross-attention reads; bytes of their encoder's weights.
     weight_itemsize: bytes of a number of the blocks' linear layers, its share of a scale included.
     adapters, adapter_rank: slots of LoRA adapters and their rank. sides: inputs and outputs of all matrices, added up.
+    frames_per_latent: video frames of a latent frame. grid_tokens: of a latent frame, where the video's size does not
+    change it. linears: parameters of the linear layers that a token passes. kv_dim: width of keys and of values. 0 of
+    these three = by Wan's formulas. sequence_parallel: ranks may share tokens (Ulysses), and a decode.
     """
 
     name: str
@@ -81,6 +98,12 @@ class StreamModel:
     adapters: int = 0
     adapter_rank: int = 0
     sides: int = 0
+    frames_per_latent: int = 4
+    grid_tokens: int = 0
+    linears: int = 0
+    kv_dim: int = 0
+    autoencoder: Autoencoder = Autoencoder()
+    sequence_parallel: bool = True
 
     @property
     def passes(self) -> int:
@@ -93,21 +116,21 @@ class StreamModel:
 
     @property
     def tokens_per_frame(self) -> int:
-        return self.height // (2 * _LATENT_CELL) * (self.width // (2 * _LATENT_CELL))
+        return self.grid_tokens or self.height // (2 * _LATENT_CELL) * (self.width // (2 * _LATENT_CELL))
 
     @property
     def frames_per_chunk(self) -> int:
-        return 4 * self.chunk
+        return self.frames_per_latent * self.chunk
 
     @property
     def block_parameters(self) -> int:
         """Of the linear layers of all blocks: those that quantization takes."""
-        return self.layers * (8 * self.dim**2 + 2 * self.dim * self.ffn_dim)
+        return self.linears or self.layers * (8 * self.dim**2 + 2 * self.dim * self.ffn_dim)
 
     @property
     def area(self) -> float:
-        """Relative to 480x832."""
-        return self.height * self.width / _VAE_PIXELS
+        """Of the frames that the autoencoder works on, relative to 480x832."""
+        return 1.0 if self.grid_tokens else self.height * self.width / _VAE_PIXELS
 
 
 @dataclass(frozen=True)
@@ -181,7 +204,8 @@ class Prediction:
 
 def linear_tflop(model: StreamModel, query_frames: int) -> float:
     q = query_frames * model.tokens_per_frame
-    return q * (2 * (6 * model.dim**2 + 2 * model.dim * model.ffn_dim) * model.layers + model.side_flop) / 1e12
+    passed = model.linears or (6 * model.dim**2 + 2 * model.dim * model.ffn_dim) * model.layers
+    return q * (2 * passed + model.side_flop) / 1e12
 
 
 def attention_tflop(model: StreamModel, query_frames: int, window: int) -> float:
@@ -272,7 +296,7 @@ def setup_ms(model: StreamModel, card: Card) -> float:
     """Work of a session's first chunk before its steps."""
     setup = 1e3 * card.text_encoder_cpu_s if model.text_on_cpu else 0.0
     if model.image:  # the start picture through the VAE's encoder, with the chunk's grey frames behind it
-        setup += 1e3 * _ENCODE_TFLOP * (1 + model.first_chunk) * model.area / card.vae_tflops
+        setup += 1e3 * model.autoencoder.encode_tflop * (1 + model.first_chunk) * model.area / card.vae_tflops
     return setup
 
 
@@ -281,7 +305,7 @@ def encode_ms(model: StreamModel, card: Card, frames: int, *, first: bool = Fals
     if not model.video_input:
         return 0.0
     pixel_frames = 4 * frames - 3 * first
-    return 1e3 * _ENCODE_TFLOP * pixel_frames / 4 * model.area / card.video_encode_tflops
+    return 1e3 * model.autoencoder.encode_tflop * pixel_frames / 4 * model.area / card.video_encode_tflops
 
 
 def until_result_ms(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> float:
@@ -321,14 +345,15 @@ def chunk_steps_ms(model: StreamModel, card: Card, split: Split, window: int) ->
 
 def window_bytes(model: StreamModel, frames: int) -> float:
     """K/V of so many latent frames, all layers and heads."""
-    numbers = 2 * model.dim * model.layers + model.side_kv
+    numbers = 2 * (model.kv_dim or model.dim) * model.layers + model.side_kv
     return float(model.kv_itemsize * frames * model.tokens_per_frame * numbers)
 
 
 def decode_ms(model: StreamModel, card: Card, split: Split, *, first: bool = False) -> float:
     """A chunk's decode, on each rank that takes part."""
     frames = model.first_chunk if first else model.chunk
-    tflop = _DECODE_TFLOP * (frames - first) + _DECODE_FIRST_TFLOP * first
+    cost = model.autoencoder
+    tflop = cost.decode_tflop * (frames - first) + cost.decode_first_tflop * first
     exchanges = frames * _DECODE_EXCHANGES if split.decode_ranks > 1 else 0
     return 1e3 * (tflop * model.area / card.vae_tflops / split.decode_ranks + exchanges * card.link_latency_s)
 
@@ -352,8 +377,8 @@ def session_bytes(model: StreamModel, split: Split) -> float:
     frames = model.window + (model.sinks if model.moving_sinks else 0) + (model.in_flight - 1) * model.chunk
     windows = 1 if model.clean or split.temporal else model.denoise
     window = windows * window_bytes(model, frames) / (split.ranks * split.layer_parts)
-    decoder = 0.0 if split.vae_stage else _DECODER_CACHE / split.decode_ranks
-    caches = (decoder + (_ENCODER_CACHE if model.image or model.video_input else 0)) * model.area
+    decoder = 0.0 if split.vae_stage else model.autoencoder.decoder_cache / split.decode_ranks
+    caches = (decoder + (model.autoencoder.encoder_cache if model.image or model.video_input else 0)) * model.area
     return window + cross_kv_bytes(model, split) + caches
 
 
@@ -362,7 +387,7 @@ def weight_bytes(model: StreamModel, split: Split) -> float:
     adapters = adapter_bytes(model, split)
     saved = model.block_parameters * (_BF16 - model.weight_itemsize)
     context = 0 if model.text_on_cpu else model.context_weights
-    return (model.parameters * _BF16 - saved) / shared + adapters + _VAE_WEIGHTS + context
+    return (model.parameters * _BF16 - saved) / shared + adapters + model.autoencoder.weights + context
 
 
 def adapter_bytes(model: StreamModel, split: Split) -> float:
@@ -407,11 +432,11 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     first = sessions * setup + before_decode * first_pass + camera
     first += until_result_ms(model, card, split, sessions) + 1e3 * card.first_frame_s
     each = session_bytes(model, split)
-    workspace = card.workspace_bytes * model.area / split.decode_ranks
+    workspace = model.autoencoder.workspace * card.workspace_bytes * model.area / split.decode_ranks
     fixed = weight_bytes(model, split) + (0.0 if split.vae_stage else workspace)
     # A VAE stage's rank: the decoder, its caches, and up to three decodes at once.
-    decoding = _VAE_WEIGHTS + workspace
-    caches = _DECODER_CACHE * model.area / split.decode_ranks
+    decoding = model.autoencoder.weights + workspace
+    caches = model.autoencoder.decoder_cache * model.area / split.decode_ranks
     room = 0.95 * card.memory_bytes
     most = (room - fixed) // each
     if split.vae_stage:
@@ -444,9 +469,10 @@ def splits(model: StreamModel, gpus: int, sessions: int = 1) -> list[Split]:
         for stages in range(1, gpus // ranks + 1):
             if ranks * stages == 1 or stages > model.layers:
                 continue
-            tensors = (False, True) if ranks > 1 else (False,)
+            tensors = (False,) if ranks == 1 else (False, True) if model.sequence_parallel else (True,)
+            together = ranks > 1 and model.sequence_parallel
             for vae_stage in (False, True) if stages > 1 else (False,):
-                found += [Split(ranks, stages, tensor, vae_stage, vae_parallel=ranks > 1) for tensor in tensors]
+                found += [Split(ranks, stages, tensor, vae_stage, vae_parallel=together) for tensor in tensors]
                 if not model.clean and 1 < stages - vae_stage == model.denoise:
                     found += [replace(split, temporal=True) for split in found[-len(tensors) :]]
     replicas = [count for count in range(2, sessions + 1) if sessions % count == 0]

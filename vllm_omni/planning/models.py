@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
+from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.weights import transformer_shapes as lingbot_shapes
 from vllm_omni.model_executor.models.matrix_game.checkpoint import transformer_shapes as matrix_game_shapes
@@ -13,9 +13,11 @@ from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.registry import detect_family
 from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig
 from vllm_omni.model_executor.models.wan.transformer_weights import transformer_shapes
+from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.planning.cost import StreamModel
+from vllm_omni.planning.waypoint import GRIDS, waypoint_config, waypoint_model
 
-NAMES = ("lingbot_world", "lingbot_world_v2_1_3b", "causal_wan_1_3b", "causal_wan_14b", "matrix_game")
+NAMES = ("lingbot_world", "lingbot_world_v2_1_3b", "causal_wan_1_3b", "causal_wan_14b", "matrix_game", *GRIDS)
 _LINGBOT_1_3B: dict[str, Any] = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30, "sink_frames": 6}
 _CLIP_WEIGHTS = 1.26e9
 """ViT-H/14's vision tower but for its last layer, bf16."""
@@ -34,18 +36,24 @@ def model_of(name: str, **changes: Any) -> StreamModel:
         return _causal(name, CausalWanConfig(**_WAN_14B), changes)
     if name == "matrix_game":
         return _matrix_game(name, MatrixGameConfig(), changes)
+    if name in GRIDS:
+        return waypoint_model(name, waypoint_config(name), changes)
     path = Path(name)
     if not path.is_dir():
         raise ValueError(f"{name} is neither a checkpoint directory nor one of {', '.join(NAMES)}")
     family = detect_family(path)
-    values = family.hf_config(path).get(family.name, {}).get("transformer")
+    checkpoint = family.hf_config(path).get(family.name, {})
+    values = checkpoint.get("transformer")
     if family.name == "lingbot_world":
         return _lingbot("lingbot_world", LingBotWorldConfig.from_checkpoint(values), changes)
     if family.name == "causal_wan":
-        return _causal(str(path), CausalWanConfig.from_checkpoint(values), changes)
+        steps = {"denoise": len(CausalWanOptions.of(checkpoint, {}).denoising_steps)}  # a release may have its own
+        return _causal(str(path), CausalWanConfig.from_checkpoint(values), steps | changes)
     if family.name == "matrix_game":
         return _matrix_game(str(path), MatrixGameConfig.from_checkpoint(values), changes)
-    raise ValueError(f"{name} is a {family.name}; `plan` knows lingbot_world, causal_wan and matrix_game")
+    if family.name == "waypoint":
+        return waypoint_model(str(path), WaypointConfig.from_checkpoint(values), changes, checkpoint["codec"])
+    raise ValueError(f"{name} is a {family.name}; `plan` knows lingbot_world, causal_wan, matrix_game and waypoint")
 
 
 def _lingbot(name: str, config: LingBotWorldConfig, changes: dict[str, Any]) -> StreamModel:

@@ -9,7 +9,7 @@ from vllm_omni.planning.cards import Card
 from vllm_omni.planning.cost import Prediction, Split, StreamModel, predict, splits
 
 _HOST = "  host"
-_CARDS_GB = (24, 32, 48, 80, 96, 141)
+_CARDS_GB = (16, 24, 32, 48, 80, 96, 141)
 """Memory of common cards."""
 WEIGHT_ITEMSIZES = {"auto": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 """Bytes of a number of a block's linear layers; NVFP4 has a scale of one byte for 16 of them."""
@@ -119,7 +119,7 @@ def _flags(model: StreamModel, split: Split) -> list[str]:
         options["model.cache"] = "noise_matched"
     if model.video_input:
         options["model.video_input"] = "true"
-    if model.chunk != StreamModel.chunk:
+    if model.chunk != StreamModel.chunk and not model.grid_tokens:  # else the checkpoint's
         options["model.latent_frames_per_chunk"] = str(model.chunk)
     if model.launches_graphs:
         options["model.cuda_graphs"] = "true"

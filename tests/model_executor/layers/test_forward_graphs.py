@@ -48,6 +48,20 @@ def test_a_key_that_leaves_something_out_is_wrong() -> None:
     assert [float(result) for result in results] == [1, 2, 2]
 
 
+def test_a_kind_that_has_run_is_captured_at_a_new_keys_first_forward() -> None:
+    """Only the tensors differ: nothing is left to compile. Another kind, another shape and no kind run as they are."""
+    graphs = ForwardGraphs(capture=hold)
+
+    def call(key: str, kind: str | None, size: int = 1) -> int:
+        graphs((kind, key), {"x": torch.zeros(size)}, Adder().at(1), kind=kind)
+        return len(graphs)
+
+    assert [call("a", "plain"), call("b", "plain"), call("b", "plain"), call("a", "plain")] == [0, 1, 1, 2]
+    assert [call("c", "other"), call("c", "plain", size=2), call("d", None), call("e", None)] == [2] * 4
+    graphs.forget()
+    assert call("f", "plain") == 0
+
+
 def test_another_shape_is_another_graph_and_none_is_no_graph() -> None:
     graphs, adder = ForwardGraphs(capture=hold), Adder()
     for _ in range(3):

@@ -7,7 +7,9 @@ copied to where the graph reads them. A stream whose K/V ring is full comes back
 ring, so a handful of graphs serves it for ever.
 
 A key's first forward runs as it is (and compiles lazy parts), its second is captured, later ones
-are replayed. A forward that cannot be captured runs as it is, from then on. All graphs share one memory pool, since
+are replayed. Keys that differ only in the tensors that are read and written are of one kind: once a forward of it has
+run, new keys are captured at their first, so that a new session does not begin with launches kernel by kernel.
+A forward that cannot be captured runs as it is, from then on. All graphs share one memory pool, since
 only one runs at a time; results are copied out of it.
 
 A forward is one graph, or several with calls between them that no graph may hold (`between_graphs`): collectives, which
@@ -146,15 +148,24 @@ class ForwardGraphs:
         self._graphs: OrderedDict[Hashable, tuple[torch.Tensor, Replay] | None] = OrderedDict()
         self._inputs: dict[Hashable, Inputs] = {}
         self._refused: set[Hashable] = set()
+        self._kinds: set[Hashable] = set()
 
     def __len__(self) -> int:
         """Number of captured graphs."""
         return sum(graph is not None for graph in self._graphs.values())
 
     def __call__(
-        self, key: Hashable | None, inputs: Mapping[str, torch.Tensor], forward: Callable[[Inputs], torch.Tensor]
+        self,
+        key: Hashable | None,
+        inputs: Mapping[str, torch.Tensor],
+        forward: Callable[[Inputs], torch.Tensor],
+        *,
+        kind: Hashable | None = None,
     ) -> torch.Tensor:
-        """Return `forward(inputs)`, by a graph if this `key` came before. key: None = never by a graph."""
+        """Return `forward(inputs)`, by a graph if this `key` or `kind` came before.
+
+        key: None = never by a graph. kind: all of `key` but the identity of tensors, None = it cannot be told.
+        """
         shapes = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in inputs.items())
         key = None if key is None else (key, shapes)
         if key is None or key in self._refused:
@@ -163,7 +174,9 @@ class ForwardGraphs:
             self._graphs[key] = None
             while len(self._graphs) > self._capacity:
                 self._graphs.popitem(last=False)
-            return forward(dict(inputs))
+            if kind is None or (kind, shapes) not in self._kinds:
+                self._kinds.add((kind, shapes))
+                return forward(dict(inputs))
         self._graphs.move_to_end(key)
         own = self._inputs.setdefault(shapes, {name: torch.empty_like(tensor) for name, tensor in inputs.items()})
         for name, tensor in inputs.items():
@@ -187,5 +200,6 @@ class ForwardGraphs:
         self._graphs.clear()
         self._inputs.clear()
         self._refused.clear()
+        self._kinds.clear()
         if isinstance(self._capture, CudaCapture):
             self._capture = CudaCapture()  # a pool ends with its last graph

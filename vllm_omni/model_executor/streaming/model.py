@@ -68,9 +68,9 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
     def make_session(self, session_id: str, shape: Shape, reserved_bytes: int) -> Session:
         """Make an empty session, its K/V windows included."""
 
-    @abstractmethod
     def own_bytes(self, shape: Shape) -> int:
         """Most bytes of a session's state that only this model has."""
+        return 0
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 

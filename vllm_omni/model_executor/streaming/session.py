@@ -8,7 +8,6 @@ Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py and
 tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
@@ -185,7 +184,7 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Scal
     reserved_bytes: the largest size of everything but the K/V windows.
     """
 
-    scalars_type: ClassVar[type[SessionScalars]]
+    scalars_type: ClassVar[type[SessionScalars]] = SessionScalars
 
     def __init__(
         self,
@@ -211,13 +210,13 @@ class StreamingSession(SessionState, Generic[Shape, Window, Own, OwnLayout, Scal
 
     # -- of each model -------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def own_scalars(self) -> dict[str, Any]:
         """The model's own part of `scalars`, JSON types only."""
+        return {}
 
-    @abstractmethod
     def restore_own(self, kept: Scalars, saved: SavedTensors, device: torch.device) -> Own | None:
         """Take `own` out of a snapshot, whose chunk the session has already become. Raises `RequestFailed`."""
+        return None
 
     def opening_options(self) -> dict[str, Any]:
         """The request options that `new_session` needs to make a session of this one's shape."""

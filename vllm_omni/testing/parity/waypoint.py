@@ -120,7 +120,7 @@ class Rollout:
             "prompt_kv": self.prompts[prompt] if self.prompts else None,
         }
         self.lists(
-            "visible frames", [self.rings.history(layer, index) for layer in self.layers], frame, "visible_history"
+            "visible frames", [history(self.rings, layer, index) for layer in self.layers], frame, "visible_history"
         )
         if frame["kind"] == "generate":
             latents = self.generate(name, common)
@@ -129,9 +129,9 @@ class Rollout:
             latents = scenario.get(f"{name}.latent")
         self.compare("clean pass", self.forward(name, "commit", latents, 0.0, common), f"{name}.commit.v")
         self.rings.commit(index + 1)
-        self.lists("ring frames", [self.rings.stored(layer) for layer in self.layers], frame, "ring_after")
+        self.lists("ring frames", [kept_frames(self.rings, layer) for layer in self.layers], frame, "ring_after")
         for layer in self.layers:
-            for kind, ours in zip("kv", self.rings.frames_kv(layer), strict=True):
+            for kind, ours in zip("kv", frames_kv(self.rings, layer), strict=True):
                 self.compare("K/V", ours, f"{name}.ring{layer}.{kind}")
 
     @property
@@ -180,6 +180,25 @@ class Rollout:
             raise ValueError(f"frame {frame['frame']}: {stage} {ours}, recorded {frame[key]}")
         count = torch.tensor([float(len(frame[key]))])
         self.scenario.compare(stage, count, count, 0.0)
+
+
+def history(rings: FrameRings, layer: int, frame: int) -> list[int]:
+    """Return the frames that `frame` sees besides itself, oldest first."""
+    return rings.window(layer)[0].visible_frames(frame + 1)[:-1]
+
+
+def kept_frames(rings: FrameRings, layer: int) -> list[int]:
+    """Return the committed frames that are kept, oldest first."""
+    window, _ = rings.window(layer)
+    return [frame for frame in window.visible_frames(rings.committed_frames) if frame % window.dilation == 0]
+
+
+def frames_kv(rings: FrameRings, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of (k, v) [frames T, N, H] of `kept_frames`, in that order."""
+    window, index = rings.window(layer)
+    tokens = window.token_positions([window.slot(frame) for frame in kept_frames(rings, layer)])
+    k, v = window.format.load(index, window.buffer[index], tokens)
+    return k, v
 
 
 def _keeper(seen: dict[str, torch.Tensor], name: str) -> Any:

@@ -14,6 +14,7 @@ from vllm_omni.model_executor.hub import check_complete
 from vllm_omni.model_executor.models.causal_wan.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig, CausalWanOptions, resolve_plan
 from vllm_omni.model_executor.models.registry import detect_family, get_family
+from vllm_omni.planning.models import model_of
 from vllm_omni.testing.tiny.wan import write_component
 
 Tensors = dict[str, torch.Tensor]
@@ -87,6 +88,8 @@ def test_a_release_is_known_by_its_file(
     assert find_layout(folder).release() == name
     check_complete("causal_wan", folder)
     assert served(folder) == plan
+    planned = model_of(str(folder))
+    assert (planned.chunk, planned.window, planned.sinks) == plan and planned.denoise == len(timesteps)
     model = load_model(folder)
     assert model.schedule.timesteps == pytest.approx(timesteps, abs=0.01)
     assert torch.equal(model.transformer.get_parameter(O_WEIGHT), network[O_WEIGHT])

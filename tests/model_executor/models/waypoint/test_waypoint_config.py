@@ -137,6 +137,14 @@ def test_chunks_are_one_latent_frame_and_the_first_has_as_many_video_frames_as_t
         assert FAMILY.action_space(checkpoint, OmniConfig()).prompt == ("optional" if layout == "v1" else "none")
 
 
+def test_videos_begin_with_or_without_an_image_at_the_models_own_sizes(tmp_path: Path) -> None:
+    """`/v1/videos` goes by these: 640x360 is no multiple of 16."""
+    make_tiny(tmp_path, 0, "v1_5")
+    assert FAMILY.capabilities is not None
+    taken = FAMILY.capabilities(FAMILY.hf_config(tmp_path), OmniConfig())
+    assert {"world", "text_to_video", "image_to_video"} == set(taken.tasks) and taken.size_multiple == (8, 8)
+
+
 def test_sizes_of_video_are_multiples_of_eight() -> None:
     config = WaypointConfig.from_checkpoint(RELEASED)
     assert config.latent_size(720, 1280) == config.latent_size(360, 640) == (32, 64)

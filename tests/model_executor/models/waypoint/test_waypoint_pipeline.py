@@ -109,12 +109,39 @@ def test_a_prompt_acts_from_the_next_frame_on(checkpoints: dict[str, Path]) -> N
 
 
 def test_forwards_by_graph_are_those_without(checkpoints: dict[str, Path]) -> None:
-    """One graph serves all passes of all frames behind a session's first."""
+    """One graph serves all passes of all frames of a session."""
     for layout in LAYOUTS:
         plain, by_graphs = load_world(checkpoints[layout]), load_world(checkpoints[layout])
         by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
         assert torch.equal(latents_of([by_graphs], chunks()), latents_of([plain], chunks()))
         assert len(by_graphs.transformer.graphs) == 1
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
+def test_a_warm_server_launches_no_pass_of_a_new_session_kernel_by_kernel(
+    checkpoints: dict[str, Path], kv_dtype: torch.dtype | None
+) -> None:
+    """A session's graph is captured in its first pass. With FP8 its first frame, which sets scales, has one of its own.
+
+    Warm-up has run every kind of pass of a session with a start image before.
+    """
+    for layout in LAYOUTS:
+        plain, world = (
+            load_world(checkpoints[layout], kv_dtype=kv_dtype),
+            load_world(checkpoints[layout], None, kv_dtype),
+        )
+        graphs = world.transformer.graphs = ForwardGraphs(capture=hold)
+        session = open_session(world, "warm-up")
+        for _, tensors in world.warmup_inputs():
+            run_chunk(world, session, dict(tensors))
+        request = make_request(open_session(world), {"image": start_image()})
+        world.prepare_encode(request)
+        before, captured = len(graphs), []
+        while request.step < request.num_steps:
+            step([world], [[request]])
+            captured.append(len(graphs) - before)
+        assert captured == ([1] * 6 if kv_dtype is None else [1, 2, 2, 2, 2, 2])
+        assert torch.equal(latents_of([world], chunks()[:2]), latents_of([plain], chunks()[:2]))
 
 
 def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(either: Waypoint) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from test_waypoint_config import RELEASED
 
-from vllm_omni.model_executor.layers.window_set import WindowSet
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
-from vllm_omni.model_executor.models.waypoint.state import FrameRings, rings_nbytes
+from vllm_omni.model_executor.models.waypoint.state import FrameRings
+from vllm_omni.testing.parity.waypoint import history, kept_frames
 
 SMALL = replace(
     WaypointConfig.from_checkpoint(RELEASED),
@@ -64,14 +64,14 @@ def test_a_frame_sees_what_the_plain_rule_says(window: int, dilation: int) -> No
     for frame in range(40):
         last = [g for g in stored if g < frame][-(window // dilation) :]
         expected = [g for g in last if g > frame - window] if frame % dilation == 0 else last
-        assert held.history(GLOBAL, frame) == expected
-        assert held.history(LOCAL, frame) == list(range(max(0, frame - 2), frame))
+        assert history(held, GLOBAL, frame) == expected
+        assert history(held, LOCAL, frame) == list(range(max(0, frame - 2), frame))
         for value in (1000.5, float(frame)):
             write(held, frame, value)
             assert seen(held, GLOBAL, frame) == [*map(float, expected), value]
         held.commit(frame + 1)
         stored += [frame] if frame % dilation == 0 else []
-        assert held.stored(GLOBAL) == stored[-(window // dilation) :]
+        assert kept_frames(held, GLOBAL) == stored[-(window // dilation) :]
 
 
 def test_a_frame_that_was_given_up_leaves_no_trace() -> None:
@@ -100,11 +100,10 @@ def test_what_is_saved_is_all_that_later_frames_depend_on_and_a_fork_goes_on_as_
 
 
 def test_a_session_of_the_released_model_has_its_bytes() -> None:
-    """18 local layers of 16 frames and 6 global ones of 17, 2 MiB each, and it is the size of the buffers."""
+    """18 local layers of 16 frames and 6 global ones of 17, 2 MiB each."""
     config = WaypointConfig.from_checkpoint(RELEASED)
-    assert rings_nbytes(config, range(24), config.n_kv_heads, torch.bfloat16) == (18 * 16 + 6 * 17) * 2 << 20
-    held: WindowSet = rings()
-    assert rings_nbytes(SMALL, range(4), 1, torch.float32) == held.nbytes
+    held = FrameRings(config, range(24), num_heads=config.n_kv_heads, dtype=torch.bfloat16, device="meta")
+    assert held.nbytes == (18 * 16 + 6 * 17) * 2 << 20
 
 
 def _config(**fields: Any) -> WaypointConfig:

@@ -51,5 +51,9 @@ FAMILY = streaming_family(
     check_parallel=lambda stream, omni, ranks, stages: check_split(stream.config, omni, ranks, stages),
     action_space=lambda stream: action_space(stream.config),
     facts=lambda stream: {"patch_size": (1, 1, 1), **_facts(stream)},
-    capabilities=lambda config, omni: Capabilities(fps=_facts(_read(config["waypoint"], omni))["fps"]),
+    capabilities=lambda config, omni: Capabilities(
+        tasks=("world", "text_to_video", "image_to_video"),
+        size_multiple=(SIZE_MULTIPLE, SIZE_MULTIPLE),
+        fps=_facts(_read(config["waypoint"], omni))["fps"],
+    ),
 )

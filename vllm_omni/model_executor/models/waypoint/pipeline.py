@@ -42,7 +42,6 @@ from vllm_omni.model_executor.models.waypoint.state import (
     LatentFrame,
     WaypointSession,
     read_chunk,
-    rings_nbytes,
 )
 from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 from vllm_omni.model_executor.noise import ChunkNoise
@@ -161,7 +160,7 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         return SessionShape(*read_size(params, self.config, self.omni), params.output)
 
     def window_nbytes(self, shape: SessionShape) -> int:
-        return rings_nbytes(**self._window_sizes())
+        return FrameRings(**self._window_sizes(), device="meta").nbytes
 
     def _window_sizes(self) -> dict[str, Any]:
         network = self.transformer
@@ -178,9 +177,6 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         decodes = self.decoder is not None and shape.output != "latents"
         layouts = StateLayouts[None](self.codec.decoder_layout() if decodes else None, None)
         return WaypointSession(session_id, shape, self.plan, rings, layouts, reserved_bytes)
-
-    def own_bytes(self, shape: SessionShape) -> int:
-        return 0
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ Held by tests/model_executor/models/waypoint/test_waypoint_rings.py and test_way
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from vllm_omni.actions import ACTION_TENSORS, ActionSpace, read_actions
 from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.layers.forward_graphs import identity
-from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
+from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.window_set import WindowSet
 from vllm_omni.model_executor.models.wan.layers import stack
 from vllm_omni.model_executor.models.waypoint.config import DEFAULT_PROMPT, WaypointConfig, control_vectors
@@ -36,7 +36,6 @@ from vllm_omni.model_executor.streaming.session import (
     StreamingSession,
 )
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.sessions.snapshot import SavedTensors
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -88,13 +87,13 @@ class FrameWindow(KVWindow):
         tokens_T: torch.Tensor,
         key_range: torch.Tensor,
         *,
-        first: bool,
+        fits: bool,
     ) -> torch.Tensor:
         """Write a frame's keys and values; return the attention of its queries to all it sees.
 
-        tokens_T: where its tokens stand in the buffer. key_range: as of `attention`. first: it is the session's first.
+        tokens_T: where its tokens stand in the buffer. key_range: as of `attention`. fits: as of `FramePlace`.
         """
-        if first:
+        if fits:
             self.format.fit(layer, k_TNH, v_TNH)
         for kind, x_TNH in enumerate((k_TNH, v_TNH)):
             stored = self.format.encode(layer, kind, x_TNH)
@@ -111,12 +110,12 @@ def _numbers(x: torch.Tensor) -> torch.Tensor:
 class FramePlace:
     """Where a frame stands, on the device. tokens_KT: of its tokens, in the buffer of each kind of ring, int64.
 
-    key_ranges_K2: of each kind, as `attention` takes them, int32. first: it is the session's first frame.
+    key_ranges_K2: of each kind, as `attention` takes them, int32. fits: the frame sets the scales of stored numbers.
     """
 
     tokens_KT: torch.Tensor
     key_ranges_K2: torch.Tensor
-    first: bool
+    fits: bool
 
 
 class FrameRings(WindowSet):
@@ -163,7 +162,8 @@ class FrameRings(WindowSet):
         size = self.clean.tokens_per_frame
         tokens_KT = torch.tensor([[window.slot(frame) * size] for window in self.rings]) + torch.arange(size)
         ranges_K2 = torch.tensor([[0, window.num_keys(frame)] for window in self.rings], dtype=torch.int32)
-        return FramePlace(to_device(tokens_KT, self.device), to_device(ranges_K2, self.device), frame == 0)
+        fits = frame == 0 and self.clean.format.scales() is not None
+        return FramePlace(to_device(tokens_KT, self.device), to_device(ranges_K2, self.device), fits)
 
     def attend(
         self, layer: int, q_TNH: torch.Tensor, k_TNH: torch.Tensor, v_TNH: torch.Tensor, place: FramePlace
@@ -171,33 +171,12 @@ class FrameRings(WindowSet):
         """`FrameWindow.write_and_attend` of a layer, by its index in the whole network."""
         kind, index = self.places[layer]
         tokens_T, key_range = place.tokens_KT[kind], place.key_ranges_K2[kind]
-        ring = self.rings[kind]
-        return ring.write_and_attend(index, q_TNH, k_TNH, v_TNH, tokens_T, key_range, first=place.first)
+        return self.rings[kind].write_and_attend(index, q_TNH, k_TNH, v_TNH, tokens_T, key_range, fits=place.fits)
 
     @property
     def graph_key(self) -> Hashable:
         """The tensors that a forward reads and writes in place."""
         return tuple(identity(window.buffer) for window in self.windows)
-
-    def history(self, layer: int, frame: int) -> list[int]:
-        """Return the frames that `frame` sees besides itself, oldest first."""
-        return self.window(layer)[0].visible_frames(frame + 1)[:-1]
-
-    def stored(self, layer: int) -> list[int]:
-        """Return the committed frames that are kept, oldest first."""
-        window, _ = self.window(layer)
-        return [frame for frame in window.visible_frames(self.committed_frames) if frame % window.dilation == 0]
-
-    def frames_kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of (k, v) [frames T, N, H] of `stored(layer)`, in that order."""
-        window, index = self.window(layer)
-        tokens = window.token_positions([window.slot(frame) for frame in self.stored(layer)])
-        k, v = window.format.load(index, window.buffer[index], tokens)
-        return k, v
-
-    def commit(self, end_frame: int) -> None:
-        for window in self.windows:
-            window.commit(end_frame)
 
 
 def _kinds(config: WaypointConfig, layers: range) -> list[tuple[str, int, int, list[int]]]:
@@ -210,31 +189,11 @@ def _kinds(config: WaypointConfig, layers: range) -> list[tuple[str, int, int, l
     ]
 
 
-def rings_nbytes(
-    config: WaypointConfig, layers: range, num_heads: int, dtype: torch.dtype, storage: torch.dtype | None = None
-) -> int:
-    """Return the bytes that `FrameRings` of these arguments will hold."""
-    return sum(
-        kv_window_nbytes(
-            num_layers=len(kept),
-            window_frames=window_frames // dilation + (dilation > 1),
-            tokens_per_frame=config.tokens_per_frame,
-            num_heads=num_heads,
-            head_dim=config.head_dim,
-            dtype=dtype,
-            storage=storage,
-        )
-        for _, window_frames, dilation, kept in _kinds(config, layers)
-    )
-
-
 # -- the session -------------------------------------------------------------------------------------------------------
 
 
 class WaypointSession(StreamingSession[SessionShape, FrameRings, Kept, None, SessionScalars]):
     """A Waypoint session: it keeps nothing of its own beside its rings and the decoder's memory."""
-
-    scalars_type: ClassVar[type[SessionScalars]] = SessionScalars
 
     def next_frames(self) -> range:
         return self.frames_behind(self.window.committed_frames)
@@ -244,12 +203,6 @@ class WaypointSession(StreamingSession[SessionShape, FrameRings, Kept, None, Ses
         if committed_frames - self.chunk_index not in (0, 1):
             raise RequestFailed("invalid_snapshot", "the snapshot's chunks and frames do not belong together")
         return range(committed_frames, committed_frames + 1)
-
-    def own_scalars(self) -> dict[str, Any]:
-        return {}
-
-    def restore_own(self, kept: SessionScalars, saved: SavedTensors, device: torch.device) -> None:
-        return None
 
 
 @dataclass(frozen=True, eq=False)

@@ -441,18 +441,18 @@ class WaypointTransformer(nn.Module):
             inputs["hidden"] = hidden_BTD
         if self.graphs is None:
             return self._predict(rows, inputs)
-        key = tuple(
-            (row.window.graph_key, row.place.first, None if row.prompt_kv is None else identity(row.prompt_kv))
-            for row in rows
+        kind = tuple(row.place.fits for row in rows)
+        tensors = tuple(
+            (row.window.graph_key, None if row.prompt_kv is None else identity(row.prompt_kv)) for row in rows
         )
-        return self.graphs(key, inputs, lambda own: self._predict(rows, own))
+        return self.graphs((kind, tensors), inputs, lambda own: self._predict(rows, own), kind=kind)
 
     def _predict(self, rows: Sequence[FrameRow], given: Inputs) -> torch.Tensor:
         """`forward`: of `rows` only what a graph may keep, everything else from `given`."""
         placed = zip(rows, given["tokens"], given["key_ranges"], strict=True)
         inputs = Pass(
             [row.window for row in rows],
-            [FramePlace(tokens, key_ranges, row.place.first) for row, tokens, key_ranges in placed],
+            [FramePlace(tokens, key_ranges, row.place.fits) for row, tokens, key_ranges in placed],
             [row.prompt_kv for row in rows],
             given["cos"],
             given["sin"],
