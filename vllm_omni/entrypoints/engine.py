@@ -11,7 +11,6 @@ With data parallelism a request is sent to the rank that `SessionRanks` names (`
 """
 
 import asyncio
-import itertools
 import logging
 import secrets
 import time
@@ -59,7 +58,6 @@ class OmniEngine:
 
     def __init__(self, client: EngineClient, ranks: SessionRanks | None = None) -> None:
         self._client = client
-        self._process, self._numbers = secrets.token_hex(8), itertools.count()  # of requests: unique in the engine
         self._ranks = ranks if ranks is not None and ranks.size > 1 else None
 
     @property
@@ -81,7 +79,7 @@ class OmniEngine:
         self, params: DiffusionParams, arrays: Mapping[str, np.ndarray], rank: int | None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         # The engine's log lines name a request by this.
-        request_id = "-".join(["omni", *log_context.current().values(), self._process, str(next(self._numbers))])
+        request_id = "-".join(["omni", *log_context.current().values(), secrets.token_hex(16)])
         try:
             tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
             answer = await self._encode(params.to_pooling_params(tensors), request_id, rank)

@@ -7,6 +7,7 @@ tests/entrypoints/realtime/test_generate_frames.py.
 """
 
 import io
+import secrets
 import time
 import zlib
 from collections.abc import Iterator
@@ -39,7 +40,8 @@ _GZIP_WINDOW: Final = 31  # zlib's way to say: gzip framing
 _pack = msgspec.msgpack.Encoder().encode
 
 
-class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True)
+class ChunkReport:
     """Fields of a chunk's `chunk_stats` that are known before it is sent. Times in milliseconds."""
 
     session_id: str
@@ -54,7 +56,8 @@ class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
     content_type: str
 
 
-class FrameMessage(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True)
+class FrameMessage:
     """WebSocket messages that belong together, `num_bytes` long. report: of the whole chunk, with its last one only."""
 
     parts: tuple[bytes | memoryview, ...]
@@ -84,7 +87,7 @@ class FrameBatcher:
         started_s = time.perf_counter()
         frames_THWC = chunk.result.frames_THWC
         sample: Sample = chunk.controls.mark
-        request_id = f"{chunk.session_id}_{chunk.chunk_index:032x}"
+        request_id = f"{chunk.session_id}_{secrets.token_hex(16)}"
         step = ENCODED_FRAMES_PER_MESSAGE if self.format in _DEFAULT_QUALITY else RAW_FRAMES_PER_MESSAGE
         starts = range(0, len(frames_THWC), step)
         messages = []
