@@ -111,19 +111,16 @@ def other_passes(results: Results, tokens: int, width: int, ffn: int) -> None:
 
 
 def warps(results: Results, tokens: int, width: int, head: int) -> None:
-    import triton
-
     from vllm_omni.model_executor.models.wan import chain_kernels
 
-    calls, block = calls_of(tokens, width, head), triton.next_power_of_2(width)
-    served = chain_kernels.WARPS[block]
-    for count in (4, 16):
-        chain_kernels.WARPS[block] = count
+    calls, served = calls_of(tokens, width, head), chain_kernels.WARPS
+    for count in (8, 16):
+        chain_kernels.WARPS = count
         for label in SWEPT:
             name, args = calls[label]
             run = partial(measured, getattr(chain_kernels, name), name, args)
             results.attempt(f"{count} warps instead of {served}", label, run)
-    chain_kernels.WARPS[block] = served
+    chain_kernels.WARPS = served
 
 
 def main() -> int:

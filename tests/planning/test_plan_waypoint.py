@@ -20,7 +20,6 @@ def test_the_measured_run_is_predicted_within_20_percent() -> None:
     result = json.loads(RUN.read_text())["result"]
     found = predict(model_of("waypoint", cuda_graphs=True), H200, Split())
     assert found.chunk_ms == pytest.approx(result["chunk_interval_ms"], rel=0.2)
-    assert found.first_frame_ms == pytest.approx(result["time_to_first_frame_ms"], rel=0.2)
     assert found.memory_bytes == pytest.approx(result["device_memory"][0]["torch_peak"], rel=0.2)
     assert found.session_bytes == pytest.approx(result["session_bytes"], rel=0.01)
 
