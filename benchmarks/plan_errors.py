@@ -94,7 +94,8 @@ def _compare_one(run: str, result: Mapping[str, Any], parallel: Mapping[str, int
         **cache_facts(options, result.get("chunks_in_flight", 1)),
         **({"kv_itemsize": 1} if result.get("kv_cache_dtype", "auto") != "auto" else {}),
     }
-    name = result.get("model", "lingbot_world")
+    release = result.get("release", "")  # of LingBot World; v1 and the 14B of v2 have one network
+    name = result.get("model", "lingbot_world_v2_1_3b" if release == "v2_1_3b" else "lingbot_world")
     model = model_of(_NAMES.get(name, name), **changes)
     # A result tells the time of the passes before it: of all of them, if it waited for the clean pass.
     model = replace(model, waits_for_clean=model.clean > 0 and len(result["steps_ms"]) == model.passes)
