@@ -8,8 +8,8 @@ Triton reads parameters' annotations itself: kernels have none but its own.
 # K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim
 
 import torch
-import triton
-import triton.language as tl
+
+from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 ROWS = 32

@@ -11,8 +11,8 @@ Held by tests/model_executor/models/wan/test_chain_kernels.py; timed by benchmar
 # kernels have none but its own.
 
 import torch
-import triton
-import triton.language as tl
+
+from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 
 WARPS = 4
 """Of a program: 8 were slower at 5120 channels, 16 slower still."""

@@ -8,9 +8,8 @@ Held by tests/model_executor/models/wan/test_decoder_kernels.py, on a CPU with T
 # B streams, T frames, N = B T, H rows, W columns, P = H W, C channels; all tensors are contiguous
 
 import torch
-import triton
-import triton.language as tl
 
+from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 from vllm_omni.model_executor.models.wan.stacked_frames import Activation, Stacked
 
 _BLOCK = 4096
