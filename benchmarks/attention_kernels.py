@@ -12,7 +12,6 @@ queries see all keys alike, `peaked` ones a few. A candidate that this build of 
 
 import argparse
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from common import add_output_arguments, save
+from kernel_timing import BF16, CUDA, DEVICE, Results, relative, timed
 from torch.nn import functional
 
 import vllm_omni.worker
@@ -40,39 +40,8 @@ from vllm_omni.model_executor.layers.fp8_kernels import (
 
 assert vllm_omni.worker  # prepares torch for a CPU where there is no GPU
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-BF16 = torch.bfloat16
 SAMPLE = 256
-CALLS = 4
-"""In one graph."""
 Tensors = tuple[torch.Tensor, ...]
-
-
-@dataclass
-class Results:
-    """What was found, by part and candidate; parts that would begin after `seconds` are left out."""
-
-    seconds: float
-    rows: dict[str, dict[str, Any]]
-    failed: dict[str, str]
-    began: float
-
-    def attempt(self, part: str, name: str, run: Callable[[], dict[str, Any]]) -> None:
-        """A candidate that fails is a result, the others go on."""
-        spent = time.monotonic() - self.began
-        if spent > self.seconds:
-            self.failed[f"{part}/{name}"] = f"left out after {spent:.0f} s"
-            return
-        try:
-            row = run()
-        except Exception as error:
-            self.failed[f"{part}/{name}"] = " ".join(repr(error).split())[:300]
-            if CUDA:
-                torch.cuda.synchronize()
-            return
-        self.rows.setdefault(part, {})[name] = row
-        print(f"{spent:6.1f}s {part:34s} {name:38s} {row}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -100,38 +69,6 @@ SHAPES = (
 )
 TINY = (Shape("tiny self", 60, 180, 3, 16), Shape("tiny cross", 60, 16, 3, 16))
 WIDTHS = (5120, 13824)
-
-
-def timed(run: Callable[[], Any], *, flop: float = 0.0, nbytes: float = 0.0) -> dict[str, Any]:
-    """Median milliseconds of one call and its rate; on a CPU the call is made once."""
-    run()
-    if not CUDA:
-        return {}
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            run()
-    times = []
-    for _ in range(8):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / CALLS)
-    ms = statistics.median(times[2:])
-    row: dict[str, Any] = {"ms": round(ms, 4)}
-    if flop:
-        row["tflop_per_s"] = round(flop / ms / 1e9)
-    if nbytes:
-        row["gb_per_s"] = round(nbytes / ms / 1e6)
-    return row
-
-
-def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float(f"{((found.double() - exact.double()).norm() / exact.double().norm()).item():.3e}")
 
 
 def exactly(found: torch.Tensor, wanted: torch.Tensor) -> dict[str, Any]:

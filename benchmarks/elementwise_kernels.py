@@ -22,11 +22,14 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
-from attention_kernels import BF16, CUDA, DEVICE, Results, relative, timed
 from common import add_output_arguments, save
+from kernel_timing import BF16, CUDA, DEVICE, Results, relative, timed
 from torch.nn import functional
 
+import vllm_omni.worker
 from vllm_omni.model_executor.models.wan import chains
+
+assert vllm_omni.worker  # prepares torch for a CPU where there is no GPU
 
 LARGEST_ERROR = 5e-3
 """Rounding to bf16 is 1.7e-3 of normally distributed numbers; sums of squares and norms add little in fp32."""

@@ -11,7 +11,6 @@ On a CPU (`--height 24 --width 40 --base-dim 4`) it makes the checks with the ke
 """
 
 import argparse
-import statistics
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from common import add_output_arguments, save
+from kernel_timing import milliseconds
 from torch.nn import functional
 
 from vllm_omni.model_executor.models.wan import stacked_frames
@@ -211,20 +211,6 @@ def check_together(args: argparse.Namespace, checks: Checks, times: dict[str, An
         if DEVICE == "cuda":
             times[f"{name}, ms"] = milliseconds(together)
             times[f"{name}: each alone, ms"] = milliseconds(each_alone)
-
-
-def milliseconds(run: Callable[[], Any], repeats: int = 7) -> float:
-    run()
-    torch.cuda.synchronize()
-    found = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end))
-    return round(statistics.median(found), 3)
 
 
 def time_decode(

@@ -12,7 +12,6 @@ On a CPU (TRITON_INTERPRET=1, `--tiny`) it checks the candidates at a tiny size 
 
 import argparse
 import json
-import statistics
 import sys
 import time
 import traceback
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import triton
+from kernel_timing import milliseconds
 from torch.nn import functional
 from vae_candidates import causal, conv_pointers, conv_tma, nchw, nhwc, rms_silu, stack
 
@@ -42,18 +42,7 @@ def left() -> float:
 def measure(name: str, run: Callable[[], Any], flop: float = 0.0, repeats: int = 7) -> None:
     if DEVICE != "cuda":
         return
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    ms = statistics.median(times)
+    ms = milliseconds(run, repeats)
     RESULT["ms"][name] = {"ms": round(ms, 3), **({"tflops": round(flop / ms / 1e9)} if flop else {})}
     print(
         f"{time.monotonic() - START:6.1f}s {name:60s} {ms:8.3f} ms {flop / ms / 1e9:6.0f} TFLOP/s",
