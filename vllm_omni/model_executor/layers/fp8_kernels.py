@@ -10,10 +10,10 @@ Held by tests/model_executor/layers/test_fp8_kernels.py; timed by benchmarks/att
 # K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim
 
 from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
+from vllm.triton_utils import HAS_TRITON
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -22,7 +22,7 @@ LARGEST = torch.finfo(FP8).max
 @cache
 def _kernels(device: torch.device) -> ModuleType | None:
     """The Triton kernels, if Triton converts e4m3 on this device."""
-    if device.type != "cuda" or find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 9):
+    if device.type != "cuda" or not HAS_TRITON or torch.cuda.get_device_capability(device) < (8, 9):
         return None
     from vllm_omni.model_executor.layers import fp8_triton
 

@@ -93,10 +93,7 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor | None:
         """Write the rows' K/V of `layer` into their windows, then attend; None after the write if `write_only`."""
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
-        squares_q, squares_k = None, None
-        if self.parallel.tensor_size > 1:
-            squares = torch.cat((self.chains.sum_of_squares(q), self.chains.sum_of_squares(k)), dim=-1)
-            squares_q, squares_k = self.parallel.all_reduce(squares).split(1, dim=-1)
+        squares_q, squares_k = _squares_of_all_ranks(self.chains, self.parallel, q, k)
         q = self.chains.rms_rope(q, squares_q, self.norm_q.weight, *rope, self.dim, self.eps)
         k = self.chains.rms_rope(k, squares_k, self.norm_k.weight, *rope, self.dim, self.eps)
         v = v.unflatten(-1, k.shape[-2:])
@@ -138,9 +135,7 @@ class CrossAttention(nn.Module):
         return torch.stack((self._normed(k, self.norm_k), v)).unflatten(-1, (-1, self.head_dim))
 
     def _normed(self, x_TD: torch.Tensor, norm: ChannelWeight) -> torch.Tensor:
-        squares = None
-        if self.parallel.tensor_size > 1:
-            squares = self.parallel.all_reduce(self.chains.sum_of_squares(x_TD))
+        (squares,) = _squares_of_all_ranks(self.chains, self.parallel, x_TD)
         return self.chains.rms_scale(x_TD, squares, norm.weight, self.dim, self.eps)
 
     def forward(self, x_BTD: torch.Tensor, rows: Sequence[AttentionRow], index: int) -> torch.Tensor:
@@ -217,6 +212,15 @@ def linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     assert isinstance(layer, nn.Linear)
     result: torch.Tensor = functional_call(layer, {"weight": layer.weight.float(), "bias": layer.bias.float()}, (x,))
     return result
+
+
+def _squares_of_all_ranks(
+    chains: Chains, parallel: ParallelContext, *parts: torch.Tensor
+) -> Sequence[torch.Tensor | None]:
+    """The parts' sums of squares over the channels of all ranks, in one collective; None where a rank has them all."""
+    if parallel.tensor_size == 1:
+        return [None] * len(parts)
+    return parallel.all_reduce(torch.cat([chains.sum_of_squares(part) for part in parts], dim=-1)).split(1, dim=-1)
 
 
 def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
