@@ -42,7 +42,7 @@ chunk fp8_per_channel $fp8 --kernels
 chunk fp8_per_channel_kv $fp8 --kv-cache-dtype fp8 --model-options "$on_host"
 export -f village villages
 export PYTHON WORK TINY
-part villages 120 bash -c villages
+part villages 300 bash -c villages
 chunk bf16
 part products 90 "$PYTHON" benchmarks/fp8.py products ${TINY:+--tiny} --out "$WORK/results"
 part stored 90 "$PYTHON" benchmarks/fp8.py stored --out "$WORK/results"
