@@ -26,9 +26,11 @@ import torch
 from common import add_output_arguments, save
 from kernel_timing import BF16, CUDA, DEVICE, Results, relative, timed
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vllm_omni.worker
 from vllm_omni.model_executor.layers.attention import _cu_seqlens, _flash_attention, attention
+from vllm_omni.model_executor.layers.fp8_attention import fp8_attention
 from vllm_omni.model_executor.layers.fp8_kernels import (
     FP8,
     LARGEST,
@@ -96,7 +98,7 @@ def round_queries(q_TNH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rounded[0], scale_1N
 
 
-def fp8_attention(q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, scales_3N: Tensors) -> torch.Tensor:
+def flash_fp8_attention(q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, scales_3N: Tensors) -> torch.Tensor:
     """scales_3N: of queries, keys and values, fp32 [1, N] each."""
     flash = _flash_attention(3)
     assert flash is not None
@@ -142,7 +144,7 @@ class Case:
 
     def fp8_alone(self) -> Callable[[], torch.Tensor]:
         rounded, q_scale = round_queries(self.q)
-        return lambda: fp8_attention(rounded, self.stored, (q_scale, self.scales[:1], self.scales[1:]))
+        return lambda: flash_fp8_attention(rounded, self.stored, (q_scale, self.scales[:1], self.scales[1:]))
 
     def widened(self) -> torch.Tensor:
         return attention(self.q, *widen(self.stored, self.scales, BF16))
@@ -179,6 +181,16 @@ class Case:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (self.q, *self.kv))
         return functional.scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1)
 
+    def torch_cudnn(self) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return self.torch_own()
+
+    def cudnn_fp8(self) -> torch.Tensor:
+        out = fp8_attention(self.q, self.stored, self.scales)
+        if out is None:
+            raise RuntimeError("not offered for these sizes or this device")
+        return out
+
 
 Candidates = dict[str, Callable[[Case], torch.Tensor]]
 OURS: Candidates = {
@@ -187,9 +199,11 @@ OURS: Candidates = {
     "fp8 stored, one-pass widening + bf16": Case.widened,
     "fp8 stored, scales folded + bf16": Case.folded,
     "fp8, queries rounded + product": Case.fp8,
+    "fp8, cuDNN's product": Case.cudnn_fp8,
 }
 OTHERS: Candidates = {
     "bf16, torch's own": Case.torch_own,
+    "bf16, torch's cuDNN": Case.torch_cudnn,
     "bf16, FlashAttention 4": Case.flash_4,
     "bf16, FlashInfer": Case.flashinfer,
 }

@@ -4,6 +4,7 @@
     python benchmarks/lance.py                          # one GPU, image checkpoint: 1024x1024, 768x768, edit, answers
     python benchmarks/lance.py --variant video          # the video checkpoint: 480x768, 25 frames as well
     python benchmarks/lance.py --tensor-parallel 2
+    python benchmarks/lance.py --quantization fp8_per_channel --sections image_large
     python benchmarks/lance.py --tiny                   # try it without a GPU
 
 Random weights at real shapes take the time of real ones. End-to-end times are a client's, from sending the request to
@@ -27,7 +28,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import add_output_arguments, run_request, running_engine, save
+from common import add_output_arguments, add_serving_arguments, precision_of, run_request, running_engine, save
 
 _VOCABULARY = 151_665
 TARGETS_S = {"1024x1024": 4.5, "768x768": 2.3}
@@ -216,6 +217,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "tensor_parallel": ranks,
         "model_options": options,
         "eager": args.eager,
+        **precision_of(args),
     }
     async with running_engine(
         model,
@@ -224,6 +226,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         load_format="auto" if args.tiny else "dummy",
         tensor_parallel_size=ranks,
         gpu_memory_utilization=args.gpu_memory_utilization,
+        **precision_of(args),
     ) as engine:
         result["load_and_warm_up_s"] = round(time.perf_counter() - loading, 1)
         client = Client(engine, args)
@@ -249,11 +252,8 @@ def main() -> None:
         help="batch sizes of the curves (default: every one up to --max-batch, 4 for the small size)",
     )
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--tiny", action="store_true", help="the tiny checkpoint, for a machine without a GPU")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    parser.add_argument("--omni-options", default="{}", help="JSON: additional_config.omni beside the model's")
-    parser.add_argument("--model-options", default="{}", help="JSON, as under additional_config omni.model")
+    add_serving_arguments(parser)
     parser.add_argument("--name", default="lance", help="name of the result file")
     parser.add_argument("--sections", nargs="+", help="measure only these, by the names the result gives them")
     add_output_arguments(parser)
