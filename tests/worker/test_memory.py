@@ -25,6 +25,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (TOTAL - gpu.used, TOTAL))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 6 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=TOTAL))
     return gpu

@@ -201,6 +201,14 @@ class SupportsStepExecution(Protocol[Session, Work]):
 
 
 @runtime_checkable
+class KeepsMemory(Protocol):
+    """A model that keeps memory of closed sessions, to make new ones of it."""
+
+    def trim_kept(self, nbytes: int) -> None:
+        """Keep no more than `nbytes` of it."""
+
+
+@runtime_checkable
 class SupportsBatchedDecode(Protocol[Session, Work]):
     """A model whose decoder takes chunks of several sessions in one call (never with `omni.batch_invariant`)."""
 

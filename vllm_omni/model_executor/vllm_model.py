@@ -68,7 +68,7 @@ class ServedCheckpoint(Generic[Layout]):
     """Everything the engine says of the checkpoint it serves.
 
     eager: it was told not to compile anything. quantization: vLLM's config of `--quantization`; None = weights stay as
-    they are loaded. kv_dtype: of sessions' keys and values, None = `dtype`.
+    they are loaded. kv_dtype: of sessions' keys and values, None = `dtype`. offloads: weights are partly on the host.
     """
 
     hf_config: Any
@@ -78,6 +78,7 @@ class ServedCheckpoint(Generic[Layout]):
     eager: bool
     quantization: QuantizationConfig | None = None
     kv_dtype: torch.dtype | None = None
+    offloads: bool = False
 
 
 class CheckpointPipeline(StepPipeline, Generic[Layout]):
@@ -97,8 +98,9 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
         layout, dtype = self.served_layout(), self.model_config.dtype
         kv_dtype = kv_cache_dtype(vllm_config.cache_config.cache_dtype)
         quantization = _quantization(vllm_config.quant_config, config)
+        offloads = vllm_config.offload_config.uva.cpu_offload_gb > 0
         try:
-            self.build_served(ServedCheckpoint(config, layout, omni, dtype, eager, quantization, kv_dtype))
+            self.build_served(ServedCheckpoint(config, layout, omni, dtype, eager, quantization, kv_dtype, offloads))
         except ValueError as error:
             if quantization is None or "kernel" not in str(error):
                 raise
@@ -136,3 +138,10 @@ def _quantization(quantization: QuantizationConfig | None, hf_config: Any) -> Qu
 def compiles(asked: bool | None, eager: bool) -> bool:
     """Return the resolved `omni.model.compile`; None = on CUDA, unless the engine was told not to compile anything."""
     return (torch.cuda.is_available() and not eager) if asked is None else asked
+
+
+def launches_graphs(asked: bool | None, eager: bool, offloads: bool = False) -> bool:
+    """Return the resolved `omni.model.cuda_graphs`; None = unless the engine was told to launch kernel by kernel, or
+    fetches weights. Never without CUDA.
+    """
+    return torch.cuda.is_available() and (not (eager or offloads) if asked is None else asked)

@@ -71,13 +71,62 @@ def test_another_shape_is_another_graph_and_none_is_no_graph() -> None:
     assert len(graphs) == 2
 
 
-def test_the_one_unused_for_longest_makes_room() -> None:
+def test_while_all_graphs_are_in_use_nothing_makes_room() -> None:
+    """More keys in turn than graphs: those that came first keep theirs, and nothing is captured again and again."""
+    captures = 0
+
+    def count(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+        nonlocal captures
+        captures += 1
+        return hold(run)
+
+    graphs = ForwardGraphs(capacity=2, capture=count)
+    for _ in range(50):
+        for key in "abcde":
+            graphs(key, {"x": torch.zeros(1)}, Adder().at(1))
+    assert (len(graphs), captures) == (2, 2)
+
+
+def test_a_graph_out_of_use_makes_room() -> None:
     graphs, adder = ForwardGraphs(capacity=2, capture=hold), Adder()
-    for key in ("a", "a", "b", "b", "a", "c", "c"):
+    for key in ("a", "a", "b", "b", *"a" * 20, "c", "c"):
         graphs(key, {"x": torch.zeros(1)}, adder.at(ord(key)))
     assert len(graphs) == 2
     assert float(graphs("a", {"x": torch.zeros(1)}, adder.at(0))) == ord("a")
+    assert float(graphs("c", {"x": torch.zeros(1)}, adder.at(0))) == ord("c")
     assert float(graphs("b", {"x": torch.zeros(1)}, adder.at(0))) == 0, "b made room for c"
+
+
+def test_graphs_whose_tensors_are_gone_make_room_at_once() -> None:
+    graphs = ForwardGraphs(capacity=2, capture=hold)
+    lasting, gone = torch.zeros(1), torch.zeros(1)
+    for place in (gone, gone, lasting, lasting):
+        graphs("key", {"x": torch.zeros(1)}, Adder().at(1), places=[place])
+    other = torch.zeros(1)
+    for place in (other, other):
+        assert float(graphs("key", {"x": torch.zeros(1)}, Adder().at(2), places=[place])) == 2
+    assert float(graphs("key", {"x": torch.zeros(1)}, Adder().at(0), places=[other])) == 0, "there is no room"
+    del gone, place
+    for _ in range(2):
+        graphs("key", {"x": torch.zeros(1)}, Adder().at(2), places=[other])
+    assert len(graphs) == 2
+    assert [float(graphs("key", {"x": torch.zeros(1)}, Adder().at(0), places=[each])) for each in (lasting, other)] == [
+        1,
+        2,
+    ]
+
+
+def test_a_steady_input_is_copied_when_another_tensor_comes() -> None:
+    """Two of them in turn, as of two sessions' prompts: each forward reads its own."""
+    graphs = ForwardGraphs(capture=hold)
+    prompts = [torch.full((1,), float(n)) for n in range(2)]
+    for n in (0, 0, 1, 1, 0, 1, 0, 0):
+        inputs = {"x": torch.zeros(1), "prompt": prompts[n]}
+        assert float(graphs("key", inputs, lambda own: own["x"] + own["prompt"], steady=["prompt"])) == n
+    assert len(graphs) == 1
+    prompts[0].fill_(5)  # which nobody does: so it is not seen
+    inputs = {"x": torch.zeros(1), "prompt": prompts[0]}
+    assert float(graphs("key", inputs, lambda own: own["x"] + own["prompt"], steady=["prompt"])) == 0
 
 
 def test_what_cannot_be_captured_runs_as_it_is() -> None:

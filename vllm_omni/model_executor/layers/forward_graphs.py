@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ForwardGraphs`: forwards that come again are launched as CUDA graphs instead of kernel by kernel.
 
-A graph repeats the host's decisions at its capture, so a caller names all of them in a key: `identity` of the tensors
-that are read and written in place, slots, lengths, branches. Tensors that differ from call to call are inputs: they are
-copied to where the graph reads them. A stream whose K/V ring is full comes back to the same slots after one turn of the
-ring, so a handful of graphs serves it for ever.
+A graph repeats the host's decisions at its capture, so a caller names all of them: the tensors that are read and
+written in place (`places`), and in a key slots, lengths, branches. Tensors that differ from call to call are inputs,
+copied to where the graph reads them; `steady` ones, whose numbers never change, only when another tensor comes.
+A stream whose K/V ring is full comes back to the same slots after one turn of the ring, and a session that takes the
+ring of one that has ended (`RingPool`) begins at its slots: a handful of graphs serves them for ever.
 
-A key's first forward runs as it is (and compiles lazy parts), its second is captured, later ones
-are replayed. Keys that differ only in the tensors that are read and written are of one kind: once a forward of it has
-run, new keys are captured at their first, so that a new session does not begin with launches kernel by kernel.
-A forward that cannot be captured runs as it is, from then on. All graphs share one memory pool, since
-only one runs at a time; results are copied out of it.
+A key's first forward at its places runs as it is (and compiles lazy parts), its second is captured, later ones are
+replayed. Once a forward of some kind has run, its keys are captured at their first, so that a new session does not
+begin with launches kernel by kernel. A forward that cannot be captured runs as it is, from then on.
+All graphs share one memory pool, since only one runs at a time; results are copied out of it.
 
 A forward is one graph, or several with calls between them that no graph may hold (`between_graphs`): collectives, which
 stop the devices when NCCL's kernels are replayed. A rank that replays and one that does not yet still meet in each.
@@ -20,11 +20,14 @@ Held by tests/model_executor/layers/test_forward_graphs.py.
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from vllm_omni.model_executor.layers.ring_pool import RingPool
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -32,6 +35,9 @@ Inputs = dict[str, torch.Tensor]
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Replay]]
 """Record a forward; returns the tensor its result will be in, and the call that runs it."""
+
+_STALE: Final = 8
+"""A graph is out of use when so many times the capacity have been replayed since: a turn of a ring takes 2 to 4."""
 
 
 _numbers = WeakTensorKeyDictionary()
@@ -139,20 +145,42 @@ class CudaCapture:
         return output, recording.replay
 
 
+@dataclass(eq=False)
+class _Graph:
+    """output: the tensor that `replay` writes its result to. last_used: number of the newest replay."""
+
+    output: torch.Tensor
+    replay: Replay
+    places: tuple[TensorWeakRef, ...]
+    last_used: int = 0
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether a tensor that it reads and writes is gone."""
+        return any(place() is None for place in self.places)
+
+
 class ForwardGraphs:
-    """capacity: graphs kept; the one unused for longest makes room."""
+    """capacity: graphs kept. Those whose places are gone make room for others, then those out of use; while all others
+    are in use, a new forward runs as it is. (A graph is not worth a capture if it is gone before it is needed again.)
+    """
 
     def __init__(self, capacity: int = 128, capture: Capture | None = None) -> None:
+        self.rings = RingPool()
+        """Of ended sessions, whose graphs wait for new ones."""
         self._capacity = capacity
         self._capture = capture or CudaCapture()
-        self._graphs: OrderedDict[Hashable, tuple[torch.Tensor, Replay] | None] = OrderedDict()
-        self._inputs: dict[Hashable, Inputs] = {}
-        self._refused: set[Hashable] = set()
+        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()  # the one unused for longest first
+        self._replays = 0
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._kinds: set[Hashable] = set()
+        self._refused: set[Hashable] = set()
+        self._inputs: dict[Hashable, torch.Tensor] = {}
+        self._copied: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
         """Number of captured graphs."""
-        return sum(graph is not None for graph in self._graphs.values())
+        return len(self._graphs)
 
     def __call__(
         self,
@@ -160,46 +188,86 @@ class ForwardGraphs:
         inputs: Mapping[str, torch.Tensor],
         forward: Callable[[Inputs], torch.Tensor],
         *,
+        places: Sequence[torch.Tensor] = (),
         kind: Hashable | None = None,
+        steady: Collection[str] = (),
     ) -> torch.Tensor:
         """Return `forward(inputs)`, by a graph if this `key` or `kind` came before.
 
-        key: None = never by a graph. kind: all of `key` but the identity of tensors, None = it cannot be told.
+        key: None = never by a graph. places: the tensors that are read and written in place. kind: what decides which
+        kernels run; None = it cannot be told. steady: names of inputs that nobody writes to once they are made.
         """
         shapes = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in inputs.items())
-        key = None if key is None else (key, shapes)
+        key = None if key is None else (key, tuple(identity(place) for place in places), shapes)
         if key is None or key in self._refused:
             return forward(dict(inputs))
-        if key not in self._graphs:
-            self._graphs[key] = None
-            while len(self._graphs) > self._capacity:
-                self._graphs.popitem(last=False)
-            if kind is None or (kind, shapes) not in self._kinds:
-                self._kinds.add((kind, shapes))
+        graph = self._graphs.get(key)
+        if graph is None:
+            again = self._came_before(key, None if kind is None else (kind, shapes))
+            if not (again and self._has_room()):
                 return forward(dict(inputs))
-        self._graphs.move_to_end(key)
-        own = self._inputs.setdefault(shapes, {name: torch.empty_like(tensor) for name, tensor in inputs.items()})
-        for name, tensor in inputs.items():
-            own[name].copy_(tensor)
-        graph = self._graphs[key]
+        own = self._own(inputs, steady)
         if graph is None:
             try:
-                graph = self._capture(lambda: forward(own))
+                graph = _Graph(*self._capture(lambda: forward(own)), tuple(TensorWeakRef(place) for place in places))
             except Exception:
                 logger.exception("a forward could not be captured as a CUDA graph; it will be launched as it is")
                 self._refused.add(key)
-                del self._graphs[key]
                 return forward(dict(inputs))
             self._graphs[key] = graph
-        output, replay = graph
-        replay()
-        return output.clone()
+            self._seen.pop(key, None)
+        self._replays += 1
+        graph.last_used = self._replays
+        self._graphs.move_to_end(key)
+        graph.replay()
+        return graph.output.clone()
 
     def forget(self) -> None:
-        """Drop every graph: the tensors they read may have moved."""
+        """Drop every graph, and the kept rings: the tensors that graphs read may have moved."""
+        self.rings.trim(0)
         self._graphs.clear()
-        self._inputs.clear()
-        self._refused.clear()
+        self._seen.clear()
         self._kinds.clear()
+        self._refused.clear()
+        self._inputs.clear()
+        self._copied.clear()
         if isinstance(self._capture, CudaCapture):
             self._capture = CudaCapture()  # a pool ends with its last graph
+
+    def _came_before(self, key: Hashable, kind: Hashable | None) -> bool:
+        """Whether a forward of this key or kind has run; notes that one does now."""
+        again = key in self._seen or kind in self._kinds
+        self._seen[key] = None
+        self._seen.move_to_end(key)
+        while len(self._seen) > _STALE * self._capacity:
+            self._seen.popitem(last=False)
+        if kind is not None:
+            self._kinds.add(kind)
+        return again
+
+    def _has_room(self) -> bool:
+        """Make room for one more graph, if there is none; whether there is now."""
+        if len(self._graphs) < self._capacity:
+            return True
+        for key in [key for key, graph in self._graphs.items() if graph.is_dead]:
+            del self._graphs[key]
+        if len(self._graphs) == self._capacity:
+            key, oldest = next(iter(self._graphs.items()))
+            if self._replays - oldest.last_used > _STALE * self._capacity:
+                del self._graphs[key]
+        return len(self._graphs) < self._capacity
+
+    def _own(self, inputs: Mapping[str, torch.Tensor], steady: Collection[str]) -> Inputs:
+        """The tensors that graphs read, holding `inputs`; the same for all graphs, of which one runs at a time."""
+        own: Inputs = {}
+        for name, tensor in inputs.items():
+            place = (name, tensor.shape, tensor.dtype, tensor.device)
+            if place not in self._inputs:
+                self._inputs[place] = torch.empty_like(tensor)
+            own[name] = self._inputs[place]
+            number = identity(tensor) if name in steady else None
+            if number is None or self._copied.get(place) != number:
+                own[name].copy_(tensor)
+                if number is not None:
+                    self._copied[place] = number
+        return own

@@ -26,8 +26,8 @@ from typing import Self
 
 import torch
 
-from vllm_omni.model_executor.layers.forward_graphs import identity
-from vllm_omni.model_executor.layers.kv_format import kv_format, kv_nbytes
+from vllm_omni.model_executor.layers.kv_format import KVFormat, kv_format, kv_nbytes
+from vllm_omni.model_executor.layers.ring_pool import Ring, RingPool
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
 
@@ -38,6 +38,7 @@ class KVWindow:
     dtype: of keys and values at `write` and `visible`. storage: of the buffer, None = `dtype`.
     max_attention_tokens: if set, a chunk sees only that many of the newest visible tokens in chronological order
     (dropping sinks first, as the original does when its attention size is below its cache size).
+    rings: where the memory comes from, and goes to at `close`; None = it is made, and freed.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class KVWindow:
         storage: torch.dtype | None = None,
         max_attention_tokens: int | None = None,
         spare_frames: int = 0,
+        rings: RingPool | None = None,
     ) -> None:
         if not 0 <= sink_frames <= window_frames or window_frames < 1:
             raise ValueError(
@@ -66,9 +68,23 @@ class KVWindow:
         self.spare_frames = spare_frames if sink_frames < window_frames else 0  # global attention overwrites nothing
         self.committed_frames = 0
         shape = (num_layers, 2, (window_frames + self.spare_frames) * tokens_per_frame, num_heads, head_dim)
-        self.format = kv_format(dtype, storage, num_layers=num_layers, num_heads=num_heads, device=device)
-        self.buffer = torch.zeros(shape, dtype=self.format.storage, device=device)
+
+        def new_ring() -> Ring:
+            stored = kv_format(dtype, storage, num_layers=num_layers, num_heads=num_heads, device=device)
+            return Ring(torch.zeros(shape, dtype=stored.storage, device=device), stored)
+
+        self._rings = rings if num_layers else None
+        sizes = torch.Size(shape), storage or dtype, torch.device(device), dtype
+        self._ring = new_ring() if self._rings is None else self._rings.take(sizes, new_ring)
         self._seen: tuple[int, torch.Tensor] | None = None
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        return self._ring.buffer
+
+    @property
+    def format(self) -> KVFormat:
+        return self._ring.format
 
     @property
     def ring_frames(self) -> int:
@@ -150,15 +166,20 @@ class KVWindow:
         # In slot order, which is chronological as long as the ring has not turned.
         return slice(valid - limit, valid) if frames.stop <= self.window_frames else None
 
-    def graph_key(self, frames: range) -> Hashable | None:
-        """Return all that `write` and `visible` of chunk `frames` do but for numbers on the device (`ForwardGraphs`).
+    @property
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that `write` and `attend` read and write in place."""
+        return self._ring.places
 
-        None: this does not come again, since the window is not full yet, or reads an index made for this chunk alone.
+    def graph_key(self, frames: range) -> Hashable | None:
+        """Return all that `write` and `attend` of chunk `frames` do to `places`, but for numbers on the device.
+
+        None: this does not come again, since an index made for this chunk alone is read.
         """
         span = self._span(frames)
-        if span is None or self.ring_frames == 0 or frames.stop < self.window_frames:
+        if span is None:
             return None
-        return identity(self.buffer), tuple(self._runs(frames)), span.start, span.stop
+        return tuple(self._runs(frames)), span.start, span.stop, frames.start == 0
 
     def commit(self, end_frame: int, *, sinks_kept: bool = False) -> None:
         """Make frames up to `end_frame` part of the session; their last written keys and values are the clean ones.
@@ -196,18 +217,21 @@ class KVWindow:
         """Return an independent copy."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other.buffer = self.buffer.clone()
-        other.format = self.format.fork()
+        held, rings = self._ring, self._rings
+        other._ring = held.another() if rings is None else rings.take(held.sizes, held.another)
+        other._ring.copy_from(held)
         return other
 
     def to(self, device: torch.device | str) -> None:
-        self.buffer = self.buffer.to(device)
         self.format.to(device)
-        self._seen = None
+        self._ring = Ring(self.buffer.to(device), self.format)
+        self._rings = self._seen = None  # no graph knows this memory
 
     def close(self) -> None:
-        """Free the buffer; idempotent."""
-        self.buffer = self.buffer.new_empty(0)
+        """Give the memory back; idempotent."""
+        if self._rings is not None and self.buffer.numel():
+            self._rings.give(self._ring)
+        self._ring = Ring(self.buffer.new_empty(0), self.format)
         self._seen = None
 
     def _runs(self, frames: range) -> list[tuple[int, int, int]]:

@@ -77,6 +77,14 @@ class KVFormat:
     def take_scales(self, other: Self) -> None:
         """Use another window's scales: its buffer is copied into this one's."""
 
+    def clear(self) -> None:
+        """Forget the session's first keys and values."""
+
+    @property
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """Tensors beside the buffer that are read and written in place."""
+        return ()
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """A snapshot's tensors beside the buffer, by name."""
         return {}
@@ -124,6 +132,13 @@ class ScaledFP8(KVFormat):
         scales = other.scales()
         assert scales is not None
         self._scales_L2N.copy_(scales)
+
+    def clear(self) -> None:
+        self._scales_L2N.fill_(1)
+
+    @property
+    def places(self) -> tuple[torch.Tensor, ...]:
+        return (self._scales_L2N,)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"kv.scales": self._scales_L2N}

@@ -64,6 +64,18 @@ class WindowSet:
         for prefix, window in self.by_name.items():
             window.restore(saved.under(prefix), committed_frames, next_frames)
 
+    @property
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that forwards read and write in place."""
+        return tuple(place for window in self.windows for place in window.places)
+
+    def __copy__(self) -> Self:
+        """Hold the same memory, also when this one has given it back."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.by_name = {prefix: copy.copy(window) for prefix, window in self.by_name.items()}
+        return other
+
     def fork(self) -> Self:
         other = copy.copy(self)
         other.by_name = {prefix: window.fork() for prefix, window in self.by_name.items()}

@@ -90,6 +90,10 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
             total += self.decoder.state_nbytes(shape.height, shape.width)
         return total
 
+    def trim_kept(self, nbytes: int) -> None:
+        if self.transformer.rings is not None:
+            self.transformer.rings.trim(nbytes)
+
     @property
     def shares_decode(self) -> bool:
         return self.parallel.shares_decode

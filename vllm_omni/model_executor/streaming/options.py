@@ -24,8 +24,8 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
         None = the checkpoint's, else the model's default. sink_frames: first frames kept for ever.
     text_encoder_device: None = beside the transformer; `cpu` saves device memory (10.6 GiB for umt5-xxl).
     decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth` in the checkpoint's directory; much cheaper, not exact).
-    cuda_graphs: launch the forwards of a session whose window is full as CUDA graphs, one set per place in the ring and
-        kind of pass. For where the host cannot keep up: ranks that share layers, small models.
+    cuda_graphs: launch forwards that come again as CUDA graphs, which the host does in a fraction of the time. None =
+        on CUDA, unless the engine runs with --enforce-eager or --cpu-offload-gb.
     """
 
     latent_frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
@@ -34,7 +34,7 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     sink_frames: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
     text_encoder_device: Literal["cpu"] | None = None
     decoder: Literal["wan", "tiny"] = "wan"
-    cuda_graphs: bool = False
+    cuda_graphs: bool | None = None
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Self:

@@ -36,6 +36,7 @@ class DiffusionGPUWorker(DiffusionWorkerMixin, Worker):
             self.model_runner.sessions.to("cpu")
         else:
             self.model_runner.sessions.close_all()
+            self.model_runner.sessions.trim_kept(0)
         super().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:

@@ -27,6 +27,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.core.step_output import ChunkProgress, StepOutput
 from vllm_omni.model_executor.interfaces import (
     DiffusionRequest,
+    KeepsMemory,
     SupportsStepExecution,
 )
 from vllm_omni.model_executor.layers.linear import check_quantization, check_reloadable, quantized_layers
@@ -86,6 +87,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
             weights += self.offloader.slot_bytes - self.offloader.host_bytes
         self.model_memory_usage = weights + self.adapters.nbytes
         self.model = in_steps(self.network)
+        if isinstance(self.model, KeepsMemory):
+            self.sessions.trim_kept = self.model.trim_kept
         self.parts = RankParts.of(
             self.vllm_config,
             self.network,

@@ -2,7 +2,8 @@
 """`SessionStore`: opens, evicts and frees the sessions of one rank, and counts their bytes.
 
 A session is made by its first chunk, outlives requests, and is freed in exactly one place (`close`). Admission is by
-bytes: a session's size is known before it is made and constant afterwards. Knows no scheduler and no model maths.
+bytes: a session's size is known before it is made and constant afterwards. What a model keeps of closed sessions
+(`trim_kept`) counts as free, and gives way to live ones. Knows no scheduler and no model maths.
 Held by tests/worker/test_sessions.py.
 """
 
@@ -35,6 +36,8 @@ class SessionStore:
         self.max_sessions = max_sessions
         self.idle_s = idle_s
         self.max_bytes = max_bytes
+        self.trim_kept: Callable[[int], None] = lambda nbytes: None
+        """`KeepsMemory.trim_kept` of the model."""
         self._clock = clock
         self._sessions: OrderedDict[str, SessionState] = OrderedDict()
         self._last_used: dict[str, float] = {}
@@ -93,6 +96,8 @@ class SessionStore:
         assert session.session_id not in self._sessions
         self._sessions[session.session_id] = session
         self._last_used[session.session_id] = self._clock()
+        if self.max_bytes is not None:
+            self.trim_kept(max(0, self.max_bytes - self.nbytes))
 
     def operate(self, params: DiffusionParams) -> dict[str, Any]:
         """Carry out `params.op` (close, reset or fork); returns the result's meta."""
@@ -135,6 +140,7 @@ class SessionStore:
             self.close(session_id)
 
     def to(self, device: torch.device | str) -> None:
+        self.trim_kept(0)
         for session in self._sessions.values():
             session.to(device)
 

@@ -18,31 +18,71 @@ from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
 CHUNKS = 14
 
 
-@pytest.mark.parametrize(
-    ("options", "graphs"),
-    [
-        ({"window_frames": 6, "sink_frames": 0}, 2 * 2),
-        ({"window_frames": 9, "sink_frames": 3}, 2 * 2),
-        ({"window_frames": 9, "sink_frames": 3, "sink_position": "absolute"}, 2 * 2),
-        ({"window_frames": 5, "sink_frames": 1, "latent_frames_per_chunk": 1, "sink_refresh_threshold": 0.9}, 4 * 2),
-        ({"window_frames": 6, "sink_frames": 0, "cache": "noise_matched"}, 2 * 4),
-    ],
-)
-def test_a_stream_by_graphs_is_the_stream(causal_wan: Path, options: dict[str, Any], graphs: int) -> None:
-    """Two streams side by side. A stream's graphs: places in the ring x kinds of pass."""
-    expected = stream(load_model(causal_wan, **options), CHUNKS)
-    model = load_model(causal_wan, **options)
+OPTIONS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "no sinks": ({"window_frames": 6, "sink_frames": 0}, 3 * 2, 1),
+    "sinks": ({"window_frames": 9, "sink_frames": 3}, 4 * 2, 2),
+    "fixed sinks": ({"window_frames": 9, "sink_frames": 3, "sink_position": "absolute"}, 4 * 2, 2),
+    "renewed sinks": (
+        {"window_frames": 5, "sink_frames": 1, "latent_frames_per_chunk": 1, "sink_refresh_threshold": 0.9},
+        8 * 2,
+        4,
+    ),
+    "noise-matched": ({"window_frames": 6, "sink_frames": 0, "cache": "noise_matched"}, 3 * 4, 1),
+}
+"""Options, the graphs of a stream (its chunks' places in the ring, while it fills and later, x kinds of pass), and how
+many of them are of passes that come but once in a stream and are no graph in the first one."""
+each_option = pytest.mark.parametrize("options, graphs, once", OPTIONS.values(), ids=OPTIONS.keys())
+each_kv_dtype = pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
+
+
+@each_kv_dtype
+@each_option
+def test_a_stream_by_graphs_is_the_stream(
+    causal_wan: Path, options: dict[str, Any], graphs: int, once: int, kv_dtype: torch.dtype | None
+) -> None:
+    """Two streams side by side."""
+    expected = stream(load_model(causal_wan, kv_dtype=kv_dtype, **options), CHUNKS)
+    model = load_model(causal_wan, kv_dtype=kv_dtype, **options)
     model.transformer.graphs = ForwardGraphs(capture=hold)
     sessions = [open_session(model, name, output="latents") for name in ("one", "two")]
     for want in expected:
         for session in sessions:
             got = run_chunk(model, session, prompt="a beach", output="latents")[1]["latents"]
             torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert len(model.transformer.graphs) == 2 * graphs
+    assert len(model.transformer.graphs) == 2 * graphs - once
 
 
-def test_a_prompt_switch_is_another_graph(causal_wan: Path) -> None:
-    """Another prompt's keys and values lie elsewhere."""
+@each_kv_dtype
+@each_option
+def test_a_later_stream_is_served_by_the_graphs_of_an_earlier_one(
+    causal_wan: Path, options: dict[str, Any], graphs: int, once: int, kv_dtype: torch.dtype | None
+) -> None:
+    """From its first pass on: its memory is that of the one that has ended, of which it sees nothing.
+
+    Not even if numbers were left there; and its prompt and seed are others.
+    """
+    expected = stream(load_model(causal_wan, kv_dtype=kv_dtype, **options), CHUNKS, prompt="a forest", seed=3)
+    model = load_model(causal_wan, kv_dtype=kv_dtype, **options)
+    captured = model.transformer.graphs = ForwardGraphs(capture=hold)
+    session = open_session(model, output="latents")
+    for _ in range(CHUNKS):
+        run_chunk(model, session, prompt="a beach", output="latents")
+    session.close()
+    later = open_session(model, output="latents", prompt="a forest")
+    for window in later.window.windows:
+        for place in window.places:
+            place.copy_(torch.full_like(place, torch.nan, dtype=torch.float32))
+    for want in expected:
+        got = run_chunk(model, later, prompt="a forest", seed=3, output="latents")[1]["latents"]
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert len(captured) == graphs, "what came but once before is captured now, and nothing else"
+    assert len(captured.rings) == 0
+    later.close()
+    assert len(captured.rings) == len(later.window.windows)
+
+
+def test_a_prompt_switch_needs_no_other_graphs(causal_wan: Path) -> None:
+    """Another prompt's keys and values are copied to where the graphs read them."""
     latents = []
     for by_graphs in (False, True):
         model = load_model(causal_wan, window_frames=6, sink_frames=0)
@@ -52,16 +92,44 @@ def test_a_prompt_switch_is_another_graph(causal_wan: Path) -> None:
         latents.append([run_chunk(model, session, prompt=prompt, output="latents")[1]["latents"] for prompt in prompts])
     for want, got in zip(*latents, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert model.transformer.graphs is not None and len(model.transformer.graphs) == 3 * 2 - 1
+
+
+def test_a_fork_goes_on_by_graphs_of_memory_of_its_own(causal_wan: Path) -> None:
+    """As forks of a stream without graphs do, each with a prompt of its own. One takes the memory of an ended stream."""
+    ends = []
+    for by_graphs in (False, True):
+        model = load_model(causal_wan, window_frames=6, sink_frames=0)
+        model.transformer.graphs = ForwardGraphs(capture=hold) if by_graphs else None
+        ended, source = (open_session(model, name, output="latents") for name in ("ended", "source"))
+        for session in (ended, source):
+            for _ in range(5):
+                run_chunk(model, session, prompt="a beach", output="latents")
+        ended.close()
+        forks = [source.fork("one"), source.fork("two")]
+        ends.append(
+            [
+                run_chunk(model, session, prompt=prompt, output="latents")[1]["latents"]
+                for _ in range(4)
+                for session, prompt in zip((source, *forks), ("a beach", "a forest", "a river"), strict=True)
+            ]
+        )
+    for want, got in zip(*ends, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_a_device(causal_wan: Path) -> None:
-    """Real graphs, the same stream bit for bit."""
+    """Real graphs, the same streams bit for bit: the second replays the first's from its first pass on."""
     options = {"window_frames": 9, "sink_frames": 3}
     with torch.device("cuda"):
         plain, by_graphs = load_model(causal_wan, **options), load_model(causal_wan, **options, cuda_graphs=True)
     assert by_graphs.transformer.graphs is not None
-    for got, want in zip(stream(by_graphs, CHUNKS), stream(plain, CHUNKS), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert len(by_graphs.transformer.graphs) == 2 * 2
+    for prompt, graphs in (("a beach", 4 * 2 - 2), ("a forest", 4 * 2), ("a beach", 4 * 2)):
+        session = open_session(by_graphs, output="latents", prompt=prompt)
+        for want in stream(plain, CHUNKS, prompt=prompt):
+            got = run_chunk(by_graphs, session, prompt=prompt, output="latents")[1]["latents"]
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+        session.close()
+        assert len(by_graphs.transformer.graphs) == graphs

@@ -35,7 +35,9 @@ def inputs(height: int = 4) -> dict[str, torch.Tensor]:
     return {name: tensor if name == "context" else tensor[..., :height, :] for name, tensor in recorded.items()}
 
 
-def make_window(model: LingBotTransformer, data: dict[str, torch.Tensor]) -> KVWindow:
+def make_window(
+    model: LingBotTransformer, data: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> KVWindow:
     height, width = data["y"].shape[2:]
     return KVWindow(
         num_layers=model.num_local_layers,
@@ -44,7 +46,7 @@ def make_window(model: LingBotTransformer, data: dict[str, torch.Tensor]) -> KVW
         tokens_per_frame=height * width // 4,
         num_heads=model.num_cache_heads,
         head_dim=CONFIG.head_dim,
-        dtype=torch.float32,
+        dtype=dtype,
         device="cpu",
     )
 

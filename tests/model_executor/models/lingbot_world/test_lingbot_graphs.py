@@ -32,22 +32,28 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
-    """The latents of a new session whose camera moves differently from chunk to chunk."""
+    """The latents of a new session whose camera moves differently from chunk to chunk; it is closed then."""
     session = open_session(world, output="latents")
-    return [
+    latents = [
         run_chunk(world, session, prompt="a beach", output="latents", actions=WALKS[(start + n) % 2])[1]["latents"]
         for n in range(CHUNKS)
     ]
+    session.close()
+    return latents
 
 
-def test_a_session_by_graphs_is_the_session(checkpoint: Path) -> None:
-    """Two sessions one after the other. Graphs of each: places in the ring x kinds of pass."""
-    plain, by_graphs = load_world(checkpoint, **OPTIONS), load_world(checkpoint, **OPTIONS)
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
+def test_sessions_by_graphs_are_the_sessions(checkpoint: Path, kv_dtype: torch.dtype | None) -> None:
+    """One after the other: the second's forwards are all replays of the first's, but for passes that came but once.
+
+    Graphs: chunks' places in the ring, while it fills and later, x kinds of pass.
+    """
+    plain, by_graphs = (load_world(checkpoint, kv_dtype=kv_dtype, **OPTIONS) for _ in range(2))
     by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
-    for start in (0, 1):
+    for start, graphs in ((0, 4 * 2 - 2), (1, 4 * 2), (0, 4 * 2)):
         for got, want in zip(walk(by_graphs, start), walk(plain, start), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert len(by_graphs.transformer.graphs) == 2 * 2 * 2
+        assert len(by_graphs.transformer.graphs) == graphs
 
 
 def test_sessions_in_one_batch_by_graphs(checkpoint: Path) -> None:
@@ -71,7 +77,7 @@ def test_sessions_in_one_batch_by_graphs(checkpoint: Path) -> None:
         results.append(latents)
     for want, got in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert len(by_graphs.transformer.graphs) == 2 * 2
+    assert len(by_graphs.transformer.graphs) == 4 * 2 - 2
 
 
 def _compare_graphs(rank: int, rendezvous: str, checkpoint: str) -> None:
@@ -84,7 +90,7 @@ def _compare_graphs(rank: int, rendezvous: str, checkpoint: str) -> None:
             by_graphs = load_world(Path(checkpoint), parallel, **OPTIONS, cuda_graphs=True)
         for got, want in zip(walk(by_graphs), walk(plain), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
-        assert by_graphs.transformer.graphs is not None and len(by_graphs.transformer.graphs) == 2 * 2
+        assert by_graphs.transformer.graphs is not None and len(by_graphs.transformer.graphs) == 4 * 2 - 2
     finally:
         dist.destroy_process_group()
 

@@ -45,7 +45,7 @@ def seen(held: FrameRings, layer: int, frame: int) -> list[float]:
 
 
 def write(held: FrameRings, frame: int, value: float) -> None:
-    for layer in held.places:
+    for layer in held.layers:
         window, index = held.window(layer)
         window.write(index, range(frame, frame + 1), kv(SMALL, value), -kv(SMALL, value))
 

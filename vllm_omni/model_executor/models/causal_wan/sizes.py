@@ -49,7 +49,7 @@ class StreamSizes:
         return (self._config.out_channels, num_frames, *self._config.latent_size(shape.height, shape.width))
 
     def new_cache(self, shape: StreamShape) -> ChunkCache:
-        """Allocate a stream's K/V windows."""
+        """Make a stream's K/V windows."""
 
         def window(frames: int, sinks: int, spare: int) -> KVWindow:
             common: dict[str, Any] = {
@@ -58,6 +58,7 @@ class StreamSizes:
                 "sink_frames": sinks,
                 "spare_frames": spare,
                 "device": self._transformer.device,
+                "rings": self._transformer.rings,
             }
             if sinks == 0 or not self._sinks_live:
                 return KVWindow(**common)

@@ -81,7 +81,9 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
         return self.condition_layout(shape)
 
     def make_kv_window(self, shape: SessionShape) -> KVWindow:
-        return KVWindow(sink_frames=self.plan.sink_frames, device=self.transformer.device, **self._window_sizes(shape))
+        network = self.transformer
+        common = {"sink_frames": self.plan.sink_frames, "device": network.device, "rings": network.rings}
+        return KVWindow(**common, **self._window_sizes(shape))
 
     def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
         return {**self.window_sizes(shape.height, shape.width), "window_frames": self.plan.window_frames}

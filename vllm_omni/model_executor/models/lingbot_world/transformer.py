@@ -80,6 +80,7 @@ class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
 
     block_type = CameraBlock
     moving_fields = (*ImageTransformer.moving_fields, "camera")
+    steady_fields = (*ImageTransformer.steady_fields, "camera")
     high_precision = ("blocks.*.cam_*",)
 
     def _add_layers(self) -> None:

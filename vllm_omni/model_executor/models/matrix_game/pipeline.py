@@ -79,7 +79,8 @@ class MatrixGame(ImageWorldModel[MatrixGameSession, Chunk, MatrixGameSetup, Chec
         return sum(kv_window_nbytes(**sizes) for sizes in self._window_sizes(shape).values())
 
     def make_window(self, shape: SessionShape) -> ActionWindows:
-        common = {"sink_frames": self.plan.sink_frames, "device": self.transformer.device}
+        network = self.transformer
+        common = {"sink_frames": self.plan.sink_frames, "device": network.device, "rings": network.rings}
         sizes = self._window_sizes(shape)
         return ActionWindows(**{name: KVWindow(**common, **own) for name, own in sizes.items()})
 

@@ -206,7 +206,7 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
                 setup.config,
                 parallel or setup.parallel,
                 compiled=setup.compiled,
-                cuda_graphs=setup.options.cuda_graphs and torch.cuda.is_available(),
+                cuda_graphs=setup.cuda_graphs,
                 quantization=setup.quantization,
                 **own,
             )

@@ -22,7 +22,7 @@ from vllm_omni.model_executor.models.wan.tiny_vae import tiny_vae_channels
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.stream import Stream
-from vllm_omni.model_executor.vllm_model import ServedCheckpoint, compiles
+from vllm_omni.model_executor.vllm_model import ServedCheckpoint, compiles, launches_graphs
 
 Config = TypeVar("Config", bound=ChunkTransformerConfig)
 Options = TypeVar("Options", bound=StreamingOptions)
@@ -34,8 +34,8 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
     """Everything such a pipeline is built from, resolved and checked. layout: where the checkpoint's pieces are.
 
     text_config, image_config: of the encoders for cross-attention; empty without one. dtype: the transformer's.
-    compiled: the resolved `options.compile`. quantization: of the transformer's weights. kv_dtype: the stored keys and
-    values', None = `dtype`.
+    compiled, cuda_graphs: the resolved options `compile` and `cuda_graphs`. quantization: of the transformer's weights.
+    kv_dtype: the stored keys and values', None = `dtype`.
     """
 
     config: Config
@@ -48,6 +48,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
     parallel: ParallelContext
     dtype: torch.dtype
     compiled: bool
+    cuda_graphs: bool = False
     quantization: QuantizationConfig | None = None
     kv_dtype: torch.dtype | None = None
     image_config: Mapping[str, Any] = field(default_factory=dict)
@@ -63,10 +64,11 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
         eager: bool = True,
         quantization: QuantizationConfig | None = None,
         kv_dtype: torch.dtype | None = None,
+        offloads: bool = False,
     ) -> Self:
         """Read a family's part of `hf_config`; `parallel` None = vLLM's groups. Raises ValueError.
 
-        eager: the engine was told not to compile anything.
+        eager, offloads: as of `ServedCheckpoint`.
         """
         stream = cls.read_stream(checkpoint, omni)
         options = stream.options
@@ -83,6 +85,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
             or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel),
             dtype=dtype,
             compiled=compiles(options.compile, eager),
+            cuda_graphs=launches_graphs(options.cuda_graphs, eager, offloads),
             quantization=quantization,
             kv_dtype=kv_dtype,
             image_config=checkpoint.get("clip", {}),
@@ -99,6 +102,7 @@ class WanChunkSetup(Generic[Config, Options, Layout]):
             eager=served.eager,
             quantization=served.quantization,
             kv_dtype=served.kv_dtype,
+            offloads=served.offloads,
         )
 
     @property

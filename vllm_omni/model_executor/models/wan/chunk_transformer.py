@@ -2,8 +2,8 @@
 """The base of the family's causal transformers: a forward of several sessions' chunks, with windows of keys and values.
 
 A row attends to whatever its window shows it, without a mask: causality is in the window's content. No step of the
-forward waits for the device: slots and lengths are host integers, tensors of each timestep stay on the device. Where
-windows are full a forward may come by CUDA graphs.
+forward waits for the device: slots and lengths are host integers, tensors of each timestep stay on the device. It may
+come by CUDA graphs.
 Held by the tests of the families: tests/model_executor/models/causal_wan/test_causal_wan_graphs.py,
 tests/model_executor/models/lingbot_world/test_lingbot_graphs.py.
 """
@@ -11,16 +11,18 @@ tests/model_executor/models/lingbot_world/test_lingbot_graphs.py.
 # B rows (one chunk of one session each), F frames, T tokens of a chunk on this rank, D width, N heads (of this rank
 # where sharded), H head dim, C = H/2 rotary lanes, S rows of the context
 
+import copy
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs, identity
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.ring_pool import RingPool
 from vllm_omni.model_executor.lora.active import addresses_key, weights_key
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.layers import Head, KVView, embed_time, stack, unpatchify
@@ -28,6 +30,21 @@ from vllm_omni.model_executor.models.wan.transformer import Config, WanTransform
 
 _KEPT_TIMESTEPS = 128
 """Timesteps whose embedding is kept: 43 KiB each at 1.3B; the motion controller alone has 101 values."""
+_MOST_JOINED_BYTES: Final = 2 << 30
+"""Of the inputs that graphs keep of a forward of several rows: warm-up counts the memory of one row's."""
+
+
+class GraphView(KVView, Protocol):
+    """A window whose forwards may come by graph.
+
+    places: the tensors that both calls read and write in place. graph_key: what both do to them but for numbers on the
+    device; None = it does not come again.
+    """
+
+    @property
+    def places(self) -> tuple[torch.Tensor, ...]: ...
+
+    def graph_key(self, frames: range) -> Hashable | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +61,7 @@ class ChunkRow:
     frames: range
     rope: tuple[torch.Tensor, torch.Tensor]
     cross_kv: torch.Tensor
-    window: KVView
+    window: GraphView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +74,14 @@ class ImageRow(ChunkRow):
 class ChunkTransformer(WanTransformer[Config]):
     """This rank's part of a network. Its rows are `ChunkRow`s.
 
-    compiled: fuse the elementwise chains with torch.compile. cuda_graphs: launch the forwards of full windows as graphs
-    (`ForwardGraphs`).
+    compiled: fuse the elementwise chains with torch.compile. cuda_graphs: launch forwards as graphs (`ForwardGraphs`).
     """
 
     chains_type: ClassVar[type[Chains]] = Chains
     moving_fields: ClassVar[tuple[str, ...]] = ("latents",)
-    """Of a row: tensors that are others at the next forward. The others stay where they are while their window
-    does (but for `rope`, which moves too); tensors may be None."""
+    """Of a row: tensors that are others at the next forward; they may be None. So are `cross_kv` and `rope`."""
+    steady_fields: ClassVar[tuple[str, ...]] = ("cross_kv",)
+    """Of these, the large ones that nobody writes to once they are made."""
 
     def __init__(
         self,
@@ -88,6 +105,11 @@ class ChunkTransformer(WanTransformer[Config]):
     def _add_layers(self) -> None:
         """Make a family's layers beside the blocks."""
 
+    @property
+    def rings(self) -> RingPool | None:
+        """Where windows take their memory from; None = there are no graphs that knew it again."""
+        return None if self.graphs is None else self.graphs.rings
+
     def forget(self) -> None:
         self._times.clear()
         if self.graphs is not None:
@@ -105,27 +127,39 @@ class ChunkTransformer(WanTransformer[Config]):
         times = [self._time(row.timestep) for row in rows]
         time_BD = stack([time for time, _ in times])
         time_B6D = stack([modulation for _, modulation in times])
-        if self.graphs is None:
+        key = None if self.graphs is None else _graph_key(rows)
+        if self.graphs is None or key is None:
             return self._predict(rows, hidden_BTD, time_BD, time_B6D, kv_only)
         inputs = {"time": time_BD, "modulation": time_B6D}
         if hidden_BTD is not None:
             inputs["hidden"] = hidden_BTD
         for number, row in enumerate(rows):
             inputs |= {f"{name}{number}": tensor for name, tensor in self._moving(row).items()}
+        if len(rows) > 1 and sum(tensor.nbytes for tensor in inputs.values()) > _MOST_JOINED_BYTES:
+            return self._predict(rows, hidden_BTD, time_BD, time_B6D, kv_only)
+        held = [replace(row, window=copy.copy(row.window)) for row in rows]  # a closed window lets go of its memory
 
         def predict(own: Inputs) -> torch.Tensor:
             placed = []
-            for number, row in enumerate(rows):
+            for number, row in enumerate(held):
                 moving = {name: own[f"{name}{number}"] for name in self._moving(row)}
                 rope = moving.pop("cos"), moving.pop("sin")
                 placed.append(replace(row, rope=rope, **moving))
             return self._predict(placed, own.get("hidden"), own["time"], own["modulation"], kv_only)
 
-        return self.graphs(_graph_key(rows, kv_only), inputs, predict)
+        key = kv_only, key, addresses_key()
+        return self.graphs(
+            key,
+            inputs,
+            predict,
+            places=[place for row in rows for place in row.window.places],
+            kind=key if len(rows) == 1 else None,  # the same rows seldom come together again
+            steady=[f"{name}{number}" for name in self.steady_fields for number in range(len(rows))],
+        )
 
     def _moving(self, row: Any) -> Inputs:
         """The tensors of a row that are others at the next forward, by field."""
-        fields = {name: getattr(row, name) for name in self.moving_fields}
+        fields = {name: getattr(row, name) for name in ("cross_kv", *self.moving_fields)}
         cos, sin = row.rope
         return {name: tensor for name, tensor in fields.items() if tensor is not None} | {"cos": cos, "sin": sin}
 
@@ -174,9 +208,7 @@ class ImageTransformer(ChunkTransformer[Config]):
         return torch.cat((row.latents, row.condition.to(row.latents)))
 
 
-def _graph_key(rows: Sequence[Any], kv_only: bool) -> Hashable | None:
-    """Identity of a forward of `rows` but for numbers on the device; None = it does not come again."""
-    keys = [row.window.graph_key(row.frames) for row in rows]
-    if any(key is None for key in keys):
-        return None
-    return kv_only, tuple(keys), tuple(identity(row.cross_kv) for row in rows), addresses_key()
+def _graph_key(rows: Sequence[Any]) -> Hashable | None:
+    """What a forward of `rows` does in their windows; None = it does not come again."""
+    keys = tuple(row.window.graph_key(row.frames) for row in rows)
+    return None if None in keys else keys

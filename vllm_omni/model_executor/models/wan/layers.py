@@ -11,7 +11,7 @@ fp32. In an fp32 model everything is fp32.
 # B rows (one chunk of one session each), L tokens of a chunk, T of them on this rank, D width, N heads (of this rank
 # where sharded), H head dim, C = H/2 rotary lanes, S text tokens, P values of one patch
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -27,16 +27,11 @@ from vllm_omni.model_executor.models.wan.chains import Chains
 
 
 class KVView(Protocol):
-    """A window as attention uses it (`layers/kv_cache.py`): write a chunk's K/V, then attend to the visible ones.
-
-    graph_key: identifies both calls but for numbers on the device; None = it does not come again.
-    """
+    """A window as attention uses it (`layers/kv_cache.py`): write a chunk's K/V, then attend to the visible ones."""
 
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None: ...
 
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor: ...
-
-    def graph_key(self, frames: range) -> Hashable | None: ...
 
 
 class AttentionRow(Protocol):

@@ -40,9 +40,6 @@ class OwnTokens:
         kv, self._kv = self._kv, None
         return attention(q_TNH, *kv)
 
-    def graph_key(self, frames: range) -> None:
-        return None
-
 
 @dataclass(frozen=True)
 class VideoRow:

@@ -49,7 +49,7 @@ from vllm_omni.model_executor.streaming.model import StreamingModel
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.request import read_size
 from vllm_omni.model_executor.streaming.session import SessionShape, StateLayouts
-from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint, compiles
+from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint, compiles, launches_graphs
 
 Request = DiffusionRequest[WaypointSession, Chunk]
 
@@ -70,6 +70,7 @@ class WaypointSetup:
     parallel: ParallelContext
     dtype: torch.dtype
     compiled: bool = False
+    cuda_graphs: bool = False
     quantization: QuantizationConfig | None = None
     kv_dtype: torch.dtype | None = None
 
@@ -83,6 +84,7 @@ class WaypointSetup:
         parallel: ParallelContext | None = None,
         *,
         eager: bool = True,
+        offloads: bool = False,
         **engine: Any,
     ) -> Self:
         """Read the family's part of `hf_config`; `parallel` None = vLLM's groups. Raises ValueError."""
@@ -97,6 +99,7 @@ class WaypointSetup:
             parallel=parallel or ParallelContext.from_vllm(False, omni.vae_stage, omni.partition),
             dtype=dtype,
             compiled=compiles(options.compile, eager),
+            cuda_graphs=launches_graphs(options.cuda_graphs, eager, offloads),
             **engine,
         )
 
@@ -128,7 +131,7 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
                 config,
                 parallel,
                 compiled=setup.compiled,
-                cuda_graphs=options.cuda_graphs and torch.cuda.is_available(),
+                cuda_graphs=setup.cuda_graphs,
                 quantization=setup.quantization,
             )
         self.prompts = SharedPrompts(self._prompt_kv)
@@ -173,7 +176,8 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         }
 
     def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> WaypointSession:
-        rings = FrameRings(**self._window_sizes(), device=self.transformer.device)
+        network = self.transformer
+        rings = FrameRings(**self._window_sizes(), device=network.device, rings=network.rings)
         decodes = self.decoder is not None and shape.output != "latents"
         layouts = StateLayouts[None](self.codec.decoder_layout() if decodes else None, None)
         return WaypointSession(session_id, shape, self.plan, rings, layouts, reserved_bytes)
@@ -293,6 +297,7 @@ class WaypointPipeline(CheckpointPipeline[CheckpointLayout], Waypoint):
             eager=served.eager,
             quantization=served.quantization,
             kv_dtype=served.kv_dtype,
+            offloads=served.offloads,
         )
         self.build(setup)
 

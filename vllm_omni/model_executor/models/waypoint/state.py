@@ -13,7 +13,7 @@ Held by tests/model_executor/models/waypoint/test_waypoint_rings.py and test_way
 
 # L layers of a kind, T tokens of a frame, N key-value heads, H head dim, K kinds of rings
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ import torch
 from vllm_omni.actions import ACTION_TENSORS, ActionSpace, read_actions
 from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.interfaces import DiffusionRequest
-from vllm_omni.model_executor.layers.forward_graphs import identity
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.ring_pool import RingPool
 from vllm_omni.model_executor.layers.window_set import WindowSet
 from vllm_omni.model_executor.models.wan.layers import stack
 from vllm_omni.model_executor.models.waypoint.config import DEFAULT_PROMPT, WaypointConfig, control_vectors
@@ -119,7 +119,10 @@ class FramePlace:
 
 
 class FrameRings(WindowSet):
-    """The rings of every layer of this rank. layers: the range of layers it holds. num_heads: this rank's share."""
+    """The rings of every layer of this rank. layers: the range of layers it holds. num_heads: this rank's share.
+
+    rings: as of `KVWindow`.
+    """
 
     def __init__(
         self,
@@ -130,11 +133,12 @@ class FrameRings(WindowSet):
         dtype: torch.dtype,
         device: torch.device | str,
         storage: torch.dtype | None = None,
+        rings: RingPool | None = None,
     ) -> None:
         windows: dict[str, KVWindow] = {}
-        self.places: dict[int, tuple[int, int]] = {}
+        self.layers: dict[int, tuple[int, int]] = {}
         for kind, (name, window_frames, dilation, kept) in enumerate(_kinds(config, layers)):
-            self.places |= {layer: (kind, index) for index, layer in enumerate(kept)}
+            self.layers |= {layer: (kind, index) for index, layer in enumerate(kept)}
             windows[name] = FrameWindow(
                 window_frames=window_frames,
                 dilation=dilation,
@@ -145,6 +149,7 @@ class FrameRings(WindowSet):
                 dtype=dtype,
                 device=device,
                 storage=storage,
+                rings=rings,
             )
         super().__init__(windows)
 
@@ -154,7 +159,7 @@ class FrameRings(WindowSet):
 
     def window(self, layer: int) -> tuple[FrameWindow, int]:
         """Return the layer's window and the layer's index in it."""
-        kind, index = self.places[layer]
+        kind, index = self.layers[layer]
         return self.rings[kind], index
 
     def place(self, frame: int) -> FramePlace:
@@ -169,14 +174,9 @@ class FrameRings(WindowSet):
         self, layer: int, q_TNH: torch.Tensor, k_TNH: torch.Tensor, v_TNH: torch.Tensor, place: FramePlace
     ) -> torch.Tensor:
         """`FrameWindow.write_and_attend` of a layer, by its index in the whole network."""
-        kind, index = self.places[layer]
+        kind, index = self.layers[layer]
         tokens_T, key_range = place.tokens_KT[kind], place.key_ranges_K2[kind]
         return self.rings[kind].write_and_attend(index, q_TNH, k_TNH, v_TNH, tokens_T, key_range, fits=place.fits)
-
-    @property
-    def graph_key(self) -> Hashable:
-        """The tensors that a forward reads and writes in place."""
-        return tuple(identity(window.buffer) for window in self.windows)
 
 
 def _kinds(config: WaypointConfig, layers: range) -> list[tuple[str, int, int, list[int]]]:

@@ -17,6 +17,7 @@ tests/model_executor/models/waypoint/.
 # B rows (one frame of one session each), T tokens of a frame, D width, N heads (of this rank), H head dim, C = H/2 lane
 # pairs, S rows of a prompt, E their width, L layers of this stage
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,10 +29,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.layers.attention import attention
-from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs, identity
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, QKVLinear, RowLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.ring_pool import RingPool
 from vllm_omni.model_executor.models.wan.layers import stack
 from vllm_omni.model_executor.models.waypoint.config import (
     NOISE_WIDTH,
@@ -332,6 +334,11 @@ class WaypointTransformer(nn.Module):
         width = (self.config.prompt_embedding_dim or 0) // self.parallel.tensor_size
         return sum(block.cross is not None for block in self.layers) * 2 * PROMPT_ROWS * width * self.dtype.itemsize
 
+    @property
+    def rings(self) -> RingPool | None:
+        """Where sessions take the memory of their keys and values from; None = it is made for each."""
+        return None if self.graphs is None else self.graphs.rings
+
     def forget(self) -> None:
         """Drop everything that was computed from weights; for when these change."""
         self._modulation.clear()
@@ -441,11 +448,17 @@ class WaypointTransformer(nn.Module):
             inputs["hidden"] = hidden_BTD
         if self.graphs is None:
             return self._predict(rows, inputs)
-        kind = tuple(row.place.fits for row in rows)
-        tensors = tuple(
-            (row.window.graph_key, None if row.prompt_kv is None else identity(row.prompt_kv)) for row in rows
+        prompts = {f"prompt{n}": row.prompt_kv for n, row in enumerate(rows) if row.prompt_kv is not None}
+        held = [replace(row, window=copy.copy(row.window)) for row in rows]  # a closed window lets go of its memory
+        fits = tuple(row.place.fits for row in rows)
+        return self.graphs(
+            fits,
+            inputs | prompts,
+            lambda own: self._predict(held, own),
+            places=[place for row in rows for place in row.window.places],
+            kind=fits,
+            steady=prompts.keys(),
         )
-        return self.graphs((kind, tensors), inputs, lambda own: self._predict(rows, own), kind=kind)
 
     def _predict(self, rows: Sequence[FrameRow], given: Inputs) -> torch.Tensor:
         """`forward`: of `rows` only what a graph may keep, everything else from `given`."""
@@ -453,7 +466,7 @@ class WaypointTransformer(nn.Module):
         inputs = Pass(
             [row.window for row in rows],
             [FramePlace(tokens, key_ranges, row.place.fits) for row, tokens, key_ranges in placed],
-            [row.prompt_kv for row in rows],
+            [given.get(f"prompt{n}", row.prompt_kv) for n, row in enumerate(rows)],
             given["cos"],
             given["sin"],
             given["control"],

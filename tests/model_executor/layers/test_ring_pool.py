@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows that take the memory of closed ones see nothing of them, and kept memory gives way to what is needed."""
+
+import pytest
+import torch
+
+from vllm_omni.model_executor.layers.kv_cache import KVWindow
+from vllm_omni.model_executor.layers.ring_pool import RingPool
+
+FP8 = torch.float8_e4m3fn
+
+
+def window(rings: RingPool | None, frames: int = 4, storage: torch.dtype | None = None) -> KVWindow:
+    return KVWindow(
+        num_layers=2,
+        window_frames=frames,
+        sink_frames=1,
+        tokens_per_frame=2,
+        num_heads=2,
+        head_dim=4,
+        dtype=torch.float32,
+        device="cpu",
+        storage=storage,
+        rings=rings,
+    )
+
+
+def fill(held: KVWindow, frames: int = 4, factor: float = 100.0) -> None:
+    for layer in range(2):
+        k_TNH, v_TNH = (factor * torch.randn(2 * frames, 2, 4) for _ in range(2))
+        held.write(layer, range(frames), k_TNH, v_TNH)
+    held.commit(frames)
+
+
+@pytest.mark.parametrize("storage", [None, FP8])
+def test_a_new_window_takes_the_memory_of_a_closed_one_and_finds_it_empty(storage: torch.dtype | None) -> None:
+    rings = RingPool()
+    first = window(rings, storage=storage)
+    fill(first)
+    places = first.places
+    first.close()
+    first.close()
+    assert len(rings) == 1 and rings.nbytes > 0
+    again, fresh = window(rings, storage=storage), window(None, storage=storage)
+    assert [id(place) for place in again.places] == [id(place) for place in places] and len(rings) == 0
+    assert again.committed_frames == 0
+    for got, want in zip(again.places, fresh.places, strict=True):
+        torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0)
+
+
+def test_a_closed_window_has_let_go_of_its_memory() -> None:
+    """A chunk that were still at work on it could not write into the next session's."""
+    rings = RingPool()
+    first = window(rings)
+    first.close()
+    again = window(rings)
+    assert first.buffer.numel() == 0 and again.buffer.numel() > 0
+
+
+@pytest.mark.parametrize("storage", [None, FP8])
+def test_a_fork_takes_other_memory(storage: torch.dtype | None) -> None:
+    """That of a closed window, if there is any."""
+    rings = RingPool()
+    source, closed = window(rings, storage=storage), window(rings, storage=storage)
+    fill(source)
+    fill(closed, factor=3.0)
+    kept = closed.places
+    closed.close()
+    forks = [source.fork(), source.fork()]
+    assert [id(place) for place in forks[0].places] == [id(place) for place in kept]
+    for fork in forks:
+        assert not {id(place) for place in fork.places} & {id(place) for place in source.places}
+        for got, want in zip(fork.places, source.places, strict=True):
+            torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0)
+
+
+def test_memory_of_other_sizes_is_dropped_when_a_ring_must_be_made() -> None:
+    rings = RingPool()
+    windows = [window(rings), window(rings)]
+    for held in windows:
+        held.close()
+    larger = window(rings, frames=5)
+    assert len(rings) == 0
+    larger.close()
+    assert len(rings) == 1
+
+
+def test_kept_memory_gives_way_oldest_first() -> None:
+    rings = RingPool()
+    windows = [window(rings) for _ in range(3)]
+    places, each = [held.buffer for held in windows], windows[0].nbytes
+    for held in windows:
+        held.close()
+    rings.trim(2 * each)
+    assert len(rings) == 2
+    assert [id(window(rings).buffer) for _ in range(2)] == [id(place) for place in places[1:]]
+    rings.trim(0)
+    assert rings.nbytes == 0
+
+
+def test_memory_that_was_moved_is_not_kept() -> None:
+    """No graph knows it where it is now."""
+    rings = RingPool()
+    held = window(rings)
+    held.to("cpu")
+    held.close()
+    assert len(rings) == 0

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RingPool`: the rings of closed windows, kept for windows of the same sizes that are opened later.
+
+A CUDA graph reads and writes the tensors of its capture. When a new session takes the ring of one that has ended, the
+graphs that were captured for that ring serve it from its first pass on. A ring is emptied before it is taken again.
+
+Kept rings count as free memory: none is left when one of other sizes must be made, and `trim` drops as many as live
+sessions need. Held by tests/model_executor/layers/test_ring_pool.py.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_omni.model_executor.layers.kv_format import KVFormat
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """A window's memory. buffer: its keys and values, as `format` stores them."""
+
+    buffer: torch.Tensor
+    format: KVFormat
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes + self.format.nbytes
+
+    @property
+    def sizes(self) -> Hashable:
+        """Equal for rings that can stand for each other."""
+        return self.buffer.shape, self.buffer.dtype, self.buffer.device, self.format.dtype
+
+    @property
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """All its tensors: a forward reads and writes them in place."""
+        return (self.buffer, *self.format.places)
+
+    def clear(self) -> None:
+        """Make it as a new one."""
+        self.buffer.zero_()
+        self.format.clear()
+
+    def another(self) -> "Ring":
+        """Return one of the same sizes; what it holds is undefined."""
+        return Ring(torch.empty_like(self.buffer), self.format.fork())
+
+    def copy_from(self, other: "Ring") -> None:
+        self.buffer.copy_(other.buffer)
+        self.format.take_scales(other.format)
+
+
+class RingPool:
+    """Kept rings, the one that was given first is taken first: a session's rings come back in their order."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Ring] = deque()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(ring.nbytes for ring in self._kept)
+
+    def take(self, sizes: Hashable, make: Callable[[], Ring]) -> Ring:
+        """Return a ring of these `Ring.sizes`: a kept one, empty, or of `make`, for which all kept ones make room."""
+        ring = next((ring for ring in self._kept if ring.sizes == sizes), None)
+        if ring is None:
+            self.trim(0)
+            return make()
+        self._kept.remove(ring)
+        ring.clear()
+        return ring
+
+    def give(self, ring: Ring) -> None:
+        """Keep a ring that nobody else will use again."""
+        self._kept.append(ring)
+
+    def trim(self, nbytes: int) -> None:
+        """Drop rings, those kept for longest first, until they hold at most `nbytes`."""
+        while self._kept and self.nbytes > nbytes:
+            self._kept.popleft()
