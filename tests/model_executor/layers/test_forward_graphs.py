@@ -62,6 +62,17 @@ def test_a_kind_that_has_run_is_captured_at_a_new_keys_first_forward() -> None:
     assert call("f", "plain") == 0
 
 
+def test_a_part_of_a_kind_says_nothing_of_the_whole() -> None:
+    """A forward that stops early is captured once a whole one has run; not the other way round."""
+    graphs = ForwardGraphs(capture=hold)
+
+    def call(key: str, whole: bool) -> int:
+        graphs(key, {"x": torch.zeros(1)}, Adder().at(1), kind="kind", whole=whole)
+        return len(graphs)
+
+    assert [call("a", False), call("b", True), call("c", False), call("d", True)] == [0, 0, 1, 2]
+
+
 def test_another_shape_is_another_graph_and_none_is_no_graph() -> None:
     graphs, adder = ForwardGraphs(capture=hold), Adder()
     for _ in range(3):

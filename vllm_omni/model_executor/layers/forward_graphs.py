@@ -8,8 +8,8 @@ A stream whose K/V ring is full comes back to the same slots after one turn of t
 ring of one that has ended (`RingPool`) begins at its slots: a handful of graphs serves them for ever.
 
 A key's first forward at its places runs as it is (and compiles lazy parts), its second is captured, later ones are
-replayed. Once a forward of some kind has run, its keys are captured at their first, so that a new session does not
-begin with launches kernel by kernel. A forward that cannot be captured runs as it is, from then on.
+replayed. Once a whole forward of some kind has run, its keys are captured at their first, so that a new session does
+not begin with launches kernel by kernel. A forward that cannot be captured runs as it is, from then on.
 All graphs share one memory pool, since only one runs at a time; results are copied out of it.
 
 A forward is one graph, or several with calls between them that no graph may hold (`between_graphs`): collectives, which
@@ -190,12 +190,14 @@ class ForwardGraphs:
         *,
         places: Sequence[torch.Tensor] = (),
         kind: Hashable | None = None,
+        whole: bool = True,
         steady: Collection[str] = (),
     ) -> torch.Tensor:
         """Return `forward(inputs)`, by a graph if this `key` or `kind` came before.
 
         key: None = never by a graph. places: the tensors that are read and written in place. kind: what decides which
-        kernels run; None = it cannot be told. steady: names of inputs that nobody writes to once they are made.
+        kernels run; None = it cannot be told. whole: it runs all kernels of its kind. steady: names of inputs that
+        nobody writes to once they are made.
         """
         shapes = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in inputs.items())
         key = None if key is None else (key, tuple(identity(place) for place in places), shapes)
@@ -203,7 +205,7 @@ class ForwardGraphs:
             return forward(dict(inputs))
         graph = self._graphs.get(key)
         if graph is None:
-            again = self._came_before(key, None if kind is None else (kind, shapes))
+            again = self._came_before(key, None if kind is None else (kind, shapes), whole)
             if not (again and self._has_room()):
                 return forward(dict(inputs))
         own = self._own(inputs, steady)
@@ -234,14 +236,14 @@ class ForwardGraphs:
         if isinstance(self._capture, CudaCapture):
             self._capture = CudaCapture()  # a pool ends with its last graph
 
-    def _came_before(self, key: Hashable, kind: Hashable | None) -> bool:
+    def _came_before(self, key: Hashable, kind: Hashable | None, whole: bool) -> bool:
         """Whether a forward of this key or kind has run; notes that one does now."""
         again = key in self._seen or kind in self._kinds
         self._seen[key] = None
         self._seen.move_to_end(key)
         while len(self._seen) > _STALE * self._capacity:
             self._seen.popitem(last=False)
-        if kind is not None:
+        if kind is not None and whole:
             self._kinds.add(kind)
         return again
 

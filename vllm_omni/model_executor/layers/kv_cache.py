@@ -181,6 +181,12 @@ class KVWindow:
             return None
         return tuple(self._runs(frames)), span.start, span.stop, frames.start == 0
 
+    def graph_kind(self, frames: range) -> Hashable:
+        """Equal for chunks that `write` and `attend` with the same kernels, if at other slots."""
+        span = self._span(frames)
+        seen = None if span is None else span.stop - span.start
+        return tuple(count for _, _, count in self._runs(frames)), seen, frames.start == 0
+
     def commit(self, end_frame: int, *, sinks_kept: bool = False) -> None:
         """Make frames up to `end_frame` part of the session; their last written keys and values are the clean ones.
 

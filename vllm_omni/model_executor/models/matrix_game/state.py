@@ -51,6 +51,9 @@ class ActionWindows(WindowSet):
         keys = tuple(window.graph_key(frames) for window in self.windows)
         return None if None in keys else keys
 
+    def graph_kind(self, frames: range) -> Hashable:
+        return tuple(window.graph_kind(frames) for window in self.windows)
+
 
 # -- the session -------------------------------------------------------------------------------------------------------
 

@@ -38,13 +38,15 @@ class GraphView(KVView, Protocol):
     """A window whose forwards may come by graph.
 
     places: the tensors that both calls read and write in place. graph_key: what both do to them but for numbers on the
-    device; None = it does not come again.
+    device; None = it does not come again. graph_kind: equal where the same kernels run, at other slots.
     """
 
     @property
     def places(self) -> tuple[torch.Tensor, ...]: ...
 
     def graph_key(self, frames: range) -> Hashable | None: ...
+
+    def graph_kind(self, frames: range) -> Hashable: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,13 +149,16 @@ class ChunkTransformer(WanTransformer[Config]):
                 placed.append(replace(row, rope=rope, **moving))
             return self._predict(placed, own.get("hidden"), own["time"], own["modulation"], kv_only)
 
-        key = kv_only, key, addresses_key()
+        kind = None  # for the same rows seldom come together again
+        if len(rows) == 1:
+            kind = rows[0].window.graph_kind(rows[0].frames), addresses_key()
         return self.graphs(
-            key,
+            (kv_only, key, addresses_key()),
             inputs,
             predict,
             places=[place for row in rows for place in row.window.places],
-            kind=key if len(rows) == 1 else None,  # the same rows seldom come together again
+            kind=kind,
+            whole=not kv_only,
             steady=[f"{name}{number}" for name in self.steady_fields for number in range(len(rows))],
         )
 
