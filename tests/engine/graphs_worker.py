@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker for `--worker-cls` whose forwards come by graph also where there is no CUDA."""
+
+from typing import Any
+
+from helpers.host_capture import hold
+
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
+from vllm_omni.worker import SharedGPUWorker
+
+
+class GraphsWorker(SharedGPUWorker):
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self._transformer: Any = self.model_runner.network.transformer
+        self._transformer.graphs = ForwardGraphs(capture=hold)
+
+    def graph_counts(self) -> list[int]:
+        """`collective_rpc("graph_counts")`: captured graphs, kept rings."""
+        return [len(self._transformer.graphs), len(self._transformer.graphs.rings)]

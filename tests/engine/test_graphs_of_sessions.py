@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions of one engine, one after the other and side by side, that are served by graphs of sessions that have ended.
+
+Where there is no CUDA, a "graph" repeats the forward with everything the host had decided at its capture.
+"""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from helpers.engine_client import EngineClient, running_engine
+
+SMALL_WINDOW = {"window_frames": 7, "sink_frames": 2}
+"""Full after the third chunk, and no multiple of the chunk."""
+CHUNKS = 7
+IMAGE = {"image": torch.arange(32 * 48 * 3).reshape(32, 48, 3).to(torch.uint8)}
+
+
+async def session(client: EngineClient, family: str, seed: int) -> list[torch.Tensor]:
+    """Latents of a session with a prompt of its own, which is closed then."""
+    plays = family == "lingbot_world"
+    latents = []
+    for index in range(CHUNKS):
+        first = index == 0
+        fields: dict[str, Any] = {"prompt": f"a field in season {seed}", "seed": seed} if first else {}
+        if plays:
+            fields["actions"] = [["w", "j"] if (index + seed) % 2 else ["s"]] * 3
+        _, tensors = await client.send(
+            IMAGE if first and plays else {}, session_id=f"s{seed}", chunk_index=index, output="latents", **fields
+        )
+        latents.append(tensors["latents"].clone())
+    await client.send(session_id=f"s{seed}", op="close")
+    return latents
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_cache_dtype"),
+    [
+        pytest.param("causal_wan", "auto", id="causal Wan"),
+        pytest.param("lingbot_world", "fp8", id="LingBot World, FP8 K/V", marks=pytest.mark.nightly),
+    ],
+)
+def test_sessions_are_those_of_an_engine_without_graphs(
+    family: str, kv_cache_dtype: str, request: pytest.FixtureRequest
+) -> None:
+    """The warm-up's session leaves its ring to the first, that one to the next; two at once have one each."""
+    model = request.getfixturevalue(family)
+    arguments: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": kv_cache_dtype}
+    omni = {"model": SMALL_WINDOW}
+    counts: list[list[int]] = []
+
+    async def made(**more: Any) -> list[list[torch.Tensor]]:
+        async with running_engine(model, omni, **arguments, **more) as client:
+
+            async def count() -> None:
+                if more:
+                    counts.append((await client.engine.collective_rpc("graph_counts"))[0])
+
+            await count()
+            latents = [await session(client, family, seed) for seed in range(2)]
+            await count()
+            latents += await asyncio.gather(*(session(client, family, seed) for seed in (2, 3)))
+            await count()
+            return [*latents, await session(client, family, 4)]
+
+    plain, by_graphs = asyncio.run(made()), asyncio.run(made(worker_cls="graphs_worker.GraphsWorker"))
+    for want, got in zip(plain, by_graphs, strict=True):
+        for one, other in zip(want, got, strict=True):
+            torch.testing.assert_close(other, one, rtol=0, atol=0)
+    assert [kept for _, kept in counts] == [1, 1, 2]
+    assert counts[0][0] == 2 * 2, "of the warm-up's two chunks: steps and clean pass"
