@@ -19,17 +19,17 @@ if [ -n "$TINY" ]; then
   waypoint="--tiny --height 40 --width 64 --chunks 12 --warm-chunks 6"
   lora="--size tiny --height 64 --width 96 --chunks 4 --warm-chunks 2 --rank 8"
 else v2="--release v2_1_3b --chunks 20 --warm-chunks 8" game="" waypoint="" lora=""; fi
-graphs='{"cuda_graphs": true}'
+plain='{"cuda_graphs": false}'
 
-world v2_1_3b_graphs lingbot_world.py $v2 --model-options "$graphs" --kernels
-world matrix_game_graphs matrix_game.py $game --model-options "$graphs" --kernels
-world waypoint_graphs waypoint.py $waypoint --model-options "$graphs" --kernels
-world v2_1_3b_fp8 lingbot_world.py $v2 --quantization fp8_per_channel --model-options "$graphs" --kernels
+world v2_1_3b_graphs lingbot_world.py $v2 --kernels
+world matrix_game_graphs matrix_game.py $game --kernels
+world waypoint_graphs waypoint.py $waypoint --kernels
+world v2_1_3b_fp8 lingbot_world.py $v2 --quantization fp8_per_channel --kernels
 world lora lora.py $lora
-world matrix_game_gta matrix_game.py $game --variant gta_drive --model-options "$graphs"
-world matrix_game_templerun matrix_game.py $game --variant templerun --model-options "$graphs"
-world v2_1_3b lingbot_world.py $v2
-world matrix_game matrix_game.py $game
-world waypoint waypoint.py $waypoint
-world waypoint_fp8 waypoint.py $waypoint --quantization fp8_per_channel --dtype bfloat16 --model-options "$graphs"
+world matrix_game_gta matrix_game.py $game --variant gta_drive
+world matrix_game_templerun matrix_game.py $game --variant templerun
+world v2_1_3b lingbot_world.py $v2 --model-options "$plain"
+world matrix_game matrix_game.py $game --model-options "$plain"
+world waypoint waypoint.py $waypoint --model-options "$plain"
+world waypoint_fp8 waypoint.py $waypoint --quantization fp8_per_channel --dtype bfloat16
 show

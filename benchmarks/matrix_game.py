@@ -3,7 +3,7 @@
 
     python benchmarks/matrix_game.py                                    # universal, one GPU, 352x640, window 6, 3 steps
     python benchmarks/matrix_game.py --variant gta_drive
-    python benchmarks/matrix_game.py --model-options '{"cuda_graphs": true}'
+    python benchmarks/matrix_game.py --model-options '{"cuda_graphs": false}'
     python benchmarks/matrix_game.py --sessions 4
     python benchmarks/matrix_game.py --tiny --height 64 --width 96 --eager --chunks 8   # try it without a GPU
 

@@ -2,8 +2,8 @@
 """Waypoint 1.5 at full size with random weights, through the real engine: frames a second, first frame, stages, memory.
 
     python benchmarks/waypoint.py                                       # 1.5 at 720x1280, one GPU
-    python benchmarks/waypoint.py --model-options '{"cuda_graphs": true}'
-    python benchmarks/waypoint.py --model-options '{"cuda_graphs": true}' --quantization fp8_per_channel
+    python benchmarks/waypoint.py --model-options '{"cuda_graphs": false}'
+    python benchmarks/waypoint.py --quantization fp8_per_channel
     python benchmarks/waypoint.py --release v1_5_360p --height 360 --width 640
     python benchmarks/waypoint.py --sessions 4
     python benchmarks/waypoint.py --tiny --height 40 --width 64 --eager --chunks 12 --warm-chunks 6    # without a GPU

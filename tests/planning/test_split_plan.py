@@ -242,8 +242,9 @@ def test_the_command_prints_the_best_split_and_its_flags(capsys: pytest.CaptureF
     assert "best: Ulysses 4 --tensor-parallel-size 4 --additional-config.omni.model.sequence_parallel true" in output
     flags = "--pipeline-parallel-size 2 --additional-config.omni.vae_stage true"
     assert f"best: 1 GPU + VAE {flags}" in plan(capsys, "causal_wan_1_3b", "--n", "2", "--window", "9")
-    graphs = plan(capsys, "causal_wan_1_3b", "--n", "2", "--window", "9", "--cuda-graphs")
-    assert graphs.rstrip().endswith(f"{flags} --additional-config.omni.model.cuda_graphs true")
+    plain = plan(capsys, "causal_wan_1_3b", "--n", "2", "--window", "9", "--no-cuda-graphs")
+    assert plain.rstrip().endswith(f"{flags} --additional-config.omni.model.cuda_graphs false")
+    assert "no CUDA graphs" in plain and "CUDA graphs take most of that away" in plain
     matched = plan(capsys, "causal_wan_14b", "--n", "4", "--window", "9", "--matched-steps", "4")
     assert "noise-matched, 4 steps, 4 chunks in flight" in matched and "temporal 4" in matched
     assert "--additional-config.omni.chunks_in_flight 4" in matched

@@ -48,7 +48,7 @@ def plan_text(model: StreamModel, card: Card, gpus: int, sessions: int) -> str:
         )
     if any(each.host_bound for each in found):
         helps = not model.cuda_graphs and replace(model, cuda_graphs=True).launches_graphs
-        graphs = "; --cuda-graphs takes most of that away" if helps else ""
+        graphs = "; CUDA graphs take most of that away" if helps else ""
         lines.append(f"{_HOST.strip()}: passes wait for the host that launches their kernels{graphs}")
     lines.append(room(model, card))
     lines.append(f"best: {found[0].split} {' '.join(_flags(model, found[0].split))}".rstrip())
@@ -88,7 +88,7 @@ def _served(model: StreamModel) -> str:
     parts += ["FP8 keys and values"] if model.kv_itemsize == 1 else []
     parts += [f"{_weights_of(model)} weights"] if model.weight_itemsize < WEIGHT_ITEMSIZES["auto"] else []
     parts += [f"{model.adapters} LoRA adapters of rank {model.adapter_rank}"] if model.adapters else []
-    parts += ["CUDA graphs"] if model.launches_graphs else []
+    parts += [] if model.cuda_graphs else ["no CUDA graphs"]
     return "".join(f", {part}" for part in parts)
 
 
@@ -121,8 +121,8 @@ def _flags(model: StreamModel, split: Split) -> list[str]:
         options["model.video_input"] = "true"
     if model.chunk != StreamModel.chunk and not model.grid_tokens:  # else the checkpoint's
         options["model.latent_frames_per_chunk"] = str(model.chunk)
-    if model.launches_graphs:
-        options["model.cuda_graphs"] = "true"
+    if not model.cuda_graphs:
+        options["model.cuda_graphs"] = "false"
     if model.kv_itemsize == 1:
         flags.append("--kv-cache-dtype fp8")
     if model.weight_itemsize == WEIGHT_ITEMSIZES["fp8"]:

@@ -33,7 +33,12 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--max-loras", type=int, help="LoRA adapters in the GPU's memory (default: none)")
     parser.add_argument("--max-lora-rank", type=int, default=16, help="their largest rank (default: 16, as vLLM's)")
-    parser.add_argument("--cuda-graphs", action="store_true", help="as served with omni.model.cuda_graphs")
+    parser.add_argument(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether forwards are launched as CUDA graphs, omni.model.cuda_graphs",
+    )
     parser.add_argument(
         "--host-launch-ms",
         type=float,
@@ -97,7 +102,7 @@ def sized(changes: dict[str, Any]) -> dict[str, Any]:
 
 def _cache(args: argparse.Namespace) -> dict[str, Any]:
     """How the stream is served, as fields of `StreamModel`. Raises CommandError."""
-    facts: dict[str, Any] = {"cuda_graphs": True} if args.cuda_graphs else {}
+    facts: dict[str, Any] = {"cuda_graphs": args.cuda_graphs}
     if args.matched_steps is None:
         if args.chunks_in_flight is not None:
             raise CommandError("--chunks-in-flight needs --matched-steps: with the strict cache a chunk runs alone")
