@@ -58,6 +58,16 @@ def test_what_came_since_counts(device: SimpleNamespace) -> None:
     assert session_bytes(device, used_before=92 * GIB) == without
 
 
+def test_memory_that_graphs_keep_for_themselves_counts(
+    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no longer in use when they have run, but nothing else can have it."""
+    device.used = 6 * GIB
+    without = session_bytes(device, used_before=0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * GIB)
+    assert session_bytes(device, used_before=0) == without - 2 * GIB
+
+
 def test_sessions_that_do_not_fit_are_an_error(device: SimpleNamespace) -> None:
     device.used = 6 * GIB + 92 * GIB
     with pytest.raises(ValueError, match="raise --gpu-memory-utilization"):

@@ -244,3 +244,17 @@ def test_all_sessions_are_moved_closed_and_listed(store: SessionStore) -> None:
     assert sorted(moved) == [("a", "cpu"), ("b", "cpu"), ("c", "cpu")]
     store.close_all()
     assert len(store) == 0 and [session.closed for session in sessions] == [1, 1, 1] and store._last_used == {}
+
+
+def test_kept_memory_of_closed_sessions_gives_way_to_live_ones(store: SessionStore) -> None:
+    """It counts as free; with every session that is added, no more of it is left than still fits beside them."""
+    limits: list[int] = []
+    store.trim_kept = limits.append
+    store.make_room(20)
+    store.add(Session("a"))
+    store.add(Session("b"))
+    assert limits == [15, 5]
+    store.close("a")
+    assert limits == [15, 5], "its memory may be kept"
+    store.to("cpu")
+    assert limits[-1] == 0, "a sleeping server keeps nothing"

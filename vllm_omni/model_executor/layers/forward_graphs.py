@@ -195,8 +195,8 @@ class ForwardGraphs:
     ) -> torch.Tensor:
         """Return `forward(inputs)`, by a graph if this `key` or `kind` came before.
 
-        key: None = never by a graph. places: the tensors that are read and written in place. kind: what decides which
-        kernels run; None = it cannot be told. whole: it runs all kernels of its kind. steady: names of inputs that
+        key: None = never by a graph. places: the tensors that are read and written in place. kind: equal where the
+        same kernels run; None = it cannot be told. whole: it runs all kernels of its kind. steady: names of inputs that
         nobody writes to once they are made.
         """
         shapes = tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in inputs.items())

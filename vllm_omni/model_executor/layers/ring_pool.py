@@ -44,7 +44,7 @@ class Ring:
         self.format.clear()
 
     def another(self) -> "Ring":
-        """Return one of the same sizes; what it holds is undefined."""
+        """Return one of the same sizes, with any numbers in it."""
         return Ring(torch.empty_like(self.buffer), self.format.fork())
 
     def copy_from(self, other: "Ring") -> None:

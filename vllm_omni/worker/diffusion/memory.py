@@ -42,7 +42,7 @@ class MemoryBudget:
         # below 0: another process has given memory back since
         self._peak_bytes = torch.cuda.max_memory_allocated(self._device) + max(0, outside_torch)
         torch.cuda.empty_cache()
-        # what CUDA graphs keep for themselves beside what they hold between two launches
+        # memory that CUDA graphs use while they run, and that nothing else can have
         self._peak_bytes += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
 
     def session_bytes(self, warm_up_session_bytes: int, configured: int | None) -> int:

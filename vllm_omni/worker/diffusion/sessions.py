@@ -2,8 +2,8 @@
 """`SessionStore`: opens, evicts and frees the sessions of one rank, and counts their bytes.
 
 A session is made by its first chunk, outlives requests, and is freed in exactly one place (`close`). Admission is by
-bytes: a session's size is known before it is made and constant afterwards. What a model keeps of closed sessions
-(`trim_kept`) counts as free, and gives way to live ones. Knows no scheduler and no model maths.
+bytes: a session's size is known before it is made and constant afterwards. Memory that a model keeps of closed
+sessions (`trim_kept`) counts as free, and gives way to live ones. Knows no scheduler and no model maths.
 Held by tests/worker/test_sessions.py.
 """
 

@@ -31,7 +31,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 """Options, the graphs of a stream (its chunks' places in the ring, while it fills and later, x kinds of pass), and how
 many of them the first stream does not make: of passes that come but once in it, and are the first of their kind."""
-each_option = pytest.mark.parametrize("options, graphs, once", OPTIONS.values(), ids=OPTIONS.keys())
+each_option = pytest.mark.parametrize(("options", "graphs", "once"), OPTIONS.values(), ids=OPTIONS.keys())
 each_kv_dtype = pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
 
 

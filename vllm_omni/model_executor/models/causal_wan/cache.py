@@ -21,7 +21,6 @@ import torch
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.sink_window import SinkWindow
 from vllm_omni.model_executor.layers.window_set import WindowSet
-from vllm_omni.model_executor.models.wan.layers import KVView
 
 
 class ChunkCache(WindowSet):
@@ -44,7 +43,7 @@ class ChunkCache(WindowSet):
     def noise_matched(cls, windows: Sequence[KVWindow]) -> "ChunkCache":
         return cls(windows, True)
 
-    def at(self, step: int) -> KVView:
+    def at(self, step: int) -> KVWindow:
         """Return the window that the forward of `step` writes and reads."""
         return self.windows[min(step, len(self.windows) - 1)]
 

@@ -37,8 +37,8 @@ _MOST_JOINED_BYTES: Final = 2 << 30
 class GraphView(KVView, Protocol):
     """A window whose forwards may come by graph.
 
-    places: the tensors that both calls read and write in place. graph_key: what both do to them but for numbers on the
-    device; None = it does not come again. graph_kind: equal where the same kernels run, at other slots.
+    places: the tensors that both calls read and write in place. graph_key: all that both do to them but for numbers on
+    the device; None = it does not come again. graph_kind: equal where the same kernels run, at other slots.
     """
 
     @property
@@ -214,6 +214,6 @@ class ImageTransformer(ChunkTransformer[Config]):
 
 
 def _graph_key(rows: Sequence[Any]) -> Hashable | None:
-    """What a forward of `rows` does in their windows; None = it does not come again."""
+    """All that a forward of `rows` does in their windows; None = it does not come again."""
     keys = tuple(row.window.graph_key(row.frames) for row in rows)
     return None if None in keys else keys

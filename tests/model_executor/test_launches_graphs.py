@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When forwards are launched as CUDA graphs: by default wherever they can be, else as `omni.model.cuda_graphs` says."""
+
+import pytest
+import torch
+
+from vllm_omni.model_executor.vllm_model import launches_graphs
+
+
+@pytest.mark.parametrize(
+    ("asked", "eager", "offloads", "launches"),
+    [
+        (None, False, False, True),
+        (None, True, False, False),
+        (None, False, True, False),
+        (True, True, False, True),
+        (False, False, False, False),
+    ],
+)
+def test_the_default_and_the_option(
+    monkeypatch: pytest.MonkeyPatch, asked: bool | None, eager: bool, offloads: bool, launches: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert launches_graphs(asked, eager, offloads) == launches
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not launches_graphs(asked, eager, offloads)
