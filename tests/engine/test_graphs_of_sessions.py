@@ -34,20 +34,29 @@ async def session(client: EngineClient, family: str, seed: int) -> list[torch.Te
     return latents
 
 
+IN_FLIGHT = {"chunks_in_flight": 3, "model": {**SMALL_WINDOW, "cache": "noise_matched"}}
+ULYSSES = {"model": {**SMALL_WINDOW, "sequence_parallel": True}}
+
+
 @pytest.mark.parametrize(
-    ("family", "kv_cache_dtype"),
+    ("family", "omni", "flags"),
     [
-        pytest.param("causal_wan", "auto", id="causal Wan"),
-        pytest.param("lingbot_world", "fp8", id="LingBot World, FP8 K/V", marks=pytest.mark.nightly),
+        pytest.param("causal_wan", {}, {}, id="causal Wan"),
+        pytest.param(
+            "lingbot_world", {}, {"kv_cache_dtype": "fp8"}, id="LingBot World, FP8 K/V", marks=pytest.mark.nightly
+        ),
+        pytest.param("causal_wan", {}, {"pipeline_parallel_size": 2}, id="stages", marks=pytest.mark.nightly),
+        pytest.param("lingbot_world", ULYSSES, {"tensor_parallel_size": 2}, id="Ulysses", marks=pytest.mark.nightly),
+        pytest.param("causal_wan", IN_FLIGHT, {}, id="chunks in flight", marks=pytest.mark.nightly),
     ],
 )
 def test_sessions_are_those_of_an_engine_without_graphs(
-    family: str, kv_cache_dtype: str, request: pytest.FixtureRequest
+    family: str, omni: dict[str, Any], flags: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     """The warm-up's session leaves its ring to the first, that one to the next; two at once have one each."""
     model = request.getfixturevalue(family)
-    arguments: dict[str, Any] = {"dtype": "float32", "kv_cache_dtype": kv_cache_dtype}
-    omni = {"model": SMALL_WINDOW}
+    arguments: dict[str, Any] = {"dtype": "float32", **flags}
+    omni = {"model": SMALL_WINDOW, **omni}
     counts: list[list[int]] = []
 
     async def made(**more: Any) -> list[list[torch.Tensor]]:
@@ -68,5 +77,7 @@ def test_sessions_are_those_of_an_engine_without_graphs(
     for want, got in zip(plain, by_graphs, strict=True):
         for one, other in zip(want, got, strict=True):
             torch.testing.assert_close(other, one, rtol=0, atol=0)
-    assert [kept for _, kept in counts] == [1, 1, 2]
-    assert counts[0][0] == 2 * 2, "of the warm-up's two chunks: steps and clean pass"
+    rings = 4 if "chunks_in_flight" in omni else 1
+    assert [kept for _, kept in counts] == [rings, rings, 2 * rings]
+    if rings == 1:
+        assert counts[0][0] == 2 * 2, "of the warm-up's two chunks: steps and clean pass"

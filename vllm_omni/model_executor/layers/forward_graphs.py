@@ -10,7 +10,7 @@ ring of one that has ended (`RingPool`) begins at its slots: a handful of graphs
 A key's first forward at its places runs as it is (and compiles lazy parts), its second is captured, later ones are
 replayed. Once a whole forward of some kind has run, its keys are captured at their first, so that a new session does
 not begin with launches kernel by kernel. A forward that cannot be captured runs as it is, from then on.
-All graphs share one memory pool, since only one runs at a time; results are copied out of it.
+All graphs share one memory pool and the place of their results, since only one runs at a time.
 
 A forward is one graph, or several with calls between them that no graph may hold (`between_graphs`): collectives, which
 stop the devices when NCCL's kernels are replayed. A rank that replays and one that does not yet still meet in each.
@@ -147,7 +147,7 @@ class CudaCapture:
 
 @dataclass(eq=False)
 class _Graph:
-    """output: the tensor that `replay` writes its result to. last_used: number of the newest replay."""
+    """output: where `replay` writes its result, as others do. last_used: number of the newest replay."""
 
     output: torch.Tensor
     replay: Replay
@@ -211,12 +211,12 @@ class ForwardGraphs:
         own = self._own(inputs, steady)
         if graph is None:
             try:
-                graph = _Graph(*self._capture(lambda: forward(own)), tuple(TensorWeakRef(place) for place in places))
+                output, replay = self._capture(lambda: kept_copy("result", forward(own)))
             except Exception:
                 logger.exception("a forward could not be captured as a CUDA graph; it will be launched as it is")
                 self._refused.add(key)
                 return forward(dict(inputs))
-            self._graphs[key] = graph
+            graph = self._graphs[key] = _Graph(output, replay, tuple(TensorWeakRef(place) for place in places))
             self._seen.pop(key, None)
         self._replays += 1
         graph.last_used = self._replays
