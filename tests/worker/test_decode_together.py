@@ -10,6 +10,7 @@ import torch
 from helpers.scheduling import new_request, run_to_end
 
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.diffusion import warm_up
 
 NAMES = ("a", "b", "c")
 TOLERANCE = 1e-4
@@ -126,3 +127,19 @@ def test_latents_that_are_not_finite_stay_in_their_session(runner: Any, monkeypa
     assert isinstance(results["b1"], RequestFailed) and results["b1"].code == "non_finite"
     assert all(len(results[name][1]["frames"].unique()) > 1 for name in ("a1", "c1"))
     assert [runner.sessions.get(name).chunk_index for name in NAMES] == [2, 1, 2]
+
+
+def test_a_warm_up_decodes_as_many_together_as_sessions_will(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the memory of that is not given to sessions."""
+    found = shared_decodes(runner, monkeypatch)
+    warm_up._run_session(runner)
+    assert found == [4] and len(runner.sessions) == 0
+
+
+def test_a_warm_up_of_bit_exact_sessions_decodes_each_alone(
+    make_runner: Any, lingbot_world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(lingbot_world, {"max_sessions": 4})
+    found = shared_decodes(runner, monkeypatch)
+    warm_up._run_session(runner)
+    assert not found

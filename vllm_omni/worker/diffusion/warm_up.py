@@ -18,7 +18,7 @@ import torch.distributed as dist
 from vllm.distributed.parallel_state import get_world_group
 from vllm.sequence import IntermediateTensors
 
-from vllm_omni.model_executor.interfaces import LayeredModel
+from vllm_omni.model_executor.interfaces import DiffusionRequest, LayeredModel, SupportsBatchedDecode
 from vllm_omni.model_executor.layers.layer_moves import LayerMove, balanced_partition, stage_costs
 from vllm_omni.model_executor.requests import RequestState
 from vllm_omni.worker.diffusion.memory import MemoryBudget
@@ -66,7 +66,8 @@ def _run_session(runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] 
     degradations: of its first chunk.
     """
     session_bytes, times = 0, {}
-    for number, (params, tensors) in enumerate(runner.model.warmup_inputs()):
+    inputs = runner.model.warmup_inputs()
+    for number, (params, tensors) in enumerate(inputs):
         without = degradations if number == 0 else ()
         state = RequestState(f"{_REQUEST_ID}-{number}", params, dict(tensors), degradations=without)
         runner.admission.admit(state, {})
@@ -77,9 +78,21 @@ def _run_session(runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] 
             _step(runner, state)
         runner.role.take_answers([state.request_id])
         times = state.chunk.timer.milliseconds()
+        if number == len(inputs) - 1:
+            _decode_together(runner, state.chunk)
         runner.admission.release(state)
     runner.sessions.close_all()
     return session_bytes, times
+
+
+def _decode_together(runner: DiffusionGPUModelRunner, request: DiffusionRequest) -> None:
+    """Decode as many chunks like this one as will share a decode: the memory of that counts, too."""
+    omni, model = runner.omni, runner.model
+    if omni.batch_invariant or not isinstance(model, SupportsBatchedDecode):
+        return
+    most = min(model.most_decoded_together(request), omni.max_requests_per_step, omni.max_sessions)
+    if most > 1:
+        model.post_decode_together([request] * most)
 
 
 def _step(runner: DiffusionGPUModelRunner, state: RequestState) -> None:

@@ -139,6 +139,18 @@ def test_a_state_is_a_value(decoder: ChunkDecoder, latents: torch.Tensor) -> Non
         assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in after)
 
 
+@pytest.mark.parametrize(
+    ("largest", "streams"), [(960, {960: 4, 480: 8}), (2100, {2100: 1, 960: 2}), (6240, {6240: 1, 960: 4, 1560: 2})]
+)
+def test_no_more_streams_share_a_decode_than_a_warm_up_has_measured(
+    decoder: ChunkDecoder, latents: torch.Tensor, largest: int, streams: dict[int, int]
+) -> None:
+    """Of streams of so many latent cells a frame, beside a largest one."""
+    alone = ChunkDecoder(decoder.main, largest_cells=largest)
+    _, states = run(alone, latents[:, :, :3].split(CHUNK, dim=2), ())
+    assert {cells: alone.takes_streams(states[-1], torch.empty(16, 3, 1, cells)) for cells in streams} == streams
+
+
 def test_one_decoder_keeps_no_latents(decoder: ChunkDecoder, latents: torch.Tensor) -> None:
     """Without a ladder a stream holds what it always held; from such a state the tiny decoder cannot begin."""
     alone = ChunkDecoder(decoder.main)

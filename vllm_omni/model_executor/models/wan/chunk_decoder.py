@@ -29,7 +29,7 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors
 
 RESTART_LATENTS = 2
-_JOINED_CELLS = {"cpu": 4096, "cuda": 1024}
+_JOINED_CELLS = 4096
 """Latent cells of a frame of all streams that are decoded together: above it arithmetic takes the time, not calls."""
 
 
@@ -106,6 +106,8 @@ class ChunkDecoder:
     """Decodes one chunk after another. Owns no session; `main` needs its decoder.
 
     main: decodes all chunks but those that are asked of `tiny`, if that is there. continuation: of `main`, see above.
+    largest_cells: latent cells of a frame of the largest stream. No more are decoded together than one of these has, or
+    as many of these as fit `_JOINED_CELLS`: warm-up counts the memory of both.
     """
 
     def __init__(
@@ -114,8 +116,10 @@ class ChunkDecoder:
         tiny: TinyVAEDecoder | None = None,
         *,
         continuation: Literal["cache", "restart"] = "cache",
+        largest_cells: int = _JOINED_CELLS,
     ) -> None:
         self.main = main
+        self._joined_cells = min(_JOINED_CELLS, largest_cells * max(1, _JOINED_CELLS // largest_cells))
         self.tiny = tiny
         self._restarts = continuation == "restart"
         self._num_kept = max(RESTART_LATENTS if self._restarts else 0, REACH if tiny is not None else 0)
@@ -153,7 +157,7 @@ class ChunkDecoder:
         if before is None or before.cache is None or before.tiny or not isinstance(self.main, StreamingWanVAE):
             return 1
         cells = latents_CFhw.shape[2] * latents_CFhw.shape[3]
-        return max(1, _JOINED_CELLS[latents_CFhw.device.type] // cells) if self.main.takes_streams else 1
+        return max(1, self._joined_cells // cells) if self.main.takes_streams else 1
 
     def decode_together(
         self, latents_1CFhw: Sequence[torch.Tensor], before: Sequence[DecoderState]

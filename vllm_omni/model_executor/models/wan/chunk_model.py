@@ -239,7 +239,10 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
         if decodes and self.tiny_vae is not None and setup.options.decoder == "tiny":
             self.decoder = ChunkDecoder(self.tiny_vae)
         elif decodes:
-            self.decoder = ChunkDecoder(self.vae, self.tiny_vae, continuation=continuation)
+            height, width = setup.config.latent_size(setup.omni.height, setup.omni.width)
+            self.decoder = ChunkDecoder(
+                self.vae, self.tiny_vae, continuation=continuation, largest_cells=height * width
+            )
         self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
 
 
