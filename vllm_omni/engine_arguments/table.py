@@ -227,7 +227,7 @@ ROWS = (
     # ---- speed ----------------------------------------------------------------------------------------------------
     Row(
         "enforce_eager",
-        honoured("also the default of omni.model.compile"),
+        honoured("also the default of omni.model.compile and omni.model.cuda_graphs"),
         honoured("a pipeline is never compiled"),
     ),
     Row(
