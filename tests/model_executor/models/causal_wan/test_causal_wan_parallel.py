@@ -68,7 +68,8 @@ def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, sequence_parall
         for model in (by_graphs, by_graphs if rank == 0 else plain):
             for got, want in zip(stream(model, GRAPH_CHUNKS), expected, strict=True):
                 torch.testing.assert_close(got, want, rtol=0, atol=0)
-        assert by_graphs.transformer.graphs is not None and len(by_graphs.transformer.graphs) == (16 if rank == 0 else 8)
+        graphs = by_graphs.transformer.graphs
+        assert graphs is not None and len(graphs) == (16 if rank == 0 else 8)
     finally:
         dist.destroy_process_group()
 
