@@ -9,6 +9,7 @@ matter, so a block's two markers and its latents may lie in the cache in any ord
 
 # T tokens, D width, C rotary lanes
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -75,6 +76,18 @@ class Pack:
     rope: dict[Expert, tuple[torch.Tensor, torch.Tensor]]
     stores: list[Store]
     attends: list[Attend]
+
+    @property
+    def caches(self) -> list[BranchCache]:
+        """Those that it writes to and reads, each once."""
+        return list(dict.fromkeys(store.cache for store in self.stores))
+
+    def places(self) -> Hashable:
+        """Where it writes and what it reads, with caches as numbers of `caches`: equal for all steps of a drawing."""
+        number = {cache: index for index, cache in enumerate(self.caches)}
+        stores = ((x.expert, x.tokens.start, x.tokens.stop, number[x.cache], x.start) for x in self.stores)
+        attends = ((x.expert, x.tokens.start, x.tokens.stop, number[x.cache], x.keys, x.causal) for x in self.attends)
+        return tuple(stores), tuple(attends)
 
 
 @dataclass

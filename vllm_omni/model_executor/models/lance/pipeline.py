@@ -25,6 +25,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.lance.checkpoint import (
@@ -71,7 +72,10 @@ from vllm_omni.model_executor.models.lance.vae import (
 from vllm_omni.model_executor.models.lance.vision import VisionTower
 from vllm_omni.model_executor.models.lance.weights import adapter_target, load_network, load_vae, load_vision
 from vllm_omni.model_executor.tensor_files import open_tensors
-from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint, compiles
+from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint, compiles, launches_graphs
+
+_KEPT_GRAPHS = 16
+"""Of the batches of drawings that run now."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class LanceSetup:
     parallel: ParallelContext
     dtype: torch.dtype
     compiled: bool = False
+    cuda_graphs: bool = False
     quantization: QuantizationConfig | None = None
 
     @classmethod
@@ -97,8 +102,12 @@ class LanceSetup:
         parallel: ParallelContext | None = None,
         eager: bool = True,
         quantization: QuantizationConfig | None = None,
+        offloads: bool = False,
     ) -> "LanceSetup":
-        """Read a checkpoint's `hf_config(...)["lance"]`; `parallel` None = vLLM's groups. Raises ValueError."""
+        """Read a checkpoint's `hf_config(...)["lance"]`; `parallel` None = vLLM's groups. Raises ValueError.
+
+        eager, offloads: as of `ServedCheckpoint`.
+        """
         options = LanceOptions.parse(omni.model)
         parallel = parallel or ParallelContext.from_vllm(options.sequence_parallel)
         check_stages(parallel.num_stages)
@@ -113,6 +122,8 @@ class LanceSetup:
             parallel=parallel,
             dtype=dtype,
             compiled=compiles(options.compile, eager),
+            # ranks exchange rows within a layer, which no graph may hold
+            cuda_graphs=parallel.size == 1 and launches_graphs(None, eager, offloads),
             quantization=quantization,
         )
 
@@ -154,7 +165,8 @@ class Lance(nn.Module):
             self.vision = VisionTower(setup.config.vision)
         self.vae = LanceWanVAE(setup.vae_config, setup.options.vae_torch_dtype(setup.dtype))
         markers = (self.tokenizer.ids[VISION_START], self.tokenizer.ids[VISION_END])
-        self.stepper = Stepper(self.network, markers, self.tokenizer.size)
+        graphs = ForwardGraphs(_KEPT_GRAPHS) if setup.cuda_graphs else None
+        self.stepper = Stepper(self.network, markers, self.tokenizer.size, graphs)
         self.starter = Starter(self.tokenizer, self.vision, self.vae, self.network, self.options)
 
     @property
@@ -171,6 +183,8 @@ class Lance(nn.Module):
         own = None if separate is None else open_tensors(separate)
         load_vision(self.vision, self.config.vision, own, source, self.options.choices.vision_weights)
         load_vae(self.vae, open_tensors(layout.vae))
+        if self.stepper.graphs is not None:
+            self.stepper.graphs.forget()
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.network, self.config)}
@@ -292,10 +306,14 @@ class Lance(nn.Module):
         session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
-        """One step of the largest picture and, if this checkpoint makes videos, of the longest one."""
+        """One step of the largest picture and, if this checkpoint makes videos, of the longest one.
+
+        Two where steps become CUDA graphs: the second is captured.
+        """
         options = self.options
+        steps = 1 if self.stepper.graphs is None else 2
         side = min(math.isqrt(options.max_image_pixels) // PIXELS_PER_LATENT * PIXELS_PER_LATENT, self.config.max_side)
-        common = {"prompt": "warm-up", "num_inference_steps": 1, "one_shot": True}
+        common = {"prompt": "warm-up", "num_inference_steps": steps, "one_shot": True}
         inputs: list[Inputs] = [
             (DiffusionParams(session_id="warm-up-image", height=side, width=side, **common), {}),  # type: ignore[arg-type]
         ]
@@ -351,6 +369,7 @@ class LancePipeline(CheckpointPipeline[LanceLayout], Lance):
                 served.dtype,
                 eager=served.eager,
                 quantization=served.quantization,
+                offloads=served.offloads,
             )
         )
 

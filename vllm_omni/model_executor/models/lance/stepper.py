@@ -5,28 +5,42 @@
     forward 2    the own part of new unconditional contexts
     forward 3..  further tokens of readings, if a step decodes several
 
-Every matrix product of a forward serves all of them. Knows no request and no session.
+Every matrix product of a forward serves all of them. A step of drawings alone, all running, is the same for every
+denoise step but for its inputs: it may come as a CUDA graph. Knows no request and no session.
 Held by tests/model_executor/models/lance/test_lance_pipeline.py.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
+from vllm_omni.model_executor.lora.active import addresses_key
 from vllm_omni.model_executor.models.lance.context import ContextWriter
 from vllm_omni.model_executor.models.lance.drawing import Drawing
-from vllm_omni.model_executor.models.lance.pack import Expert, PackBuilder
+from vllm_omni.model_executor.models.lance.pack import Expert, Pack, PackBuilder
 from vllm_omni.model_executor.models.lance.reading import Reading
 from vllm_omni.model_executor.models.lance.transformer import LanceNetwork
 
 
 class Stepper:
-    """markers: ids of a visual block's start and end. num_tokens: logits beyond belong to no token of the tokenizer."""
+    """markers: ids of a visual block's start and end. num_tokens: logits beyond belong to no token of the tokenizer.
 
-    def __init__(self, network: LanceNetwork, markers: tuple[int, int], num_tokens: int) -> None:
+    graphs: of denoise steps; None = they are launched kernel by kernel.
+    """
+
+    def __init__(
+        self,
+        network: LanceNetwork,
+        markers: tuple[int, int],
+        num_tokens: int,
+        graphs: ForwardGraphs | None = None,
+    ) -> None:
         self.network = network
         self.writer = ContextWriter(network, markers)
         self.num_tokens = num_tokens
+        self.graphs = graphs
 
     def step(self, drawings: Sequence[Drawing], readings: Sequence[Reading], tokens_per_step: int = 1) -> None:
         """Compute every drawing's velocities (or context) and up to `tokens_per_step` tokens of every reading.
@@ -44,7 +58,7 @@ class Stepper:
                 drawing.add_context(self.writer, builder)
         for reading in readings:
             reading.add(self.writer, builder)
-        hidden = self._run(builder)
+        hidden = self._run(builder) if fresh or readings else {"gen": self._denoise(builder.build())}
         self._choose(readings, hidden)
         if len(fresh) < len(drawings):
             velocity = self.network.velocity(hidden["gen"])
@@ -75,6 +89,27 @@ class Stepper:
         logits = self.network.language_model.logits(rows, self.num_tokens)
         for reading, row in zip(readings, logits, strict=True):
             reading.choose(row)
+
+    def _denoise(self, pack: Pack) -> torch.Tensor:
+        """Run a pack of running drawings; returns the rows of their latents."""
+        if self.graphs is None:
+            return self._latent_rows(pack)
+        experts = list(pack.embeds)
+        inputs: Inputs = {f"{expert} embeds": pack.embeds[expert] for expert in experts}
+        for expert in experts:
+            inputs[f"{expert} cos"], inputs[f"{expert} sin"] = pack.rope[expert]
+
+        def forward(own: Inputs) -> torch.Tensor:
+            embeds = {expert: own[f"{expert} embeds"] for expert in experts}
+            rope = {expert: (own[f"{expert} cos"], own[f"{expert} sin"]) for expert in experts}
+            return self._latent_rows(replace(pack, embeds=embeds, rope=rope))
+
+        written = [tensor for cache in pack.caches for tensor in (cache.k, cache.v)]
+        return self.graphs((pack.places(), addresses_key()), inputs, forward, places=written)
+
+    def _latent_rows(self, pack: Pack) -> torch.Tensor:
+        rows: torch.Tensor = self.network.language_model(pack)["gen"]
+        return rows
 
     def _run(self, builder: PackBuilder) -> dict[Expert, torch.Tensor]:
         result: dict[Expert, torch.Tensor] = self.network.language_model(builder.build())

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drawings whose denoise steps come as CUDA graphs equal drawings whose steps do not, bit for bit.
+
+On a host a "graph" repeats the forward with everything the host had decided at its capture: a key that leaves something
+out shows as other latents.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.host_capture import hold
+from lance_driver import load_lance, make_request, prepare, request_of, run, step
+
+from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
+from vllm_omni.model_executor.models.lance.pipeline import Lance
+from vllm_omni.testing.tiny.lance import make_tiny
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("lance_graphs")
+    make_tiny(out, 0, "video")
+    return out
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> Lance:
+    return load_lance(checkpoint)
+
+
+@pytest.fixture
+def by_graphs(checkpoint: Path) -> Lance:
+    lance = load_lance(checkpoint)
+    lance.stepper.graphs = ForwardGraphs(4, capture=hold)
+    return lance
+
+
+CAT: dict[str, Any] = {"prompt": "a cat", "height": 64, "width": 96, "num_inference_steps": 5, "output": "latents"}
+
+
+@pytest.mark.parametrize("task", ["t2i", "image_edit", "t2v", "i2v"])
+def test_a_drawing_by_graphs_is_the_drawing(plain: Lance, by_graphs: Lance, task: str) -> None:
+    """With and without a pinned first frame; twice, since the second finds the first's graph."""
+    changes = {"num_inference_steps": 5, "output": "latents"}
+    want = run(plain, request_of(task, **changes))[1]["latents"]
+    for _ in range(2):
+        assert torch.equal(run(by_graphs, request_of(task, **changes))[1]["latents"], want)
+    assert by_graphs.stepper.graphs is not None and len(by_graphs.stepper.graphs) > 0
+
+
+def test_a_graph_ends_with_its_branches(plain: Lance, by_graphs: Lance) -> None:
+    """Guidance that acts on the first steps alone: two kinds of step in one drawing."""
+    fields = {**CAT, "num_inference_steps": 8, "options": {"cfg_interval": [0.85, 1.0]}}
+    want = run(plain, make_request(fields))[1]["latents"]
+    assert torch.equal(run(by_graphs, make_request(fields))[1]["latents"], want)
+    assert by_graphs.stepper.graphs is not None and len(by_graphs.stepper.graphs) == 2
+
+
+def test_drawings_may_come_and_go_between_graphs(plain: Lance, by_graphs: Lance) -> None:
+    """Of two sizes, the second three steps later."""
+    fields = [CAT, {**CAT, "prompt": "a dog", "width": 64, "num_inference_steps": 6}]
+    want = [run(plain, make_request(each))[1]["latents"] for each in fields]
+    waiting, running, done = [make_request(each) for each in fields], [], []
+    steps = 0
+    while waiting or running:
+        if waiting and steps % 3 == 0:
+            prepare(by_graphs, waiting[0])
+            running.append(waiting.pop(0))
+        step(by_graphs, running)
+        steps += 1
+        for request in [request for request in running if request.step >= request.num_steps]:
+            done.append(by_graphs.post_decode(request)[1]["latents"])
+            running.remove(request)
+    for got, alone in zip(done, want, strict=True):
+        torch.testing.assert_close(got, alone, atol=2e-5, rtol=0)
+
+
+def test_most_of_a_drawing_s_steps_are_replayed(by_graphs: Lance) -> None:
+    """The first step runs as it is, the second is captured: the host decides each layer twice, not once a step."""
+    runs = []
+    rows = by_graphs.stepper._latent_rows
+    by_graphs.stepper._latent_rows = lambda pack: runs.append(pack) or rows(pack)  # type: ignore[method-assign]
+    graphs = by_graphs.stepper.graphs = ForwardGraphs(4, capture=lambda run: (run(), lambda: None))
+    run(by_graphs, make_request(CAT))
+    assert len(runs) == 2 and len(graphs) == 1
