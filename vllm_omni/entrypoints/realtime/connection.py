@@ -31,7 +31,7 @@ logger = logging.getLogger("vllm." + __name__)
 ANONYMOUS: Final = "anonymous"
 
 _STRIKES: Final = 3
-_UNSENT_BYTES: Final = 64 * 1024  # the kernel takes this much beyond what the network has; more only hides a slow peer
+_UNSENT_BYTES: Final = 64 * 1024  # the kernel takes this much beyond the bytes under way; more only hides a slow peer
 _STRIKE_WINDOW_S: Final = 10.0
 _VALUES_BURST_S: Final = 2.0
 _LAST_WORDS_S: Final = 1.5

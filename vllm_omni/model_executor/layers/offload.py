@@ -126,10 +126,10 @@ class _Copies:
         slot.room[: layer.nbytes].copy_(layer.room)
 
     def wait(self, slot: _Slot) -> None:
-        """What is launched from now on finds the weights in the slot."""
+        """Kernels launched from now on find the weights in the slot."""
 
     def leave(self, slot: _Slot) -> None:
-        """What has been launched until now was the last to read the slot."""
+        """Kernels launched until now were the last to read the slot."""
 
 
 class _StreamCopies(_Copies):

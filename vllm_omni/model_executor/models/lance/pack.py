@@ -83,7 +83,7 @@ class Pack:
         return list(dict.fromkeys(store.cache for store in self.stores))
 
     def places(self) -> Hashable:
-        """Where it writes and what it reads, with caches as numbers of `caches`: equal for all steps of a drawing."""
+        """Its writes and reads, with caches as numbers of `caches`: equal for all steps of a drawing."""
         number = {cache: index for index, cache in enumerate(self.caches)}
         stores = ((x.expert, x.tokens.start, x.tokens.stop, number[x.cache], x.start) for x in self.stores)
         attends = ((x.expert, x.tokens.start, x.tokens.stop, number[x.cache], x.keys, x.causal) for x in self.attends)
