@@ -17,6 +17,7 @@ from typing import Self
 import torch
 
 from vllm_omni.model_executor.layers.attention import attention
+from vllm_omni.model_executor.layers.fp8_attention import fp8_attention
 from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST, narrow, plain_narrow, widen
 
 _HEADROOM = 16.0
@@ -97,7 +98,8 @@ class KVFormat:
 
 
 class ScaledFP8(KVFormat):
-    """See the module docstring. Attention reads them in `dtype`: one pass converts all that a chunk sees."""
+    """See the module docstring. Attention multiplies them as they are where that is faster (`fp8_attention.py`);
+    elsewhere one pass converts all that a chunk sees to `dtype`."""
 
     def __init__(self, dtype: torch.dtype, num_layers: int, num_heads: int, device: torch.device | str) -> None:
         super().__init__(dtype)
@@ -121,6 +123,20 @@ class ScaledFP8(KVFormat):
 
     def load(self, layer: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
         return widen(stored_2SNH, self._scales_L2N[layer], self.dtype, tokens)
+
+    def attend(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        stored_2SNH: torch.Tensor,
+        tokens: torch.Tensor | None = None,
+        key_range: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if key_range is None:
+            out_TNH = fp8_attention(q_TNH, stored_2SNH, self._scales_L2N[layer], tokens)
+            if out_TNH is not None:
+                return out_TNH
+        return super().attend(layer, q_TNH, stored_2SNH, tokens, key_range)
 
     def rounded(self, stored: torch.Tensor) -> torch.Tensor:
         return stored.clamp(-LARGEST, LARGEST).to(FP8)

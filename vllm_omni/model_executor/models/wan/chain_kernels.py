@@ -24,7 +24,7 @@ def _residual_kernel(
     tokens, gate_batch, gate_token, scale_batch, scale_token, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """total = (x + gate * update) * factor + offset; normed = LN(total) * scale + shift. Arguments that are None are left out."""
+    """total = (x + gate * update) * factor + offset; normed = LN(total) * scale + shift. None is left out."""
     row = tl.program_id(0)
     batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention by products of FP8 numbers: its scales are placed so that only rounding is lost."""
+
+import pytest
+import torch
+
+from vllm_omni.model_executor.layers import fp8_attention as module
+from vllm_omni.model_executor.layers.attention import attention
+from vllm_omni.model_executor.layers.fp8_kernels import FP8, plain_widen
+from vllm_omni.model_executor.layers.kv_format import ScaledFP8
+
+TOKENS, KEYS, HEADS, DIM = 24, 96, 3, 16
+
+
+def exact_product(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
+    """What cuDNN computes, in fp32, rounded where it rounds."""
+    q_NTH, k_NSH, v_NSH = (x.float().transpose(0, 1) for x in (q_TNH, k_SNH, v_SNH))
+    scores = q_NTH @ k_NSH.transpose(1, 2) * (q_TNH.shape[-1] ** -0.5 / module._QUERY_SCALE)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    rounded = (weights * module._PROBABILITY_SCALE).to(FP8).float() / module._PROBABILITY_SCALE
+    return (rounded @ v_NSH / weights.sum(-1, keepdim=True) * module._RESULT_SCALE).transpose(0, 1).contiguous().to(FP8)
+
+
+def window(
+    device: str, *, tokens: int = TOKENS, keys: int = KEYS, heads: int = HEADS, width: int = DIM
+) -> tuple[torch.Tensor, torch.Tensor, ScaledFP8]:
+    """Queries in bf16, stored keys and values, their format; head n has keys 30^n times as large, and small queries."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(tokens, heads, width, generator=generator)
+    kv = torch.randn(2, keys, heads, width, generator=generator)
+    sizes = 30.0 ** torch.arange(heads)[:, None]
+    q, kv = (q / sizes).to(device, torch.bfloat16), (kv * sizes).to(device, torch.bfloat16)
+    stored_as = ScaledFP8(torch.bfloat16, 1, heads, device)
+    stored_as.fit(0, *kv)
+    stored = torch.empty(kv.shape, dtype=FP8, device=device)
+    stored_as.store(0, *kv, stored)
+    return q, stored, stored_as
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def test_each_head_s_scale_is_undone() -> None:
+    """The result is that of the stored numbers, to the rounding of queries, probabilities and result."""
+    q, stored, stored_as = window("cpu")
+    scales = stored_as.scales()
+    assert scales is not None
+    found = module.by_product(exact_product, q, stored, scales[0])
+    wanted = attention(q.float(), *plain_widen(stored, scales[0], torch.float32))
+    assert found.dtype == torch.bfloat16 and found.shape == q.shape
+    for head in range(HEADS):
+        assert relative(found[:, head], wanted[:, head]) < 0.06, head
+
+
+def test_a_cpu_attends_to_widened_numbers() -> None:
+    q, stored, stored_as = window("cpu")
+    scales = stored_as.scales()
+    assert scales is not None
+    assert module.fp8_attention(q, stored, scales[0]) is None
+    wanted = attention(q, *plain_widen(stored, scales[0], torch.bfloat16))
+    assert torch.equal(stored_as.attend(0, q, stored), wanted)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper card"
+)
+def test_cudnn_computes_that_product() -> None:
+    """Of all tokens and of chosen ones, in and out of CUDA graphs, within the rounding of one number in a hundred."""
+    q, stored, stored_as = window("cuda", tokens=300, keys=1300, heads=4, width=128)
+    scales = stored_as.scales()
+    assert scales is not None
+    found = module.fp8_attention(q, stored, scales[0])
+    assert found is not None, "vLLM's CUDA builds require cuDNN's Python package"
+    wanted = module.by_product(exact_product, q, stored, scales[0])
+    assert relative(found, wanted) < 0.02
+
+    chosen = torch.arange(1300, device="cuda").roll(400)[:1200]
+    other = module.fp8_attention(q, stored, scales[0], chosen)
+    moved = stored.view(torch.uint8)[:, chosen].view(FP8)
+    again = module.fp8_attention(q, moved, scales[0])
+    assert other is not None and again is not None and torch.equal(other, again)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = module.fp8_attention(q, stored, scales[0])
+    graph.replay()
+    assert replayed is not None and torch.equal(replayed, found)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention to FP8 (e4m3) keys and values as a window stores them, with both products in FP8, by cuDNN on Hopper.
+
+Queries are rounded to e4m3 too, and so is the result; softmax is in fp32. cuDNN has one scale for a whole tensor, a
+window one for each head, so the heads' scales go where they are exact: those of keys into the queries before they are
+rounded, those of values into the result. All scales are powers of two, and none depends on the queries.
+
+The graphs are cuDNN's, through its Python package, which vLLM's CUDA builds require. Bits are the same for every call
+of the same sizes. Held by tests/model_executor/layers/test_fp8_attention.py; timed by benchmarks/attention_kernels.py.
+"""
+
+# T query tokens, S stored tokens, N heads, H head dim
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from vllm_omni.model_executor.layers.fp8_kernels import FP8, narrow, widen
+
+_QUERY_SCALE = 8.0
+"""Queries times their keys' scale are of the size of 1 / 4: times this, few lie below e4m3's smallest normal number."""
+_PROBABILITY_SCALE = 256.0
+"""Probabilities, before they are divided by their sum, are at most 1."""
+_RESULT_SCALE = 4.0
+"""A result is a mean of values, whose first chunk lies below 448 / 16: it may grow to four times that."""
+_FEWEST_KEYS = 2
+"""Times as many as queries. With fewer keys the product in bf16 takes as long."""
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Queries [T, N, H], keys and values [S, N, H] to the result [T, N, H], all e4m3, queries and result as scaled."""
+
+
+def fp8_attention(
+    q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, scales_2N: torch.Tensor, tokens_S: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Return the attention of `q_TNH`, in its type, to stored keys and values, or None where the product of widened
+    numbers is as fast, or this device or its cuDNN has none of FP8.
+
+    stored_2SNH: e4m3. scales_2N: fp32 powers of two. tokens_S: int64, the places of the tokens that are seen, in that
+    order; None = all.
+    """
+    keys = stored_2SNH.shape[1] if tokens_S is None else len(tokens_S)
+    if keys < _FEWEST_KEYS * len(q_TNH) or not _has_cudnn(q_TNH.device):
+        return None
+    if tokens_S is not None:
+        stored_2SNH = stored_2SNH.view(torch.uint8).index_select(1, tokens_S).view(FP8)
+    product = _product(tuple(q_TNH.shape), tuple(stored_2SNH.shape), stored_2SNH.stride(), q_TNH.device)
+    return None if product is None else by_product(product, q_TNH, stored_2SNH, scales_2N)
+
+
+def by_product(
+    product: Product, q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, scales_2N: torch.Tensor
+) -> torch.Tensor:
+    """Round queries, call the product, widen its result."""
+    k_scale_1N, v_scale_1N = scales_2N.unsqueeze(1)
+    rounded_1TNH = torch.empty((1, *q_TNH.shape), dtype=FP8, device=q_TNH.device)
+    narrow((q_TNH,), (k_scale_1N * _QUERY_SCALE).reciprocal(), rounded_1TNH)
+    out_TNH = product(rounded_1TNH[0], *stored_2SNH)
+    return widen(out_TNH.unsqueeze(0), v_scale_1N / _RESULT_SCALE, q_TNH.dtype)[0]
+
+
+@cache
+def _has_cudnn(device: torch.device) -> bool:
+    """Whether this is a Hopper card and cuDNN's Python package is there."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return is_hopper and find_spec("cudnn") is not None
+
+
+@cache  # without end: a captured CUDA graph keeps using their tensors
+def _product(
+    q_shape: tuple[int, ...], stored_shape: tuple[int, ...], stored_stride: tuple[int, ...], device: torch.device
+) -> Product | None:
+    """cuDNN's, for tensors of these sizes; None if it refuses them."""
+    import cudnn
+
+    fp32, e4m3 = cudnn.data_type.FLOAT, cudnn.data_type.FP8_E4M3
+    handle = _handle(device)
+    graph = cudnn.pygraph(io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
+
+    def tensor(name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
+        """Of [tokens, heads, channels]."""
+        tokens, heads, width = shape
+        return graph.tensor(
+            name=name,
+            dim=[1, heads, tokens, width],
+            stride=[tokens * stride[0], stride[1], stride[0], stride[2]],
+            data_type=e4m3,
+        )
+
+    def number(name: str) -> Any:
+        return graph.tensor(name=name, dim=[1] * 4, stride=[1] * 4, data_type=fp32)
+
+    _, heads, width = q_shape
+    contiguous = (heads * width, width, 1)
+    inputs = {
+        "q": tensor("q", q_shape, contiguous),
+        "k": tensor("k", stored_shape[1:], stored_stride[1:]),
+        "v": tensor("v", stored_shape[1:], stored_stride[1:]),
+    }
+    values = {"descale_q": 1.0, "descale_k": 1.0, "descale_v": 1.0, "scale_o": _RESULT_SCALE}
+    values |= {"scale_s": _PROBABILITY_SCALE, "descale_s": 1 / _PROBABILITY_SCALE}
+    scales = {name: number(name) for name in values}
+    softmax_scale = width**-0.5 / _QUERY_SCALE
+    out, _, *largest = graph.sdpa_fp8(**inputs, **scales, attn_scale=softmax_scale, generate_stats=False)
+    out.set_output(True).set_dim([1, heads, q_shape[0], width])
+    out.set_stride([q_shape[0] * heads * width, width, heads * width, 1]).set_data_type(e4m3)
+    for each in largest:  # of probabilities and of the result: cuDNN always writes them
+        each.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(fp32)
+    try:
+        graph.validate()
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A])
+        graph.check_support()
+        graph.build_plans()
+    except cudnn.cudnnGraphNotSupportedError:
+        return None
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
+    kept = {scales[name]: torch.full((1,), value, device=device) for name, value in values.items()}
+    kept |= {each: torch.zeros(1, device=device) for each in largest}
+
+    def product(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
+        out_TNH = torch.empty_like(q_TNH)
+        tensors = kept | dict(zip((*inputs.values(), out), (q_TNH, k_SNH, v_SNH, out_TNH), strict=True))
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+        graph.execute({node: x.data_ptr() for node, x in tensors.items()}, workspace.data_ptr(), handle=handle)
+        return out_TNH
+
+    return product
+
+
+@cache
+def _handle(device: torch.device) -> Any:
+    import cudnn
+
+    with torch.cuda.device(device):
+        return cudnn.create_handle()
