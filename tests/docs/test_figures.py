@@ -135,7 +135,7 @@ def test_the_docs_name_the_cards_and_versions_of_the_results() -> None:
     runs = [json.loads(path.read_text()) for path in figures.RESULTS.glob("*.json")]
     on_gpu = [run for run in runs if run["hardware"]["gpus"]]
     assert len(on_gpu) > 10
-    cards = {gpu.split()[-1] for run in on_gpu for gpu in run["hardware"]["gpus"]}
+    cards = {card for run in on_gpu for gpu in run["hardware"]["gpus"] for card in re.findall(r"\b[A-Z]+\d{2,}\b", gpu)}
     versions = {run["versions"]["vllm"] for run in on_gpu if "vllm" in run["versions"]}
     assert [name for name in cards | versions if name not in page] == []
 
