@@ -178,6 +178,14 @@ def load_transformer(transformer: nn.Module, source: TensorSource, config: Matri
         )
 
 
+def adapter_target(transformer: nn.Module, config: MatrixGameConfig) -> AdapterTarget:
+    """The transformer as LoRA adapters see it; gains that nothing reads are none of theirs."""
+    from vllm_omni.model_executor.models.wan.layers import PatchEmbedding  # not needed to describe a checkpoint
+
+    unused = tuple(f"*.{name}" for name in _UNUSED)
+    return AdapterTarget(transformer, transformer_shapes(config), RULES, unused, linear_types=(PatchEmbedding,))
+
+
 def _is_transformer(folder: Path) -> bool:
     """Whether a folder holds a streaming Matrix-Game transformer: by its tensors' names, else by its own or its class.
 
