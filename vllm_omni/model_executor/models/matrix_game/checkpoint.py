@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.wan import transformer_weights as wan
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, chunk_hf_config, find_transformer
