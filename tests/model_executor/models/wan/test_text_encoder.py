@@ -9,8 +9,12 @@ import torch
 from transformers import AutoTokenizer
 
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
-from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder, clean_prompt, open_tokenizer
-from vllm_omni.model_executor.models.wan.weights import load_text_encoder
+from vllm_omni.model_executor.models.wan.text_encoder import (
+    TextEncoder,
+    clean_prompt,
+    load_text_encoder,
+    open_tokenizer,
+)
 from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 PROMPT = "A lighthouse on a cliff, the camera turns left."

@@ -31,12 +31,13 @@ from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
 from vllm_omni.model_executor.layers.parallel import ParallelContext
-from vllm_omni.model_executor.models.wan.weights import load_text_encoder
-from vllm_omni.model_executor.tensor_files import confined
+from vllm_omni.model_executor.models.wan.component_names import TEXT_RULES
+from vllm_omni.model_executor.tensor_files import confined, open_tensors
+from vllm_omni.model_executor.weights import load_strict, shapes_of
 
 
 class TextEncoder(nn.Module):
-    """The umt5 encoder with its tokenizer. Parameters are created empty; `weights.load_text_encoder` fills them.
+    """The umt5 encoder with its tokenizer. Parameters are created empty; `load` fills them.
 
     config: `UMT5Config` values. tokenizer: a folder with `tokenizer.json` or `spiece.model`; None = weights only.
     max_tokens: longer prompts are cut, the end-of-sequence token kept. device: `model` = torch's default device now,
@@ -106,6 +107,14 @@ class TextEncoder(nn.Module):
         while self._cached_bytes > self.cache_bytes:
             _, dropped = self._cache.popitem(last=False)
             self._cached_bytes -= dropped.nbytes
+
+
+def load_text_encoder(model: nn.Module, path: Path) -> None:
+    """Load transformers' `UMT5EncoderModel` from Wan's `.pth` or from a transformers folder."""
+    source = open_tensors(path)
+    tied = "encoder.embed_tokens.weight"  # the same matrix as shared.weight; some exports hold it twice
+    ignored = [tied] if {tied, "shared.weight"} <= source.shapes.keys() else []
+    load_strict(model, source, shapes_of(model), TEXT_RULES, what="text encoder", ignored=ignored)
 
 
 class AwaitedText:

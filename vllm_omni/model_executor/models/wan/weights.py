@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES, TEXT_RULES, VAE_RULES
+from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES, VAE_RULES
 from vllm_omni.model_executor.tensor_files import AdaptedSource, open_tensors
 from vllm_omni.model_executor.weights import load_strict, shapes_of
 
@@ -56,14 +55,6 @@ def load_components(
         load_vae(vae, layout.vae)
     if text_encoder is not None and layout.text_encoder is not None:
         text_encoder.load(layout.text_encoder)
-
-
-def load_text_encoder(model: nn.Module, path: Path) -> None:
-    """Load transformers' `UMT5EncoderModel` from Wan's `.pth` or from a transformers folder."""
-    source = open_tensors(path)
-    tied = "encoder.embed_tokens.weight"  # the same matrix as shared.weight; some exports hold it twice
-    ignored = [tied] if {tied, "shared.weight"} <= source.shapes.keys() else []
-    load_strict(model, source, shapes_of(model), TEXT_RULES, what="text encoder", ignored=ignored)
 
 
 def load_vae(vae: "StreamingWanVAE", path: Path) -> None:
