@@ -95,6 +95,7 @@ def _compare_one(run: str, result: Mapping[str, Any], parallel: Mapping[str, int
         "text_on_cpu": options.get("text_encoder_device") == "cpu",
         **{ours: options[theirs] for ours, theirs in _OPTIONS.items() if theirs in options},
         **cache_facts(options, result.get("chunks_in_flight", 1)),
+        "context_everywhere": True,  # until `_FITTED` every rank with layers had a text encoder
         **({"kv_itemsize": 1} if result.get("kv_cache_dtype", "auto") != "auto" else {}),
     }
     name = result.get("model", "lingbot_world")

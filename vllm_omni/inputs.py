@@ -38,7 +38,14 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     scale: Annotated[float, msgspec.Meta(ge=-100, le=100)] = 1.0
 
 
+class UsedLora(Lora, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An adapter as a chunk used it. digest: of its files' tensors and strengths, and of the type it is kept in."""
+
+    digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+
+
 Loras = Annotated[list[Lora], msgspec.Meta(max_length=16)]
+UsedLoras = Annotated[list[UsedLora], msgspec.Meta(max_length=16)]
 
 
 class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

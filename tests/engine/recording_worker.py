@@ -41,7 +41,7 @@ class RecordingWorker(SharedGPUWorker):
             recorded(dist, name, "send")
         for name in ("irecv", "recv"):
             recorded(dist, name, "recv")
-        for name in ("all_to_all_single", "all_gather", "all_reduce"):
+        for name in ("all_to_all_single", "all_gather", "all_reduce", "broadcast"):
             recorded(dist, name, "all")
         recorded(split_decode, "_all_gather", "all")  # a name of its own, for releases of torch
         self._record_hand_over("isend_tensor_dict", "send", lambda pp: pp.next_rank)

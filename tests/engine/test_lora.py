@@ -115,8 +115,9 @@ async def remembering(client: EngineClient, folder: Path) -> None:
     for name in ("branch", "restored"):
         assert torch.equal((await client.send(session_id=name, output="latents"))[1]["latents"], expected), name
     await client.engine.remove_lora(1)
-    with pytest.raises(RequestFailed, match="no adapter 'ink'"):
+    with pytest.raises(RequestFailed, match=r"adapter 'ink' \(scale 0.8, weights \w{32}\), not loaded here") as refusal:
         await run_exchange_async(restore_exchange("late", path), ask)
+    assert refusal.value.code == "foreign_snapshot"
     for name in ("walk", "branch", "restored"):
         await client.send(session_id=name, op="close")
 

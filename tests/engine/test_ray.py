@@ -7,6 +7,7 @@ nodes and speak over TCP.
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -40,24 +41,33 @@ def walk(cluster: TwoNodes, *arguments: object) -> set[str]:
     """Run ray_walk.py on the cluster; returns the nodes that had workers."""
     script = Path(__file__).with_name("ray_walk.py")
     command = [sys.executable, str(script), *map(str, arguments)]
-    environ = {**cluster.environ, "PYTHONPATH": str(script.parents[1])}  # for `helpers`
+    path = os.pathsep.join(filter(None, (str(script.parents[1]), os.environ.get("PYTHONPATH"))))  # for `helpers`
+    environ = {**cluster.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return set(json.loads(done.stdout.splitlines()[-1])["nodes"])
 
 
-@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ("null_world", "tensor_parallel_size"),
+        ("null_world", "pipeline_parallel_size"),
+        ("causal_wan", "pipeline_parallel_size"),
+    ],
+)
 def test_two_nodes_make_the_chunks_of_one_process(
-    cluster: TwoNodes, null_world: Path, tmp_path: Path, parallel: str
+    cluster: TwoNodes, model: str, tmp_path: Path, parallel: str, request: pytest.FixtureRequest
 ) -> None:
-    """Three sessions at once over two nodes, bit for bit."""
+    """Three sessions at once over two nodes, bit for bit. Causal Wan's text encoder is on one of them."""
+    checkpoint: Path = request.getfixturevalue(model)
 
     async def one_process() -> list[list[torch.Tensor]]:
-        async with running_engine(null_world) as client:
+        async with running_engine(checkpoint) as client:
             return [await client.chunks(f"s{seed}", CHUNKS, seed=seed) for seed in range(SESSIONS)]
 
     out = tmp_path / "latents.safetensors"
-    assert len(walk(cluster, "diffusion", null_world, out, json.dumps({parallel: 2}))) == 2
+    assert len(walk(cluster, "diffusion", checkpoint, out, json.dumps({parallel: 2}))) == 2
     expected, got = asyncio.run(one_process()), load_file(str(out))
     assert len(got) == SESSIONS * CHUNKS
     for number, chunks in enumerate(expected):

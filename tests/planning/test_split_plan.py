@@ -319,3 +319,21 @@ def test_fp8_keys_and_values_make_room_for_sessions() -> None:
     plain, fp8 = (predict(model_of("lingbot_world", kv_itemsize=size), H200, Split()) for size in (2, 1))
     assert plain.session_bytes - fp8.session_bytes == pytest.approx(28_080 * 400 * 1024)
     assert fp8.max_sessions > plain.max_sessions
+
+
+def test_the_text_encoder_counts_for_one_gpu() -> None:
+    """Of two stages the first holds it and the last decodes: the fullest of them needs less than both on one."""
+    hosted = model_of("lingbot_world", text_on_cpu=True)
+    model = replace(hosted, text_on_cpu=False)
+    first, last = (weight_bytes(model, Split(stages=2), first_stage=is_first) for is_first in (True, False))
+    assert first - last == model.context_weights > 11e9
+    beside, on_host = (predict(one, H200, Split(stages=2)) for one in (model, hosted))
+    assert on_host.memory_bytes < beside.memory_bytes < on_host.memory_bytes + model.context_weights
+    alone = predict(model, H200, Split())
+    assert alone.memory_bytes - predict(hosted, H200, Split()).memory_bytes == pytest.approx(model.context_weights)
+
+
+def test_an_image_encoder_counts_for_every_gpu() -> None:
+    game = model_of("matrix_game", text_on_cpu=False)
+    first, last = (weight_bytes(game, Split(stages=2), first_stage=is_first) for is_first in (True, False))
+    assert first == last

@@ -2,6 +2,7 @@
 """A chunk's adapters in the runner: batches, forks, files, chunks in flight, vLLM's own argument, FP8 weights."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ def chunk(worker: Worker, session: str, **fields: Any) -> torch.Tensor:
 
 
 def stream(worker: Worker, session: str, choices: list[list[Lora] | None]) -> list[torch.Tensor]:
-    first = [{"prompt": "a field"}, *[{}] * len(choices)]
+    """A session's next chunks; it is opened if it is not there."""
+    first: list[dict[str, Any]] = [{} if session in worker.runner.sessions else {"prompt": "a field"}]
+    first += [{}] * len(choices)
     return [chunk(worker, session, lora=lora, **first[index]) for index, lora in enumerate(choices)]
 
 
@@ -79,9 +82,58 @@ def test_a_session_s_adapters_in_batches_forks_and_files(
     assert equal(with_prompt[1:], [with_prompt[0]] * 2)
     ended = chunk(worker, "branch", lora=[])
     assert not torch.equal(ended, chunk(worker, "restored"))
-    assert worker.runner.remove_lora(1)
-    with pytest.raises(RequestFailed, match="no adapter 'ink'"):
-        worker.restore("late", tmp_path / "ink")
+
+
+def test_a_file_says_which_adapters_it_needs(
+    make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
+) -> None:
+    """Snapshots and checkpoints go on, bit for bit, with the adapters that they were made with, and with no others."""
+    worker = make(make_runner, causal_wan, requests)
+    stream(worker, "walk", [INK + WOOL, None])
+    header = worker.save("walk", tmp_path / "walk")
+    assert [(used.name, used.scale) for used in header.lora] == [("ink", 0.8), ("wool", 1.0)]
+    assert worker.checkpoint("walk", tmp_path / "checkpoint")[0].lora == header.lora
+    expected = stream(worker, "walk", [None, WOOL])
+    elsewhere = make(make_runner, causal_wan, requests)
+    for name in ("walk", "checkpoint"):
+        elsewhere.restore(name, tmp_path / name)
+        assert equal(stream(elsewhere, name, [None, WOOL]), expected)
+
+    ink, wool = (f"adapter '{used.name}' (scale {used.scale:g}, weights {used.digest})" for used in header.lora)
+    here = header.lora[1].digest
+    other = LoRARequest("ink", 1, requests["wool"].lora_path, load_inplace=True)
+    assert elsewhere.runner.add_lora(other)
+    refused(elsewhere, tmp_path, f"the session uses {ink}, and the weights of that name here are {here}: load those")
+    assert elsewhere.runner.remove_lora(1)
+    refused(elsewhere, tmp_path, f"the session uses {ink}, not loaded here: load it")
+    assert elsewhere.runner.remove_lora(2)
+    refused(elsewhere, tmp_path, f"the session uses {ink}, {wool}, not loaded here: load it")
+    plain = Worker(make_runner(causal_wan, {"model": SMALL}, dtype="float32"))
+    refused(plain, tmp_path, f"the session uses {ink}, {wool}, and this server runs without --enable-lora")
+    for number in (1, 2):
+        assert elsewhere.runner.add_lora(list(requests.values())[number - 1])
+    elsewhere.restore("again", tmp_path / "walk")
+    assert equal(stream(elsewhere, "again", [None, WOOL]), expected)
+
+
+def test_a_session_that_has_ended_its_adapters_needs_none(
+    make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
+) -> None:
+    """A server without adapters takes its file, and goes on bit for bit."""
+    worker = make(make_runner, causal_wan, requests)
+    stream(worker, "walk", [INK, []])
+    assert worker.save("walk", tmp_path / "walk").lora == []
+    plain = Worker(make_runner(causal_wan, {"model": SMALL}, dtype="float32"))
+    plain.restore("walk", tmp_path / "walk")
+    assert equal(stream(plain, "walk", [None]), stream(worker, "walk", [None]))
+
+
+def refused(worker: Worker, folder: Path, words: str) -> None:
+    """The file `walk` is refused in one line with these words, and leaves no session."""
+    with pytest.raises(RequestFailed, match=re.escape(words)) as refusal:
+        worker.restore("late", folder / "walk")
+    assert refusal.value.code == "foreign_snapshot" and "\n" not in refusal.value.message
+    assert "late" not in worker.runner.sessions
 
 
 def test_a_switch_computes_the_prompt_s_keys_anew(make_runner: MakeRunner, causal_wan: Path, tmp_path: Path) -> None:

@@ -301,17 +301,16 @@ def embed_prompts(prompts: Mapping[str, Sequence[str]], sizes: Sizes, world: Pat
     Rows behind a prompt's end are zero and take part in attention, as in the served network.
     """
     from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
-    from vllm_omni.model_executor.models.wan.weights import load_text_encoder
     from vllm_omni.testing.tiny.wan import TEXT
 
     tokenizer = world / "google" / "umt5-xxl"
     encoder = TextEncoder(TEXT, tokenizer, max_tokens=sizes.text_len + 1, dtype=torch.float32)
-    load_text_encoder(encoder.model, world / "models_t5_umt5-xxl-enc-bf16.pth")
+    encoder.load(world / "models_t5_umt5-xxl-enc-bf16.pth")
     embedded: dict[str, torch.Tensor] = {}
     for style, texts in prompts.items():
         rows = torch.zeros(len(texts), sizes.text_len, sizes.text_dim)
         for index, text in enumerate(texts):
-            length = len(encoder.tokenize(text))
+            length = len(encoder.prompts.tokenize(text))
             if length > sizes.text_len:
                 raise ValueError(f"prompt {text!r} has more than {sizes.text_len} tokens: it would be cut")
             rows[index, :length] = encoder.encode(text)

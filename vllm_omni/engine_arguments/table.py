@@ -145,7 +145,7 @@ ROWS = (
     Row("allow_deprecated_quantization", meaningless("belongs to methods of --quantization that are refused")),
     Row(
         "enable_lora",
-        honoured("adapters of Wan models and Lance: docs/user_guide/lora.md"),
+        honoured("adapters of Wan models, Matrix-Game and Lance: docs/user_guide/lora.md"),
         refused("name adapters in omni.model.loras, or load them with the RPC load_lora; requests choose in options"),
     ),
     Row("max_loras", honoured("adapters in the device's memory, so the most that act on one chunk"), _WITH_LORA),

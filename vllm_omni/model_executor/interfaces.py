@@ -222,6 +222,17 @@ class SupportsBatchedDecode(Protocol[Session, Work]):
 
 
 @runtime_checkable
+class SupportsSharedText(Protocol[Session, Work]):
+    """A model whose text encoder only one of an engine's ranks holds (`ParallelContext.encodes`)."""
+
+    def texts(self, request: DiffusionRequest[Session, Work]) -> list[torch.Tensor]:
+        """Rows of the prompts that `prepare_encode` has read, of the same number, shapes and order on every rank.
+
+        Where `encodes` is false they are memory, which the runner fills before the chunk's first step.
+        """
+
+
+@runtime_checkable
 class SupportsVAEStage(Protocol[Session, Work]):
     """A model whose decoder can live on a pipeline stage of its own (`omni.vae_stage`).
 

@@ -9,9 +9,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.lora.store import named
 from vllm_omni.outputs import RequestFailed, pack
 
 
@@ -33,6 +35,8 @@ class PendingResult:
         self._meta = {"session_id": request.session.session_id, "chunk_index": request.session.chunk_index, **meta}
         if request.degradations:
             self._meta["degradations"] = list(request.degradations)
+        if request.adapters:
+            self._meta["lora"] = msgspec.to_builtins(named(request.adapters))
         self._tensors = tensors
         self._done = done
         self._started_s = started_s

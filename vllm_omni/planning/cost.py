@@ -59,7 +59,8 @@ class StreamModel:
     condition with an encoder stream. video_input: each chunk brings its video, which is encoded first. moving_sinks:
     sinks are kept twice. text_on_cpu: the encoder of its context is on the host. kv_itemsize: bytes of a stored key or
     value's number. side_flop: of a token's pass outside the trunk; side_kv: numbers kept of a token beside the trunk's
-    keys and values. context_rows, context_weights: rows that cross-attention reads; bytes of their encoder's weights.
+    keys and values. context_rows, context_weights: rows that cross-attention reads; bytes of their encoder's weights,
+    which are on every rank with layers (context_everywhere) or on the first one alone.
     weight_itemsize: bytes of a number of the blocks' linear layers, its share of a scale included.
     adapters, adapter_rank: slots of LoRA adapters and their rank. sides: inputs and outputs of all matrices, added up.
     frames_per_latent: video frames of a latent frame. grid_tokens: of a latent frame, where the video's size does not
@@ -95,6 +96,7 @@ class StreamModel:
     side_kv: int = 0
     context_rows: int = TEXT_ROWS
     context_weights: float = _TEXT_WEIGHTS
+    context_everywhere: bool = False
     adapters: int = 0
     adapter_rank: int = 0
     sides: int = 0
@@ -372,22 +374,46 @@ def cross_kv_bytes(model: StreamModel, split: Split) -> float:
     return model.in_flight * one
 
 
-def session_bytes(model: StreamModel, split: Split) -> float:
-    """On the first rank of the last stage with layers; without a VAE stage it decodes."""
+def session_bytes(model: StreamModel, split: Split, *, last_stage: bool = True) -> float:
+    """On the first rank of a stage with layers; that of the last decodes, without a VAE stage."""
     frames = model.window + (model.sinks if model.moving_sinks else 0) + (model.in_flight - 1) * model.chunk
     windows = 1 if model.clean or split.temporal else model.denoise
     window = windows * window_bytes(model, frames) / (split.ranks * split.layer_parts)
-    decoder = 0.0 if split.vae_stage else model.autoencoder.decoder_cache / split.decode_ranks
+    decodes = last_stage and not split.vae_stage
+    decoder = model.autoencoder.decoder_cache / split.decode_ranks if decodes else 0.0
     caches = (decoder + (model.autoencoder.encoder_cache if model.image or model.video_input else 0)) * model.area
     return window + cross_kv_bytes(model, split) + caches
 
 
-def weight_bytes(model: StreamModel, split: Split) -> float:
+def weight_bytes(model: StreamModel, split: Split, *, first_stage: bool = True) -> float:
+    """On the first rank of a stage with layers: that of the first has the text encoder."""
     shared = split.layer_parts * (split.ranks if split.tensor else 1)
     adapters = adapter_bytes(model, split)
     saved = model.block_parameters * (_BF16 - model.weight_itemsize)
-    context = 0 if model.text_on_cpu else model.context_weights
+    held = first_stage or model.context_everywhere
+    context = model.context_weights if held and not model.text_on_cpu else 0
     return (model.parameters * _BF16 - saved) / shared + adapters + model.autoencoder.weights + context
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """Bytes: fixed, without a session; each, of one session."""
+
+    fixed: float
+    each: float
+
+
+def _fullest(model: StreamModel, card: Card, split: Split) -> list[_Rank]:
+    """The ranks that can be the fullest: the first of the first stage and of the last, and that of a VAE stage."""
+    workspace = model.autoencoder.workspace * card.workspace_bytes * model.area / split.decode_ranks
+    found = []
+    for first, last in ((True, True),) if split.layer_stages == 1 else ((True, False), (False, True)):
+        fixed = weight_bytes(model, split, first_stage=first) + (workspace if last and not split.vae_stage else 0.0)
+        found.append(_Rank(fixed, session_bytes(model, split, last_stage=last)))
+    if split.vae_stage:  # the decoder, its caches, and up to three decodes at once
+        caches = model.autoencoder.decoder_cache * model.area / split.decode_ranks
+        found.append(_Rank(model.autoencoder.weights + workspace, caches))
+    return found
 
 
 def adapter_bytes(model: StreamModel, split: Split) -> float:
@@ -431,16 +457,8 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     setup = setup_ms(model, card) + encode_ms(model, card, model.first_chunk, first=True) + 1e3 * card.request_s
     first = sessions * setup + before_decode * first_pass + camera
     first += until_result_ms(model, card, split, sessions) + 1e3 * card.first_frame_s
-    each = session_bytes(model, split)
-    workspace = model.autoencoder.workspace * card.workspace_bytes * model.area / split.decode_ranks
-    fixed = weight_bytes(model, split) + (0.0 if split.vae_stage else workspace)
-    # A VAE stage's rank: the decoder, its caches, and up to three decodes at once.
-    decoding = model.autoencoder.weights + workspace
-    caches = model.autoencoder.decoder_cache * model.area / split.decode_ranks
-    room = 0.95 * card.memory_bytes
-    most = (room - fixed) // each
-    if split.vae_stage:
-        most = min(most, (room - decoding) // caches)
+    ranks = _fullest(model, card, split)
+    most = min((0.95 * card.memory_bytes - rank.fixed) // rank.each for rank in ranks)
     return Prediction(
         split=split,
         sessions=sessions,
@@ -449,8 +467,8 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
         chunk_ms=per_chunk * sessions,
         per_chunk_ms=per_chunk,
         first_frame_ms=first,
-        session_bytes=each,
-        memory_bytes=max(fixed + sessions * each, decoding + sessions * caches if split.vae_stage else 0.0),
+        session_bytes=max(rank.each for rank in ranks),
+        memory_bytes=max(rank.fixed + sessions * rank.each for rank in ranks),
         max_sessions=max(0, int(most)),
         fps=1e3 * model.frames_per_chunk / per_chunk,
         host_bound=one_pass[1] > one_pass[0],

@@ -85,6 +85,7 @@ def _matrix_game(name: str, config: MatrixGameConfig, changes: dict[str, Any]) -
         "side_kv": 2 * mouse * len(config.action_blocks) if config.mouse_dim else 0,
         "context_rows": config.text_len,
         "context_weights": _CLIP_WEIGHTS,
+        "context_everywhere": True,
         **changes,
     }
     return StreamModel(name, **_sizes(config, matrix_game_shapes(config)) | fields)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, UsedLoras
 from vllm_omni.outputs import RequestFailed, pack, unpack
 
 MAGIC: Final = b"vllm_omni recording 1\n"
@@ -26,8 +26,20 @@ SUFFIX: Final = ".recording"
 _MAX_RECORD_BYTES: Final = 1 << 30
 
 
+class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The flags of vLLM's that bring `--enable-lora`. lora_dtype: as torch names it."""
+
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int | None
+    lora_dtype: str
+
+
 class RecordingHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """model: the directory that was served. additional_config: vLLM's option as it was. dtype: the model's."""
+    """model: the directory that was served. additional_config: vLLM's option as it was. dtype: the model's.
+
+    quantization, kv_cache_dtype: as vLLM's flags. lora: None = without `--enable-lora`.
+    """
 
     package_version: str
     family: str
@@ -37,12 +49,18 @@ class RecordingHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     enforce_eager: bool
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    lora: LoraSettings | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """lora: the adapters that the chunk was made with."""
+
     chunk_index: int
     digest: str
     num_frames: int
+    lora: UsedLoras = []
 
 
 @dataclass(frozen=True)

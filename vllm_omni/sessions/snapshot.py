@@ -24,6 +24,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 import torch
 
+from vllm_omni.inputs import UsedLora, UsedLoras
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot_bytes import Place, read_at
 
@@ -96,7 +97,8 @@ class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """The metadata of a snapshot.
 
     chunk_index: the session's next chunk. opening: fields of the first chunk's `DiffusionParams` that fix the session's
-    sizes. owner: whose session it is, as the door that wrote it knows; None = written without a door.
+    sizes. owner: whose session it is, as the door that wrote it knows; None = written without a door. lora: the
+    adapters of the last chunk, which the next one uses unless it names others.
     """
 
     format_version: int
@@ -106,6 +108,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     opening: dict[str, Any]
     ranks: list[RankPart]
     owner: dict[str, str] | None = None
+    lora: UsedLoras = []
 
 
 class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -116,6 +119,7 @@ class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     opening: dict[str, Any]
     part: RankPart
     tensors: dict[str, tuple[str, list[int]]]
+    lora: list[UsedLora] = []
 
 
 class StagedRank(msgspec.Struct, frozen=True):
@@ -132,6 +136,7 @@ def describe(
     opening: Mapping[str, Any],
     scalars: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
+    lora: Sequence[UsedLora] = (),
 ) -> RankDescription:
     """Describe one rank's part of a session. Raises TypeError for a tensor that safetensors has no name for."""
     unknown = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in _DTYPES]
@@ -149,6 +154,7 @@ def describe(
             ],
         ),
         tensors={name: (_DTYPES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()},
+        lora=list(lora),
     )
 
 

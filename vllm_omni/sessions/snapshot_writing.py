@@ -56,7 +56,7 @@ class SnapshotPlan:
 def plan(described: Sequence[RankDescription], package_version: str, owner: Mapping[str, str] | None) -> SnapshotPlan:
     """Lay the file out. Raises `RequestFailed("session_busy")` if the ranks are not at the same chunk."""
     first = described[0]
-    if any(rank.chunk_index != first.chunk_index for rank in described):
+    if any((rank.chunk_index, rank.lora) != (first.chunk_index, first.lora) for rank in described):
         raise RequestFailed("session_busy", "a chunk of this session is being finished; ask again")
     header = SnapshotHeader(
         format_version=FORMAT_VERSION,
@@ -66,6 +66,7 @@ def plan(described: Sequence[RankDescription], package_version: str, owner: Mapp
         opening=first.opening,
         ranks=[rank.part for rank in described],
         owner=None if owner is None else dict(owner),
+        lora=first.lora,
     )
     entries: dict[str, Any] = {METADATA: {"format": "pt", "kind": KIND, KEY: msgspec.json.encode(header).decode()}}
     ends = [0]

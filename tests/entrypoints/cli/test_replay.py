@@ -2,6 +2,7 @@
 """`vllm-omni replay`: a recording run again is identical, a difference is named by its chunk, wrong input in a line."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from helpers import lora_files
 from helpers.scheduling import new_request, run_to_end
+from vllm.lora.request import LoRARequest
 
 from vllm_omni.entrypoints.cli.main import main
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, Lora, UsedLoras
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.sessions.recording import (
+    LoraSettings,
     Outcome,
     RecordedChunk,
     RecordingHeader,
@@ -102,6 +106,83 @@ def test_a_recording_replays_identically_and_a_difference_is_named(
     get_family(family).make_tiny(other, 1, "original")
     result = replay(path, "--model", other)
     assert (result.returncode, lines(result)[-1]) == (1, "DIFFERENT from chunk 0 on")
+
+
+INK = [Lora(name="ink", scale=0.5)]
+
+
+def record_with_adapters(path: Path, runner: Any, model: Path) -> Path:
+    """Record two chunks of a stream whose second is made with an adapter."""
+    config = runner.vllm_config.lora_config
+    header = RecordingHeader(
+        package_version="0.1.0",
+        family="causal_wan",
+        model=str(model),
+        additional_config={"omni": OMNI},
+        dtype="float32",
+        enforce_eager=True,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        lora=LoraSettings(
+            max_loras=config.max_loras,
+            max_lora_rank=config.max_lora_rank,
+            max_cpu_loras=config.max_cpu_loras,
+            lora_dtype=str(config.lora_dtype).removeprefix("torch."),
+        ),
+    )
+    with path.open("wb") as file:
+        write_header(file, header)
+        for index, fields in enumerate(({"prompt": "a field", "seed": 3}, {"lora": INK})):
+            params = DiffusionParams(session_id="s", chunk_index=index, **fields)  # type: ignore[arg-type]
+            meta, tensors = run_to_end(runner, new_request("r", {}, **msgspec.structs.asdict(params)))["r"]
+            frames = tensors["frames"].numpy()
+            used = msgspec.convert(meta.get("lora", []), UsedLoras)
+            outcome = Outcome(chunk_index=index, digest=digest_of(frames), num_frames=len(frames), lora=used)
+            write_chunk(file, RecordedChunk(params, {}, outcome))
+    return path
+
+
+@pytest.mark.nightly
+def test_a_recording_with_adapters_replays_with_the_same_and_with_no_others(
+    make_runner: Any, causal_wan: Path, tmp_path: Path
+) -> None:
+    paths = [lora_files.write_causal_wan(causal_wan, tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2)]
+    runner = make_runner(causal_wan, dtype="float32", enable_lora=True, max_lora_rank=8)
+    assert runner.add_lora(LoRARequest("ink", 1, str(paths[0])))
+    path = record_with_adapters(tmp_path / "walk.recording", runner, causal_wan)
+    result = replay(path, "--lora-modules", f"ink={paths[0]}")
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert lines(result) == [
+        "chunk 0: 9 frames, identical",
+        "chunk 1: 12 frames, identical",
+        "identical: every frame is the recorded one",
+    ]
+    result = replay(path, "--lora-modules", f"ink={paths[1]}")
+    assert result.returncode == 2
+    assert re.search(
+        r"chunk 1 was made with other adapters: recorded 'ink' at 0.5, weights \w{32}; here ", result.stderr
+    )
+
+
+def test_a_recording_names_the_adapters_it_needs(
+    make_runner: Any, causal_wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything heavy: a dry run lists them, and a replay without them is refused in a line."""
+    adapter = lora_files.write_causal_wan(causal_wan, tmp_path / "1.safetensors", 1)
+    runner = make_runner(causal_wan, dtype="float32", enable_lora=True, max_lora_rank=8)
+    assert runner.add_lora(LoRARequest("ink", 1, str(adapter)))
+    path = record_with_adapters(tmp_path / "walk.recording", runner, causal_wan)
+    (digest,) = (lora.digest for lora in read(path)[1][1].outcome.lora)  # type: ignore[union-attr]
+    capsys.readouterr()
+    assert exit_code(path, "--dry-run") == 0
+    assert f"with adapters 'ink' (weights {digest})" in capsys.readouterr().out
+    for arguments, reason in (
+        ([], f"adapters that are not here: 'ink' (weights {digest}); pass --lora-modules"),
+        (["--lora-modules", "ink"], "takes NAME=PATH"),
+        (["--lora-modules", "wool=there"], "adapters that are not here: 'ink'"),
+    ):
+        assert exit_code(path, *arguments) == 2
+        assert reason in capsys.readouterr().err
 
 
 def exit_code(*arguments: Any) -> int:

@@ -5,6 +5,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from helpers.fake_engine import FIRST, LATER, FakeEngine
@@ -12,7 +13,7 @@ from helpers.fake_engine import FIRST, LATER, FakeEngine
 from vllm_omni.entrypoints.realtime.engine import WorldEngine
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.entrypoints.realtime.recorder import Recorder
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, UsedLora
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.recording import RecordingHeader, committed, digest_of, read
 
@@ -89,6 +90,16 @@ def test_a_session_that_began_elsewhere_is_not_recorded(tmp_path: Path) -> None:
     asyncio.run(scenario())
     recorder.flush()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_chunk_s_adapters_are_recorded_with_their_digests(tmp_path: Path) -> None:
+    recorder, used = Recorder(tmp_path, HEADER), UsedLora(name="ink", scale=0.5, digest="0" * 32)
+    params, frames = DiffusionParams(session_id="s", chunk_index=0), np.zeros((1, 2, 2, 3), np.uint8)
+    asyncio.run(recorder.finished(params, {}, {"chunk_index": 0, "lora": [msgspec.to_builtins(used)]}, frames))
+    recorder.flush()
+    (path,) = tmp_path.iterdir()
+    (one,) = read(path)[1]
+    assert one.outcome is not None and one.outcome.lora == [used]
 
 
 def test_a_folder_that_is_gone_stops_no_session(tmp_path: Path) -> None:

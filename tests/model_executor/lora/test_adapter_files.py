@@ -139,3 +139,22 @@ def test_broken_settings_are_one_line(target: AdapterTarget, tmp_path: Path) -> 
         with pytest.raises(ValueError, match=r"its (metadata|settings)") as refusal:
             load(target, path)
         assert "\n" not in str(refusal.value)
+
+
+def test_a_digest_tells_weights_and_strengths_apart_and_is_every_rank_s(target: AdapterTarget, tmp_path: Path) -> None:
+    """A rank without any of the layers has it as well; another strength, tensor or type gives another one."""
+    made = some_factors(target)
+    path = files.write_community(made, tmp_path / "a.safetensors")
+    digest = load(target, path).digest
+    nothing = OwnPlaces(frozenset(), frozenset())
+    others = load_adapter(str(path), {"transformer": target}, 8, torch.float32, nothing)
+    assert others.digest == digest and not others.matrices
+    same = files.write_community(made, tmp_path / "same.safetensors")
+    assert load(target, same).digest == digest
+    tensors = load_file(path)
+    last = sorted(tensors)[-1]
+    save_file({**tensors, last: tensors[last] + 1e-3}, tmp_path / "changed.safetensors")
+    found = {digest, load(target, tmp_path / "changed.safetensors").digest}
+    found |= {load(target, files.write_peft(made, tmp_path / f"{alpha}", lora_alpha=alpha)).digest for alpha in (2, 4)}
+    found.add(load_adapter(str(path), {"transformer": target}, 8, torch.bfloat16, nothing).digest)
+    assert len(found) == 5

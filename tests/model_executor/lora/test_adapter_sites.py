@@ -68,7 +68,7 @@ def weights() -> AdapterWeights:
             bias = torch.randn(outputs, generator=generator) if f"{module}.bias" in SHAPES else None
             down, up = torch.randn(3, inputs, generator=generator), torch.randn(outputs, 3, generator=generator)
             matrices["net", module] = LowRank(down, up, bias)
-    return AdapterWeights(matrices, {})
+    return AdapterWeights(matrices, {}, digest="")
 
 
 def changes(network: Network, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ def test_a_slot_is_filled_anew_without_remains() -> None:
     expected = network.block.up(x) + x @ up.down.T @ up.up.T
     plain = network.out(x)
     sites.fill(1, "net", large)
-    sites.fill(1, "net", AdapterWeights({("net", "block.up"): up}, {}))
+    sites.fill(1, "net", AdapterWeights({("net", "block.up"): up}, {}, digest=""))
     with using(IN_USE):
         torch.testing.assert_close(network.block.up(x), expected)
         assert torch.equal(network.out(x), plain)

@@ -10,7 +10,7 @@ from helpers.adapter_stores import make_store
 from torch import nn
 from vllm.lora.request import LoRARequest
 
-from vllm_omni.inputs import Lora
+from vllm_omni.inputs import Lora, UsedLora
 from vllm_omni.model_executor.lora.active import active_adapters, addresses_key, weights_key
 from vllm_omni.model_executor.lora.store import AdapterStore, NoAdapters, named
 from vllm_omni.model_executor.lora.target import AdapterTarget
@@ -111,6 +111,8 @@ def test_a_server_without_adapters_says_so() -> None:
     assert store.select([]) == () and store.ids() == set()
     with pytest.raises(RequestFailed, match="without --enable-lora"):
         store.select([Lora(name="ink")])
+    with pytest.raises(RequestFailed, match=r"the session uses adapter 'ink' .* runs without --enable-lora"):
+        store.select_saved([UsedLora(name="ink", digest="0" * 32)])
     with pytest.raises(ValueError, match="without --enable-lora"):
         store.add(LoRARequest("ink", 1, "nowhere"))
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_omni.entrypoints.cli.errors import CommandError
 
 if TYPE_CHECKING:
+    from vllm_omni.inputs import UsedLora
     from vllm_omni.sessions.recording import RecordedChunk, RecordingHeader
 
 _NOT_FOR_REPLAY = ("record_dir", "drain_snapshot_dir", "snapshot_dir")
@@ -24,6 +25,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--model", type=Path, help="checkpoint directory (default: the one that was recorded)")
     parser.add_argument("--tensor-parallel-size", type=int, help="default: as recorded")
     parser.add_argument("--pipeline-parallel-size", type=int, help="default: as recorded")
+    parser.add_argument(
+        "--lora-modules", nargs="+", default=[], metavar="NAME=PATH", help="the adapters that the recording used"
+    )
     parser.add_argument("--out", type=Path, help="write the frames to this .mp4")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--dry-run", action="store_true", help="only read the file and say what is in it")
@@ -44,11 +48,15 @@ def run(args: argparse.Namespace) -> int:
     if not whole:
         print("the recording ends within a chunk (the server was killed?); that one is left out")
     print(f"{args.file.name}: {len(chunks)} chunks of {header.family}, made by vllm_omni {header.package_version}")
+    needed = _adapters_in(chunks)
+    if needed:
+        print("with adapters " + ", ".join(f"{name!r}{of}" for name, of in needed.items()))
     if args.dry_run:
         return 0
+    adapters = _adapters(args.lora_modules, needed, header)
     model = _model(args.model, header)
     frames: list[Any] | None = None if args.out is None else []
-    differs = _replay(model, header, chunks, args, frames)
+    differs = _replay(model, header, chunks, adapters, args, frames)
     if frames:
         _write_video(args.out, frames)
     if args.json:
@@ -75,10 +83,30 @@ def _model(wanted: Path | None, header: "RecordingHeader") -> Path:
     return model
 
 
+def _adapters_in(chunks: "list[tuple[int, RecordedChunk]]") -> dict[str, str]:
+    """Names of the adapters that a recording needs, each with its weights' digest in words, if that is known."""
+    named = {lora.name: "" for _, chunk in chunks for lora in chunk.params.lora or ()}
+    used = {lora.name: lora.digest for _, chunk in chunks if chunk.outcome is not None for lora in chunk.outcome.lora}
+    return {name: f" (weights {used[name]})" if name in used else "" for name in sorted(named.keys() | used.keys())}
+
+
+def _adapters(modules: list[str], needed: dict[str, str], header: "RecordingHeader") -> dict[str, str]:
+    """Name -> path of `--lora-modules`. Raises CommandError unless they are those that the recording needs."""
+    given = dict(module.split("=", 1) for module in modules if "=" in module)
+    if len(given) < len(modules):
+        raise CommandError(f"--lora-modules takes NAME=PATH, each name once, got {' '.join(modules)}")
+    if missing := [f"{name!r}{of}" for name, of in needed.items() if name not in given]:
+        raise CommandError(f"the recording uses adapters that are not here: {', '.join(missing)}; pass --lora-modules")
+    if given and header.lora is None:
+        raise CommandError("--lora-modules: the recorded server ran without --enable-lora; drop it")
+    return given
+
+
 def _replay(
     model: Path,
     header: "RecordingHeader",
     chunks: "list[tuple[int, RecordedChunk]]",
+    adapters: dict[str, str],
     args: argparse.Namespace,
     frames: list[Any] | None,
 ) -> int | None:
@@ -102,13 +130,16 @@ def _replay(
         tensor_parallel_size=args.tensor_parallel_size or header.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size or header.pipeline_parallel_size,
         additional_config={**header.additional_config, "omni": omni},
+        **_precision(header),
     )
     try:
+        _load(llm, adapters)
         for index, chunk in chunks:
             try:
-                made = _run_chunk(llm, index, chunk)
+                made, used = _run_chunk(llm, index, chunk)
             except RequestFailed as failure:
                 raise CommandError(f"chunk {index} was refused: {failure}") from failure
+            _check_adapters(index, chunk, used)
             if frames is not None:
                 frames.append(made)
             if not _report(index, chunk, made):
@@ -118,18 +149,53 @@ def _replay(
     return None
 
 
-def _run_chunk(llm: Any, index: int, chunk: "RecordedChunk") -> Any:
+def _precision(header: "RecordingHeader") -> dict[str, Any]:
+    """Engine arguments for weights, keys and values, and adapters as recorded."""
     import msgspec
     import torch
 
-    from vllm_omni.inputs import engine_prompt
+    lora: dict[str, Any] = {}
+    if header.lora is not None:
+        # By its name, vLLM takes none but 16-bit types.
+        dtype = getattr(torch, header.lora.lora_dtype)
+        lora = {**msgspec.structs.asdict(header.lora), "lora_dtype": dtype, "enable_lora": True}
+    return {"quantization": header.quantization, "kv_cache_dtype": header.kv_cache_dtype, **lora}
+
+
+def _load(llm: Any, adapters: dict[str, str]) -> None:
+    from vllm.lora.request import LoRARequest
+
+    for number, (name, path) in enumerate(adapters.items(), start=1):
+        try:
+            llm.llm_engine.add_lora(LoRARequest(name, number, path))
+        except Exception as error:  # whatever type the executor makes of the worker's ValueError
+            raise CommandError(f"adapter {name!r} cannot be loaded: {error}") from error
+
+
+def _check_adapters(index: int, chunk: "RecordedChunk", used: "list[UsedLora]") -> None:
+    if chunk.outcome is None or used == chunk.outcome.lora:
+        return
+    recorded, here = (
+        ", ".join(f"{lora.name!r} at {lora.scale:g}, weights {lora.digest}" for lora in loras) or "none"
+        for loras in (chunk.outcome.lora, used)
+    )
+    raise CommandError(f"chunk {index} was made with other adapters: recorded {recorded}; here {here}")
+
+
+def _run_chunk(llm: Any, index: int, chunk: "RecordedChunk") -> "tuple[Any, list[UsedLora]]":
+    """Return frames and the adapters that made them."""
+    import msgspec
+    import torch
+
+    from vllm_omni.inputs import UsedLoras, engine_prompt
     from vllm_omni.outputs import unpack
 
     params = msgspec.structs.replace(chunk.params, chunk_index=index)
     tensors = {name: torch.from_numpy(array) for name, array in chunk.arrays.items()}
     pooling_params = params.to_pooling_params(tensors)
     (output,) = llm.encode(engine_prompt(), pooling_params, pooling_task="plugin", use_tqdm=False)
-    return unpack(output.outputs.data)[1]["frames"].numpy()
+    meta, made = unpack(output.outputs.data)
+    return made["frames"].numpy(), msgspec.convert(meta.get("lora", []), UsedLoras)
 
 
 def _report(index: int, chunk: "RecordedChunk", frames_THWC: Any) -> bool:

@@ -17,11 +17,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
+import msgspec
 import numpy as np
 
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, UsedLoras
 from vllm_omni.sessions.recording import (
     SUFFIX,
+    LoraSettings,
     Outcome,
     RecordedChunk,
     RecordingHeader,
@@ -33,6 +35,7 @@ from vllm_omni.sessions.snapshot_exchange import package_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.lora import LoRAConfig
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -62,7 +65,10 @@ class Recorder:
 
         def outcome() -> Outcome:
             return Outcome(
-                chunk_index=int(meta["chunk_index"]), digest=digest_of(frames_THWC), num_frames=len(frames_THWC)
+                chunk_index=int(meta["chunk_index"]),
+                digest=digest_of(frames_THWC),
+                num_frames=len(frames_THWC),
+                lora=msgspec.convert(meta.get("lora", []), UsedLoras),
             )
 
         writing = self._submit(params, arrays, outcome)
@@ -160,4 +166,18 @@ def recording_header(vllm_config: "VllmConfig") -> RecordingHeader:
         enforce_eager=bool(config.enforce_eager),
         tensor_parallel_size=parallel.tensor_parallel_size,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
+        quantization=None if getattr(config.hf_config, "quantization_config", None) else config.quantization,
+        kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+        lora=_lora_settings(vllm_config.lora_config),
+    )
+
+
+def _lora_settings(config: "LoRAConfig | None") -> LoraSettings | None:
+    if config is None:
+        return None
+    return LoraSettings(
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
+        max_cpu_loras=config.max_cpu_loras,
+        lora_dtype=str(config.lora_dtype).removeprefix("torch."),
     )

@@ -36,6 +36,7 @@ class ParallelContext:
     decode_group: the same ranks as `group`, which then decode together (`omni.vae_parallel`); None = the first decodes
     alone. A group of its own: a decode may run on another CUDA stream, beside the steps, and collectives of two
     streams in one group wait for each other in the order of issue.
+    encodes: whether this rank holds the text encoder; of an engine's ranks one does, and the others get its rows.
     """
 
     rank: int = 0
@@ -47,6 +48,7 @@ class ParallelContext:
     vae_stage: bool = False
     partition: tuple[int, ...] = ()
     decode_group: dist.ProcessGroup | None = None
+    encodes: bool = True
 
     @classmethod
     def from_vllm(
@@ -76,6 +78,7 @@ class ParallelContext:
             vae_stage=vae_stage,
             partition=tuple(partition),
             decode_group=decode_group,
+            encodes=tensor.is_first_rank and pipeline.is_first_rank,
         )
 
     @property

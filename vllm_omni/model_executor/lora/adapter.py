@@ -7,7 +7,8 @@ tests/model_executor/lora/test_adapter_files.py.
 
 # r rank, I inputs, O outputs of a module
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +47,11 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """Whole tensors on the host, of the modules that this rank has a part of."""
+    """Whole tensors on the host, of the modules that this rank has a part of. digest: `UsedLora.digest`."""
 
     matrices: Mapping[Place, LowRank]
     vectors: Mapping[Place, torch.Tensor]
+    digest: str
 
 
 def load_adapter(
@@ -64,11 +66,12 @@ def load_adapter(
     opened = [(file, read_names(file, targets)) for file in open_adapter(path, targets)]
     for file, contents in opened:
         _check(file, contents, targets, max_rank)
+    digest = hashlib.blake2b(str(dtype).encode(), digest_size=16)
     for file, contents in opened:
         wanted = {place: keys for place, keys in contents.matrices.items() if place in own.matrices}
         named = {place: stored for place, stored in contents.vectors.items() if place in own.vectors}
         stored = [name for keys in wanted.values() for name in keys.names.values()] + list(named.values())
-        data = dict(file.source.read(stored))
+        data = dict(_digested(file, contents, frozenset(stored), digest))
         for place, keys in wanted.items():
             matrices[place] = _difference(file, keys, data, dtype)
         vectors |= {
@@ -76,13 +79,27 @@ def load_adapter(
         }
         if bad := [name for name, tensor in data.items() if not bool(torch.isfinite(tensor).all())]:
             raise AdapterError(f"{file.source.where} has NaN or Inf in {some(bad)}")
-    return AdapterWeights(matrices, vectors)
+    return AdapterWeights(matrices, vectors, digest.hexdigest())
 
 
 @dataclass(frozen=True)
 class OwnPlaces:
     matrices: frozenset[Place]
     vectors: frozenset[Place]
+
+
+def _digested(
+    file: AdapterFile, contents: Contents, wanted: Collection[str], digest: "hashlib.blake2b"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read a file whole, so that every rank has the same digest, and yield the tensors in `wanted`."""
+    modules = {keys.settings_name for keys in contents.matrices.values()}
+    strengths = [] if file.scaling is None else [(name, file.scaling(name)) for name in sorted(modules)]
+    digest.update(repr((file.network, strengths)).encode())
+    for name, tensor in file.source.read(sorted(file.source.shapes)):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        if name in wanted:
+            yield name, tensor
 
 
 def some(names: Sequence[str]) -> str:

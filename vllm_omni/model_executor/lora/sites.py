@@ -14,6 +14,7 @@ without new addresses. Held by tests/model_executor/lora/test_adapter_sites.py.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 
-from vllm_omni.model_executor.layers.linear import ColumnLinear, MergedLinear, QKVLinear, RowLinear
+from vllm_omni.model_executor.layers.linear import ColumnLinear, MergedLinear, QKVLinear, RowLinear, StackedLinear
 from vllm_omni.model_executor.layers.parallel import CheckpointSlot, checkpoint_slots
 from vllm_omni.model_executor.lora.active import ActiveAdapter, active_adapters
 from vllm_omni.model_executor.lora.adapter import AdapterWeights, LowRank, Place
@@ -281,6 +282,8 @@ def layers_of(target: AdapterTarget) -> Iterator[tuple[nn.Module, list[Part]]]:
 
 def _names(layer: LinearBase, prefix: str) -> list[str]:
     parent = prefix.rpartition(".")[0]
+    if isinstance(layer, StackedLinear):
+        return [prefix] * len(layer.output_sizes)
     if isinstance(layer, MergedLinear):
         return [f"{parent}.{name}" for name in layer.names]
     if isinstance(layer, QKVLinear):
@@ -302,6 +305,9 @@ def _parts(layer: LinearBase, names: Sequence[str]) -> list[Part]:
     else:
         whole = layer.output_sizes if isinstance(layer, MergedLinear) else [layer.output_size]
         sizes = [(layer.tp_rank, size // layer.tp_size) for size in whole]
+    before = list(accumulate(layer.output_sizes, initial=0)) if isinstance(layer, StackedLinear) else [0] * len(sizes)
+    starts = [start + rank * own for start, (rank, own) in zip(before, sizes, strict=False)]
     return [
-        Part(name, range(rank * own, (rank + 1) * own), columns) for name, (rank, own) in zip(names, sizes, strict=True)
+        Part(name, range(start, start + own), columns)
+        for name, start, (_, own) in zip(names, starts, sizes, strict=True)
     ]

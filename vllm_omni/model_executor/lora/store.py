@@ -18,7 +18,7 @@ from vllm.config.lora import LoRAConfig
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
-from vllm_omni.inputs import Lora
+from vllm_omni.inputs import Lora, UsedLora
 from vllm_omni.model_executor.lora.active import ActiveAdapter, using
 from vllm_omni.model_executor.lora.adapter import AdapterWeights, OwnPlaces, load_adapter
 from vllm_omni.model_executor.lora.sites import Sites
@@ -51,9 +51,13 @@ Selection = tuple[UsedAdapter, ...]
 """The adapters of a chunk, in the request's order; () = none."""
 
 
-def named(selection: Selection) -> list[Lora]:
-    """A selection as a request would ask for it."""
-    return [Lora(name=used.name, scale=used.scale) for used in selection]
+def named(selection: Selection) -> list[UsedLora]:
+    """A selection as a request would ask for it, with digests of the weights."""
+    return [UsedLora(name=used.name, scale=used.scale, digest=used.adapter.weights.digest) for used in selection]
+
+
+def _described(saved: Sequence[UsedLora]) -> str:
+    return ", ".join(f"adapter {one.name!r} (scale {one.scale:g}, weights {one.digest})" for one in saved)
 
 
 class NoAdapters:
@@ -66,6 +70,15 @@ class NoAdapters:
             raise RequestFailed(
                 "invalid_request",
                 f"lora: there is no adapter {wanted[0].name!r}: this server runs without --enable-lora",
+            )
+        return ()
+
+    def select_saved(self, saved: Sequence[UsedLora]) -> Selection:
+        """The adapters that a saved session goes on with. Raises `RequestFailed("foreign_snapshot")`."""
+        if saved:
+            raise RequestFailed(
+                "foreign_snapshot",
+                f"the session uses {_described(saved)}, and this server runs without --enable-lora",
             )
         return ()
 
@@ -186,6 +199,23 @@ class AdapterStore(NoAdapters):
                 "invalid_request", f"lora: {len(acting)} adapters at once; this server takes --max-loras {self._slots}"
             )
         return tuple(self._used(one) for one in acting)
+
+    def select_saved(self, saved: Sequence[UsedLora]) -> Selection:
+        if missing := [one for one in saved if one.name not in self._known]:
+            raise RequestFailed(
+                "foreign_snapshot",
+                f"the session uses {_described(missing)}, not loaded here: load it (--lora-modules NAME=PATH) and "
+                "restore again",
+            )
+        selection = self.select(saved)
+        here = {one.name: one.digest for one in named(selection)}
+        if others := [one for one in saved if one.digest != here.get(one.name)]:
+            raise RequestFailed(
+                "foreign_snapshot",
+                f"the session uses {_described(others)}, and the weights of that name here are "
+                f"{', '.join(here[one.name] for one in others)}: load those it was made with",
+            )
+        return selection
 
     def _used(self, one: Lora) -> UsedAdapter:
         adapter = self._loaded.get(one.name)

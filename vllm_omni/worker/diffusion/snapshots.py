@@ -42,7 +42,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 _SAMPLES = 16
 """Values of each parameter that its digest sees."""
-_SHAPE_FIELDS = ("prompt", "seed", "height", "width", "output", "lora", "options")
+_SHAPE_FIELDS = ("prompt", "seed", "height", "width", "output", "options")
 """Fields of a first chunk's request that a snapshot may hold."""
 
 Answer = dict[str, Any]
@@ -89,11 +89,10 @@ class SessionSnapshots:
             self._identity(),
             self._weights_digest(),
             session.chunk_index,
-            msgspec.to_builtins(
-                msgspec.structs.replace(session.opening_params(), lora=named(session.adapters) or None)
-            ),
+            msgspec.to_builtins(session.opening_params()),
             session.scalars(),
             session.tensors(),
+            named(session.adapters),
         )
 
     @answers
@@ -130,7 +129,7 @@ class SessionSnapshots:
             header = stored.header
             part = check_fits(header, self._identity(), rank_in_world(), self._weights_digest())
             params = _opening(header.opening, session_id)
-            adapters = self._runner.adapters.select(params.lora or ())
+            adapters = self._runner.adapters.select_saved(header.lora)
             nbytes = model.session_nbytes(params)
             if sessions.max_bytes is not None and nbytes > sessions.max_bytes:
                 raise RequestFailed(

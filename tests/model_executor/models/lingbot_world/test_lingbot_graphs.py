@@ -56,6 +56,17 @@ def test_sessions_by_graphs_are_the_sessions(checkpoint: Path, kv_dtype: torch.d
         assert len(by_graphs.transformer.graphs) == 4 * 2
 
 
+def test_a_chunk_s_camera_terms_need_no_gap_of_their_whole_size(checkpoint: Path) -> None:
+    """Each layer's have memory of their own."""
+    world = load_world(checkpoint, **OPTIONS)
+    request = make_request(world, open_session(world, output="latents"), prompt="a beach", output="latents")
+    world.prepare_encode(request)
+    world.begin_step(request)
+    pieces = request.work.camera
+    assert pieces is not None
+    assert len({piece.untyped_storage().data_ptr() for piece in pieces}) == len(pieces) == world.config.num_layers
+
+
 def test_sessions_in_one_batch_by_graphs(checkpoint: Path) -> None:
     """Each row of a batch keeps its own camera and condition."""
     plain, by_graphs = load_world(checkpoint, **OPTIONS), load_world(checkpoint, **OPTIONS)

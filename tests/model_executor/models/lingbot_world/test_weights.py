@@ -16,8 +16,9 @@ from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldCon
 from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import load_transformer, transformer_shapes
 from vllm_omni.model_executor.models.wan.component_names import TEXT_RULES, VAE_RULES
+from vllm_omni.model_executor.models.wan.text_encoder import load_text_encoder
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE, VAEConfig
-from vllm_omni.model_executor.models.wan.weights import load_text_encoder, load_vae
+from vllm_omni.model_executor.models.wan.weights import load_vae
 from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.model_executor.weights import load_strict, rename, shapes_of
 

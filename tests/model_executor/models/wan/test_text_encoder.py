@@ -9,8 +9,12 @@ import torch
 from transformers import AutoTokenizer
 
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
-from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder, clean_prompt, open_tokenizer
-from vllm_omni.model_executor.models.wan.weights import load_text_encoder
+from vllm_omni.model_executor.models.wan.text_encoder import (
+    TextEncoder,
+    clean_prompt,
+    load_text_encoder,
+    open_tokenizer,
+)
 from vllm_omni.testing.tiny.lingbot_world import make_tiny
 
 PROMPT = "A lighthouse on a cliff, the camera turns left."
@@ -37,7 +41,7 @@ def encoder(layout) -> TextEncoder:
 def test_rows_equal_those_of_a_padded_and_masked_batch(encoder):
     """Encoding only the valid tokens gives the rows that the original gets with 512 padded ones."""
     rows = encoder.encode(PROMPT)
-    ids = encoder.tokenize(PROMPT)
+    ids = encoder.prompts.tokenize(PROMPT)
     padded = torch.zeros(1, 512, dtype=torch.long)
     padded[0, : len(ids)] = torch.tensor(ids)
     with torch.no_grad():
@@ -65,8 +69,8 @@ def test_prompts_are_cleaned_as_in_the_original(prompt, cleaned):
 def test_ids_end_with_end_of_sequence_and_are_cut_to_the_limit(layout):
     """A prompt of any length has at most `max_tokens` ids and keeps its last one."""
     encoder = build(layout, max_tokens=8)
-    assert encoder.tokenize("") == [1]
-    ids = encoder.tokenize("walk forward through the forest " * 100)
+    assert encoder.prompts.tokenize("") == [1]
+    ids = encoder.prompts.tokenize("walk forward through the forest " * 100)
     assert len(ids) == 8
     assert ids[-1] == 1
     assert encoder.encode("walk " * 1000).shape[0] == 8

@@ -46,7 +46,7 @@ def test_both_read_the_prompts_as_the_same_tokens(checkpoints: dict[str, Path]) 
     tokenizer = AutoTokenizer.from_pretrained(checkpoints["t2v"] / "tokenizer")
     encoder = load_model(checkpoints["t2v"]).text_encoder
     for prompt in (PROMPT, NEGATIVE):
-        assert tokenizer(prompt).input_ids == encoder.tokenize(prompt)
+        assert tokenizer(prompt).input_ids == encoder.prompts.tokenize(prompt)
 
 
 @pytest.mark.parametrize("case", CASES)

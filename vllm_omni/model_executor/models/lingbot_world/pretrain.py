@@ -122,6 +122,9 @@ class LingBotPretrain(LingBotWorld):
         solver = unipc(self.shift, self.transformer.device)
         request.state = GuidedChunk(**vars(request.work), negative_text=negative, solver=solver)
 
+    def texts(self, request: Request) -> list[torch.Tensor]:
+        return [*super().texts(request), _guided_chunk(request).negative_text]
+
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
         prediction = super().denoise_step(batch, hidden)

@@ -89,4 +89,4 @@ class Chunk(StreamingChunk[Windows, World]):
     y: torch.Tensor | None
     camera_map: torch.Tensor | None
 
-    camera: torch.Tensor | None = None
+    camera: list[torch.Tensor] | None = None

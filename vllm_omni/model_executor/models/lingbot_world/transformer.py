@@ -31,9 +31,9 @@ from vllm_omni.model_executor.models.wan.transformer import Block
 
 @dataclass(frozen=True, kw_only=True)
 class CameraRow(ImageRow):
-    """camera: [layers, 2, T, D], the factors and shifts of `camera_modulation`."""
+    """camera: of each layer [2, T, D], the factors and shifts of `camera_modulation`."""
 
-    camera: torch.Tensor
+    camera: list[torch.Tensor]
 
 
 class CameraBlock(Block):
@@ -90,17 +90,18 @@ class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
         self.c2ws_hidden_states_layer1 = nn.Linear(dim, dim)
         self.c2ws_hidden_states_layer2 = nn.Linear(dim, dim)
 
-    def camera_modulation(self, camera: torch.Tensor) -> torch.Tensor:
-        """Control map [384 or 448, F, h, w] -> [layers, 2, T, D] in the model's type: each block's factor and shift.
+    def camera_modulation(self, camera: torch.Tensor) -> list[torch.Tensor]:
+        """Control map [384 or 448, F, h, w] -> of each layer [2, T, D] in the model's type: its factor and shift.
 
-        The same for every denoise step of a chunk. One buffer (3.57 GiB at full size, 480x832), freed with the chunk
-        and taken up again by the next through torch's allocator. Collective under tensor parallelism.
+        The same for every denoise step of a chunk, and freed with it: 3.57 GiB at full size, 480x832. In one piece they
+        would need a gap of that size, in which decoders' caches settle. Collective under tensor parallelism.
         """
         tokens = patchify(camera)[self.parallel.token_slice(self.num_tokens(camera))]
         patches_TD = self.patch_embedding_wancamctrl(tokens.to(self.device, self.dtype))
         hidden = self.c2ws_hidden_states_layer2(functional.silu(self.c2ws_hidden_states_layer1(patches_TD)))
         camera_TD = patches_TD + hidden
-        out = camera_TD.new_empty(self.num_local_layers, 2, *camera_TD.shape)
+        shape = 2, *camera_TD.shape
+        out = [camera_TD.new_empty(shape) for _ in range(self.num_local_layers)]
         for block, out_2TD in zip(self._blocks(), out, strict=True):
             block.camera_modulation(camera_TD, out_2TD)
         return out

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.wan import transformer_weights as wan
 from vllm_omni.model_executor.models.wan.checkpoint import WanComponents, chunk_hf_config, find_transformer
@@ -176,6 +177,14 @@ def load_transformer(transformer: nn.Module, source: TensorSource, config: Matri
             "model; other implementations do and would give other frames",
             *(source.where, len(trained), trained[0]),
         )
+
+
+def adapter_target(transformer: nn.Module, config: MatrixGameConfig) -> AdapterTarget:
+    """The transformer as LoRA adapters see it; gains that nothing reads are none of theirs."""
+    from vllm_omni.model_executor.models.wan.layers import PatchEmbedding  # not needed to describe a checkpoint
+
+    unused = tuple(f"*.{name}" for name in _UNUSED)
+    return AdapterTarget(transformer, transformer_shapes(config), RULES, unused, linear_types=(PatchEmbedding,))
 
 
 def _is_transformer(folder: Path) -> bool:

@@ -31,4 +31,5 @@ FAMILY = streaming_family(
     action_space=lambda stream: stream.config.variant.space,
     facts=lambda _: {"fps": FPS, "vae_stride": (VAE_TEMPORAL, VAE_SPATIAL, VAE_SPATIAL)},
     capabilities=lambda config, omni: Capabilities(fps=FPS),
+    takes_adapters=True,
 )

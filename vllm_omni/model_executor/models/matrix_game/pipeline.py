@@ -22,7 +22,13 @@ import torch
 
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.layers.kv_cache import KVWindow, kv_window_nbytes
-from vllm_omni.model_executor.models.matrix_game.checkpoint import CheckpointLayout, find_layout, load_transformer
+from vllm_omni.model_executor.lora.target import AdapterTarget
+from vllm_omni.model_executor.models.matrix_game.checkpoint import (
+    CheckpointLayout,
+    adapter_target,
+    find_layout,
+    load_transformer,
+)
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig, read_stream, schedule_of
 from vllm_omni.model_executor.models.matrix_game.state import (
     ActionWindows,
@@ -72,6 +78,9 @@ class MatrixGame(ImageWorldModel[MatrixGameSession, Chunk, MatrixGameSetup, Chec
 
     def load_transformer(self, layout: CheckpointLayout) -> None:
         load_transformer(self.transformer, layout.open_transformer(), self.config)
+
+    def adapter_targets(self) -> dict[str, AdapterTarget]:
+        return {"transformer": adapter_target(self.transformer, self.config)}
 
     # -- sessions ------------------------------------------------------------------------------------------------------
 
@@ -129,6 +138,7 @@ class MatrixGame(ImageWorldModel[MatrixGameSession, Chunk, MatrixGameSetup, Chec
         with request.timer.stage("condition"):
             image, y, condition = self._image(inputs.image, session, len(frames))
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, self.transformer.device)
+        cross_kv = session.cross_kv if request.same_adapters else None
         request.state = Chunk(
             frames=frames,
             schedule=self.schedule,
@@ -136,10 +146,10 @@ class MatrixGame(ImageWorldModel[MatrixGameSession, Chunk, MatrixGameSetup, Chec
             noise=noise,
             y=y,
             rope=self.transformer.rope(frames, size),
-            text=image if session.cross_kv is None else None,
+            text=image if cross_kv is None else None,
             window=session.window,
             own=World(condition=condition, actions=newest, image=image),
-            cross_kv=session.cross_kv,
+            cross_kv=cross_kv,
             **given,
         )
         request.num_steps = self.schedule.num_steps + 1

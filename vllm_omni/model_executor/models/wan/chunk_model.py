@@ -24,7 +24,7 @@ from vllm_omni.model_executor.models.wan.chunk_transformer import ChunkTransform
 from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.split_decode import RowBands, whole_frames
-from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
+from vllm_omni.model_executor.models.wan.text_encoder import AwaitedText, TextEncoder, text_encoder_of
 from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_wanted
 from vllm_omni.model_executor.models.wan.vae import Rounding, StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.models.wan.weights import load_pieces
@@ -47,7 +47,7 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
     config: ChunkTransformerConfig
     options: StreamingOptions
     omni: OmniConfig
-    text_encoder: TextEncoder | None
+    text_encoder: TextEncoder | AwaitedText | None
     image_encoder: ImageEncoder | None
     """None on a VAE stage, and of a model that takes no prompts, or no images for cross-attention."""
     vae: StreamingWanVAE
@@ -121,6 +121,10 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
     def rows(self, request: DiffusionRequest[Session, Chunk]) -> Sequence[object]:
         """The rows of a chunk's next forward, as the transformer takes them."""
 
+    def texts(self, request: DiffusionRequest[Session, Chunk]) -> list[torch.Tensor]:
+        text = None if self.text_encoder is None else request.work.text
+        return [] if text is None else [text]
+
     def decodes_tiny(self, request: DiffusionRequest[Session, Chunk]) -> bool:
         """Whether a chunk's frames come from the second, tiny decoder."""
         return False
@@ -180,9 +184,10 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
         self.omni, self.parallel, self.plan = setup.omni, setup.parallel, setup.plan
         self.kv_dtype = setup.kv_dtype
         self.text_encoder = self.image_encoder = None
-        device: Literal["model", "cpu"] = setup.options.text_encoder_device or "model"
-        if setup.text_config and not setup.parallel.is_vae_stage:
-            self.text_encoder = TextEncoder(
+        device = setup.options.text_encoder_device
+        if setup.text_config:
+            self.text_encoder = text_encoder_of(
+                setup.parallel,
                 setup.text_config,
                 setup.layout.tokenizer,
                 max_tokens=setup.config.text_len,
@@ -190,7 +195,7 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
                 dtype=setup.dtype,
             )
         if setup.image_config and not setup.parallel.is_vae_stage:
-            self.image_encoder = ImageEncoder(setup.image_config, device=device, dtype=setup.dtype)
+            self.image_encoder = ImageEncoder(setup.image_config, device=device or "model", dtype=setup.dtype)
 
     def _add_transformer(
         self,

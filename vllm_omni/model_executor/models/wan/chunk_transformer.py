@@ -81,7 +81,8 @@ class ChunkTransformer(WanTransformer[Config]):
 
     chains_type: ClassVar[type[Chains]] = Chains
     moving_fields: ClassVar[tuple[str, ...]] = ("latents",)
-    """Of a row: tensors that are others at the next forward; they may be None. So are `cross_kv` and `rope`."""
+    """Of a row: tensors, or lists of them, that are others at the next forward; they may be None. So are `cross_kv` and
+    `rope`."""
     steady_fields: ClassVar[tuple[str, ...]] = ("cross_kv",)
     """Of these, the large ones that nobody writes to once they are made."""
 
@@ -136,17 +137,13 @@ class ChunkTransformer(WanTransformer[Config]):
         if hidden_BTD is not None:
             inputs["hidden"] = hidden_BTD
         for number, row in enumerate(rows):
-            inputs |= {f"{name}{number}": tensor for name, tensor in self._moving(row).items()}
+            inputs |= {f"{number} {name}": tensor for name, tensor in self._moving(row).items()}
         if len(rows) > 1 and sum(tensor.nbytes for tensor in inputs.values()) > _MOST_JOINED_BYTES:
             return self._predict(rows, hidden_BTD, time_BD, time_B6D, kv_only)
         held = [replace(row, window=copy.copy(row.window)) for row in rows]  # a closed window lets go of its memory
 
         def predict(own: Inputs) -> torch.Tensor:
-            placed = []
-            for number, row in enumerate(held):
-                moving = {name: own[f"{name}{number}"] for name in self._moving(row)}
-                rope = moving.pop("cos"), moving.pop("sin")
-                placed.append(replace(row, rope=rope, **moving))
+            placed = [self._placed(number, row, own) for number, row in enumerate(held)]
             return self._predict(placed, own.get("hidden"), own["time"], own["modulation"], kv_only)
 
         kind = None  # for the same rows seldom come together again
@@ -159,14 +156,32 @@ class ChunkTransformer(WanTransformer[Config]):
             places=[place for row in rows for place in row.window.places],
             kind=kind,
             whole=not kv_only,
-            steady=[f"{name}{number}" for name in self.steady_fields for number in range(len(rows))],
+            steady=[name for name in inputs if name.partition(" ")[2].partition(".")[0] in self.steady_fields],
         )
 
     def _moving(self, row: Any) -> Inputs:
-        """The tensors of a row that are others at the next forward, by field."""
-        fields = {name: getattr(row, name) for name in ("cross_kv", *self.moving_fields)}
+        """The tensors of a row that are others at the next forward, by field; of a list, by field and place in it."""
         cos, sin = row.rope
-        return {name: tensor for name, tensor in fields.items() if tensor is not None} | {"cos": cos, "sin": sin}
+        moving: Inputs = {"cos": cos, "sin": sin}
+        for name in ("cross_kv", *self.moving_fields):
+            value = getattr(row, name)
+            if isinstance(value, list):
+                moving |= {f"{name}.{place}": tensor for place, tensor in enumerate(value)}
+            elif value is not None:
+                moving[name] = value
+        return moving
+
+    def _placed(self, number: int, row: Any, own: Inputs) -> Any:
+        """The row of that number with its moving tensors among `own`."""
+        moving: dict[str, Any] = {}
+        for name in self._moving(row):
+            field, _, place = name.partition(".")
+            tensor = own[f"{number} {name}"]
+            if place:
+                moving.setdefault(field, []).append(tensor)
+            else:
+                moving[field] = tensor
+        return replace(row, rope=(moving.pop("cos"), moving.pop("sin")), **moving)
 
     def _predict(
         self,

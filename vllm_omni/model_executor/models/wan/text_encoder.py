@@ -3,6 +3,9 @@
 
 Only the valid tokens are encoded (attention is bidirectional and padding is masked in the original, so its valid rows
 are the same); the transformer pads with zero rows itself. Knows nothing of sessions.
+
+Of several ranks one encodes (`ParallelContext.encodes`). On the others `AwaitedText` stands for the encoder: it makes
+room for the rows, which the worker fills before they are read (`worker/diffusion/shared_text.py`).
 Cleaning: Robbyant/lingbot-world @ a43bec7, wan/modules/tokenizers.py, mode `whitespace`.
 
 `tokenizer.json` is read with the `tokenizers` library itself: transformers 5 rebuilds a T5 tokenizer from its
@@ -27,11 +30,14 @@ import torch
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from vllm_omni.model_executor.tensor_files import confined
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.models.wan.component_names import TEXT_RULES
+from vllm_omni.model_executor.tensor_files import confined, open_tensors
+from vllm_omni.model_executor.weights import load_strict, shapes_of
 
 
 class TextEncoder(nn.Module):
-    """The umt5 encoder with its tokenizer. Parameters are created empty; `weights.load_text_encoder` fills them.
+    """The umt5 encoder with its tokenizer. Parameters are created empty; `load` fills them.
 
     config: `UMT5Config` values. tokenizer: a folder with `tokenizer.json` or `spiece.model`; None = weights only.
     max_tokens: longer prompts are cut, the end-of-sequence token kept. device: `model` = torch's default device now,
@@ -54,13 +60,7 @@ class TextEncoder(nn.Module):
             model = UMT5EncoderModel(UMT5Config(**{**config, "dtype": None}))
         self.model = model.to(dtype).to_empty(device=target).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.model.encoder.embed_tokens.weight = self.model.shared.weight
-        self.tokenizer = None if tokenizer is None else open_tokenizer(tokenizer, max_tokens)
-        rows = self.model.config.vocab_size
-        if self.tokenizer is not None and self.tokenizer.size > rows:
-            raise ValueError(
-                f"{tokenizer} has {self.tokenizer.size} tokens, the text encoder only {rows}; "
-                "use the tokenizer that came with the checkpoint"
-            )
+        self.prompts = Prompts(tokenizer, max_tokens, self.model.config.vocab_size)
         self.cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[str, torch.device], torch.Tensor] = OrderedDict()
         self._cached_bytes = 0
@@ -74,11 +74,10 @@ class TextEncoder(nn.Module):
         """Bytes the prompt cache holds, at most `cache_bytes`."""
         return self._cached_bytes
 
-    def tokenize(self, prompt: str) -> list[int]:
-        """Return the token ids of a prompt after cleaning, end-of-sequence included, at most `max_tokens`."""
-        if self.tokenizer is None:
-            raise ValueError("this checkpoint has no tokenizer; put google/umt5-xxl (or tokenizer/) into it")
-        return self.tokenizer.encode(clean_prompt(prompt))
+    def load(self, path: Path) -> None:
+        """Fill the parameters, strictly. Raises ValueError."""
+        load_text_encoder(self.model, path)
+        self.forget()
 
     @torch.no_grad()
     def encode(self, prompt: str, device: torch.device | str | None = None) -> torch.Tensor:
@@ -92,7 +91,7 @@ class TextEncoder(nn.Module):
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        ids_1S = torch.tensor([self.tokenize(prompt)], device=own)
+        ids_1S = torch.tensor([self.prompts.tokenize(prompt)], device=own)
         rows_SE = self.model(input_ids=ids_1S).last_hidden_state[0].to(target)
         self._remember(key, rows_SE)
         return rows_SE
@@ -108,6 +107,67 @@ class TextEncoder(nn.Module):
         while self._cached_bytes > self.cache_bytes:
             _, dropped = self._cache.popitem(last=False)
             self._cached_bytes -= dropped.nbytes
+
+
+def load_text_encoder(model: nn.Module, path: Path) -> None:
+    """Load transformers' `UMT5EncoderModel` from Wan's `.pth` or from a transformers folder."""
+    source = open_tensors(path)
+    tied = "encoder.embed_tokens.weight"  # the same matrix as shared.weight; some exports hold it twice
+    ignored = [tied] if {tied, "shared.weight"} <= source.shapes.keys() else []
+    load_strict(model, source, shapes_of(model), TEXT_RULES, what="text encoder", ignored=ignored)
+
+
+class AwaitedText:
+    """Stands for the text encoder on a rank that gets the rows from another. It holds no weights."""
+
+    def __init__(
+        self, config: Mapping[str, Any], tokenizer: Path | None, *, max_tokens: int, dtype: torch.dtype
+    ) -> None:
+        values = UMT5Config(**{**config, "dtype": None})
+        self.prompts = Prompts(tokenizer, max_tokens, values.vocab_size)
+        self._width, self._dtype = int(values.d_model), dtype
+
+    def load(self, path: Path) -> None:
+        """There is nothing to fill."""
+
+    def encode(self, prompt: str, device: torch.device | str) -> torch.Tensor:
+        """Return memory for the rows [S, E] of a prompt, to be filled before it is read."""
+        return torch.empty(len(self.prompts.tokenize(prompt)), self._width, dtype=self._dtype, device=device)
+
+
+def text_encoder_of(
+    parallel: ParallelContext,
+    config: Mapping[str, Any],
+    tokenizer: Path | None,
+    *,
+    max_tokens: int,
+    device: Literal["cpu"] | None,
+    dtype: torch.dtype,
+) -> "TextEncoder | AwaitedText | None":
+    """This rank's, by its place; None on a VAE stage. device: None = the model's."""
+    if parallel.is_vae_stage:
+        return None
+    if not parallel.encodes:
+        return AwaitedText(config, tokenizer, max_tokens=max_tokens, dtype=dtype)
+    return TextEncoder(config, tokenizer, max_tokens=max_tokens, device=device or "model", dtype=dtype)
+
+
+class Prompts:
+    """Prompts -> token ids. tokenizer: as of `TextEncoder`; vocabulary: rows of its embedding. Raises ValueError."""
+
+    def __init__(self, tokenizer: Path | None, max_tokens: int, vocabulary: int) -> None:
+        self.tokenizer = None if tokenizer is None else open_tokenizer(tokenizer, max_tokens)
+        if self.tokenizer is not None and self.tokenizer.size > vocabulary:
+            raise ValueError(
+                f"{tokenizer} has {self.tokenizer.size} tokens, the text encoder only {vocabulary}; "
+                "use the tokenizer that came with the checkpoint"
+            )
+
+    def tokenize(self, prompt: str) -> list[int]:
+        """Return the token ids of a prompt after cleaning, end-of-sequence included, at most `max_tokens`."""
+        if self.tokenizer is None:
+            raise ValueError("this checkpoint has no tokenizer; put google/umt5-xxl (or tokenizer/) into it")
+        return self.tokenizer.encode(clean_prompt(prompt))
 
 
 def clean_prompt(prompt: str) -> str:

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES, TEXT_RULES, VAE_RULES
+from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES, VAE_RULES
 from vllm_omni.model_executor.tensor_files import AdaptedSource, open_tensors
 from vllm_omni.model_executor.weights import load_strict, shapes_of
 
 if TYPE_CHECKING:
     from vllm_omni.model_executor.models.wan.checkpoint import WanComponents
     from vllm_omni.model_executor.models.wan.image_encoder import ImageEncoder
-    from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
+    from vllm_omni.model_executor.models.wan.text_encoder import AwaitedText, TextEncoder
     from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 
 _CLIP_UNUSED = ("textual.", "visual.head", "log_scale", "visual_projection.", "embeddings.position_ids")
@@ -29,7 +28,7 @@ def load_pieces(
     layout: "WanComponents",
     load_transformer: Callable[[], None],
     vae: "StreamingWanVAE | None" = None,
-    text_encoder: "TextEncoder | None" = None,
+    text_encoder: "TextEncoder | AwaitedText | None" = None,
     image_encoder: "ImageEncoder | None" = None,
 ) -> None:
     """Fill every component this rank has (None = not here); a missing piece is reported before anything is read."""
@@ -47,22 +46,15 @@ def load_pieces(
 
 
 def load_components(
-    layout: "WanComponents", vae: "StreamingWanVAE | None" = None, text_encoder: "TextEncoder | None" = None
+    layout: "WanComponents",
+    vae: "StreamingWanVAE | None" = None,
+    text_encoder: "TextEncoder | AwaitedText | None" = None,
 ) -> None:
     """Fill the components this rank has (None = not here); the caller has asked `layout.require` for them."""
     if vae is not None and layout.vae is not None:
         load_vae(vae, layout.vae)
     if text_encoder is not None and layout.text_encoder is not None:
-        load_text_encoder(text_encoder.model, layout.text_encoder)
-        text_encoder.forget()
-
-
-def load_text_encoder(model: nn.Module, path: Path) -> None:
-    """Load transformers' `UMT5EncoderModel` from Wan's `.pth` or from a transformers folder."""
-    source = open_tensors(path)
-    tied = "encoder.embed_tokens.weight"  # the same matrix as shared.weight; some exports hold it twice
-    ignored = [tied] if {tied, "shared.weight"} <= source.shapes.keys() else []
-    load_strict(model, source, shapes_of(model), TEXT_RULES, what="text encoder", ignored=ignored)
+        text_encoder.load(layout.text_encoder)
 
 
 def load_vae(vae: "StreamingWanVAE", path: Path) -> None:

@@ -39,7 +39,7 @@ from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import rope_tables
 from vllm_omni.model_executor.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
-from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder, prompt_key
+from vllm_omni.model_executor.models.wan.text_encoder import prompt_key, text_encoder_of
 from vllm_omni.model_executor.models.wan.vae import to_uint8
 from vllm_omni.model_executor.models.wan2_2.checkpoint import Wan22Layout, find_layout
 from vllm_omni.model_executor.models.wan2_2.config import (
@@ -164,15 +164,14 @@ class Wan22(nn.Module):
         self.options, self.omni = setup.options, setup.omni
         self.scheduler_values = setup.scheduler
         self.parallel = parallel = setup.parallel
-        self.text_encoder: TextEncoder | None = None
-        if not parallel.is_vae_stage:
-            self.text_encoder = TextEncoder(
-                setup.text_config,
-                setup.tokenizer,
-                max_tokens=setup.config.text_len,
-                device=self.options.text_encoder_device or "model",
-                dtype=setup.dtype,
-            )
+        self.text_encoder = text_encoder_of(
+            parallel,
+            setup.text_config,
+            setup.tokenizer,
+            max_tokens=setup.config.text_len,
+            device=self.options.text_encoder_device,
+            dtype=setup.dtype,
+        )
         names = EXPERTS if self.checkpoint.two_experts else EXPERTS[:1]
         with default_dtype(setup.dtype):
             self.experts = nn.ModuleDict(
@@ -265,6 +264,9 @@ class Wan22(nn.Module):
             clean_frames=int(self.checkpoint.kind == "ti2v" and condition is not None),
         )
         request.num_steps = len(request.work.timesteps)
+
+    def texts(self, request: Request) -> list[torch.Tensor]:
+        return [rows for _, rows in request.work.texts]
 
     def batch_key(self, request: Request) -> Hashable:
         video = request.work

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vllm_omni.model_executor.lora.target import AdapterTarget
-from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
+from vllm_omni.model_executor.models.wan.text_encoder import AwaitedText, TextEncoder
 from vllm_omni.model_executor.models.wan.transformer_weights import TRANSFORMER_RULES, transformer_shapes
 from vllm_omni.model_executor.models.wan.weights import load_components
 from vllm_omni.model_executor.models.wan2_2.checkpoint import Wan22Layout
@@ -39,7 +39,7 @@ def load_pipeline_weights(
     config: Wan22Config,
     experts: dict[str, nn.Module],
     vae: VideoVAE | None,
-    text_encoder: TextEncoder | None,
+    text_encoder: TextEncoder | AwaitedText | None,
 ) -> None:
     """Fill every component this rank has; a missing piece is reported before anything is read. Raises ValueError."""
     if text_encoder is not None:

@@ -30,8 +30,7 @@ from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
-from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
-from vllm_omni.model_executor.models.wan.weights import load_text_encoder
+from vllm_omni.model_executor.models.wan.text_encoder import AwaitedText, TextEncoder, text_encoder_of
 from vllm_omni.model_executor.models.waypoint.autoencoders import ImageCodec, StreamingTAEHV
 from vllm_omni.model_executor.models.waypoint.checkpoint import CheckpointLayout, find_layout, load_transformer
 from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig, action_space, read_options
@@ -137,13 +136,14 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         self.prompts = SharedPrompts(self._prompt_kv)
         self.codec = setup.make_codec()
         self.decoder = self.codec if parallel.decodes else None
-        self.text_encoder: TextEncoder | None = None
-        if setup.text and not parallel.is_vae_stage:
-            self.text_encoder = TextEncoder(
+        self.text_encoder: TextEncoder | AwaitedText | None = None
+        if setup.text:
+            self.text_encoder = text_encoder_of(
+                parallel,
                 setup.text,
                 setup.layout.text_encoder,
                 max_tokens=PROMPT_ROWS,
-                device=options.text_encoder_device or "model",
+                device=options.text_encoder_device,
                 dtype=setup.dtype,
             )
 
@@ -153,8 +153,7 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         load_transformer(self.transformer, layout.open_network())
         layout.load_codec(self.codec)
         if self.text_encoder is not None and layout.text_encoder is not None:
-            load_text_encoder(self.text_encoder.model, layout.text_encoder)
-            self.text_encoder.forget()
+            self.text_encoder.load(layout.text_encoder)
         self.prompts.forget()
 
     # -- sessions ------------------------------------------------------------------------------------------------------
@@ -224,6 +223,10 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         )
         request.num_steps = len(frames) + self.schedule.num_steps
         request.clean_passes = 1
+
+    def texts(self, request: Request) -> list[torch.Tensor]:
+        text = request.work.text
+        return [] if text is None else [text]
 
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:

@@ -27,7 +27,8 @@ class LayersStage(WithLayers):
         results = [result for result in done.results if result is not None]
         assert len(results) == len(done.results), "with several ranks a failed forward ends the engine"
         hidden = together(HIDDEN, results, self.parts.place.size)
-        return IntermediateTensors(hidden | self.agreement.mask(done.chunks, done.alive, done.waiting))
+        mask = self.agreement.mask(done.chunks, done.alive, done.waiting)
+        return IntermediateTensors(hidden | self.parts.texts.message(done.beginning) | mask)
 
     def take_answers(self, request_ids: Iterable[str]) -> None:
         if self.channel is not None:

@@ -35,6 +35,7 @@ from vllm_omni.worker.diffusion.in_flight import ChunksInFlight
 from vllm_omni.worker.diffusion.link import ReturnChannel, connect_forward
 from vllm_omni.worker.diffusion.pacing import StepPacer
 from vllm_omni.worker.diffusion.sessions import SessionStore
+from vllm_omni.worker.diffusion.shared_text import SharedText
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,6 +67,7 @@ class RankParts:
     admission: Admission
     results: ResultStream
     pacer: StepPacer
+    texts: SharedText
     decodes: bool
     shares_decode: bool
     overlap: bool
@@ -108,6 +110,7 @@ class RankParts:
             admission=Admission(model, sessions, in_flight, device, adapters),
             results=ResultStream(device, overlap, beside_steps=not omni.vae_stage),
             pacer=StepPacer(device, stages=pp.world_size > 1),
+            texts=SharedText(model, tp, first_stage=place.first_stage),
             decodes=tp.is_first_rank or shares_decode,
             shares_decode=shares_decode,
             overlap=overlap,

@@ -61,12 +61,14 @@ class EveryStep:
 class MicroStep:
     """One micro-step's outcome. states: the batch; chunks: those that compute; alive: those that took the step.
 
-    waiting: chunks held back in this step. results: one of each forward, in order.
+    beginning: of these, those whose first step it was. waiting: chunks held back in this step. results: one of each
+    forward, in order.
     """
 
     states: Sequence[RequestState]
     chunks: Sequence[RequestState]
     alive: Sequence[RequestState]
+    beginning: Sequence[DiffusionRequest]
     waiting: Sequence[RequestState]
     results: Sequence[torch.Tensor | None]
 
@@ -117,6 +119,8 @@ class WithLayers(Role):
             if state.failure is None and state.chunk is None and state not in waiting:
                 self.admission.admit(state, outputs, indices.get(state.request_id))
         alive = self.agreement.alive(chunks, waiting, mask)
+        beginning = [state.chunk for state in alive if state.chunk is not None and state.chunk.step == 0]
+        self.parts.texts.complete(beginning, {} if received is None else received.tensors)
         omni = self.parts.omni
         limit = 1 if omni.batch_invariant else omni.max_requests_per_step
         groups = group_requests(self.model, [state.chunk for state in alive if state.chunk], limit)
@@ -130,7 +134,7 @@ class WithLayers(Role):
             self.chunk_end.decode_before_clean_pass(members)
             results.append(self.forward(members, hidden))
             self._after_forward(members, outputs)
-        return self._hand_on(MicroStep(states, chunks, alive, waiting, results), outputs)
+        return self._hand_on(MicroStep(states, chunks, alive, beginning, waiting, results), outputs)
 
     def forward(self, states: Sequence[RequestState], hidden: torch.Tensor | None) -> torch.Tensor | None:
         """One forward for one batch; on one rank, an exception costs only the request that causes it."""

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of Matrix-Game: action layers and all others equal merged weights, on one rank and on two."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import lora_files as files
+from helpers.adapter_stores import make_store
+from helpers.rank_processes import run_ranks
+from matrix_game_driver import finish, load_game, make_request, open_session, step
+
+from vllm_omni.inputs import Lora
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.lora.store import AdapterStore
+from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame
+from vllm_omni.testing.tiny.matrix_game import make_tiny
+
+TOLERANCE = 2e-4
+"""fp32 latents of order 1 after two chunks; sums are ordered differently in a merged weight and on several ranks."""
+KEYS = {"original": [["w"], ["l"], ["a", "i"]], "original_templerun": [["jump"], [], ["left"]]}
+INK = [Lora(name="ink")]
+
+
+@pytest.fixture(scope="module", params=list(KEYS))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("game") / str(request.param)
+    make_tiny(out, 0, request.param)
+    return out
+
+
+@pytest.fixture(scope="module")
+def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with a difference of every layer."""
+    target = load_game(checkpoint).adapter_targets()["transformer"]
+    return files.write_community(every_layer(target), tmp_path_factory.mktemp("adapter") / "ink.safetensors")
+
+
+def every_layer(target: files.AdapterTarget) -> files.Factors:
+    return files.factors(target, target.matrices(), seed=1, size=0.1)
+
+
+def walk(game: MatrixGame, store: AdapterStore, keys: list[list[str]], choices: list[list[Lora]]) -> list[torch.Tensor]:
+    """The latents of a new session, each chunk with its own adapters."""
+    session, latents = open_session(game, output="latents"), []
+    for wanted in choices:
+        selection, request = store.select(wanted), make_request(session, output="latents", actions=keys)
+        request.adapters, request.same_adapters = selection, selection == session.adapters
+        with store.applied(selection):
+            game.prepare_encode(request)
+            while request.step < request.num_steps:
+                step([game], [[request]])
+            latents.append(finish(game, request)[1]["latents"].clone())
+        session.adapters = selection
+    return latents
+
+
+def test_an_adapter_of_every_layer_is_the_merged_network(checkpoint: Path, adapter: Path) -> None:
+    """The image's keys and values follow a switch; without it, the bits are those of before."""
+    keys, game = KEYS[checkpoint.name], load_game(checkpoint)
+    store = make_store(game, {"ink": adapter})
+    plain = walk(game, store, keys, [[], []])
+    got = walk(game, store, keys, [INK, INK])
+    switched = walk(game, store, keys, [[], INK])
+    reference = load_game(checkpoint)
+    made = every_layer(reference.adapter_targets()["transformer"])
+    files.merge(reference.transformer, files.differences(made, files.ALPHA / files.RANK))
+    expected = walk(reference, make_store(reference), keys, [[], []])
+    assert not torch.allclose(expected[0], plain[0], atol=0.01)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
+    assert torch.equal(switched[0], plain[0]) and not torch.allclose(switched[1], plain[1], atol=0.01)
+    for one, other in zip(walk(game, store, keys, [[], []]), plain, strict=True):
+        assert torch.equal(one, other)
+
+
+def _compare(rank: int, rendezvous: str, checkpoint: str, adapter: str, sequence_parallel: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    try:
+        latents = []
+        for parallel in (
+            ParallelContext(),
+            ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel),
+        ):
+            game = load_game(Path(checkpoint), parallel)
+            store = make_store(game, {"ink": Path(adapter)})
+            latents.append(walk(game, store, KEYS[Path(checkpoint).name], [INK, INK]))
+        for one, other in zip(*latents, strict=True):
+            torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_ranks_agree_with_one(sequence_parallel: bool, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+    """Tensor parallel ranks take their rows of keys and values, which lie in one tensor, apart."""
+    run_ranks(_compare, (str(tmp_path / "rendezvous"), str(checkpoint), str(adapter), sequence_parallel), 2)
+
+
+def test_a_gain_that_nothing_reads_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    gain = {"blocks.0.action_model.key_attn_q_norm.diff": torch.ones(8)}
+    files.save_file(gain, tmp_path / "gain.safetensors")
+    with pytest.raises(ValueError, match=r"lacks or keeps as they are: 1 \(blocks\.0\.action_model\.key_attn_q_norm"):
+        make_store(load_game(checkpoint), {"gain": tmp_path / "gain.safetensors"})

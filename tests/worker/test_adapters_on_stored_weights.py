@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters on checkpoints that are stored quantized: beside vLLM's product, or on weights that are read back.
+
+Wan 2.2 with both experts from tests/golden/quantized. Formats that a CPU cannot compute in are read back here.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from helpers import lora_files as files
+from helpers.quantized import QUANTIZED, with_transformer
+from helpers.snapshot_steps import Worker
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
+
+from vllm_omni.inputs import Lora
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.testing.tiny.quantized import SIZES, draw, write_fp8_scaled
+
+FILE = "diffusion_pytorch_model.safetensors"
+LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
+INK = [Lora(name="ink")]
+FORMATS: dict[str, tuple[bool, float]] = {
+    "llmcompressor_fp8": (False, 0.2),
+    "llmcompressor_int8": (False, 0.2),
+    "community": (True, 0.2),
+    "modelopt_fp8": (True, 0.2),
+    "llmcompressor_nvfp4": (True, 0.6),
+    "modelopt_nvfp4": (True, 0.6),
+    "torchao_fp8": (False, 0.2),
+    "torchao_int8": (False, 0.2),
+}
+"""Name -> (whether `omni.dequantize` reads it back, the relative difference of an adapter's effect that is allowed).
+
+Seen: 0.03 to 0.16, of ModelOpt's NVFP4 0.47; the rest of the network moves the effect, too.
+"""
+EVERY_TIME = ("llmcompressor_fp8", "llmcompressor_int8", "community")
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Wan 2.2 T2V directory whose experts are the plain transformer of the fixtures."""
+    out = tmp_path_factory.mktemp("wan2_2")
+    get_family("wan2_2").make_tiny(out, 0, "t2v")
+    for name in ("transformer", "transformer_2"):
+        shutil.rmtree(out / name)
+        model = WanTransformer3DModel(**SIZES)
+        draw(model)
+        model.save_pretrained(out / name)
+    return out
+
+
+@pytest.fixture(scope="module")
+def adapter(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file for every linear layer of both experts' blocks, under diffusers' names."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, module in WanTransformer3DModel(**SIZES).named_modules():
+        if isinstance(module, torch.nn.Linear) and name.startswith("blocks."):
+            down, up = (files.RANK, module.in_features), (module.out_features, files.RANK)
+            tensors[f"{name}.lora_A.weight"] = torch.randn(down, generator=generator) / module.in_features**0.5
+            tensors[f"{name}.lora_B.weight"] = 0.4 * torch.randn(up, generator=generator)
+    save_file(tensors, tmp_path_factory.mktemp("adapter") / "ink.safetensors")
+    return tmp_path_factory.getbasetemp() / "adapter0" / "ink.safetensors"
+
+
+def video(worker: Worker, session: str, lora: list[Lora] | None = None) -> torch.Tensor:
+    fields: dict[str, Any] = {"one_shot": True, "prompt": "a field", "output": "latents", "seed": 1, "num_frames": 5}
+    return worker.chunk(session, num_inference_steps=4, lora=lora, **fields)["latents"].float()
+
+
+def effect(make_runner: Callable[..., Any], path: Path, adapter: Path, omni: dict[str, Any]) -> torch.Tensor:
+    """An adapter's change of a video's latents; without it, before and after, the bits are the checkpoint's own."""
+    base = video(Worker(make_runner(path, omni, dtype="bfloat16")), "a")
+    worker = Worker(make_runner(path, omni, dtype="bfloat16", **LORA))
+    assert worker.runner.add_lora(LoRARequest("ink", 1, str(adapter)))
+    assert torch.equal(video(worker, "a"), base)
+    ink = video(worker, "b", INK)
+    assert torch.equal(video(worker, "c"), base)
+    assert torch.equal(video(worker, "d", INK), ink)
+    assert worker.runner.remove_lora(1) and torch.equal(video(worker, "e"), base)
+    return ink - base
+
+
+@pytest.fixture(scope="module")
+def exact(make_runner: Callable[..., Any], pipeline: Path, adapter: Path) -> torch.Tensor:
+    return effect(make_runner, pipeline, adapter, {})
+
+
+def stored(pipeline: Path, name: str, folder: Path) -> Path:
+    if name != "community":
+        return with_transformer(pipeline, QUANTIZED / name, folder)
+    copy = with_transformer(pipeline, pipeline / "transformer", folder)
+    for expert in ("transformer", "transformer_2"):
+        file = copy / expert / FILE
+        write_fp8_scaled(file, copy / expert / "wan_fp8_e4m3fn_scaled.safetensors")
+        file.unlink()
+    return copy
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in EVERY_TIME else pytest.param(name, marks=pytest.mark.nightly) for name in FORMATS]
+)
+def test_an_adapter_acts_on_stored_weights_as_on_plain_ones(
+    name: str, make_runner: Callable[..., Any], pipeline: Path, adapter: Path, exact: torch.Tensor, tmp_path: Path
+) -> None:
+    """Its share is computed in bf16 beside whatever the format makes of the weight: the effect keeps its direction."""
+    dequantize, allowed = FORMATS[name]
+    found = effect(make_runner, stored(pipeline, name, tmp_path), adapter, {"dequantize": dequantize})
+    error = float((found - exact).norm() / exact.norm())
+    assert 0 < error < allowed

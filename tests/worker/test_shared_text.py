@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of prompts between ranks: sent for chunks at their first step, in order, or the engine ends with the reason."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_omni.worker.diffusion.shared_text import SharedText
+
+
+class Group:
+    """A tensor-parallel group as one of its ranks sees it; the first rank's tensors come in the order of its calls."""
+
+    def __init__(self, size: int, first: list[torch.Tensor] | None = None) -> None:
+        self.world_size, self.sent, self._first = size, [], first
+        self.sent: list[torch.Tensor]
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        assert src == 0
+        self.sent.append(tensor.clone())
+        return tensor if self._first is None else tensor.copy_(self._first[len(self.sent) - 1])
+
+
+class Model:
+    def texts(self, request: Any) -> list[torch.Tensor]:
+        texts: list[torch.Tensor] = request.texts
+        return texts
+
+
+def request(*texts: torch.Tensor) -> Any:
+    return SimpleNamespace(texts=list(texts))
+
+
+def shared(group: Group, model: Any = None, *, first_stage: bool = True) -> SharedText:
+    return SharedText(model or Model(), group, first_stage=first_stage)  # type: ignore[arg-type]
+
+
+def rows(length: int, value: float = 0.0) -> torch.Tensor:
+    return torch.full((length, 4), value, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_rows_go_from_the_first_rank_to_every_rank_of_every_stage(ranks: int) -> None:
+    """Chunks with one prompt, with none and with two; the messages' lengths never divide by the number of ranks."""
+    owner = [request(rows(3, 1.0)), request(), request(rows(2, 2.0), rows(4, 3.0))]
+    first = Group(ranks)
+    stage = shared(first)
+    stage.complete(owner, {})
+    expected = [text for one in owner for text in one.texts]
+    assert len(first.sent) == 3
+
+    beside = [request(rows(3)), request(), request(rows(2), rows(4))]
+    shared(Group(ranks, first.sent)).complete(beside, {})
+    behind = [request(rows(3)), request(), request(rows(2), rows(4))]
+    message = stage.message(owner)
+    assert ranks == 1 or all(tensor.numel() % ranks for tensor in message.values())
+    later = shared(Group(ranks), first_stage=False)
+    later.complete(behind, message)
+    for filled in (beside, behind):
+        got = [text for one in filled for text in one.texts]
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert later.message(behind).keys() == message.keys()
+
+
+def test_nothing_is_sent_for_known_prompts_or_for_a_model_without_any() -> None:
+    group = Group(2)
+    assert shared(group).message([request(), request()]) == {}
+    shared(group).complete([request()], {})
+    shared(group, first_stage=False).complete([request()], {})
+    without = shared(group, object())
+    without.complete([request(rows(2))], {})
+    assert without.message([request(rows(2))]) == {} and not group.sent
+
+
+def test_a_stage_that_knows_the_prompt_leaves_its_rows_out() -> None:
+    message = shared(Group(1)).message([request(rows(2, 5.0)), request(rows(3, 6.0))])
+    behind = [request(), request(rows(3))]
+    shared(Group(1), first_stage=False).complete(behind, message)
+    assert torch.equal(behind[1].texts[0], rows(3, 6.0))
+
+
+@pytest.mark.parametrize("sent", [[], [rows(2)]])
+def test_a_stage_without_the_rows_it_needs_ends_with_the_reason(sent: list[torch.Tensor]) -> None:
+    """Uninitialised memory is never taken for a prompt."""
+    message = shared(Group(1)).message([request(*sent)])
+    with pytest.raises(RuntimeError, match=f"sent {len(sent)} prompts of a chunk that has 2 here"):
+        shared(Group(1), first_stage=False).complete([request(rows(2), rows(2))], message)
