@@ -111,8 +111,8 @@ def _twice(tensors: Tensors) -> None:
         (_drop, r"missing: 1 \(blocks\.1\.attn\.v_lamb\)"),
         (_add, r"unexpected: 1 \(blocks\.1\.attn\.gate_proj"),
         (_misshape, r"misshapen: 1 \(patchify\.weight"),
-        (_unshare, "cond_proj.1.weight differs from block 0's"),
-        (_drop_shared, "does not repeat the modulation projections"),
+        (_unshare, "cond_proj.4.weight differs from block 0's"),
+        (_drop_shared, r"missing: 1 \(blocks\.2\.cond_proj\.4\.weight\)"),
         (_twice, "twice, as"),
     ],
 )

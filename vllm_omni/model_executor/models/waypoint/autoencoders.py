@@ -209,7 +209,7 @@ class ImageEncoder(nn.Module):
         blocks: Sequence[int] = (1,) * _STAGES,
         *,
         channels: int = 3,
-        log_variance: bool = True,
+        skip_logvar: bool = False,
     ) -> None:
         super().__init__()
         widths = _widths(first, largest)
@@ -222,7 +222,7 @@ class ImageEncoder(nn.Module):
             self.blocks.append(nn.Sequential(layers))
             self.residuals.append(_projection(here, below // 4, 3))
         self.conv_out = _projection(widths[-1], latent_channels, 3)
-        if log_variance:
+        if not skip_logvar:
             self.conv_out_logvar = _conv(widths[-1], 1, 3)  # in the file, not used
         self.groups = widths[-1] // latent_channels
 
