@@ -146,7 +146,15 @@ def read_action_rows(
         rows = read_actions(space, params.actions, tensors, pixel_frames)
         assert rows is not None
         return rows
-    entries = [] if params.actions is None and not dense else params.actions
-    rows = read_actions(space, entries, tensors, len(frames))
-    assert rows is not None
+    rows = read_latent_rows(params, tensors, space, len(frames))
     return rows.repeated([plan.rate.start(frame + 1) - plan.rate.start(frame) for frame in frames])
+
+
+def read_latent_rows(
+    params: DiffusionParams, tensors: Mapping[str, torch.Tensor], space: ActionSpace, num_frames: int
+) -> ActionRows:
+    """Return the controls of `num_frames` latent frames; without actions, nothing is held."""
+    dense = any(name in tensors for name in ACTION_TENSORS)
+    rows = read_actions(space, [] if params.actions is None and not dense else params.actions, tensors, num_frames)
+    assert rows is not None
+    return rows

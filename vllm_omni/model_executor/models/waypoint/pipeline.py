@@ -34,20 +34,27 @@ from vllm_omni.model_executor.models.wan.text_encoder import TextEncoder
 from vllm_omni.model_executor.models.wan.weights import load_text_encoder
 from vllm_omni.model_executor.models.waypoint.autoencoders import ImageCodec, StreamingTAEHV
 from vllm_omni.model_executor.models.waypoint.checkpoint import CheckpointLayout, find_layout, load_transformer
-from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig, action_space, read_options
+from vllm_omni.model_executor.models.waypoint.config import (
+    DEFAULT_PROMPT,
+    PROMPT_ROWS,
+    WaypointConfig,
+    action_space,
+    control_vectors,
+    read_stream,
+)
 from vllm_omni.model_executor.models.waypoint.state import (
     Chunk,
     FrameRings,
     FrameRow,
     LatentFrame,
     WaypointSession,
-    read_chunk,
 )
 from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 from vllm_omni.model_executor.noise import ChunkNoise
+from vllm_omni.model_executor.schedules import EulerSchedule
 from vllm_omni.model_executor.streaming.model import StreamingModel
 from vllm_omni.model_executor.streaming.options import StreamingOptions
-from vllm_omni.model_executor.streaming.request import read_size
+from vllm_omni.model_executor.streaming.request import read_latent_rows, read_played, read_size
 from vllm_omni.model_executor.streaming.session import SessionShape, StateLayouts
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint, compiles, launches_graphs
 
@@ -88,9 +95,10 @@ class WaypointSetup:
         **engine: Any,
     ) -> Self:
         """Read the family's part of `hf_config`; `parallel` None = vLLM's groups. Raises ValueError."""
-        options = read_options(omni.model)
+        stream = read_stream(checkpoint, omni)
+        options = stream.options
         return cls(
-            config=WaypointConfig.from_checkpoint(checkpoint["transformer"]),
+            config=stream.config,
             codec=checkpoint["codec"],
             text=checkpoint["umt5"],
             layout=layout,
@@ -125,7 +133,7 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         self.config, self.options, self.omni, self.parallel = config, options, setup.omni, parallel
         self.kv_dtype, self.plan = setup.kv_dtype, config.plan
         self.action_space = action_space(config)
-        self.schedule = config.schedule("exact", setup.dtype)
+        self.schedule = EulerSchedule(config.scheduler_sigmas, setup.dtype)
         with default_dtype(setup.dtype):
             self.transformer = WaypointTransformer(
                 config,
@@ -187,12 +195,16 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
     @torch.no_grad()
     def prepare_encode(self, request: Request) -> None:
         session = request.session
-        inputs = read_chunk(request, session, self.action_space)
+        inputs = read_played(request, session, self.action_space)
+        rows = read_latent_rows(request.params, request.tensors, self.action_space, 1)
+        prompt = session.prompt if request.params.prompt is None else request.params.prompt
+        if self.config.prompted:
+            prompt = prompt or DEFAULT_PROMPT
         start = session.window.committed_frames
         frames = range(start, start + 1 + (inputs.image is not None))
         channels, *cells = self.config.latent_shape
         size = (channels, 1, *cells)
-        given: dict[str, Any] = {"prompt": inputs.prompt, "seed": inputs.seed, "controls": inputs.controls}
+        given: dict[str, Any] = {"prompt": prompt or "", "seed": inputs.seed, "controls": control_vectors(rows)[0]}
         if self.parallel.is_vae_stage:
             request.state = Chunk.to_decode(frames, self.schedule, size, session.window, own=None, **given)
             request.num_steps = 1  # the ranks with layers know
@@ -201,11 +213,11 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         if inputs.image is not None:
             with request.timer.stage("image"):
                 image = self.codec.encode_image(inputs.image)
-        known = inputs.prompt == session.prompt and session.cross_kv is not None
+        known = prompt == session.prompt and session.cross_kv is not None
         text = None
         if self.text_encoder is not None and not known:
             with request.timer.stage("text"):
-                text = self.text_encoder.encode(inputs.prompt, self.transformer.device)
+                text = self.text_encoder.encode(prompt, self.transformer.device)
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, self.transformer.device)
         parts = [LatentFrame(self.transformer.rope(frame), session.window.place(frame)) for frame in frames]
         request.state = Chunk(

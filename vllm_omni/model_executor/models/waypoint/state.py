@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 
-from vllm_omni.actions import ACTION_TENSORS, ActionSpace, read_actions
 from vllm_omni.model_executor.host_copies import to_device
-from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.layers.forward_graphs import identity
 from vllm_omni.model_executor.layers.kv_cache import KVWindow
 from vllm_omni.model_executor.layers.ring_pool import RingPool
 from vllm_omni.model_executor.layers.window_set import WindowSet
 from vllm_omni.model_executor.models.wan.layers import stack
-from vllm_omni.model_executor.models.waypoint.config import DEFAULT_PROMPT, WaypointConfig, control_vectors
-from vllm_omni.model_executor.streaming.request import DEFAULT_SEED, check_prompt, check_unchanged, read_image
+from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.model_executor.streaming.session import (
     Kept,
     SessionScalars,
@@ -277,43 +275,3 @@ class Pass:
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         rows = zip(self.windows, self.places, q, k, v, strict=True)
         return stack([window.attend(layer, own_q, own_k, own_v, place) for window, place, own_q, own_k, own_v in rows])
-
-
-# -- requests ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ChunkInputs:
-    """A checked request. image: uint8 [H, W, 3] of any size, or None. controls: fp32 [buttons + 3], on the host."""
-
-    prompt: str
-    seed: int
-    image: torch.Tensor | None
-    controls: torch.Tensor
-
-
-def read_chunk(request: DiffusionRequest[Any, Any], session: WaypointSession, space: ActionSpace) -> ChunkInputs:
-    """Check one chunk's request against its session; changes nothing. Raises `RequestFailed`."""
-    params, tensors = request.params, request.tensors
-    check_unchanged(params, session.shape, {})
-    check_prompt(params, space, first_chunk=session.chunk_index == 0)
-    if params.options:
-        raise RequestFailed("invalid_request", f"this model takes no options, got {sorted(params.options)[:3]}")
-    unknown = sorted(set(tensors) - {"image", *ACTION_TENSORS})
-    if unknown:
-        taken = ", ".join(("image", *ACTION_TENSORS))
-        raise RequestFailed("invalid_request", f"unknown tensors {unknown[:3]}; this model takes {taken}")
-    dense = any(name in tensors for name in ACTION_TENSORS)
-    rows = read_actions(space, [] if params.actions is None and not dense else params.actions, tensors, 1)
-    assert rows is not None
-    image = tensors.get("image")
-    if image is not None and session.chunk_index:
-        raise RequestFailed("invalid_image", "a session keeps its first image; reset it to begin with another")
-    seed = session.seed if params.seed is None else params.seed
-    prompt = session.prompt if params.prompt is None else params.prompt
-    return ChunkInputs(
-        prompt=prompt or (DEFAULT_PROMPT if space.prompt != "none" else ""),
-        seed=DEFAULT_SEED if seed is None else seed,
-        image=read_image(image, first_chunk=False),
-        controls=control_vectors(rows)[0],
-    )

@@ -21,6 +21,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,18 +36,31 @@ from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.ring_pool import RingPool
 from vllm_omni.model_executor.models.wan.layers import stack
-from vllm_omni.model_executor.models.waypoint.config import (
-    NOISE_WIDTH,
-    PROMPT_ROWS,
-    BiasIn,
-    FrequencyTables,
-    Tables,
-    WaypointConfig,
-)
+from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig
 from vllm_omni.model_executor.models.waypoint.state import FramePlace, FrameRow, Pass, Rotation
 
 _EPS = float(torch.finfo(torch.float32).eps)
 """Of every norm, whatever the model's type."""
+_NOISE_WIDTH = 512
+
+
+@dataclass(frozen=True)
+class FrequencyTables:
+    """The network's constants, fp32 on the CPU. noise: [256]. xy, time: of the lanes of a spatial axis and of time."""
+
+    noise: torch.Tensor
+    xy: torch.Tensor
+    time: torch.Tensor
+
+    @classmethod
+    def of(cls, config: WaypointConfig) -> "FrequencyTables":
+        exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # not where models are being built
+        half, spatial, temporal = _NOISE_WIDTH // 2, config.head_dim // 8, config.head_dim // 4
+        noise = torch.pow(10000.0, -torch.arange(half, **exact) / (half - 1))
+        fastest = config.rope_nyquist_frac / 2 * min(config.height, config.width)
+        xy = math.pi * torch.linspace(1.0, fastest, -(-spatial // 2), **exact)
+        time = torch.pow(config.rope_theta, -2 * torch.arange(temporal // 2, **exact) / temporal)
+        return cls(noise.float(), xy.repeat_interleave(2)[:spatial].float(), time.repeat_interleave(2).float())
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
@@ -264,24 +278,21 @@ class WaypointTransformer(nn.Module):
         config: WaypointConfig,
         parallel: ParallelContext | None = None,
         *,
-        tables: Tables = "exact",
-        bias_in: BiasIn = "each",
         compiled: bool = False,
         cuda_graphs: bool = False,
         quantization: QuantizationConfig | None = None,
         prefix: str = "transformer",
     ) -> None:
         super().__init__()
-        self.config, self.bias_in, self.parallel = config, bias_in, parallel or ParallelContext()
+        self.config, self.parallel = config, parallel or ParallelContext()
         dim = config.d_model
-        self.rounded = tables == "served"
-        self.tables = FrequencyTables.of(config, tables)
+        self.tables = FrequencyTables.of(config)
         self.graphs = ForwardGraphs() if cuda_graphs else None
         kept = [f"{prefix}.blocks.*.attn.gate_proj", f"{prefix}.blocks.*.control.fc1_c"]  # few channels; one row
         self._build = Build(
             config, self.parallel, Chains.build(compiled), LinearPrecision(quantization, kept), f"{prefix}.blocks"
         )
-        self.denoise_step_emb = EmbeddingMLP(NOISE_WIDTH, 4 * dim, dim).float()
+        self.denoise_step_emb = EmbeddingMLP(_NOISE_WIDTH, 4 * dim, dim).float()
         self.ctrl_emb = EmbeddingMLP(config.control_values, config.mlp_dim, dim)
         self.patchify = nn.Conv2d(config.channels, dim, config.patch, config.patch, bias=False)
         self.cond_proj = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(6))
@@ -364,10 +375,8 @@ class WaypointTransformer(nn.Module):
         """Return fp32 [D] of a noise level in [0, 1]; phases are fp32 products, as the network was trained."""
         phases = torch.tensor(1000.0 * sigma, dtype=torch.float32) * self.tables.noise
         waves = math.sqrt(2) * torch.cat((phases.sin(), phases.cos()))
-        fc1, fc2 = self.denoise_step_emb.fc1.weight, self.denoise_step_emb.fc2.weight
-        if self.rounded and not self.config.temporal_compression > 1:  # Waypoint-1 casts this MLP, too
-            fc1, fc2 = fc1.bfloat16().float(), fc2.bfloat16().float()
-        return functional.linear(functional.silu(functional.linear(waves.to(fc1.device), fc1)), fc2)
+        embedded: torch.Tensor = self.denoise_step_emb(waves.to(self.device))
+        return embedded
 
     def modulation(self, sigma: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ([L, 6, D], [2, D]) of a noise level: of the blocks, of the head. Kept: there are few levels."""
@@ -375,11 +384,8 @@ class WaypointTransformer(nn.Module):
             embedded = self.embed_noise(sigma)
             blocks = []
             for block in self.layers:
-                of_mlp = functional.silu((embedded + block.mlp_bias.float()).to(self.dtype))
-                of_attention = of_mlp
-                if self.bias_in == "each":
-                    of_attention = functional.silu((embedded + block.attn_bias.float()).to(self.dtype))
-                sources = (of_attention,) * 3 + (of_mlp,) * 3
+                halves = [(embedded + bias.float()).to(self.dtype) for bias in (block.attn_bias, block.mlp_bias)]
+                sources = [functional.silu(half) for half in halves for _ in range(3)]
                 blocks.append(torch.stack([p(x) for p, x in zip(self.cond_proj, sources, strict=True)]))
             head = self.out_norm(functional.silu(embedded.to(self.dtype))).unflatten(0, (2, -1))
             self._modulation[sigma] = (torch.stack(blocks), head)
@@ -411,8 +417,6 @@ class WaypointTransformer(nn.Module):
             torch.cat((spatial, lanes.float().expand(len(spatial), -1)), dim=-1)
             for spatial, lanes in zip(self._spatial, (time.cos(), time.sin()), strict=True)
         )
-        if self.rounded and not self.config.temporal_compression > 1:
-            cos, sin = cos.bfloat16().float(), sin.bfloat16().float()
         return to_device(cos, self.device), to_device(sin, self.device)
 
     def _spatial_rotation(self) -> Rotation:
