@@ -96,6 +96,8 @@ def waypoint_model(
         grid_tokens=tokens,
         frames_per_latent=config.temporal_compression,
         sequence_parallel=False,
+        growing_graphs=True,
+        image_passes=1,
         context_rows=PROMPT_ROWS * read_prompts // config.n_layers,
         context_weights=_TEXT_WEIGHTS if config.prompted else 0.0,
         autoencoder=_autoencoder(config, codec or {}),
