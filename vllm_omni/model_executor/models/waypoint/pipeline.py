@@ -44,10 +44,10 @@ from vllm_omni.model_executor.models.waypoint.config import (
 )
 from vllm_omni.model_executor.models.waypoint.state import (
     Chunk,
-    FrameRings,
     FrameRow,
     LatentFrame,
     WaypointSession,
+    frame_rings,
 )
 from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 from vllm_omni.model_executor.noise import ChunkNoise
@@ -171,7 +171,7 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         return SessionShape(*read_size(params, self.config, self.omni), params.output)
 
     def window_nbytes(self, shape: SessionShape) -> int:
-        return FrameRings(**self._window_sizes(), device="meta").nbytes
+        return frame_rings(**self._window_sizes(), device="meta").nbytes
 
     def _window_sizes(self) -> dict[str, Any]:
         network = self.transformer
@@ -185,7 +185,7 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
 
     def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> WaypointSession:
         network = self.transformer
-        rings = FrameRings(**self._window_sizes(), device=network.device, rings=network.rings)
+        rings = frame_rings(**self._window_sizes(), device=network.device, rings=network.rings)
         decodes = self.decoder is not None and shape.output != "latents"
         layouts = StateLayouts[None](self.codec.decoder_layout() if decodes else None, None)
         return WaypointSession(session_id, shape, self.plan, rings, layouts, reserved_bytes)

@@ -31,13 +31,14 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
+from vllm_omni.model_executor.layers.frame_rings import FramePlace
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, QKVLinear, RowLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.ring_pool import RingPool
 from vllm_omni.model_executor.models.wan.layers import stack
 from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig
-from vllm_omni.model_executor.models.waypoint.state import FramePlace, FrameRow, Pass, Rotation
+from vllm_omni.model_executor.models.waypoint.state import FrameRow, Pass, Rotation
 
 _EPS = float(torch.finfo(torch.float32).eps)
 """Of every norm, whatever the model's type."""
