@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from vllm_omni.model_executor.models.waypoint.autoencoders import Codec, ImageCodec, StreamingTAEHV
+from vllm_omni.model_executor.models.waypoint.autoencoders import make_codec
 from vllm_omni.model_executor.models.waypoint.checkpoint import transformer_shapes
 from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig
 from vllm_omni.model_executor.models.waypoint.state import frame_rings
@@ -112,11 +112,7 @@ def _passed(name: str, shape: tuple[int, ...]) -> bool:
 
 def _autoencoder(config: WaypointConfig, codec: Mapping[str, Any]) -> Autoencoder:
     with torch.device("meta"):
-        made: Codec = (
-            StreamingTAEHV(config.channels, **codec, size=config.codec_size, dtype=torch.bfloat16)
-            if config.temporal_compression > 1
-            else ImageCodec(**codec, dtype=torch.bfloat16)
-        )
+        made = make_codec(config, codec, torch.bfloat16)
         channels, *cells = config.latent_shape
         latent, image = torch.empty(channels, 1, *cells), torch.empty(*config.codec_size, 3, dtype=torch.uint8)
     with torch.no_grad():

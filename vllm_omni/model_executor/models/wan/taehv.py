@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TAEHV, the tiny streaming autoencoder: its layers, and running a chain of them over a stream of frames.
+"""TAEHV, the tiny streaming autoencoder, whole or by its layers.
 
 The network is a chain of 2-D convolutions over frames; only its memory blocks look back, each at the frame before it at
 its own rate. So a stream needs one activation for each of them, and a stream cut anywhere equals one call over the
@@ -120,6 +120,58 @@ def decoder_memory(widths: Sequence[int], height: int, width: int) -> tuple[tupl
     """Shapes of a decoder's cache, one frame before each memory block. height, width: of the latents."""
     levels = [level for level in range(len(_GROW)) for _ in range(_MEMORIES)]
     return tuple((1, widths[level], height * 2**level, width * 2**level) for level in levels)
+
+
+class TAEHV(nn.Module):
+    """Encoder and decoder as streams. patch: pixels along a side that lie side by side in a frame's channels.
+
+    encoder_width, decoder_widths, channels: of the layers and of latents. dtype: of weights, activations and caches.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        encoder_width: int,
+        decoder_widths: Sequence[int],
+        *,
+        patch: int,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.decoder_widths, self.patch, self.dtype = tuple(decoder_widths), patch, dtype
+        self.encoder = encoder(3 * patch**2, encoder_width, channels).to(dtype)
+        self.decoder = decoder(channels, decoder_widths, 3 * patch**2).to(dtype)
+        for weight in self.parameters():
+            if weight.dim() == 4:  # the layout its kernels are fastest in
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        self.requires_grad_(False)
+        self.eval()
+
+    def encode(self, frames_TCHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
+        """Encode the next 4 n frames of a stream; `cache` None starts one.
+
+        frames_TCHW: [4 n, 3, H, W] in [0, 1], H and W multiples of 8 patches. Returns latents [n, C, h, w].
+        """
+        if len(frames_TCHW) % FRAMES_PER_LATENT:
+            raise ValueError(f"a latent frame is {FRAMES_PER_LATENT} video frames, got {len(frames_TCHW)}")
+        return run_stream(self.encoder, functional.pixel_unshuffle(frames_TCHW.to(self.dtype), self.patch), cache)
+
+    def decode(self, latents_TCHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
+        """Decode the next n latents of a stream; `cache` None starts one, with three dropped copies of the first.
+
+        Returns frames [4 n, 3, H, W] in [0, 1].
+        """
+        x = latents_TCHW.to(self.dtype)
+        if cache is None:
+            x = torch.cat((x[:1].expand(FRAMES_PER_LATENT - 1, -1, -1, -1), x))
+        out, kept = run_stream(self.decoder, x, cache)
+        frames = functional.pixel_shuffle(out, self.patch).clamp(0, 1)
+        return frames[-FRAMES_PER_LATENT * len(latents_TCHW) :], kept
+
+    def decoder_memory(self, height: int, width: int) -> tuple[tuple[int, int, int, int], ...]:
+        """Shapes of the decoder's cache for frames of `height` x `width` pixels."""
+        stride = 8 * self.patch
+        return decoder_memory(self.decoder_widths, height // stride, width // stride)
 
 
 def decoder_widths(path: Path) -> tuple[int, ...]:

@@ -20,9 +20,9 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
 from vllm_omni.model_executor.host_copies import to_device
-from vllm_omni.model_executor.models.wan import taehv
-from vllm_omni.model_executor.models.wan.taehv import FRAMES_PER_LATENT
+from vllm_omni.model_executor.models.wan.taehv import FRAMES_PER_LATENT, TAEHV
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
+from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.sessions.snapshot import SavedTensors
 
 
@@ -56,21 +56,12 @@ class Codec(nn.Module):
         layout = self.decoder_layout()
         return 0 if layout is None else layout.nbytes
 
-    def frozen(self, dtype: torch.dtype) -> None:
-        self.to(dtype).requires_grad_(False).eval()
-        self.dtype = dtype
-
 
 # -- 1.5 ---------------------------------------------------------------------------------------------------------------
 
-_PATCH = 2
 
-
-class StreamingTAEHV(Codec):
-    """Encoder and decoder of `taehv1_5`. size: height and width of its frames, in pixels.
-
-    encoder_width, decoder_widths, channels: other than 64, ... only in tests.
-    """
+class StreamingTAEHV(TAEHV, Codec):
+    """`taehv1_5`. size: height and width of its frames, in pixels. The other arguments are `TAEHV`'s."""
 
     def __init__(
         self,
@@ -81,35 +72,8 @@ class StreamingTAEHV(Codec):
         size: tuple[int, int] = (512, 1024),
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
-        self.decoder_widths, self.size = tuple(decoder_widths), size
-        self.encoder = taehv.encoder(3 * _PATCH**2, encoder_width, channels)
-        self.decoder = taehv.decoder(channels, decoder_widths, 3 * _PATCH**2)
-        self.frozen(dtype)
-        for weight in self.parameters():
-            if weight.dim() == 4:  # the layout its kernels are fastest in
-                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-
-    def encode(self, frames_TCHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
-        """Encode the next four frames of a stream; `cache` None starts one.
-
-        frames_TCHW: [4 n, 3, H, W] in [0, 1], H and W multiples of 16. Returns latents [n, C, H/16, W/16].
-        """
-        if len(frames_TCHW) % FRAMES_PER_LATENT:
-            raise ValueError(f"a latent frame is {FRAMES_PER_LATENT} video frames, got {len(frames_TCHW)}")
-        return taehv.run_stream(self.encoder, functional.pixel_unshuffle(frames_TCHW.to(self.dtype), _PATCH), cache)
-
-    def decode(self, latents_TCHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
-        """Decode the next latents of a stream; `cache` None starts one, with three dropped copies of the first latent.
-
-        Returns frames [4 n, 3, 16 h, 16 w] in [0, 1].
-        """
-        x = latents_TCHW.to(self.dtype)
-        if cache is None:
-            x = torch.cat((x[:1].expand(FRAMES_PER_LATENT - 1, -1, -1, -1), x))
-        out, kept = taehv.run_stream(self.decoder, x, cache)
-        frames = functional.pixel_shuffle(out, _PATCH).clamp(0, 1)
-        return frames[-FRAMES_PER_LATENT * len(latents_TCHW) :], kept
+        super().__init__(channels, encoder_width, decoder_widths, patch=2, dtype=dtype)
+        self.size = size
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
         """The image stands still for the four frames of its latent."""
@@ -124,8 +88,7 @@ class StreamingTAEHV(Codec):
         return to_pixels(frames, size), kept
 
     def decoder_layout(self) -> CodecLayout:
-        height, width = (side // 16 for side in self.size)
-        return CodecLayout(taehv.decoder_memory(self.decoder_widths, height, width), self.dtype)
+        return CodecLayout(self.decoder_memory(*self.size), self.dtype)
 
 
 def to_codec(frames_THWC: torch.Tensor, size: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -285,7 +248,8 @@ class ImageCodec(Codec):
     ) -> None:
         super().__init__()
         self.encoder, self.decoder = ImageEncoder(**(encoder or {})), ImageDecoder(**(decoder or {}))
-        self.frozen(dtype)
+        self.to(dtype).requires_grad_(False).eval()
+        self.dtype = dtype
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
         image = to_device(image_HWC, next(self.parameters()).device)
@@ -296,3 +260,10 @@ class ImageCodec(Codec):
         self, latent_CThw: torch.Tensor, size: tuple[int, int], memory: VAECache | None
     ) -> tuple[torch.Tensor, VAECache | None]:
         return image_to_uint8(self.decoder(latent_CThw.transpose(0, 1).to(self.dtype), size)), None
+
+
+def make_codec(config: WaypointConfig, sizes: Mapping[str, Any], dtype: torch.dtype) -> Codec:
+    """The autoencoder of a checkpoint. sizes: its arguments that differ from the released ones."""
+    if config.temporal_compression > 1:
+        return StreamingTAEHV(config.channels, **sizes, size=config.codec_size, dtype=dtype)
+    return ImageCodec(**sizes, dtype=dtype)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
+from vllm_omni.model_executor.models.wan.checkpoint import checked_text, engine_fields, stated_text
 from vllm_omni.model_executor.models.wan.components import UMT5_XXL
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.model_executor.tensor_files import (
@@ -28,7 +29,6 @@ from vllm_omni.model_executor.tensor_files import (
     TensorSource,
     confined,
     open_tensors,
-    read_json,
     read_yaml,
     unchanged,
 )
@@ -61,6 +61,7 @@ RULES: Rules = (
     *((rf"\.mlp_cond_head\.cond_proj\.{i}\.", f".cond_proj.{i + 3}.") for i in range(3)),
     (r"\.cond_head\.cond_proj\.", ".cond_proj."),
     (r"\.(attn|cross)\.([qkv])_proj\.", r".\1.\2."),
+    (r"^blocks\.0\.cond_proj\.", "cond_proj."),
 )
 """Stored names -> the model's, where a tensor stays one tensor."""
 _UNUSED = re.compile(r"\.cond_heads\.|^(ctrl|prompt)_cfg\.null_emb$")
@@ -71,7 +72,6 @@ def network_source(stored: TensorSource, config: WaypointConfig) -> AdaptedSourc
     """A stored network under the names of `stored_shapes`. Raises ValueError for what cannot be told apart."""
     first, cells = config.d_model, math.prod(config.patch)
     changed: dict[str, Forms] = {
-        r"^blocks\.0\.cond_proj\.": lambda name: {name.removeprefix("blocks.0."): unchanged},
         r"\.cond_head\.bias_in$": lambda name: {
             name.replace("cond_head.bias_in", f"{half}_bias"): unchanged for half in ("attn", "mlp")
         },
@@ -203,12 +203,9 @@ class CheckpointLayout:
                 halves[half] = {ours: stored[key] for key, ours in image_sizes(half).items() if key in stored}
         return halves
 
-    def text_config(self) -> dict[str, Any]:
-        """Return `UMT5Config` values from the encoder's config, else the released ones."""
-        if self.text_encoder is None or not (self.text_encoder / "config.json").is_file():
-            return dict(UMT5_XL)
-        config = read_json(self.text_encoder / "config.json")
-        return {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype", "architectures")}
+    def text_config(self, width: int) -> dict[str, Any]:
+        """Return `UMT5Config` values from the encoder's config, else the released ones. width: of the rows."""
+        return checked_text(stated_text(self.text_encoder) or dict(UMT5_XL), width, self.root)
 
     def open_network(self) -> TensorSource:
         return open_tensors(self.root / WEIGHTS_FILE)
@@ -248,20 +245,10 @@ def hf_config(path: Path) -> dict[str, Any]:
     layout = find_layout(path)
     values = layout.config()
     config = WaypointConfig.from_checkpoint(values)
-    text = layout.text_config() if config.prompted else {}
-    if text and text["d_model"] != config.prompt_embedding_dim:
-        raise ValueError(
-            f"{path}: the text encoder gives rows of {text['d_model']}, the transformer takes "
-            f"{config.prompt_embedding_dim}"
-        )
+    text = layout.text_config(config.prompt_embedding_dim or 0) if config.prompted else {}
+    sizes = {"dim": config.d_model, "heads": config.n_heads, "layers": config.n_layers}
     return {
-        "architectures": ["WaypointPipeline"],
-        "dtype": "bfloat16",
-        "hidden_size": config.d_model,
-        "num_attention_heads": config.n_heads,
-        "num_hidden_layers": config.n_layers,
-        "vocab_size": text.get("vocab_size", 2),
-        "max_position_embeddings": 16,
+        **engine_fields("WaypointPipeline", **sizes, context=text),
         "waypoint": {"transformer": values, "codec": layout.codec_sizes(), "umt5": text},
     }
 

@@ -131,24 +131,17 @@ class Build:
         return RowLinear(inputs, outputs, self.parallel, self.precision, f"{self.prefix}.{name}", bias=False)
 
 
-class EmbeddingMLP(nn.Module):
-    """Whole on every rank: it runs once a frame or less."""
-
-    def __init__(self, width: int, hidden: int, out: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden, bias=False)
-        self.fc2 = nn.Linear(hidden, out, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.fc2(functional.silu(self.fc1(x)))
-        return out
-
-
 class MLP(nn.Module):
-    def __init__(self, build: Build) -> None:
+    """Two layers, any kind of linear, with SiLU between."""
+
+    def __init__(self, fc1: nn.Module, fc2: nn.Module) -> None:
         super().__init__()
-        dim, hidden = build.config.d_model, build.config.mlp_dim
-        self.fc1, self.fc2 = build.column(dim, hidden, "fc1"), build.row(hidden, dim, "fc2")
+        self.fc1, self.fc2 = fc1, fc2
+
+    @classmethod
+    def whole(cls, width: int, hidden: int, out: int) -> "MLP":
+        """On every rank alike: it runs once a frame or less."""
+        return cls(nn.Linear(width, hidden, bias=False), nn.Linear(hidden, out, bias=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.fc2(functional.silu(self.fc1(x)))
@@ -243,9 +236,11 @@ class Block(nn.Module):
     def __init__(self, build: Build, layer: int) -> None:
         super().__init__()
         config, self.chains = build.config, build.chains
-        self.attn, self.mlp = SelfAttention(build.under("attn"), layer), MLP(build.under("mlp"))
-        self.attn_bias = nn.Parameter(torch.zeros(config.d_model), requires_grad=False)
-        self.mlp_bias = nn.Parameter(torch.zeros(config.d_model), requires_grad=False)
+        dim, hidden, mlp = config.d_model, config.mlp_dim, build.under("mlp")
+        self.attn = SelfAttention(build.under("attn"), layer)
+        self.mlp = MLP(mlp.column(dim, hidden, "fc1"), mlp.row(hidden, dim, "fc2"))
+        self.attn_bias = nn.Parameter(torch.zeros(dim), requires_grad=False)
+        self.mlp_bias = nn.Parameter(torch.zeros(dim), requires_grad=False)
         self.control = ControlFusion(build.under("control")) if config.controlled(layer) else None
         self.cross = CrossAttention(build.under("cross")) if config.reads_prompt(layer) else None
 
@@ -293,8 +288,8 @@ class WaypointTransformer(nn.Module):
         self._build = Build(
             config, self.parallel, Chains.build(compiled), LinearPrecision(quantization, kept), f"{prefix}.blocks"
         )
-        self.denoise_step_emb = EmbeddingMLP(_NOISE_WIDTH, 4 * dim, dim).float()
-        self.ctrl_emb = EmbeddingMLP(config.control_values, config.mlp_dim, dim)
+        self.denoise_step_emb = MLP.whole(_NOISE_WIDTH, 4 * dim, dim).float()
+        self.ctrl_emb = MLP.whole(config.control_values, config.mlp_dim, dim)
         self.patchify = nn.Conv2d(config.channels, dim, config.patch, config.patch, bias=False)
         self.cond_proj = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(6))
         layers = self.parallel.layers(config.n_layers)
@@ -311,11 +306,9 @@ class WaypointTransformer(nn.Module):
         return Block(self._build.under(str(layer)), layer)
 
     def _number(self) -> None:
-        controlled = [block for block in self.layers if block.control is not None]
-        prompted = [block for block in self.layers if block.cross is not None]
-        for index, block in enumerate(controlled):
+        for index, block in enumerate(block for block in self.layers if block.control is not None):
             block.control_index = index
-        for index, block in enumerate(prompted):
+        for index, block in enumerate(block for block in self.layers if block.cross is not None):
             block.prompt_index = index
 
     @property
