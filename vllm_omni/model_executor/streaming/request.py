@@ -84,8 +84,12 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], taken: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class PlayedChunk:
-    """A checked request but for its controls. image: uint8 [H, W, 3] of any size, of a session's first chunk."""
+    """A checked request but for its controls. image: uint8 [H, W, 3] of any size, of a session's first chunk.
 
+    prompt: this chunk's, else its session's, else "".
+    """
+
+    prompt: str
     seed: int
     image: torch.Tensor | None
 
@@ -107,7 +111,8 @@ def read_played(
     if image is not None and not first_chunk:
         raise RequestFailed("invalid_image", "a session keeps its first image; reset it to begin with another")
     needed = first_chunk and space.image == "required"
-    return PlayedChunk(read_seed(params, session.seed), read_image(image, first_chunk=needed))
+    prompt = session.prompt if params.prompt is None else params.prompt
+    return PlayedChunk(prompt or "", read_seed(params, session.seed), read_image(image, first_chunk=needed))
 
 
 def read_image(image: torch.Tensor | None, *, first_chunk: bool) -> torch.Tensor | None:

@@ -183,7 +183,7 @@ class WaypointConfig:
         Unknown keys are logged and left alone: the published files were not all seen.
         """
         known = {field.name: field for field in fields(cls)}
-        given = {key: value for key, value in values.items() if key in known and value is not None}
+        given: dict[str, Any] = {key: value for key, value in values.items() if key in known and value is not None}
         if missing := [name for name, field in known.items() if field.default is MISSING and name not in given]:
             raise ValueError(f"config.yaml lacks {', '.join(missing)}; this is no Waypoint checkpoint, or damaged")
         check_implemented(values, "config.yaml", _IMPLEMENTED)
@@ -192,7 +192,9 @@ class WaypointConfig:
         for key, value in given.items():
             if known[key].type is int and type(value) is not int:
                 raise ValueError(f"config.yaml has {key} = {value!r}; it must be a whole number")
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+            if isinstance(value, list):
+                given[key] = tuple(value)
+        return cls(**given)
 
 
 _IMPLEMENTED: dict[str, tuple[Any, ...]] = {

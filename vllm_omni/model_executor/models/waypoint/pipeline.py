@@ -154,14 +154,12 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         session = request.session
         inputs = read_played(request, session, self.action_space)
         rows = read_latent_rows(request.params, request.tensors, self.action_space, 1)
-        prompt = session.prompt if request.params.prompt is None else request.params.prompt
-        if self.config.prompted:
-            prompt = prompt or DEFAULT_PROMPT
+        prompt = inputs.prompt or (DEFAULT_PROMPT if self.config.prompted else "")
         start = session.window.committed_frames
         frames = range(start, start + 1 + (inputs.image is not None))
         channels, *cells = self.config.latent_shape
         size = (channels, 1, *cells)
-        given: dict[str, Any] = {"prompt": prompt or "", "seed": inputs.seed, "controls": control_vectors(rows)[0]}
+        given: dict[str, Any] = {"prompt": prompt, "seed": inputs.seed, "controls": control_vectors(rows)[0]}
         if self.parallel.is_vae_stage:
             request.state = Chunk.to_decode(frames, self.schedule, size, session.window, own=None, **given)
             request.num_steps = 1  # the ranks with layers know
