@@ -102,10 +102,11 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return next((button.name for button in self.buttons if code in button.codes), None)
 
     def describe(self) -> str:
-        """The actions it takes, for refusals: one line, at most 24 names of each kind."""
+        """The actions it takes, for refusals: one line, at most `_MOST_LISTED` names of each kind."""
+        pressed = sorted(self.buttons, key=_habit) if len(self.buttons) > _MOST_LISTED else self.buttons
         parts = [
-            f"{kind} {', '.join(names[:24])}{', ...' if len(names) > 24 else ''}"
-            for kind, names in (("buttons", self.button_names), ("axes", self.axis_names))
+            f"{kind} {', '.join(names[:_MOST_LISTED])}{_others(len(names) - _MOST_LISTED)}"
+            for kind, names in (("buttons", [button.name for button in pressed]), ("axes", self.axis_names))
             if names
         ]
         return "; ".join([*parts, *(["scroll"] if self.scroll else [])]) or "no actions"
@@ -121,6 +122,20 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Everything a session is made from, for refusals of a prompt or an image."""
         parts = [what for what, use in (("a prompt", self.prompt), ("a start image", self.image)) if use != "none"]
         return "; ".join([*parts, *(["camera poses"] if self.pose else []), self.describe()])
+
+
+_MOST_LISTED: Final = 36
+"""Names of one kind in a refusal: the letters, space, the mouse's buttons, the arrows, shift and control fit."""
+_HABITS: Final = ("Key", "Space", "Mouse", "Arrow", "Shift", "Control", "")
+
+
+def _habit(button: Button) -> int:
+    """How early a button is listed among many: by the key of the page that presses it; last without one."""
+    return next((n for n, start in enumerate(_HABITS) if button.codes and button.codes[0].startswith(start)), 99)
+
+
+def _others(count: int) -> str:
+    return f" and {count} more (the server's greeting lists them under `actions`)" if count > 0 else ""
 
 
 CAMERA_KEYS: Final = "wasdijkl"
@@ -253,8 +268,8 @@ def _from_tensors(space: ActionSpace, dense: Mapping[str, torch.Tensor], num_fra
         if given.shape != row.shape or given.layout != torch.strided or given.dtype.is_complex:
             raise RequestFailed(
                 "invalid_action",
-                f"{name} must be numbers of shape {list(row.shape)}, a row per frame of the chunk and a column each of "
-                f"{space.describe()}; got {given.dtype} {list(given.shape)}",
+                f"{name} must be numbers of shape {list(row.shape)}, a row per frame of the chunk and a column per "
+                f"control; this model takes {space.describe()}; got {given.dtype} {list(given.shape)}",
             )
         values = given.to("cpu", torch.float32)
         if name == "buttons" and not bool(((values == 0) | (values == 1)).all()):

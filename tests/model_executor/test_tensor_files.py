@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from vllm_omni.model_executor.tensor_files import AdaptedSource, confined, open_tensors, read_json
+from vllm_omni.model_executor.tensor_files import AdaptedSource, confined, open_tensors, read_json, unchanged
 
 MARKER = "payload_ran"
 
@@ -48,10 +48,16 @@ def test_pth_tensors_are_mapped_and_read_back(tmp_path):
 
 
 def test_tensors_are_given_in_another_form(tmp_path):
-    """Stacked ones as their parts, others without leading dimensions of one; only what is asked for is given."""
+    """Stacked ones as their parts, others flat; only what is asked for is given."""
     stored = {"qkv": torch.arange(12.0).view(6, 2), "flat": torch.arange(3.0).view(1, 1, 3), "c": torch.ones(1, 2)}
-    torch.save(stored, tmp_path / "x.pth")
-    source = AdaptedSource(open_tensors(tmp_path / "x.pth"), {"qkv": ("q", "k", "v")}, ["flat"])
+    torch.save(stored | {"unread": torch.ones(1)}, tmp_path / "x.pth")
+    forms = {
+        "qkv": {kind: lambda x, i=i: x.tensor_split(3)[i] for i, kind in enumerate("qkv")},
+        "flat": {"flat": torch.flatten},
+        "c": {"c": unchanged},
+        "unread": {},
+    }
+    source = AdaptedSource(open_tensors(tmp_path / "x.pth"), forms.__getitem__)
     assert source.shapes == {"q": (2, 2), "k": (2, 2), "v": (2, 2), "flat": (3,), "c": (1, 2)}
     assert set(source.dtypes) == set(source.shapes) and source.where == str(tmp_path / "x.pth")
     read = dict(source.read(["v", "flat", "c"]))
@@ -60,6 +66,14 @@ def test_tensors_are_given_in_another_form(tmp_path):
         "flat": [0.0, 1.0, 2.0],
         "c": [[1.0, 1.0]],
     }
+
+
+def test_a_form_that_does_not_fit_is_refused(tmp_path):
+    """Two tensors of one name, or a shape that has no such form."""
+    torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "x.pth")
+    for form, message in ((unchanged, "holds 'c' twice, as 'a' and 'b'"), (lambda x: x[:, 0], r"'a' can not have")):
+        with pytest.raises(ValueError, match=message):
+            AdaptedSource(open_tensors(tmp_path / "x.pth"), lambda _, form=form: {"c": form})
 
 
 def test_an_index_chooses_the_files(tmp_path):

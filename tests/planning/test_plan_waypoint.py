@@ -24,6 +24,15 @@ def test_the_measured_run_is_predicted_within_20_percent() -> None:
     assert found.session_bytes == pytest.approx(result["session_bytes"], rel=0.01)
 
 
+def test_a_first_frame_waits_for_one_pass_without_a_graph() -> None:
+    """Of the run's sessions behind the first one, which also waits for what a server does once."""
+    runs = json.loads(RUN.read_text())["result"]["later_first_frames"]
+    model = model_of("waypoint", cuda_graphs=True)
+    for run in runs:
+        assert predict(model, H200, Split()).first_frame_ms == pytest.approx(run["time_to_first_frame_ms"], rel=0.2)
+    assert predict(replace(model, cuda_graphs=False), H200, Split()).first_frame_ms > 150
+
+
 def test_both_kinds_of_rings_are_counted() -> None:
     """780 MiB of keys and values at 1280x720 (18 layers of 16 frames, 6 of 17), a quarter of it at 640x360."""
     large, small = (window_bytes(model_of(name), 16) for name in ("waypoint", "waypoint_360p"))

@@ -9,12 +9,14 @@ Held by tests/model_executor/test_tensor_files.py.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import yaml
 from safetensors import SafetensorError, safe_open
 
 Shape = tuple[int, ...]
@@ -26,7 +28,7 @@ _DTYPES = frozenset(_FLOATS.values())
 QUANTIZED_DTYPES = frozenset(_QUANTIZED.values())
 """Of weights that stand beside scales (`quantized_weights.py`)."""
 _ZIP_MAGIC = b"PK\x03\x04"
-_MAX_JSON_BYTES = 64 << 20
+_MAX_CONFIG_BYTES = {"JSON": 64 << 20, "YAML": 1 << 20}
 
 
 @dataclass(frozen=True)
@@ -80,55 +82,45 @@ class TensorSource(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class AdaptedSource:
-    """Another source, some of whose tensors are given in another form.
+Forms = Callable[[str], Mapping[str, Callable[[torch.Tensor], torch.Tensor]]]
+"""Stored name -> the tensors that are made from it, by their names, and how."""
 
-    parts: stored name -> the names of its equal parts, which are stacked along its first dimension. flat: stored names
-    of tensors given without their leading dimensions of one.
+
+class AdaptedSource:
+    """Another source, some of whose tensors are given under other names or in other forms.
+
+    forms: a stored tensor that nothing is made from is left out. Raises ValueError for two tensors of one name, and for
+    shapes that cannot be given in their form.
     """
 
-    source: TensorSource
-    parts: Mapping[str, tuple[str, ...]]
-    flat: Sequence[str] = ()
-
-    @property
-    def where(self) -> str:
-        return self.source.where
-
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """A tensor whose first dimension does not divide has parts as long as itself, which no loader takes."""
-        shapes: dict[str, Shape] = {}
-        for name, shape in self.source.shapes.items():
-            parts = self.parts.get(name)
-            if parts is not None:
-                rows = shape[0] if shape[0] % len(parts) else shape[0] // len(parts)
-                shapes |= dict.fromkeys(parts, (rows, *shape[1:]))
-            else:
-                shapes[name] = self._flattened(shape) if name in self.flat else shape
-        return shapes
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        return {part: dtype for name, dtype in self.source.dtypes.items() for part in self.parts.get(name, (name,))}
+    def __init__(self, source: TensorSource, forms: Forms) -> None:
+        self.where, self._source = source.where, source
+        self._made: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {}
+        self.shapes: dict[str, Shape] = {}
+        for name, shape in source.shapes.items():
+            for target, form in forms(name).items():
+                if target in self._made:
+                    raise ValueError(f"{self.where} holds {target!r} twice, as {self._made[target][0]!r} and {name!r}")
+                try:
+                    self.shapes[target] = tuple(form(torch.empty(shape, device="meta")).shape)
+                except (IndexError, RuntimeError) as error:
+                    raise ValueError(f"{self.where}: {name!r} can not have the shape {list(shape)}") from error
+                self._made[target] = name, form
+        self.dtypes = {target: source.dtypes[name] for target, (name, _) in self._made.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        wanted = set(names)
-        stored = [name for name in self.source.shapes if not wanted.isdisjoint(self.parts.get(name, (name,)))]
-        for name, tensor in self.source.read(stored):
-            parts = self.parts.get(name, (name,))
-            if name in self.flat:
-                tensor = tensor.reshape(self._flattened(tuple(tensor.shape)))
-            for part, piece in zip(parts, tensor.chunk(len(parts)), strict=True):
-                if part in wanted:
-                    yield part, piece
+        """Yield (name, CPU tensor) for the given names; a stored tensor is read once for all that is made from it."""
+        wanted: dict[str, list[str]] = defaultdict(list)
+        for target in names:
+            wanted[self._made[target][0]].append(target)
+        for name, tensor in self._source.read(wanted):
+            for target in wanted[name]:
+                yield target, self._made[target][1](tensor)
 
-    @staticmethod
-    def _flattened(shape: Shape) -> Shape:
-        while len(shape) > 1 and shape[0] == 1:
-            shape = shape[1:]
-        return shape
+
+def unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    """The form of a tensor that is given as it is stored."""
+    return tensor
 
 
 def open_tensors(path: Path, state_keys: Sequence[str] = ()) -> SafetensorsSource | TorchSource:
@@ -156,14 +148,25 @@ def unknown_state(path: Path, names: Iterable[str], state_keys: Sequence[str]) -
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a small JSON object. Raises ValueError naming the file when it is anything else."""
+    return _read_mapping(path, "JSON", json.loads)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a small YAML mapping, as data only. Raises ValueError naming the file when it is anything else."""
+    return _read_mapping(path, "YAML", yaml.safe_load)
+
+
+def _read_mapping(path: Path, kind: str, parse: Callable[[bytes], Any]) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ValueError(f"{path} is larger than {_MAX_JSON_BYTES >> 20} MiB; it is no config or index file")
-        value = json.loads(path.read_bytes())
-    except (OSError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as JSON ({type(error).__name__}); download it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+        if path.stat().st_size > _MAX_CONFIG_BYTES[kind]:
+            raise ValueError(
+                f"{path} is larger than {_MAX_CONFIG_BYTES[kind] >> 20} MiB; it is no config or index file"
+            )
+        value = parse(path.read_bytes())
+    except (OSError, RecursionError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read as {kind} ({type(error).__name__}); download it again") from error
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"{path} must hold a {kind} object, got {type(value).__name__}")
     return value
 
 

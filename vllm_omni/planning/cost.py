@@ -66,6 +66,8 @@ class StreamModel:
     frames_per_latent: video frames of a latent frame. grid_tokens: of a latent frame, where the video's size does not
     change it. linears: parameters of the linear layers that a token passes. kv_dim: width of keys and of values. 0 of
     these three = by Wan's formulas. sequence_parallel: ranks may share tokens (Ulysses), and a decode.
+    growing_graphs: a graph serves a window of any length, so of a session's passes only the first is launched kernel by
+    kernel. image_passes: of a session's first chunk, over the latent frame that its start image becomes.
     """
 
     name: str
@@ -106,6 +108,8 @@ class StreamModel:
     kv_dim: int = 0
     autoencoder: Autoencoder = Autoencoder()
     sequence_parallel: bool = True
+    growing_graphs: bool = False
+    image_passes: int = 0
 
     @property
     def passes(self) -> int:
@@ -273,12 +277,18 @@ def host_ms(model: StreamModel, card: Card, split: Split, *, graphs: bool = Fals
     return launch_ms(model, card, split, graphs=graphs) + (1e3 * card.stage_step_s if split.gpus > 1 else 0.0)
 
 
-def pass_latency_ms(model: StreamModel, card: Card, split: Split, window: int) -> tuple[float, float]:
-    """One pass of one chunk through all stages when nothing else runs: (the device's time, the host's)."""
+def pass_latency_ms(
+    model: StreamModel, card: Card, split: Split, window: int, *, graphs: bool = False
+) -> tuple[float, float]:
+    """One pass of one chunk through all stages when nothing else runs: (the device's time, the host's).
+
+    graphs: it comes by graph although its window is not full.
+    """
     device = pass_ms(model, card, window) / split.ranks + exchange_ms(model, card, split)
     if split.stages > 1:
         device += (1 if split.temporal else split.stages) * hop_ms(model, card, split)
-    host = split.layer_parts * host_ms(model, card, split, graphs=model.launches_graphs and window == model.window)
+    by_graph = model.launches_graphs and (graphs or window == model.window)
+    host = split.layer_parts * host_ms(model, card, split, graphs=by_graph)
     return device, host + (1e3 * card.stage_step_s if split.vae_stage else 0.0)
 
 
@@ -454,8 +464,11 @@ def predict(model: StreamModel, card: Card, split: Split, sessions: int = 1) -> 
     # Sessions that begin together are set up one after the other, before the first of their steps.
     before_decode = model.passes if model.waits_for_clean and not split.vae_stage else model.denoise
     first_pass = step_ms(card, split, pass_latency_ms(model, card, split, model.first_chunk))
+    graphs = model.growing_graphs
+    next_pass = step_ms(card, split, pass_latency_ms(model, card, split, model.first_chunk, graphs=graphs))
+    first_steps = first_pass + (before_decode + model.image_passes - 1) * next_pass
     setup = setup_ms(model, card) + encode_ms(model, card, model.first_chunk, first=True) + 1e3 * card.request_s
-    first = sessions * setup + before_decode * first_pass + camera
+    first = sessions * setup + first_steps + camera
     first += until_result_ms(model, card, split, sessions) + 1e3 * card.first_frame_s
     ranks = _fullest(model, card, split)
     most = min((0.95 * card.memory_bytes - rank.fixed) // rank.each for rank in ranks)

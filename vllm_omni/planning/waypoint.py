@@ -11,10 +11,10 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from vllm_omni.model_executor.models.waypoint.autoencoders import Codec, ImageCodec, StreamingTAEHV
+from vllm_omni.model_executor.models.waypoint.autoencoders import make_codec
 from vllm_omni.model_executor.models.waypoint.checkpoint import transformer_shapes
 from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig
-from vllm_omni.model_executor.models.waypoint.state import FrameRings
+from vllm_omni.model_executor.models.waypoint.state import frame_rings
 from vllm_omni.planning.cost import Autoencoder, StreamModel
 
 WAYPOINT_1_5: Final[Mapping[str, Any]] = {
@@ -71,7 +71,7 @@ def waypoint_model(
     read_prompts = sum(config.reads_prompt(layer) for layer in range(config.n_layers))
     tokens, kv_dim = config.tokens_per_frame, config.n_kv_heads * config.head_dim
     sizes: dict[str, Any] = {"num_heads": config.n_kv_heads, "dtype": torch.bfloat16, "device": "meta"}
-    rings = FrameRings(config, range(config.n_layers), **sizes).nbytes
+    rings = frame_rings(config, range(config.n_layers), **sizes).nbytes
     each = 2 * kv_dim * config.n_layers  # numbers of a token
     window = config.local_window
     spare = rings / (torch.bfloat16.itemsize * tokens) - window * each
@@ -96,6 +96,8 @@ def waypoint_model(
         grid_tokens=tokens,
         frames_per_latent=config.temporal_compression,
         sequence_parallel=False,
+        growing_graphs=True,
+        image_passes=1,
         context_rows=PROMPT_ROWS * read_prompts // config.n_layers,
         context_weights=_TEXT_WEIGHTS if config.prompted else 0.0,
         autoencoder=_autoencoder(config, codec or {}),
@@ -110,11 +112,7 @@ def _passed(name: str, shape: tuple[int, ...]) -> bool:
 
 def _autoencoder(config: WaypointConfig, codec: Mapping[str, Any]) -> Autoencoder:
     with torch.device("meta"):
-        made: Codec = (
-            StreamingTAEHV(config.channels, **codec, size=config.codec_size, dtype=torch.bfloat16)
-            if config.temporal_compression > 1
-            else ImageCodec(**codec, dtype=torch.bfloat16)
-        )
+        made = make_codec(config, codec, torch.bfloat16)
         channels, *cells = config.latent_shape
         latent, image = torch.empty(channels, 1, *cells), torch.empty(*config.codec_size, 3, dtype=torch.uint8)
     with torch.no_grad():

@@ -100,9 +100,7 @@ class PlannedChunks(ChunkSource):
         if self._camera is not None:
             poses = len(self._camera)
         else:
-            stride = facts.vae_stride[0]
-            less = stride - facts.first_stride if starts_world else 0
-            poses = max(0, stride * len(self._actions or ()) - less)
+            poses = facts.pixel_frames(len(self._actions or ()), starts_world)
         sizes = plan_frames(poses, self._num_frames, self._policy, facts, starts_world)
         if sum(sizes) > limits.max_frames_per_request:
             raise DoorError(

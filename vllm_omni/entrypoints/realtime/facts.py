@@ -110,8 +110,7 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def first_chunk_frames(self) -> int:
         """Pixel frames of a session's first chunk."""
-        latent_frames = self.first_chunk_latent_frames or self.latent_frames_per_chunk
-        return self.first_stride + self.vae_stride[0] * (latent_frames - 1)
+        return self.pixel_frames(self.first_chunk_latent_frames or self.latent_frames_per_chunk, starts_world=True)
 
     @property
     def chunk_frames(self) -> int:
@@ -125,6 +124,11 @@ class WorldFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """
         wide, high = self.intrinsics_reference_size
         return [self.key_focal * wide / width, self.key_focal * high / height, wide / 2, high / 2]
+
+    def pixel_frames(self, latent_frames: int, starts_world: bool) -> int:
+        """Pixel frames of so many latent frames, a session's first or later ones."""
+        less = self.vae_stride[0] - self.first_stride if starts_world else 0
+        return max(0, self.vae_stride[0] * latent_frames - less)
 
     def latent_frames(self, pixel_frames: int) -> int:
         """Latent frames of a chunk of `pixel_frames`, a session's first or a later one."""

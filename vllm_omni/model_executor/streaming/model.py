@@ -3,7 +3,7 @@
 
 Sessions and their bytes, keys of batches, latents between ranks, hand-over to a VAE stage,
 moving layers. A model brings its networks (`build`), its conditions (`prepare_encode`), its forward
-(`denoise_step`) and the rest of `post_decode` and `commit`.
+(`denoise_step`) and the rest of `post_decode`.
 Held by the pipeline and parallel tests of the models.
 """
 
@@ -125,6 +125,10 @@ class StreamingModel(nn.Module, Generic[Shape, Session, Chunk]):
                 continue
             assert chunk.noise is not None
             chunk.latents = chunk.schedule.advance(chunk.latents, flow, step, chunk.noise)
+
+    def commit(self, request: DiffusionRequest[Session, Chunk]) -> None:
+        request.work.window.commit(request.work.frames.stop)
+        request.session.commit(request.work)
 
     def latents(self, request: DiffusionRequest[Session, Chunk]) -> torch.Tensor:
         return request.work.latents

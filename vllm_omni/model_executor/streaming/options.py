@@ -6,7 +6,7 @@ tests/model_executor/models/causal_wan/test_causal_wan_config.py and
 tests/model_executor/models/lingbot_world/test_lingbot_config.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -43,3 +43,12 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
         if parsed.window_frames == 0:
             raise ValueError("omni.model: window_frames must be -1 (global) or >= 1, got 0")
         return parsed
+
+    @classmethod
+    def read_unless(cls, fixed: Sequence[str], options: Mapping[str, Any]) -> Self:
+        """`read` for a model whose checkpoint fixes the options `fixed`, which are refused."""
+        if given := [name for name in fixed if name in options]:
+            raise ValueError(
+                f"omni.model: drop {', '.join(given)}: this model's checkpoint leaves no choice of {', '.join(fixed)}"
+            )
+        return cls.read(options)

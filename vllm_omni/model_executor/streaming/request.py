@@ -84,8 +84,12 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], taken: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class PlayedChunk:
-    """A checked request but for its controls. image: uint8 [H, W, 3] of any size, of a session's first chunk."""
+    """A checked request but for its controls. image: uint8 [H, W, 3] of any size, of a session's first chunk.
 
+    prompt: this chunk's, else its session's, else "".
+    """
+
+    prompt: str
     seed: int
     image: torch.Tensor | None
 
@@ -107,7 +111,8 @@ def read_played(
     if image is not None and not first_chunk:
         raise RequestFailed("invalid_image", "a session keeps its first image; reset it to begin with another")
     needed = first_chunk and space.image == "required"
-    return PlayedChunk(read_seed(params, session.seed), read_image(image, first_chunk=needed))
+    prompt = session.prompt if params.prompt is None else params.prompt
+    return PlayedChunk(prompt or "", read_seed(params, session.seed), read_image(image, first_chunk=needed))
 
 
 def read_image(image: torch.Tensor | None, *, first_chunk: bool) -> torch.Tensor | None:
@@ -146,7 +151,15 @@ def read_action_rows(
         rows = read_actions(space, params.actions, tensors, pixel_frames)
         assert rows is not None
         return rows
-    entries = [] if params.actions is None and not dense else params.actions
-    rows = read_actions(space, entries, tensors, len(frames))
-    assert rows is not None
+    rows = read_latent_rows(params, tensors, space, len(frames))
     return rows.repeated([plan.rate.start(frame + 1) - plan.rate.start(frame) for frame in frames])
+
+
+def read_latent_rows(
+    params: DiffusionParams, tensors: Mapping[str, torch.Tensor], space: ActionSpace, num_frames: int
+) -> ActionRows:
+    """Return the controls of `num_frames` latent frames; without actions, nothing is held."""
+    dense = any(name in tensors for name in ACTION_TENSORS)
+    rows = read_actions(space, [] if params.actions is None and not dense else params.actions, tensors, num_frames)
+    assert rows is not None
+    return rows

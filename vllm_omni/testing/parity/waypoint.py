@@ -18,11 +18,12 @@ import torch
 
 from vllm_omni.actions import ActionFrame, read_actions
 from vllm_omni.model_executor.dtypes import default_dtype
+from vllm_omni.model_executor.layers.frame_rings import FrameRings
 from vllm_omni.model_executor.models.waypoint import autoencoders
 from vllm_omni.model_executor.models.waypoint.checkpoint import load_autoencoder, load_transformer
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig, action_space, control_vectors
-from vllm_omni.model_executor.models.waypoint.state import FrameRings, FrameRow
-from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
+from vllm_omni.model_executor.models.waypoint.state import FrameRow, frame_rings
+from vllm_omni.model_executor.models.waypoint.transformer import FrequencyTables, WaypointTransformer
 from vllm_omni.model_executor.schedules import EulerSchedule
 from vllm_omni.model_executor.tensor_files import open_tensors
 from vllm_omni.testing.parity.comparison import Report, Scenario, run_scenarios
@@ -45,6 +46,11 @@ def verify(golden_dir: Path) -> Report:
     )
 
 
+def rounded(tables: FrequencyTables) -> FrequencyTables:
+    """Frequencies as the original engine has them once its module is cast to bf16."""
+    return FrequencyTables(**{name: table.bfloat16().float() for name, table in vars(tables).items()})
+
+
 # -- roll-outs ---------------------------------------------------------------------------------------------------------
 
 
@@ -58,11 +64,13 @@ class Rollout:
         self.sigmas: list[float] = json.loads(scenario.meta("sigmas"))
         dtype = torch.bfloat16 if self.bf16 else torch.float32
         with default_dtype(dtype):
-            self.model = WaypointTransformer(self.config, tables="served" if self.bf16 else "exact")
+            self.model = WaypointTransformer(self.config)
+        if self.bf16:
+            self.model.tables = rounded(self.model.tables)
         weights = scenario.meta("weights").split(maxsplit=1)[0]
         load_transformer(self.model, open_tensors(scenario.directory / weights))
         heads = self.config.n_kv_heads
-        self.rings = FrameRings(self.config, range(self.config.n_layers), num_heads=heads, dtype=dtype, device="cpu")
+        self.rings = frame_rings(self.config, range(self.config.n_layers), num_heads=heads, dtype=dtype, device="cpu")
         self.prompts = [
             self.model.cross_attention_kv(scenario.get(name)) for name in ("prompt0", "prompt1") if name in scenario
         ]

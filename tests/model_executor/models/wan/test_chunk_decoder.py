@@ -15,7 +15,8 @@ from torch._dynamo.utils import counters
 
 from vllm_omni.model_executor.models.wan.chunk_decoder import ChunkDecoder, DecoderState
 from vllm_omni.model_executor.models.wan.components import VAEConfig
-from vllm_omni.model_executor.models.wan.tiny_vae import REACH, TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
+from vllm_omni.model_executor.models.wan.taehv import REACH
+from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
 from vllm_omni.model_executor.models.wan.vae import StreamingWanVAE
 from vllm_omni.model_executor.models.wan.weights import load_vae
 from vllm_omni.testing.tiny.wan import write_tiny_vae

@@ -6,13 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_omni.model_executor.models.wan.tiny_vae import (
-    CHANNELS,
-    MemoryBlock,
-    TinyVAEDecoder,
-    load_tiny_vae,
-    tiny_vae_channels,
-)
+from vllm_omni.model_executor.models.wan.taehv import MemoryBlock
+from vllm_omni.model_executor.models.wan.tiny_vae import CHANNELS, TinyVAEDecoder, load_tiny_vae, tiny_vae_channels
 from vllm_omni.testing.tiny.wan import write_tiny_vae
 
 TOLERANCE = 1e-5

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from vllm_omni.actions import ActionFrame, read_actions
 from vllm_omni.config import OmniConfig
@@ -15,7 +14,7 @@ from vllm_omni.model_executor.models.waypoint.config import (
     WaypointConfig,
     action_space,
     control_vectors,
-    read_options,
+    read_stream,
 )
 from vllm_omni.model_executor.models.waypoint.family import FAMILY
 from vllm_omni.testing.tiny.waypoint import make_tiny
@@ -52,8 +51,7 @@ def test_the_released_config_has_its_sizes() -> None:
     assert config.latent_shape == (32, 32, 64) and config.codec_size == (512, 1024) and config.time_step == 1
     assert [layer for layer in range(24) if config.is_global(layer)] == [3, 7, 11, 15, 19, 23]
     assert [layer for layer in range(24) if config.controlled(layer)] == list(range(0, 24, 3))
-    assert config.schedule("served", torch.bfloat16).sigmas == (1.0, 0.8984375, 0.75, 0.30078125, 0.0)
-    assert config.schedule("exact", torch.bfloat16).sigmas == (1.0, 0.9, 0.75, 0.3, 0.0)
+    assert config.scheduler_sigmas == (1.0, 0.9, 0.75, 0.3, 0.0)
     first = WaypointConfig.from_checkpoint({**RELEASED, "global_attn_offset": 0, "inference_fps": 30})
     assert first.is_global(0) and first.is_global(4) and not first.is_global(3) and first.time_step == 2
 
@@ -112,10 +110,11 @@ def test_controls_are_mouse_then_buttons_then_wheel() -> None:
 
 
 def test_an_option_of_what_the_checkpoint_fixes_is_refused() -> None:
-    assert read_options({"cuda_graphs": True}).cuda_graphs
+    checkpoint = {"transformer": RELEASED}
+    assert read_stream(checkpoint, OmniConfig(model={"cuda_graphs": True})).options.cuda_graphs
     for name, value in (("window_frames", 4), ("decoder", "tiny"), ("sequence_parallel", True)):
-        with pytest.raises(ValueError, match=f"drop {name}: a Waypoint checkpoint fixes its windows"):
-            read_options({name: value})
+        with pytest.raises(ValueError, match=f"drop {name}: this model's checkpoint leaves no choice of latent_frames"):
+            read_stream(checkpoint, OmniConfig(model={name: value}))
 
 
 def test_chunks_are_one_latent_frame_and_the_first_has_as_many_video_frames_as_the_others(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from test_waypoint_weights import load, recorded
 
-from vllm_omni.model_executor.models.waypoint.state import FrameRings, FrameRow
+from vllm_omni.model_executor.layers.frame_rings import FrameRings
+from vllm_omni.model_executor.models.waypoint.state import FrameRow, frame_rings
 from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 from vllm_omni.model_executor.schedules import EulerSchedule
+from vllm_omni.testing.parity.waypoint import rounded
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def row(model: WaypointTransformer, seed: int, window: FrameRings, frame: int = 
 
 def rings(model: WaypointTransformer) -> FrameRings:
     layers, heads = range(model.config.n_layers), model.config.n_kv_heads
-    return FrameRings(model.config, layers, num_heads=heads, dtype=torch.float32, device="cpu")
+    return frame_rings(model.config, layers, num_heads=heads, dtype=torch.float32, device="cpu")
 
 
 def committed(model: WaypointTransformer, seed: int, frames: int) -> FrameRings:
@@ -59,13 +61,12 @@ def test_noisy_passes_leave_no_trace(model: WaypointTransformer) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in held.tensors(1).items())
 
 
-def test_served_tables_are_rounded_and_change_the_embedding() -> None:
-    _, config = recorded("wp15")
-    exact, served = WaypointTransformer(config), WaypointTransformer(config, tables="served")
-    assert torch.equal(served.tables.noise, exact.tables.noise.bfloat16().float())
-    phases = [1000 * 0.9 * model.tables.noise for model in (exact, served)]
-    assert (phases[0] - phases[1]).abs().max() > 0.5
-    assert exact.tables.noise[-1].item() == pytest.approx(1e-4) and exact.tables.xy[0].item() == pytest.approx(math.pi)
+def test_tables_rounded_as_the_original_engine_has_them_change_the_embedding(model: WaypointTransformer) -> None:
+    exact, served = model.tables, rounded(model.tables)
+    assert (1000 * 0.9 * (exact.noise - served.noise)).abs().max() > 0.5
+    assert exact.noise[-1].item() == pytest.approx(1e-4) and exact.xy[0].item() == pytest.approx(math.pi)
+    before, model.tables = model.embed_noise(0.9), served
+    assert not torch.allclose(model.embed_noise(0.9), before, rtol=1e-2)
 
 
 def test_a_step_is_rounded_to_the_models_type() -> None:

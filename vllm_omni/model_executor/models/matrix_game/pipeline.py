@@ -129,7 +129,7 @@ class MatrixGame(ImageWorldModel[MatrixGameSession, Chunk, MatrixGameSetup, Chec
             len(frames),
             self.config.action_rows,
         )
-        given: dict[str, Any] = {"prompt": "", "seed": inputs.seed, "windows": windows}
+        given: dict[str, Any] = {"prompt": inputs.prompt, "seed": inputs.seed, "windows": windows}
         if self.image_encoder is None:
             own = World(condition=None, actions=newest, image=None)
             request.state = Chunk.to_decode(frames, self.schedule, size, session.window, own=own, y=None, **given)

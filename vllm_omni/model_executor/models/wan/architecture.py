@@ -123,6 +123,11 @@ def check_keys(
     known = sorted({*read, *required, *ignored})
     if unknown := sorted(set(values) - set(known)):
         raise ValueError(f"{where} has unknown keys {unknown}; known: {known}")
+    check_implemented(values, where, required)
+
+
+def check_implemented(values: Mapping[str, Any], where: str, required: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ValueError naming the first value of the config `where` that is not implemented."""
     for key, allowed in required.items():
         if key in values and values[key] not in allowed:
             raise ValueError(f"{where} has {key} = {values[key]!r}; this model implements {allowed}")

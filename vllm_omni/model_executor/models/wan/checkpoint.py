@@ -112,13 +112,8 @@ class WanComponents:
 
     def text_config(self) -> dict[str, Any]:
         """Return `UMT5Config` values from the encoder's config, else its weights' shapes, else the released ones."""
-        if self.text_encoder is not None and (self.text_encoder / "config.json").exists():
-            config = read_json(self.text_encoder / "config.json")
-            if config.get("model_type") != "umt5":
-                raise ValueError(
-                    f"{self.text_encoder}/config.json has model_type {config.get('model_type')!r}, not 'umt5'"
-                )
-            return {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype", "architectures")}
+        if stated := stated_text(self.text_encoder):
+            return stated
         if self.text_encoder is None or self.text_encoder.is_dir():
             return dict(UMT5_XXL)
         attention = "encoder.block.0.layer.0.SelfAttention"
@@ -164,13 +159,7 @@ class WanComponents:
         return vae
 
     def checked_text(self, width: int) -> dict[str, Any]:
-        text = self.text_config()
-        if text["d_model"] != width:
-            raise ValueError(
-                f"{self.root}: the text encoder gives rows of {text['d_model']}, the transformer takes "
-                f"{width}; the two belong to different checkpoints"
-            )
-        return text
+        return checked_text(self.text_config(), width, self.root)
 
     def checked_clip(self, rows: int, width: int) -> dict[str, Any]:
         clip = self.clip_config()
@@ -206,16 +195,51 @@ def chunk_hf_config(
         encoder = layout.checked_clip(config.text_len, config.text_dim)
     vae = layout.checked_vae(config.out_channels)
     return {
-        "architectures": [architecture],
+        **engine_fields(
+            architecture, dim=config.dim, heads=config.num_heads, layers=config.num_layers, context=encoder
+        ),
         "dtype": str(transformer.get("dtype") or transformer.get("torch_dtype") or "bfloat16"),
-        "hidden_size": config.dim,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "vocab_size": encoder.get("vocab_size", 2),
-        "max_position_embeddings": 16,
         **quantization_of({"transformer": layout.transformer}, rules),
         name: {"transformer": transformer, "vae": vae.to_dict(), context: encoder, **facts},
     }
+
+
+def engine_fields(
+    architecture: str, *, dim: int, heads: int, layers: int, context: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fields of vLLM's config object that it reads itself. context: of the encoder of prompts or images."""
+    return {
+        "architectures": [architecture],
+        "dtype": "bfloat16",
+        "hidden_size": dim,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "vocab_size": context.get("vocab_size", 2),
+        "max_position_embeddings": 16,
+    }
+
+
+def stated_text(encoder: Path | None) -> dict[str, Any]:
+    """Return `UMT5Config` values from the `config.json` of a text encoder's folder; {} without one.
+
+    Raises ValueError if it is another model's.
+    """
+    if encoder is None or not (encoder / "config.json").exists():
+        return {}
+    config = read_json(encoder / "config.json")
+    if config.get("model_type") != "umt5":
+        raise ValueError(f"{encoder}/config.json has model_type {config.get('model_type')!r}, not 'umt5'")
+    return {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype", "architectures")}
+
+
+def checked_text(text: dict[str, Any], width: int, root: Path) -> dict[str, Any]:
+    """Return `text` if its rows have the width that the transformer takes. Raises ValueError in one line."""
+    if text["d_model"] != width:
+        raise ValueError(
+            f"{root}: the text encoder gives rows of {text['d_model']}, the transformer takes "
+            f"{width}; the two belong to different checkpoints"
+        )
+    return text
 
 
 def find_transformer(path: Path, names: Sequence[str], found: Callable[[Path], bool], model: str) -> tuple[Path, Path]:

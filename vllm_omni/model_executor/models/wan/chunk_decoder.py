@@ -23,7 +23,8 @@ from typing import Literal
 import torch
 
 from vllm_omni.model_executor.models.wan.latents import LATENT_CHANNELS, VAE_SPATIAL
-from vllm_omni.model_executor.models.wan.tiny_vae import REACH, TinyVAEDecoder
+from vllm_omni.model_executor.models.wan.taehv import REACH
+from vllm_omni.model_executor.models.wan.tiny_vae import TinyVAEDecoder
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, StreamingWanVAE, VAECache
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SavedTensors

@@ -151,10 +151,6 @@ class WanChunkModel(StreamingModel[Shape, Session, Chunk], Generic[Shape, Sessio
         frames = whole_frames(to_uint8(pixels, self.rounding), None if tiny else self.vae.bands)
         return meta, frames | chunk.latents_beside(session.shape)
 
-    def commit(self, request: DiffusionRequest[Session, Chunk]) -> None:
-        request.work.window.commit(request.work.frames.stop)
-        request.session.commit(request.work)
-
     # -- several sessions' chunks in one decode ------------------------------------------------------------------------
 
     def most_decoded_together(self, request: DiffusionRequest[Session, Chunk]) -> int:

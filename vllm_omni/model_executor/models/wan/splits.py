@@ -26,16 +26,24 @@ def check_split(
     the names users know.
     """
     layer_stages = 1 if omni.pipeline == "temporal" else stages - omni.vae_stage
-    place = ParallelContext(size=ranks, num_stages=layer_stages, partition=omni.partition)
-    for name, heads in {"num_heads": config.num_heads, **(others or {})}.items():
-        place.check_divisible(heads, name)
+    counts = {"num_heads": config.num_heads, **(others or {})}
     if not sequence_parallel:
-        place.check_divisible(config.ffn_dim, "ffn_dim")
-    if layer_stages > config.num_layers:
+        counts["ffn_dim"] = config.ffn_dim
+    check_parts(config.num_layers, counts, omni, ranks, stages, layer_stages)
+
+
+def check_parts(
+    num_layers: int, counts: Mapping[str, int], omni: OmniConfig, ranks: int, stages: int, layer_stages: int
+) -> None:
+    """`check_split` of any network. counts: those that `ranks` must divide. layer_stages: stages that hold layers."""
+    place = ParallelContext(size=ranks, num_stages=layer_stages, partition=omni.partition)
+    for name, count in counts.items():
+        place.check_divisible(count, name)
+    if layer_stages > num_layers:
         raise ValueError(
-            f"--pipeline-parallel-size {stages}: {config.num_layers} layers can not be cut into {layer_stages} stages"
+            f"--pipeline-parallel-size {stages}: {num_layers} layers can not be cut into {layer_stages} stages"
         )
-    place.layers(config.num_layers)
+    place.layers(num_layers)
 
 
 def check_decoder_split(decoder: str, omni: OmniConfig) -> None:

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny decoder of Wan 2.1 latents (TAEHV layout, `taew2_1.pth`) as a stream: about 25 times cheaper, not exact.
 
-The network is a chain of 2-D convolutions over frames; only its memory blocks look back, each at the frame before it at
-its own rate. So a stream needs one activation for each of them, and a stream cut anywhere equals one call over the
-whole clip. Every latent frame becomes 4 video frames, of which a stream's first latent keeps only the last.
-
-Layout of the weights: madebyollin/taehv, class TAEHV with decoder upscaling (no, yes, yes) in time; its encoder is not
-used. Held by tests/model_executor/models/wan/test_tiny_vae.py.
+Every latent frame becomes 4 video frames, of which a stream's first latent keeps only the last. The layers are those of
+`taehv.py`; the file's encoder is not used. Held by tests/model_executor/models/wan/test_tiny_vae.py.
 """
 
-# C channels, T frames, h, w latent cells, H, W pixels
+# C channels, T frames, h, w latent cells
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn import functional
 
+from vllm_omni.model_executor.models.wan import taehv
 from vllm_omni.model_executor.models.wan.checkpoint import TINY_VAE_FILE, WanComponents
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
 from vllm_omni.model_executor.tensor_files import open_tensors
@@ -26,50 +21,7 @@ from vllm_omni.model_executor.weights import load_strict, shapes_of
 
 CHANNELS = (256, 128, 64, 64)
 """Released widths, a level each and the last."""
-_FRAMES = (1, 2, 2)
-"""How many frames each level makes of one."""
-_MEMORIES = 3
-"""Memory blocks at each level."""
 _LATENT_CHANNELS = 16
-REACH = math.ceil(sum(_MEMORIES / math.prod(_FRAMES[:level]) for level in range(len(_FRAMES))))
-"""How many latents before a chunk its frames depend on: behind so many, a stream may begin anywhere."""
-
-
-class MemoryBlock(nn.Module):
-    """A residual block over each frame and the frame before it."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Sequential(
-            nn.Conv2d(2 * channels, channels, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, padding=1),
-        )
-
-    def forward(self, x_TCHW: torch.Tensor, before_1CHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (result, the next call's `before_1CHW`)."""
-        past_TCHW = torch.cat((before_1CHW, x_TCHW[:-1]))
-        out_TCHW = functional.relu(self.conv(torch.cat((x_TCHW, past_TCHW), dim=1)) + x_TCHW)
-        return out_TCHW, x_TCHW[-1:].clone()
-
-
-class GrowTime(nn.Module):
-    """One frame becomes `factor` frames, from as many groups of channels."""
-
-    def __init__(self, channels: int, factor: int) -> None:
-        super().__init__()
-        self.channels = channels
-        self.conv = nn.Conv2d(channels, channels * factor, 1, bias=False)
-
-    def forward(self, x_TCHW: torch.Tensor) -> torch.Tensor:
-        return self.conv(x_TCHW).unflatten(1, (-1, self.channels)).flatten(0, 1)
-
-
-class SoftClamp(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x / 3) * 3
 
 
 class TinyVAEDecoder(nn.Module):
@@ -78,14 +30,7 @@ class TinyVAEDecoder(nn.Module):
     def __init__(self, channels: Sequence[int] = CHANNELS, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.channels = tuple(channels)
-        layers: list[nn.Module] = [SoftClamp(), nn.Conv2d(_LATENT_CHANNELS, channels[0], 3, padding=1), nn.ReLU()]
-        for level, frames in enumerate(_FRAMES):
-            here, below = channels[level], channels[level + 1]
-            layers += [MemoryBlock(here) for _ in range(_MEMORIES)]
-            layers += [nn.Upsample(scale_factor=2), GrowTime(here, frames)]
-            layers += [nn.Conv2d(here, below, 3, padding=1, bias=False)]
-        layers += [nn.ReLU(), nn.Conv2d(channels[-1], 3, 3, padding=1)]
-        self.decoder = nn.Sequential(*layers).to(dtype)
+        self.decoder = taehv.decoder(_LATENT_CHANNELS, channels, 3).to(dtype)
         self.dtype = dtype
         self.requires_grad_(False)
         for weight in self.parameters():
@@ -101,45 +46,23 @@ class TinyVAEDecoder(nn.Module):
         4n (4n - 3 at a start), and the next cache.
         """
         x = latents_1CTHW[0].transpose(0, 1).to(self.dtype)
-        before = [x.new_zeros(shape) for shape in self._cache_shapes(*x.shape[2:])] if cache is None else cache.features
-        past = iter(before)
-        kept = []
-        for layer in self.decoder:
-            if isinstance(layer, MemoryBlock):
-                x, last = layer(x, next(past))
-                kept.append(last)
-            else:
-                x = layer(x)
+        x, kept = taehv.run_stream(self.decoder, x, cache)
         if cache is None:
             x = x[3:]  # the first latent frame has no past
         pixels_1CTHW = (x * 2 - 1).clamp_(-1.0, 1.0).transpose(0, 1).unsqueeze(0)
-        return pixels_1CTHW, VAECache(tuple(kept))
+        return pixels_1CTHW, kept
 
     def decoder_cache_layout(self, height: int, width: int) -> CacheLayout:
         """Layout of the cache of a stream of `height` x `width` pixels."""
-        return CacheLayout(tuple(self._cache_shapes(height // 8, width // 8)), self.dtype)
+        return CacheLayout(taehv.decoder_memory(self.channels, height // 8, width // 8), self.dtype)
 
     def decoder_cache_nbytes(self, height: int, width: int) -> int:
         return self.decoder_cache_layout(height, width).nbytes
 
-    def _cache_shapes(self, latent_height: int, latent_width: int) -> list[tuple[int, int, int, int]]:
-        """One frame before each memory block: [1, C, height, width] at the block's level."""
-        return [
-            (1, self.channels[level], latent_height * 2**level, latent_width * 2**level)
-            for level in range(len(_FRAMES))
-            for _ in range(_MEMORIES)
-        ]
-
 
 def tiny_vae_channels(path: Path | None) -> tuple[int, ...]:
     """Return the widths of a TAEHV file; without a file, the released ones. Raises ValueError if it is none."""
-    if path is None:
-        return CHANNELS
-    shapes = open_tensors(path).shapes
-    names = ["decoder.1.weight", "decoder.8.weight", "decoder.14.weight", "decoder.20.weight"]
-    if any(name not in shapes for name in names):
-        raise ValueError(f"{path} is no TAEHV file: it lacks {', '.join(name for name in names if name not in shapes)}")
-    return tuple(shapes[name][0] for name in names)
+    return CHANNELS if path is None else taehv.decoder_widths(path)
 
 
 def load_tiny_vae(decoder: TinyVAEDecoder, path: Path) -> None:

@@ -4,14 +4,15 @@
 Held by tests/model_executor/models/lingbot_world/test_weights.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_omni.model_executor.models.wan.component_names import CLIP_RULES, VAE_RULES
-from vllm_omni.model_executor.tensor_files import AdaptedSource, open_tensors
+from vllm_omni.model_executor.tensor_files import AdaptedSource, open_tensors, unchanged
 from vllm_omni.model_executor.weights import load_strict, shapes_of
 
 if TYPE_CHECKING:
@@ -70,12 +71,20 @@ def load_vae(vae: "StreamingWanVAE", path: Path) -> None:
 def load_image_encoder(encoder: "ImageEncoder", path: Path) -> None:
     """Load the tower from Wan's `.pth`, of which it is a part, or from a transformers folder. Raises ValueError."""
     source = open_tensors(path)
-    parts = {
-        name: tuple(name.replace(".to_qkv.", f".to_{kind}.") for kind in "qkv")
-        for name in source.shapes
-        if ".to_qkv." in name and name.startswith("visual.")
-    }
-    flat = [name for name in ("visual.cls_embedding", "visual.pos_embedding") if name in source.shapes]
     ignored = [name for name in source.shapes if name.startswith(_CLIP_UNUSED) or name.endswith("position_ids")]
-    adapted = AdaptedSource(source, parts, flat)
+    adapted = AdaptedSource(source, _clip_forms)
     load_strict(encoder.model, adapted, encoder.shapes(), CLIP_RULES, what="image encoder", ignored=ignored)
+
+
+def _clip_forms(name: str) -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Q, K and V stand stacked in one tensor; embeddings have leading dimensions of one."""
+    if name.startswith("visual.") and ".to_qkv." in name:
+        parts = enumerate("qkv")
+        return {name.replace(".to_qkv.", f".to_{kind}."): partial(_third, index=index) for index, kind in parts}
+    if name in ("visual.cls_embedding", "visual.pos_embedding"):
+        return {name: lambda x: x.reshape(-1, x.shape[-1]).squeeze(0)}
+    return {name: unchanged}
+
+
+def _third(x: torch.Tensor, index: int) -> torch.Tensor:
+    return x.tensor_split(3)[index]

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two autoencoders: TAEHV as a stream (1.5: four video frames a latent) and one of single images (Waypoint-1).
+"""Waypoint's autoencoders as a session uses them (`Codec`): TAEHV of 1.5, a stream, and Waypoint-1's, of single images.
 
-Both are a `Codec`: a start image to a latent, a latent to frames of the video's size, with what a stream remembers.
-TAEHV's convolutions see one frame; only its memory blocks look back, each at its input one frame earlier. So a stream
-keeps one activation for each of them. Parameters have the names of the released files (TAEHV: madebyollin/taehv, MIT;
-the image autoencoder was written from a description of its layers).
+Latents are used as they are. Waypoint-1's is a residual network, all of whose convolutions are weight-normalised; it
+works on 512x512 pixels, whatever the frame's size.
 Held by tests/model_executor/models/waypoint/test_waypoint_parity.py and test_waypoint_autoencoders.py.
 """
 
 # T frames, C channels, H, W pixels
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +20,9 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
 from vllm_omni.model_executor.host_copies import to_device
-from vllm_omni.model_executor.models.wan.tiny_vae import GrowTime, MemoryBlock, SoftClamp
+from vllm_omni.model_executor.models.wan.taehv import FRAMES_PER_LATENT, TAEHV
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
+from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 from vllm_omni.sessions.snapshot import SavedTensors
 
 
@@ -57,31 +57,11 @@ class Codec(nn.Module):
         return 0 if layout is None else layout.nbytes
 
 
-FRAMES_PER_LATENT = 4
-_SHRINK, _GROW = (2, 2, 1), (1, 2, 2)
-"""Consecutive frames that each level of the encoder joins, and that each of the decoder makes of one."""
-_MEMORIES = 3
-_PATCH = 2
+# -- 1.5 ---------------------------------------------------------------------------------------------------------------
 
 
-class JoinFrames(nn.Module):
-    """`count` consecutive frames become one, side by side in its channels, earlier first; then a 1x1 convolution."""
-
-    def __init__(self, channels: int, count: int) -> None:
-        super().__init__()
-        self.count = count
-        self.conv = nn.Conv2d(channels * count, channels, 1, bias=False)
-
-    def forward(self, x_TCHW: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.conv(x_TCHW.unflatten(0, (-1, self.count)).flatten(1, 2))
-        return out
-
-
-class StreamingTAEHV(Codec):
-    """Encoder and decoder of `taehv1_5`. size: height and width of its frames, in pixels.
-
-    encoder_width, decoder_widths, channels: other than 64, ... only in tests.
-    """
+class StreamingTAEHV(TAEHV, Codec):
+    """`taehv1_5`. size: height and width of its frames, in pixels. The other arguments are `TAEHV`'s."""
 
     def __init__(
         self,
@@ -92,49 +72,8 @@ class StreamingTAEHV(Codec):
         size: tuple[int, int] = (512, 1024),
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__()
-        self.channels, self.encoder_width, self.decoder_widths = channels, encoder_width, tuple(decoder_widths)
-        self.size, self.dtype = size, dtype
-        pixels, width = 3 * _PATCH**2, encoder_width
-        encoder: list[nn.Module] = [nn.Conv2d(pixels, width, 3, padding=1), nn.ReLU()]
-        for count in _SHRINK:
-            encoder += [JoinFrames(width, count), nn.Conv2d(width, width, 3, stride=2, padding=1, bias=False)]
-            encoder += [MemoryBlock(width) for _ in range(_MEMORIES)]
-        encoder += [nn.Conv2d(width, channels, 3, padding=1)]
-        decoder: list[nn.Module] = [SoftClamp(), nn.Conv2d(channels, decoder_widths[0], 3, padding=1), nn.ReLU()]
-        for level, count in enumerate(_GROW):
-            here, below = decoder_widths[level], decoder_widths[level + 1]
-            decoder += [MemoryBlock(here) for _ in range(_MEMORIES)]
-            decoder += [nn.Upsample(scale_factor=2), GrowTime(here, count)]
-            decoder += [nn.Conv2d(here, below, 3, padding=1, bias=False)]
-        decoder += [nn.ReLU(), nn.Conv2d(decoder_widths[-1], pixels, 3, padding=1)]
-        self.encoder, self.decoder = nn.Sequential(*encoder).to(dtype), nn.Sequential(*decoder).to(dtype)
-        for weight in self.parameters():
-            if weight.dim() == 4:  # the layout its kernels are fastest in
-                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-        self.requires_grad_(False)
-        self.eval()
-
-    def encode(self, frames_TCHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
-        """Encode the next four frames of a stream; `cache` None starts one.
-
-        frames_TCHW: [4 n, 3, H, W] in [0, 1], H and W multiples of 16. Returns latents [n, C, H/16, W/16].
-        """
-        if len(frames_TCHW) % FRAMES_PER_LATENT:
-            raise ValueError(f"a latent frame is {FRAMES_PER_LATENT} video frames, got {len(frames_TCHW)}")
-        return _stream(self.encoder, functional.pixel_unshuffle(frames_TCHW.to(self.dtype), _PATCH), cache)
-
-    def decode(self, latents_TCHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
-        """Decode the next latents of a stream; `cache` None starts one, with three dropped copies of the first latent.
-
-        Returns frames [4 n, 3, 16 h, 16 w] in [0, 1].
-        """
-        x = latents_TCHW.to(self.dtype)
-        if cache is None:
-            x = torch.cat((x[:1].expand(FRAMES_PER_LATENT - 1, -1, -1, -1), x))
-        out, kept = _stream(self.decoder, x, cache)
-        frames = functional.pixel_shuffle(out, _PATCH).clamp(0, 1)
-        return frames[-FRAMES_PER_LATENT * len(latents_TCHW) :], kept
+        super().__init__(channels, encoder_width, decoder_widths, patch=2, dtype=dtype)
+        self.size = size
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
         """The image stands still for the four frames of its latent."""
@@ -149,25 +88,7 @@ class StreamingTAEHV(Codec):
         return to_pixels(frames, size), kept
 
     def decoder_layout(self) -> CodecLayout:
-        """One frame before each memory block, at the block's level."""
-        shapes = [
-            (1, self.decoder_widths[level], *(side * 2**level // 16 for side in self.size))
-            for level in range(len(_GROW))
-            for _ in range(_MEMORIES)
-        ]
-        return CodecLayout(tuple(shapes), self.dtype)
-
-
-def _stream(layers: nn.Sequential, x: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
-    past = None if cache is None else iter(cache.features)
-    kept = []
-    for layer in layers:
-        if isinstance(layer, MemoryBlock):
-            x, last = layer(x, torch.zeros_like(x[:1]) if past is None else next(past))
-            kept.append(last)
-        else:
-            x = layer(x)
-    return x, VAECache(tuple(kept))
+        return CodecLayout(self.decoder_memory(*self.size), self.dtype)
 
 
 def to_codec(frames_THWC: torch.Tensor, size: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -189,68 +110,55 @@ IMAGE_SIZE, IMAGE_CODEC_SIZE = (360, 640), (512, 512)
 _STAGES = 4
 
 
-def _conv(inputs: int, outputs: int, kernel: int, *, bias: bool = True, groups: int = 1) -> nn.Module:
-    conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=bias, groups=groups)
-    return weight_norm(conv)
-
-
-def _bicubic(x: torch.Tensor, *, size: tuple[int, int] | None = None, factor: float | None = None) -> torch.Tensor:
-    return functional.interpolate(x, size, factor, mode="bicubic", align_corners=False, antialias=False)
-
-
-class _Projection(nn.Module):
-    """A convolution under the name `proj`."""
-
-    def __init__(self, inputs: int, outputs: int, kernel: int, *, bias: bool = True) -> None:
+class Bicubic(nn.Module):
+    def __init__(self, *, factor: float | None = None, size: tuple[int, int] | None = None) -> None:
         super().__init__()
-        self.proj = _conv(inputs, outputs, kernel, bias=bias)
+        self.options: dict[str, Any] = {"scale_factor": factor, "size": size}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.proj(x)
-        return out
+        return functional.interpolate(x, **self.options, mode="bicubic", align_corners=False, antialias=False)
 
 
-class _ResBlock(nn.Module):
+class ResBlock(nn.Sequential):
+    """x + three convolutions of it, the middle one in groups of 16 channels."""
+
     def __init__(self, channels: int) -> None:
-        super().__init__()
         wide = 2 * channels
-        self.conv1 = _conv(channels, wide, 1)
-        self.conv2 = _conv(wide, wide, 3, groups=wide // 16)
-        self.conv3 = _conv(wide, channels, 1, bias=False)
+        super().__init__(
+            _named(
+                conv1=_conv(channels, wide, 1),
+                act1=nn.LeakyReLU(0.01),
+                conv2=_conv(wide, wide, 3, groups=wide // 16),
+                act2=nn.LeakyReLU(0.01),
+                conv3=_conv(wide, channels, 1, bias=False),
+            )
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = functional.leaky_relu(self.conv1(x), 0.01)
-        out: torch.Tensor = self.conv3(functional.leaky_relu(self.conv2(inner), 0.01)) + x
+        out: torch.Tensor = super().forward(x) + x
         return out
 
 
-class _Down(nn.Module):
-    def __init__(self, inputs: int, outputs: int, blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(_ResBlock(inputs) for _ in range(blocks)))
-        self.down = _Projection(inputs, outputs, 1, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(_bicubic(self.blocks(x), factor=0.5))
-        return out
+def _named(**layers: nn.Module) -> OrderedDict[str, nn.Module]:
+    """For `nn.Sequential`: layers under the names that their parameters have in the file."""
+    return OrderedDict(layers)
 
 
-class _Up(nn.Module):
-    def __init__(self, inputs: int, outputs: int, blocks: int) -> None:
-        super().__init__()
-        self.up = _Projection(inputs, outputs, 1, bias=False) if inputs != outputs else nn.Identity()
-        self.blocks = nn.Sequential(*(_ResBlock(outputs) for _ in range(blocks)))
+def _conv(inputs: int, outputs: int, kernel: int, *, bias: bool = True, groups: int = 1) -> nn.Module:
+    return weight_norm(nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=bias, groups=groups))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.blocks(_bicubic(self.up(x), factor=2.0))
-        return out
+
+def _projection(inputs: int, outputs: int, kernel: int, *, bias: bool = True) -> nn.Module:
+    return nn.Sequential(_named(proj=_conv(inputs, outputs, kernel, bias=bias)))
+
+
+def _residual_blocks(channels: int, count: int) -> nn.Module:
+    return nn.Sequential(*(ResBlock(channels) for _ in range(count)))
 
 
 def _widths(first: int, largest: int) -> list[int]:
-    widths = [first]
-    for _ in range(_STAGES):
-        widths.append(min(2 * widths[-1], largest))
-    return widths
+    """Of an encoder's stages and behind them: doubled up to `largest`."""
+    return [first, *(min(first * 2**stage, largest) for stage in range(1, _STAGES + 1))]
 
 
 class ImageEncoder(nn.Module):
@@ -264,27 +172,28 @@ class ImageEncoder(nn.Module):
         blocks: Sequence[int] = (1,) * _STAGES,
         *,
         channels: int = 3,
-        log_variance: bool = True,
+        skip_logvar: bool = False,
     ) -> None:
         super().__init__()
         widths = _widths(first, largest)
-        stages = list(zip(widths, widths[1:], blocks, strict=False))
-        self.channels = channels
-        self.conv_in = _Projection(channels, first, 3)
-        self.blocks = nn.ModuleList(_Down(*stage) for stage in stages)
-        self.residuals = nn.ModuleList(_Projection(here, below // 4, 3) for here, below, _ in stages)
-        self.conv_out = _Projection(widths[-1], latent_channels, 3)
-        if log_variance:
+        self.channels, self.resize = channels, Bicubic(size=IMAGE_CODEC_SIZE)
+        self.conv_in = _projection(channels, first, 3)
+        self.blocks, self.residuals = nn.ModuleList(), nn.ModuleList()
+        for here, below, count in zip(widths, widths[1:], blocks, strict=False):
+            down = _projection(here, below, 1, bias=False)
+            layers = _named(blocks=_residual_blocks(here, count), resize=Bicubic(factor=0.5), down=down)
+            self.blocks.append(nn.Sequential(layers))
+            self.residuals.append(_projection(here, below // 4, 3))
+        self.conv_out = _projection(widths[-1], latent_channels, 3)
+        if not skip_logvar:
             self.conv_out_logvar = _conv(widths[-1], 1, 3)  # in the file, not used
         self.groups = widths[-1] // latent_channels
-        self.requires_grad_(False)
-        self.eval()
 
     def forward(self, images_THWC: torch.Tensor) -> torch.Tensor:
         """uint8 [T, H, W, 3] of any size -> [T, C, 32, 32], in the type of the weights."""
         x = images_THWC.permute(0, 3, 1, 2).to(next(self.parameters()).dtype) / 127.5 - 1
         x = functional.pad(x, (0, 0, 0, 0, 0, self.channels - x.shape[1]))
-        x = self.conv_in(_bicubic(x, size=IMAGE_CODEC_SIZE))
+        x = self.conv_in(self.resize(x))
         for stage, residual in zip(self.blocks, self.residuals, strict=True):
             x = stage(x) + functional.pixel_unshuffle(residual(x), 2)
         mean = x.unflatten(1, (self.groups, -1)).mean(1) * math.sqrt(self.groups)
@@ -306,14 +215,15 @@ class ImageDecoder(nn.Module):
     ) -> None:
         super().__init__()
         widths = _widths(first, largest)[::-1]
-        stages = list(zip(widths, widths[1:], blocks, strict=False))
         self.repeats = widths[0] // latent_channels
-        self.conv_in = _Projection(latent_channels, widths[0], 3)
-        self.blocks = nn.ModuleList(_Up(*stage) for stage in stages)
-        self.residuals = nn.ModuleList(_Projection(here, 4 * below, 3) for here, below, _ in stages)
-        self.conv_out = _Projection(first, channels, 3)
-        self.requires_grad_(False)
-        self.eval()
+        self.conv_in = _projection(latent_channels, widths[0], 3)
+        self.blocks, self.residuals = nn.ModuleList(), nn.ModuleList()
+        for here, below, count in zip(widths, widths[1:], blocks, strict=False):
+            up = _projection(here, below, 1, bias=False) if here != below else nn.Identity()
+            layers = _named(up=up, resize=Bicubic(factor=2.0), blocks=_residual_blocks(below, count))
+            self.blocks.append(nn.Sequential(layers))
+            self.residuals.append(_projection(here, 4 * below, 3))
+        self.conv_out = _projection(first, channels, 3)
 
     def forward(self, latents_TCHW: torch.Tensor, size: tuple[int, int] = IMAGE_SIZE) -> torch.Tensor:
         """Return [T, channels, *size], about [-1, 1]."""
@@ -321,7 +231,8 @@ class ImageDecoder(nn.Module):
         x = self.conv_in(latents_TCHW) + repeated
         for stage, residual in zip(self.blocks, self.residuals, strict=True):
             x = stage(x) + functional.pixel_shuffle(residual(x), 2)
-        return _bicubic(self.conv_out(functional.silu(x)), size=size)
+        out: torch.Tensor = Bicubic(size=size)(self.conv_out(functional.silu(x)))
+        return out
 
 
 def image_to_uint8(images_TCHW: torch.Tensor) -> torch.Tensor:
@@ -336,10 +247,8 @@ class ImageCodec(Codec):
         self, encoder: Mapping[str, Any] | None = None, decoder: Mapping[str, Any] | None = None, *, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.encoder, self.decoder = (
-            ImageEncoder(**(encoder or {})).to(dtype),
-            ImageDecoder(**(decoder or {})).to(dtype),
-        )
+        self.encoder, self.decoder = ImageEncoder(**(encoder or {})), ImageDecoder(**(decoder or {}))
+        self.to(dtype).requires_grad_(False).eval()
         self.dtype = dtype
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
@@ -351,3 +260,10 @@ class ImageCodec(Codec):
         self, latent_CThw: torch.Tensor, size: tuple[int, int], memory: VAECache | None
     ) -> tuple[torch.Tensor, VAECache | None]:
         return image_to_uint8(self.decoder(latent_CThw.transpose(0, 1).to(self.dtype), size)), None
+
+
+def make_codec(config: WaypointConfig, sizes: Mapping[str, Any], dtype: torch.dtype) -> Codec:
+    """The autoencoder of a checkpoint. sizes: its arguments that differ from the released ones."""
+    if config.temporal_compression > 1:
+        return StreamingTAEHV(config.channels, **sizes, size=config.codec_size, dtype=dtype)
+    return ImageCodec(**sizes, dtype=dtype)

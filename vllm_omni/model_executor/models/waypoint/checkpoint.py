@@ -2,7 +2,7 @@
 """The files of a Waypoint checkpoint, the names its network has been stored under, and strict loading.
 
 The released 1.5 file (393 tensors) and the engine's state dict (361; Waypoint-1: 366, also as released) name the same
-weights differently; `NetworkSource` gives either the names of `WaypointTransformer`. Both repeat the six modulation
+weights differently; `network_source` gives either the names of `WaypointTransformer`. Both repeat the six modulation
 projections for every block: they are compared and kept once.
 Held by tests/model_executor/models/waypoint/test_waypoint_weights.py.
 """
@@ -10,19 +10,28 @@ Held by tests/model_executor/models/waypoint/test_waypoint_weights.py.
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import yaml
 from torch import nn
 
 from vllm_omni.model_executor.layers.parallel import checkpoint_slots
+from vllm_omni.model_executor.models.wan.checkpoint import checked_text, engine_fields, stated_text
 from vllm_omni.model_executor.models.wan.components import UMT5_XXL
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
-from vllm_omni.model_executor.tensor_files import Shape, TensorSource, confined, open_tensors, read_json
+from vllm_omni.model_executor.tensor_files import (
+    AdaptedSource,
+    Forms,
+    Shape,
+    TensorSource,
+    confined,
+    open_tensors,
+    read_yaml,
+    unchanged,
+)
 from vllm_omni.model_executor.weights import Rules, load_strict, rename, shapes_of
 
 if TYPE_CHECKING:
@@ -36,11 +45,8 @@ LAYOUTS = ("v1_5", "v1")
 """The released layouts, by the names `make-tiny` takes."""
 IMAGES_FOLDER, TEXT_FOLDER = "ae", "text_encoder"
 _HALVES = ("encoder.safetensors", "decoder.safetensors")
-_IMAGE_SIZES = {"latent_channels": "latent_channels", "ch_0": "first", "ch_max": "largest", "channels": "channels"}
-"""Keys of `encoder_conf.yml` and `decoder_conf.yml` -> arguments of `ImageEncoder` and `ImageDecoder`."""
 UMT5_XL: dict[str, Any] = {**UMT5_XXL, "d_model": 2048, "d_ff": 5120, "num_heads": 32}
 """google/umt5-xl."""
-_MAX_YAML_BYTES = 1 << 20
 
 RULES: Rules = (
     (r"^transformer\.blocks\.", "blocks."),
@@ -55,72 +61,40 @@ RULES: Rules = (
     *((rf"\.mlp_cond_head\.cond_proj\.{i}\.", f".cond_proj.{i + 3}.") for i in range(3)),
     (r"\.cond_head\.cond_proj\.", ".cond_proj."),
     (r"\.(attn|cross)\.([qkv])_proj\.", r".\1.\2."),
+    (r"^blocks\.0\.cond_proj\.", "cond_proj."),
 )
 """Stored names -> the model's, where a tensor stays one tensor."""
 _UNUSED = re.compile(r"\.cond_heads\.|^(ctrl|prompt)_cfg\.null_emb$")
 """Dropped unread: heads of another mode, and embeddings that only training reads."""
-_SHARED = re.compile(r"^blocks\.(\d+)\.(cond_proj\.[0-5]\.weight)$")
-
-Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-class NetworkSource:
-    """A stored network under the model's own names, `TensorSource`. Raises ValueError for what cannot be told apart.
+def network_source(stored: TensorSource, config: WaypointConfig) -> AdaptedSource:
+    """A stored network under the names of `stored_shapes`. Raises ValueError for what cannot be told apart."""
+    first, cells = config.d_model, math.prod(config.patch)
+    changed: dict[str, Forms] = {
+        r"\.cond_head\.bias_in$": lambda name: {
+            name.replace("cond_head.bias_in", f"{half}_bias"): unchanged for half in ("attn", "mlp")
+        },
+        r"\.control\.fc1\.weight$": lambda name: {
+            name.replace("fc1", "fc1_x"): lambda both: both[:, :first],
+            name.replace("fc1", "fc1_c"): lambda both: both[:, first:],
+        },
+        r"^unpatchify\.weight$": lambda name: {
+            name: lambda w: w.permute(1, 2, 3, 0).flatten(0, 2) if w.dim() == 4 else w
+        },
+        r"^unpatchify\.bias$": lambda name: {
+            name: lambda b: b.repeat_interleave(cells) if len(b) == config.channels else b
+        },
+    }
 
-    repeated: stored name -> the model's, of projections of blocks after the first.
-    """
+    def forms(stored_name: str) -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
+        name = rename(stored_name, RULES)
+        if _UNUSED.search(stored_name):
+            return {}
+        form = next((form for pattern, form in changed.items() if re.search(pattern, name)), None)
+        return {name: unchanged} if form is None else form(name)
 
-    def __init__(self, source: TensorSource, config: WaypointConfig) -> None:
-        self.source, self.where = source, source.where
-        self.repeated: dict[str, str] = {}
-        self._parts: dict[str, tuple[str, Change]] = {}
-        for name in source.shapes:
-            if _UNUSED.search(name):
-                continue
-            for target, change in self._targets(name, config):
-                if target in self._parts:
-                    raise ValueError(f"{self.where} holds {target!r} twice, as {self._parts[target][0]!r} and {name!r}")
-                self._parts[target] = (name, change)
-        self.shapes: Mapping[str, Shape] = {
-            target: tuple(change(torch.empty(source.shapes[name], device="meta")).shape)
-            for target, (name, change) in self._parts.items()
-        }
-        self.dtypes = {target: source.dtypes[name] for target, (name, _) in self._parts.items()}
-
-    def _targets(self, name: str, config: WaypointConfig) -> list[tuple[str, Change]]:
-        target = rename(name, RULES)
-        if shared := _SHARED.match(target):
-            if shared[1] == "0":
-                return [(shared[2], _same)]
-            self.repeated[name] = shared[2]
-            return []
-        if target.endswith(".cond_head.bias_in"):
-            block = target.removesuffix("cond_head.bias_in")
-            return [(f"{block}attn_bias", _same), (f"{block}mlp_bias", _same)]
-        if target.endswith(".control.fc1.weight"):
-            stem = target.removesuffix(".weight")
-            return [
-                (f"{stem}_x.weight", lambda full: full[:, : config.d_model]),
-                (f"{stem}_c.weight", lambda full: full[:, config.d_model :]),
-            ]
-        if target == "unpatchify.weight":
-            return [(target, lambda full: full.permute(1, 2, 3, 0).flatten(0, 2) if full.dim() == 4 else full)]
-        if target == "unpatchify.bias":
-            cells = math.prod(config.patch)
-            return [(target, lambda b: b.repeat_interleave(cells) if len(b) == config.channels else b)]
-        return [(target, _same)]
-
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        wanted: dict[str, list[str]] = {}
-        for target in names:
-            wanted.setdefault(self._parts[target][0], []).append(target)
-        for name, tensor in self.source.read(wanted):
-            for target in wanted[name]:
-                yield target, self._parts[target][1](tensor)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return AdaptedSource(stored, forms)
 
 
 def transformer_shapes(config: WaypointConfig) -> dict[str, Shape]:
@@ -131,34 +105,46 @@ def transformer_shapes(config: WaypointConfig) -> dict[str, Shape]:
         return {name: slot.shape for name, slot in checkpoint_slots(WaypointTransformer(config)).items()}
 
 
+def stored_shapes(config: WaypointConfig) -> dict[str, Shape]:
+    """`transformer_shapes` of a file: it repeats the modulation projections for every block."""
+    shapes = transformer_shapes(config)
+    return shapes | {repeat: shapes[kept] for repeat, kept in _repeats(config).items()}
+
+
+def _repeats(config: WaypointConfig) -> dict[str, str]:
+    """Modulation projections of blocks behind the first -> the model's name."""
+    names = [f"cond_proj.{index}.weight" for index in range(6)]
+    return {f"blocks.{block}.{name}": name for block in range(1, config.n_layers) for name in names}
+
+
 def load_transformer(transformer: "WaypointTransformer", stored: TensorSource) -> None:
     """Load the network under either spelling, strictly. Raises ValueError."""
     config = transformer.config
-    source = NetworkSource(stored, config)
-    load_strict(transformer, source, transformer_shapes(config), what="transformer")
-    copies = {(rename(name, RULES)) for name in source.repeated}
-    expected = {f"blocks.{n}.cond_proj.{j}.weight" for n in range(1, config.n_layers) for j in range(6)}
-    if copies != expected or len(copies) != len(source.repeated):
-        odd = sorted(copies ^ expected)[:3]
-        raise ValueError(f"transformer: {stored.where} does not repeat the modulation projections per block: {odd}")
-    kept = dict(transformer.named_parameters())
-    for name, tensor in stored.read(source.repeated):
-        held = kept[source.repeated[name]]
-        if tensor.shape != held.shape or not torch.equal(tensor.to(held), held):
+    source = network_source(stored, config)
+    load_strict(transformer, source, stored_shapes(config), what="transformer")
+    kept, repeats = dict(transformer.named_parameters()), _repeats(config)
+    for name, tensor in source.read(repeats):
+        held = kept[repeats[name]]
+        if not torch.equal(tensor.to(held), held):
             raise ValueError(
                 f"transformer: {stored.where}: {name} differs from block 0's; these projections are shared by all "
                 "blocks of the models known here"
             )
     transformer.forget()
-    differing = [
-        index for index, block in enumerate(transformer.layers) if not torch.equal(block.attn_bias, block.mlp_bias)
-    ]
+    differing = sum(not torch.equal(block.attn_bias, block.mlp_bias) for block in transformer.layers)
     if differing:
         logger.info(
-            "%s: %d blocks have different modulation biases for attention and MLP; using %s (the original engine reads "
-            "the MLP's for both)",
-            *(stored.where, len(differing), "each its own" if transformer.bias_in == "each" else "the MLP's for both"),
+            "%s: %d blocks have different modulation biases for attention and MLP; each is used for its own (the "
+            "original engine reads the MLP's for both)",
+            *(stored.where, differing),
         )
+
+
+def image_sizes(half: str) -> dict[str, str]:
+    """Keys of `encoder_conf.yml` or `decoder_conf.yml` -> arguments of `ImageEncoder` or `ImageDecoder`."""
+    sizes = {"latent_channels": "latent_channels", "ch_0": "first", "ch_max": "largest", "channels": "channels"}
+    only = {"skip_logvar": "skip_logvar"} if half == "encoder" else {}
+    return {**sizes, f"{half}_blocks_per_stage": "blocks", **only}
 
 
 # -- the other pieces --------------------------------------------------------------------------------------------------
@@ -212,25 +198,14 @@ class CheckpointLayout:
             return {}
         halves = {}
         for half in ("encoder", "decoder"):
-            name = f"{half}_conf.yml"
-            if (self.images / name).is_file():
-                read = read_config(self.images, name)
-                halves[half] = {ours: read[theirs] for theirs, ours in _IMAGE_SIZES.items() if theirs in read}
-                halves[half] |= (
-                    {"blocks": read[f"{half}_blocks_per_stage"]} if f"{half}_blocks_per_stage" in read else {}
-                )
-        if "encoder" in halves:
-            halves["encoder"]["log_variance"] = not read_config(self.images, "encoder_conf.yml").get(
-                "skip_logvar", False
-            )
+            if (self.images / f"{half}_conf.yml").is_file():
+                stored = read_config(self.images, f"{half}_conf.yml")
+                halves[half] = {ours: stored[key] for key, ours in image_sizes(half).items() if key in stored}
         return halves
 
-    def text_config(self) -> dict[str, Any]:
-        """Return `UMT5Config` values from the encoder's config, else the released ones."""
-        if self.text_encoder is None or not (self.text_encoder / "config.json").is_file():
-            return dict(UMT5_XL)
-        config = read_json(self.text_encoder / "config.json")
-        return {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype", "architectures")}
+    def text_config(self, width: int) -> dict[str, Any]:
+        """Return `UMT5Config` values from the encoder's config, else the released ones. width: of the rows."""
+        return checked_text(stated_text(self.text_encoder) or dict(UMT5_XL), width, self.root)
 
     def open_network(self) -> TensorSource:
         return open_tensors(self.root / WEIGHTS_FILE)
@@ -270,20 +245,10 @@ def hf_config(path: Path) -> dict[str, Any]:
     layout = find_layout(path)
     values = layout.config()
     config = WaypointConfig.from_checkpoint(values)
-    text = layout.text_config() if config.prompted else {}
-    if text and text["d_model"] != config.prompt_embedding_dim:
-        raise ValueError(
-            f"{path}: the text encoder gives rows of {text['d_model']}, the transformer takes "
-            f"{config.prompt_embedding_dim}"
-        )
+    text = layout.text_config(config.prompt_embedding_dim or 0) if config.prompted else {}
+    sizes = {"dim": config.d_model, "heads": config.n_heads, "layers": config.n_layers}
     return {
-        "architectures": ["WaypointPipeline"],
-        "dtype": "bfloat16",
-        "hidden_size": config.d_model,
-        "num_attention_heads": config.n_heads,
-        "num_hidden_layers": config.n_layers,
-        "vocab_size": text.get("vocab_size", 2),
-        "max_position_embeddings": 16,
+        **engine_fields("WaypointPipeline", **sizes, context=text),
         "waypoint": {"transformer": values, "codec": layout.codec_sizes(), "umt5": text},
     }
 
@@ -295,15 +260,6 @@ def load_autoencoder(module: nn.Module, source: TensorSource, *, what: str) -> N
 
 def read_config(path: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     """Return the mapping in a YAML file of the folder `path`, or in its section `model`. Raises ValueError."""
-    file = confined(path, name)
-    if file.stat().st_size > _MAX_YAML_BYTES:
-        raise ValueError(f"{file} is larger than {_MAX_YAML_BYTES >> 20} MiB; it is no config file")
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read as YAML ({type(error).__name__}); download it again") from error
-    if isinstance(values, dict) and isinstance(values.get("model"), dict):
-        values = values["model"]
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError(f"{file} must hold a mapping of names, got {type(values).__name__}")
-    return values
+    values = read_yaml(confined(path, name))
+    section = values.get("model")
+    return section if isinstance(section, dict) else values

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Waypoint checkpoint's sizes (`WaypointConfig`, of `config.yaml`), its controls, and the choices left to the user.
+"""A Waypoint checkpoint's sizes (`WaypointConfig`, of `config.yaml`), its controls, and how it is served.
 
 Two generations share the network: Waypoint-1 (gates, text, one video frame a latent) and 1.5 (value residual, no text,
 four video frames a latent). Held by tests/model_executor/models/waypoint/test_waypoint_config.py.
@@ -7,29 +7,25 @@ four video frames a latent). Held by tests/model_executor/models/waypoint/test_w
 
 import itertools
 import logging
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 
-from vllm_omni.actions import ActionRows, ActionSpace, Axis, Button
-from vllm_omni.model_executor.schedules import EulerSchedule
+from vllm_omni.actions import ActionRows, ActionSpace, Axis
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.wan.architecture import check_implemented
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, FrameRate
 from vllm_omni.model_executor.streaming.options import StreamingOptions
+from vllm_omni.model_executor.streaming.stream import Stream
+from vllm_omni.virtual_keys import virtual_key
 
 logger = logging.getLogger("vllm." + __name__)
 
-Tables = Literal["exact", "served"]
-"""Of noise and rotary frequencies: as defined, or rounded to bf16 as the original engine serves them."""
-BiasIn = Literal["each", "mlp"]
-"""Of a block's modulation: attention and MLP use their own bias, as released, or both the MLP's, as the original does.
-"""
 CODEC_STRIDE: Final = 16
 """Pixels of the autoencoder's frame along a side of one latent cell, in both generations."""
-NOISE_WIDTH: Final = 512
 PROMPT_ROWS: Final = 512
 """Rows of an encoded prompt. Rows past its end are zero and are attended to all the same."""
 
@@ -91,7 +87,8 @@ class WaypointConfig:
         self._check()
 
     def _check(self) -> None:
-        sigmas, sizes = self.scheduler_sigmas, {name: getattr(self, name) for name in sorted(_SIZES)}
+        sigmas, whole = self.scheduler_sigmas, [field.name for field in fields(self) if field.type is int]
+        sizes = {name: getattr(self, name) for name in whole if name != "global_attn_offset"}
         width, heads = self.prompt_embedding_dim, (self.n_heads, self.n_kv_heads)
         cells = self.height * self.width
         if min(sizes.values()) < 1:
@@ -170,13 +167,6 @@ class WaypointConfig:
             raise ValueError(f"{height}x{width}: height and width must be multiples of {SIZE_MULTIPLE}")
         return self.latent_shape[1], self.latent_shape[2]
 
-    def schedule(self, tables: Tables, dtype: torch.dtype) -> EulerSchedule:
-        """Steps of a frame; `served`: noise levels rounded to the model's type, as in the original."""
-        sigmas = self.scheduler_sigmas
-        if tables == "served":
-            sigmas = tuple(torch.tensor(sigmas).to(dtype).tolist())
-        return EulerSchedule(sigmas, dtype)
-
     def is_global(self, layer: int) -> bool:
         return (layer - self.global_attn_offset) % self.global_attn_period == 0
 
@@ -192,38 +182,21 @@ class WaypointConfig:
 
         Unknown keys are logged and left alone: the published files were not all seen.
         """
-        known = {field.name for field in fields(cls)}
-        missing = sorted(
-            field.name for field in fields(cls) if field.name in _REQUIRED and values.get(field.name) is None
-        )
-        if missing:
+        known = {field.name: field for field in fields(cls)}
+        given: dict[str, Any] = {key: value for key, value in values.items() if key in known and value is not None}
+        if missing := [name for name, field in known.items() if field.default is MISSING and name not in given]:
             raise ValueError(f"config.yaml lacks {', '.join(missing)}; this is no Waypoint checkpoint, or damaged")
-        for key, allowed in _IMPLEMENTED.items():
-            if key in values and values[key] not in allowed:
-                raise ValueError(f"config.yaml has {key} = {values[key]!r}; this model implements {allowed}")
-        unknown = sorted(set(values) - known - set(_IMPLEMENTED) - _UNUSED)
-        if unknown:
-            logger.warning("config.yaml has keys that this model does not read: %s", ", ".join(map(str, unknown[:8])))
-        given = {key: value for key, value in values.items() if key in known and value is not None}
-        for key in ("patch", "scheduler_sigmas"):
-            if key in given:
-                given[key] = tuple(given[key])
+        check_implemented(values, "config.yaml", _IMPLEMENTED)
+        if unknown := sorted(set(map(str, values)) - set(known) - set(_IMPLEMENTED) - _UNUSED):
+            logger.warning("config.yaml has keys that this model does not read: %s", ", ".join(unknown[:8]))
         for key, value in given.items():
-            if key in _SIZES and (not isinstance(value, int) or isinstance(value, bool)):
+            if known[key].type is int and type(value) is not int:
                 raise ValueError(f"config.yaml has {key} = {value!r}; it must be a whole number")
+            if isinstance(value, list):
+                given[key] = tuple(value)
         return cls(**given)
 
 
-_REQUIRED = frozenset(
-    (
-        *("d_model", "n_layers", "n_heads", "mlp_ratio", "channels", "height", "width", "local_window"),
-        *("global_window", "global_pinned_dilation", "global_attn_period", "base_fps"),
-    )
-)
-_SIZES = _REQUIRED | {
-    *("n_kv_heads", "tokens_per_frame", "n_buttons", "ctrl_conditioning_period", "inference_fps"),
-    "temporal_compression",
-}
 _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "model_type": ("waypoint-1", "waypoint-1.1", "waypoint-1.5"),
     "noise_conditioning": ("wan",),
@@ -239,89 +212,28 @@ _UNUSED = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class FrequencyTables:
-    """Constants of the network, fp32 on the CPU. noise: [256]. xy: of a spatial axis's lanes. time: of the temporal's.
-
-    kind `served`: rounded to bf16, as the original engine has them once its module is cast.
-    """
-
-    noise: torch.Tensor
-    xy: torch.Tensor
-    time: torch.Tensor
-
-    @classmethod
-    def of(cls, config: WaypointConfig, kind: Tables) -> "FrequencyTables":
-        exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # not where models are being built
-        half = NOISE_WIDTH // 2
-        noise = torch.pow(10000.0, -torch.arange(half, **exact) / (half - 1))
-        spatial, temporal = config.head_dim // 8, config.head_dim // 4
-        fastest = config.rope_nyquist_frac / 2 * min(config.height, config.width)
-        xy = math.pi * torch.linspace(1.0, fastest, -(-spatial // 2), **exact)
-        exponents = 2 * torch.arange(temporal // 2, **exact) / temporal
-        time = torch.pow(config.rope_theta, -exponents)
-        tables = [table.float() for table in (noise, xy.repeat_interleave(2)[:spatial], time.repeat_interleave(2))]
-        if kind == "served":
-            tables = [table.bfloat16().float() for table in tables]
-        return cls(*tables)
-
-
-# -- options -----------------------------------------------------------------------------------------------------------
-
-
-def read_options(given: Mapping[str, Any]) -> StreamingOptions:
-    """`StreamingOptions.read`. Raises ValueError for an option of what the checkpoint fixes, too."""
-    fixed = [name for name in _FIXED if name in given]
-    if fixed:
-        raise ValueError(
-            f"omni.model: drop {', '.join(fixed)}: a Waypoint checkpoint fixes its windows, chunks and decoder, "
-            "and its ranks share layers by tensor parallelism"
-        )
-    return StreamingOptions.read(given)
-
-
-_FIXED = (
+_FIXED: Final = (
     *("latent_frames_per_chunk", "first_chunk_latent_frames", "window_frames", "sink_frames", "decoder"),
     "sequence_parallel",
 )
 
+WaypointStream = Stream[WaypointConfig, StreamingOptions]
+
+
+def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> WaypointStream:
+    """Read the family's part of `hf_config` with the options it is served with. Raises ValueError."""
+    config = WaypointConfig.from_checkpoint(checkpoint["transformer"])
+    return Stream(config, StreamingOptions.read_unless(_FIXED, omni.model), config.plan)
+
+
 # -- controls ----------------------------------------------------------------------------------------------------------
-
-_NAMED_KEYS: Final[Mapping[int, tuple[str, str, str]]] = {
-    0x01: ("mouse_left", "left button", "Mouse0"),
-    0x02: ("mouse_right", "right button", "Mouse2"),
-    0x04: ("mouse_middle", "middle button", "Mouse1"),
-    0x08: ("backspace", "Backspace", "Backspace"),
-    0x09: ("tab", "Tab", "Tab"),
-    0x0D: ("enter", "Enter", "Enter"),
-    0x10: ("shift", "Shift", "ShiftLeft"),
-    0x11: ("ctrl", "Ctrl", "ControlLeft"),
-    0x12: ("alt", "Alt", "AltLeft"),
-    0x1B: ("escape", "Escape", "Escape"),
-    0x20: ("space", "Space", "Space"),
-    0x25: ("left", "arrow left", "ArrowLeft"),
-    0x26: ("up", "arrow up", "ArrowUp"),
-    0x27: ("right", "arrow right", "ArrowRight"),
-    0x28: ("down", "arrow down", "ArrowDown"),
-    **{0x30 + digit: (str(digit), str(digit), f"Digit{digit}") for digit in range(10)},
-    **{ord(letter): (letter.lower(), letter, f"Key{letter}") for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"},
-    **{0x6F + number: (f"f{number}", f"F{number}", f"F{number}") for number in range(1, 13)},
-}
-"""Windows virtual-key code -> name, title, the browser's code. The other codes are `vk_XX`, in hexadecimal."""
-
-
-def _button(code: int) -> Button:
-    if code not in _NAMED_KEYS:
-        return Button(f"vk_{code:02x}", f"virtual key {code:#04x}")
-    name, title, browser = _NAMED_KEYS[code]
-    return Button(name, title, (browser,))
 
 
 @cache
 def action_space(config: WaypointConfig) -> ActionSpace:
     """A button for each virtual-key code, the mouse's motion since the last latent frame, the wheel."""
     return ActionSpace(
-        buttons=tuple(_button(code) for code in range(config.n_buttons)),
+        buttons=tuple(virtual_key(code) for code in range(config.n_buttons)),
         axes=(
             Axis(name="dx", title="mouse right", unit="pixels", kind="motion", mouse="x"),
             Axis(name="dy", title="mouse down", unit="pixels", kind="motion", mouse="y"),

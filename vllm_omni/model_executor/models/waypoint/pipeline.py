@@ -18,95 +18,60 @@ Held by tests/model_executor/models/waypoint/test_waypoint_pipeline.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
-from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.text_encoder import AwaitedText, TextEncoder, text_encoder_of
-from vllm_omni.model_executor.models.waypoint.autoencoders import ImageCodec, StreamingTAEHV
+from vllm_omni.model_executor.models.waypoint.autoencoders import make_codec
 from vllm_omni.model_executor.models.waypoint.checkpoint import CheckpointLayout, find_layout, load_transformer
-from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig, action_space, read_options
+from vllm_omni.model_executor.models.waypoint.config import (
+    DEFAULT_PROMPT,
+    PROMPT_ROWS,
+    WaypointConfig,
+    WaypointStream,
+    action_space,
+    control_vectors,
+    read_stream,
+)
 from vllm_omni.model_executor.models.waypoint.state import (
     Chunk,
-    FrameRings,
     FrameRow,
     LatentFrame,
     WaypointSession,
-    read_chunk,
+    frame_rings,
 )
 from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 from vllm_omni.model_executor.noise import ChunkNoise
+from vllm_omni.model_executor.schedules import EulerSchedule
 from vllm_omni.model_executor.streaming.model import StreamingModel
 from vllm_omni.model_executor.streaming.options import StreamingOptions
-from vllm_omni.model_executor.streaming.request import read_size
+from vllm_omni.model_executor.streaming.request import read_latent_rows, read_played, read_size
 from vllm_omni.model_executor.streaming.session import SessionShape, StateLayouts
-from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint, compiles, launches_graphs
+from vllm_omni.model_executor.streaming.setup import StreamingSetup
+from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 
 Request = DiffusionRequest[WaypointSession, Chunk]
 
 
-@dataclass(frozen=True)
-class WaypointSetup:
-    """Everything a `Waypoint` is built from: of `hf_config(...)["waypoint"]`.
+@dataclass(frozen=True, kw_only=True)
+class WaypointSetup(StreamingSetup[WaypointConfig, StreamingOptions, CheckpointLayout]):
+    """codec: the autoencoder's arguments. text_config: `UMT5Config` values, {} without prompts."""
 
-    codec: arguments of the autoencoder. text: `UMT5Config` values, {} without prompts. The others are the engine's.
-    """
+    read_stream = staticmethod(read_stream)
 
-    config: WaypointConfig
     codec: Mapping[str, Any]
-    text: Mapping[str, Any]
-    layout: CheckpointLayout
-    options: StreamingOptions
-    omni: OmniConfig
-    parallel: ParallelContext
-    dtype: torch.dtype
-    compiled: bool = False
-    cuda_graphs: bool = False
-    quantization: QuantizationConfig | None = None
-    kv_dtype: torch.dtype | None = None
+    text_config: Mapping[str, Any]
 
     @classmethod
-    def of(
-        cls,
-        checkpoint: Mapping[str, Any],
-        layout: CheckpointLayout,
-        omni: OmniConfig,
-        dtype: torch.dtype,
-        parallel: ParallelContext | None = None,
-        *,
-        eager: bool = True,
-        offloads: bool = False,
-        **engine: Any,
-    ) -> Self:
-        """Read the family's part of `hf_config`; `parallel` None = vLLM's groups. Raises ValueError."""
-        options = read_options(omni.model)
-        return cls(
-            config=WaypointConfig.from_checkpoint(checkpoint["transformer"]),
-            codec=checkpoint["codec"],
-            text=checkpoint["umt5"],
-            layout=layout,
-            options=options,
-            omni=omni,
-            parallel=parallel or ParallelContext.from_vllm(False, omni.vae_stage, omni.partition),
-            dtype=dtype,
-            compiled=compiles(options.compile, eager),
-            cuda_graphs=launches_graphs(options.cuda_graphs, eager, offloads),
-            **engine,
-        )
-
-    def make_codec(self) -> StreamingTAEHV | ImageCodec:
-        config, dtype = self.config, self.options.vae_torch_dtype(self.dtype)
-        if config.temporal_compression > 1:
-            return StreamingTAEHV(config.channels, **self.codec, size=config.codec_size, dtype=dtype)
-        return ImageCodec(**self.codec, dtype=dtype)
+    def own_fields(cls, checkpoint: Mapping[str, Any], stream: WaypointStream, omni: OmniConfig) -> dict[str, Any]:
+        return {"codec": checkpoint["codec"], "text_config": checkpoint["umt5"]}
 
 
 class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
@@ -122,9 +87,9 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         """Create the sub-modules, in torch's default device; parameters are empty until loaded."""
         config, options, parallel = setup.config, setup.options, setup.parallel
         self.config, self.options, self.omni, self.parallel = config, options, setup.omni, parallel
-        self.kv_dtype, self.plan = setup.kv_dtype, config.plan
+        self.kv_dtype, self.plan = setup.kv_dtype, setup.plan
         self.action_space = action_space(config)
-        self.schedule = config.schedule("exact", setup.dtype)
+        self.schedule = EulerSchedule(config.scheduler_sigmas, setup.dtype)
         with default_dtype(setup.dtype):
             self.transformer = WaypointTransformer(
                 config,
@@ -134,13 +99,13 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
                 quantization=setup.quantization,
             )
         self.prompts = SharedPrompts(self._prompt_kv)
-        self.codec = setup.make_codec()
+        self.codec = make_codec(config, setup.codec, options.vae_torch_dtype(setup.dtype))
         self.decoder = self.codec if parallel.decodes else None
         self.text_encoder: TextEncoder | AwaitedText | None = None
-        if setup.text:
+        if setup.text_config:
             self.text_encoder = text_encoder_of(
                 parallel,
-                setup.text,
+                setup.text_config,
                 setup.layout.text_encoder,
                 max_tokens=PROMPT_ROWS,
                 device=options.text_encoder_device,
@@ -162,7 +127,7 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         return SessionShape(*read_size(params, self.config, self.omni), params.output)
 
     def window_nbytes(self, shape: SessionShape) -> int:
-        return FrameRings(**self._window_sizes(), device="meta").nbytes
+        return frame_rings(**self._window_sizes(), device="meta").nbytes
 
     def _window_sizes(self) -> dict[str, Any]:
         network = self.transformer
@@ -176,7 +141,7 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
 
     def make_session(self, session_id: str, shape: SessionShape, reserved_bytes: int) -> WaypointSession:
         network = self.transformer
-        rings = FrameRings(**self._window_sizes(), device=network.device, rings=network.rings)
+        rings = frame_rings(**self._window_sizes(), device=network.device, rings=network.rings)
         decodes = self.decoder is not None and shape.output != "latents"
         layouts = StateLayouts[None](self.codec.decoder_layout() if decodes else None, None)
         return WaypointSession(session_id, shape, self.plan, rings, layouts, reserved_bytes)
@@ -186,12 +151,14 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
     @torch.no_grad()
     def prepare_encode(self, request: Request) -> None:
         session = request.session
-        inputs = read_chunk(request, session, self.action_space)
+        inputs = read_played(request, session, self.action_space)
+        rows = read_latent_rows(request.params, request.tensors, self.action_space, 1)
+        prompt = inputs.prompt or (DEFAULT_PROMPT if self.config.prompted else "")
         start = session.window.committed_frames
         frames = range(start, start + 1 + (inputs.image is not None))
         channels, *cells = self.config.latent_shape
         size = (channels, 1, *cells)
-        given: dict[str, Any] = {"prompt": inputs.prompt, "seed": inputs.seed, "controls": inputs.controls}
+        given: dict[str, Any] = {"prompt": prompt, "seed": inputs.seed, "controls": control_vectors(rows)[0]}
         if self.parallel.is_vae_stage:
             request.state = Chunk.to_decode(frames, self.schedule, size, session.window, own=None, **given)
             request.num_steps = 1  # the ranks with layers know
@@ -200,11 +167,11 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         if inputs.image is not None:
             with request.timer.stage("image"):
                 image = self.codec.encode_image(inputs.image)
-        known = inputs.prompt == session.prompt and session.cross_kv is not None
+        known = prompt == session.prompt and session.cross_kv is not None
         text = None
         if self.text_encoder is not None and not known:
             with request.timer.stage("text"):
-                text = self.text_encoder.encode(inputs.prompt, self.transformer.device)
+                text = self.text_encoder.encode(prompt, self.transformer.device)
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, self.transformer.device)
         parts = [LatentFrame(self.transformer.rope(frame), session.window.place(frame)) for frame in frames]
         request.state = Chunk(
@@ -247,10 +214,6 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         frames, chunk.decoder_cache = self.codec.decode_frames(chunk.latents, size, session.decoder_cache)
         return meta, {"frames": frames} | chunk.latents_beside(shape)
 
-    def commit(self, request: Request) -> None:
-        request.work.window.commit(request.work.frames.stop)
-        request.session.commit(request.work)
-
     def warmup_inputs(self) -> list[Inputs]:
         """A chunk with an image and one without: every kind of forward, and a stream's first decode and a later one."""
         image = torch.zeros(self.omni.height, self.omni.width, 3, dtype=torch.uint8)
@@ -292,17 +255,7 @@ class WaypointPipeline(CheckpointPipeline[CheckpointLayout], Waypoint):
         return find_layout(path)
 
     def build_served(self, served: ServedCheckpoint[CheckpointLayout]) -> None:
-        setup = WaypointSetup.of(
-            served.hf_config.waypoint,
-            served.layout,
-            served.omni,
-            served.dtype,
-            eager=served.eager,
-            quantization=served.quantization,
-            kv_dtype=served.kv_dtype,
-            offloads=served.offloads,
-        )
-        self.build(setup)
+        self.build(WaypointSetup.served(served.hf_config.waypoint, served))
 
 
 if TYPE_CHECKING:

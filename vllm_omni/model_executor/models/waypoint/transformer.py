@@ -21,6 +21,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,23 +31,37 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs, Inputs
+from vllm_omni.model_executor.layers.frame_rings import FramePlace
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, QKVLinear, RowLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.ring_pool import RingPool
 from vllm_omni.model_executor.models.wan.layers import stack
-from vllm_omni.model_executor.models.waypoint.config import (
-    NOISE_WIDTH,
-    PROMPT_ROWS,
-    BiasIn,
-    FrequencyTables,
-    Tables,
-    WaypointConfig,
-)
-from vllm_omni.model_executor.models.waypoint.state import FramePlace, FrameRow, Pass, Rotation
+from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig
+from vllm_omni.model_executor.models.waypoint.state import FrameRow, Pass, Rotation
 
 _EPS = float(torch.finfo(torch.float32).eps)
 """Of every norm, whatever the model's type."""
+_NOISE_WIDTH = 512
+
+
+@dataclass(frozen=True)
+class FrequencyTables:
+    """The network's constants, fp32 on the CPU. noise: [256]. xy, time: of the lanes of a spatial axis and of time."""
+
+    noise: torch.Tensor
+    xy: torch.Tensor
+    time: torch.Tensor
+
+    @classmethod
+    def of(cls, config: WaypointConfig) -> "FrequencyTables":
+        exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # not where models are being built
+        half, spatial, temporal = _NOISE_WIDTH // 2, config.head_dim // 8, config.head_dim // 4
+        noise = torch.pow(10000.0, -torch.arange(half, **exact) / (half - 1))
+        fastest = config.rope_nyquist_frac / 2 * min(config.height, config.width)
+        xy = math.pi * torch.linspace(1.0, fastest, -(-spatial // 2), **exact)
+        time = torch.pow(config.rope_theta, -2 * torch.arange(temporal // 2, **exact) / temporal)
+        return cls(noise.float(), xy.repeat_interleave(2)[:spatial].float(), time.repeat_interleave(2).float())
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
@@ -116,24 +131,17 @@ class Build:
         return RowLinear(inputs, outputs, self.parallel, self.precision, f"{self.prefix}.{name}", bias=False)
 
 
-class EmbeddingMLP(nn.Module):
-    """Whole on every rank: it runs once a frame or less."""
-
-    def __init__(self, width: int, hidden: int, out: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden, bias=False)
-        self.fc2 = nn.Linear(hidden, out, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.fc2(functional.silu(self.fc1(x)))
-        return out
-
-
 class MLP(nn.Module):
-    def __init__(self, build: Build) -> None:
+    """Two layers, any kind of linear, with SiLU between."""
+
+    def __init__(self, fc1: nn.Module, fc2: nn.Module) -> None:
         super().__init__()
-        dim, hidden = build.config.d_model, build.config.mlp_dim
-        self.fc1, self.fc2 = build.column(dim, hidden, "fc1"), build.row(hidden, dim, "fc2")
+        self.fc1, self.fc2 = fc1, fc2
+
+    @classmethod
+    def whole(cls, width: int, hidden: int, out: int) -> "MLP":
+        """On every rank alike: it runs once a frame or less."""
+        return cls(nn.Linear(width, hidden, bias=False), nn.Linear(hidden, out, bias=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.fc2(functional.silu(self.fc1(x)))
@@ -228,9 +236,11 @@ class Block(nn.Module):
     def __init__(self, build: Build, layer: int) -> None:
         super().__init__()
         config, self.chains = build.config, build.chains
-        self.attn, self.mlp = SelfAttention(build.under("attn"), layer), MLP(build.under("mlp"))
-        self.attn_bias = nn.Parameter(torch.zeros(config.d_model), requires_grad=False)
-        self.mlp_bias = nn.Parameter(torch.zeros(config.d_model), requires_grad=False)
+        dim, hidden, mlp = config.d_model, config.mlp_dim, build.under("mlp")
+        self.attn = SelfAttention(build.under("attn"), layer)
+        self.mlp = MLP(mlp.column(dim, hidden, "fc1"), mlp.row(hidden, dim, "fc2"))
+        self.attn_bias = nn.Parameter(torch.zeros(dim), requires_grad=False)
+        self.mlp_bias = nn.Parameter(torch.zeros(dim), requires_grad=False)
         self.control = ControlFusion(build.under("control")) if config.controlled(layer) else None
         self.cross = CrossAttention(build.under("cross")) if config.reads_prompt(layer) else None
 
@@ -264,25 +274,22 @@ class WaypointTransformer(nn.Module):
         config: WaypointConfig,
         parallel: ParallelContext | None = None,
         *,
-        tables: Tables = "exact",
-        bias_in: BiasIn = "each",
         compiled: bool = False,
         cuda_graphs: bool = False,
         quantization: QuantizationConfig | None = None,
         prefix: str = "transformer",
     ) -> None:
         super().__init__()
-        self.config, self.bias_in, self.parallel = config, bias_in, parallel or ParallelContext()
+        self.config, self.parallel = config, parallel or ParallelContext()
         dim = config.d_model
-        self.rounded = tables == "served"
-        self.tables = FrequencyTables.of(config, tables)
+        self.tables = FrequencyTables.of(config)
         self.graphs = ForwardGraphs() if cuda_graphs else None
         kept = [f"{prefix}.blocks.*.attn.gate_proj", f"{prefix}.blocks.*.control.fc1_c"]  # few channels; one row
         self._build = Build(
             config, self.parallel, Chains.build(compiled), LinearPrecision(quantization, kept), f"{prefix}.blocks"
         )
-        self.denoise_step_emb = EmbeddingMLP(NOISE_WIDTH, 4 * dim, dim).float()
-        self.ctrl_emb = EmbeddingMLP(config.control_values, config.mlp_dim, dim)
+        self.denoise_step_emb = MLP.whole(_NOISE_WIDTH, 4 * dim, dim).float()
+        self.ctrl_emb = MLP.whole(config.control_values, config.mlp_dim, dim)
         self.patchify = nn.Conv2d(config.channels, dim, config.patch, config.patch, bias=False)
         self.cond_proj = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(6))
         layers = self.parallel.layers(config.n_layers)
@@ -299,11 +306,9 @@ class WaypointTransformer(nn.Module):
         return Block(self._build.under(str(layer)), layer)
 
     def _number(self) -> None:
-        controlled = [block for block in self.layers if block.control is not None]
-        prompted = [block for block in self.layers if block.cross is not None]
-        for index, block in enumerate(controlled):
+        for index, block in enumerate(block for block in self.layers if block.control is not None):
             block.control_index = index
-        for index, block in enumerate(prompted):
+        for index, block in enumerate(block for block in self.layers if block.cross is not None):
             block.prompt_index = index
 
     @property
@@ -364,10 +369,8 @@ class WaypointTransformer(nn.Module):
         """Return fp32 [D] of a noise level in [0, 1]; phases are fp32 products, as the network was trained."""
         phases = torch.tensor(1000.0 * sigma, dtype=torch.float32) * self.tables.noise
         waves = math.sqrt(2) * torch.cat((phases.sin(), phases.cos()))
-        fc1, fc2 = self.denoise_step_emb.fc1.weight, self.denoise_step_emb.fc2.weight
-        if self.rounded and not self.config.temporal_compression > 1:  # Waypoint-1 casts this MLP, too
-            fc1, fc2 = fc1.bfloat16().float(), fc2.bfloat16().float()
-        return functional.linear(functional.silu(functional.linear(waves.to(fc1.device), fc1)), fc2)
+        embedded: torch.Tensor = self.denoise_step_emb(waves.to(self.device))
+        return embedded
 
     def modulation(self, sigma: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ([L, 6, D], [2, D]) of a noise level: of the blocks, of the head. Kept: there are few levels."""
@@ -375,11 +378,8 @@ class WaypointTransformer(nn.Module):
             embedded = self.embed_noise(sigma)
             blocks = []
             for block in self.layers:
-                of_mlp = functional.silu((embedded + block.mlp_bias.float()).to(self.dtype))
-                of_attention = of_mlp
-                if self.bias_in == "each":
-                    of_attention = functional.silu((embedded + block.attn_bias.float()).to(self.dtype))
-                sources = (of_attention,) * 3 + (of_mlp,) * 3
+                halves = [(embedded + bias.float()).to(self.dtype) for bias in (block.attn_bias, block.mlp_bias)]
+                sources = [functional.silu(half) for half in halves for _ in range(3)]
                 blocks.append(torch.stack([p(x) for p, x in zip(self.cond_proj, sources, strict=True)]))
             head = self.out_norm(functional.silu(embedded.to(self.dtype))).unflatten(0, (2, -1))
             self._modulation[sigma] = (torch.stack(blocks), head)
@@ -411,8 +411,6 @@ class WaypointTransformer(nn.Module):
             torch.cat((spatial, lanes.float().expand(len(spatial), -1)), dim=-1)
             for spatial, lanes in zip(self._spatial, (time.cos(), time.sin()), strict=True)
         )
-        if self.rounded and not self.config.temporal_compression > 1:
-            cos, sin = cos.bfloat16().float(), sin.bfloat16().float()
         return to_device(cos, self.device), to_device(sin, self.device)
 
     def _spatial_rotation(self) -> Rotation:

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TAEHV, the tiny streaming autoencoder, whole or by its layers.
+
+The network is a chain of 2-D convolutions over frames; only its memory blocks look back, each at the frame before it at
+its own rate. So a stream needs one activation for each of them, and a stream cut anywhere equals one call over the
+whole clip. Used by Wan's tiny decoder (`tiny_vae.py`) and by Waypoint 1.5.
+
+Layout of the weights: madebyollin/taehv, class TAEHV with decoder upscaling (no, yes, yes) in time.
+Held by tests/model_executor/models/wan/test_tiny_vae.py and
+tests/model_executor/models/waypoint/test_waypoint_autoencoders.py.
+"""
+
+# C channels, T frames, H, W pixels
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from vllm_omni.model_executor.models.wan.vae import VAECache
+from vllm_omni.model_executor.tensor_files import open_tensors
+
+FRAMES_PER_LATENT: Final = 4
+_SHRINK, _GROW = (2, 2, 1), (1, 2, 2)
+"""Consecutive frames that each level of the encoder joins, and that each of the decoder makes of one."""
+_MEMORIES = 3
+"""Memory blocks at each level."""
+REACH = math.ceil(sum(_MEMORIES / math.prod(_GROW[:level]) for level in range(len(_GROW))))
+"""How many latents before a chunk its frames depend on: behind so many, a stream may begin anywhere."""
+
+
+class MemoryBlock(nn.Module):
+    """A residual block over each frame and the frame before it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(
+            nn.Conv2d(2 * channels, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1),
+        )
+
+    def forward(self, x_TCHW: torch.Tensor, before_1CHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (result, the next call's `before_1CHW`)."""
+        past_TCHW = torch.cat((before_1CHW, x_TCHW[:-1]))
+        out_TCHW = functional.relu(self.conv(torch.cat((x_TCHW, past_TCHW), dim=1)) + x_TCHW)
+        return out_TCHW, x_TCHW[-1:].clone()
+
+
+class GrowTime(nn.Module):
+    """One frame becomes `factor` frames, from as many groups of channels."""
+
+    def __init__(self, channels: int, factor: int) -> None:
+        super().__init__()
+        self.channels = channels
+        self.conv = nn.Conv2d(channels, channels * factor, 1, bias=False)
+
+    def forward(self, x_TCHW: torch.Tensor) -> torch.Tensor:
+        return self.conv(x_TCHW).unflatten(1, (-1, self.channels)).flatten(0, 1)
+
+
+class JoinTime(nn.Module):
+    """`factor` consecutive frames become one, side by side in its channels, earlier first; then a 1x1 convolution."""
+
+    def __init__(self, channels: int, factor: int) -> None:
+        super().__init__()
+        self.factor = factor
+        self.conv = nn.Conv2d(channels * factor, channels, 1, bias=False)
+
+    def forward(self, x_TCHW: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.conv(x_TCHW.unflatten(0, (-1, self.factor)).flatten(1, 2))
+        return out
+
+
+class SoftClamp(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x / 3) * 3
+
+
+def encoder(pixels: int, width: int, latent_channels: int) -> nn.Sequential:
+    """Frames -> latents, a quarter as many and an eighth as wide. pixels: channels of a frame."""
+    layers: list[nn.Module] = [nn.Conv2d(pixels, width, 3, padding=1), nn.ReLU()]
+    for factor in _SHRINK:
+        layers += [JoinTime(width, factor), nn.Conv2d(width, width, 3, stride=2, padding=1, bias=False)]
+        layers += [MemoryBlock(width) for _ in range(_MEMORIES)]
+    return nn.Sequential(*layers, nn.Conv2d(width, latent_channels, 3, padding=1))
+
+
+def decoder(latent_channels: int, widths: Sequence[int], pixels: int) -> nn.Sequential:
+    """Latents -> frames, four times as many and eight times as wide. widths: a level each, and the last."""
+    layers: list[nn.Module] = [SoftClamp(), nn.Conv2d(latent_channels, widths[0], 3, padding=1), nn.ReLU()]
+    for level, factor in enumerate(_GROW):
+        here, below = widths[level], widths[level + 1]
+        layers += [MemoryBlock(here) for _ in range(_MEMORIES)]
+        layers += [nn.Upsample(scale_factor=2), GrowTime(here, factor)]
+        layers += [nn.Conv2d(here, below, 3, padding=1, bias=False)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(widths[-1], pixels, 3, padding=1))
+
+
+def run_stream(layers: nn.Sequential, x_TCHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
+    """Run the next frames of a stream through a chain; `cache` None starts one. Returns (result, the next cache)."""
+    past = None if cache is None else iter(cache.features)
+    kept, x = [], x_TCHW
+    for layer in layers:
+        if isinstance(layer, MemoryBlock):
+            x, last = layer(x, torch.zeros_like(x[:1]) if past is None else next(past))
+            kept.append(last)
+        else:
+            x = layer(x)
+    return x, VAECache(tuple(kept))
+
+
+def decoder_memory(widths: Sequence[int], height: int, width: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Shapes of a decoder's cache, one frame before each memory block. height, width: of the latents."""
+    levels = [level for level in range(len(_GROW)) for _ in range(_MEMORIES)]
+    return tuple((1, widths[level], height * 2**level, width * 2**level) for level in levels)
+
+
+class TAEHV(nn.Module):
+    """Encoder and decoder as streams. patch: pixels along a side that lie side by side in a frame's channels.
+
+    encoder_width, decoder_widths, channels: of the layers and of latents. dtype: of weights, activations and caches.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        encoder_width: int,
+        decoder_widths: Sequence[int],
+        *,
+        patch: int,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.decoder_widths, self.patch, self.dtype = tuple(decoder_widths), patch, dtype
+        self.encoder = encoder(3 * patch**2, encoder_width, channels).to(dtype)
+        self.decoder = decoder(channels, decoder_widths, 3 * patch**2).to(dtype)
+        for weight in self.parameters():
+            if weight.dim() == 4:  # the layout its kernels are fastest in
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        self.requires_grad_(False)
+        self.eval()
+
+    def encode(self, frames_TCHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
+        """Encode the next 4 n frames of a stream; `cache` None starts one.
+
+        frames_TCHW: [4 n, 3, H, W] in [0, 1], H and W multiples of 8 patches. Returns latents [n, C, h, w].
+        """
+        if len(frames_TCHW) % FRAMES_PER_LATENT:
+            raise ValueError(f"a latent frame is {FRAMES_PER_LATENT} video frames, got {len(frames_TCHW)}")
+        return run_stream(self.encoder, functional.pixel_unshuffle(frames_TCHW.to(self.dtype), self.patch), cache)
+
+    def decode(self, latents_TCHW: torch.Tensor, cache: VAECache | None) -> tuple[torch.Tensor, VAECache]:
+        """Decode the next n latents of a stream; `cache` None starts one, with three dropped copies of the first.
+
+        Returns frames [4 n, 3, H, W] in [0, 1].
+        """
+        x = latents_TCHW.to(self.dtype)
+        if cache is None:
+            x = torch.cat((x[:1].expand(FRAMES_PER_LATENT - 1, -1, -1, -1), x))
+        out, kept = run_stream(self.decoder, x, cache)
+        frames = functional.pixel_shuffle(out, self.patch).clamp(0, 1)
+        return frames[-FRAMES_PER_LATENT * len(latents_TCHW) :], kept
+
+    def decoder_memory(self, height: int, width: int) -> tuple[tuple[int, int, int, int], ...]:
+        """Shapes of the decoder's cache for frames of `height` x `width` pixels."""
+        stride = 8 * self.patch
+        return decoder_memory(self.decoder_widths, height // stride, width // stride)
+
+
+def decoder_widths(path: Path) -> tuple[int, ...]:
+    """Return the widths of a TAEHV file's decoder. Raises ValueError if it is none."""
+    shapes = open_tensors(path).shapes
+    names = ["decoder.1.weight", "decoder.8.weight", "decoder.14.weight", "decoder.20.weight"]
+    if any(name not in shapes for name in names):
+        raise ValueError(f"{path} is no TAEHV file: it lacks {', '.join(name for name in names if name not in shapes)}")
+    return tuple(shapes[name][0] for name in names)

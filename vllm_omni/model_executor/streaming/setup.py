@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StreamingSetup`: checkpoint, options and ranks of one pipeline that streams in chunks; a family adds its own.
+
+Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
+from vllm_omni.model_executor.streaming.stream import Config, Options, Stream
+from vllm_omni.model_executor.vllm_model import ServedCheckpoint, compiles, launches_graphs
+
+Layout = TypeVar("Layout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingSetup(Generic[Config, Options, Layout]):
+    """Everything such a pipeline is built from, resolved and checked. layout: where the checkpoint's pieces are.
+
+    dtype: the transformer's. compiled, cuda_graphs: the resolved options `compile` and `cuda_graphs`. quantization: of
+    the transformer's weights. kv_dtype: the stored keys and values', None = `dtype`.
+    """
+
+    config: Config
+    layout: Layout
+    options: Options
+    plan: ChunkPlan
+    omni: OmniConfig
+    parallel: ParallelContext
+    dtype: torch.dtype
+    compiled: bool
+    cuda_graphs: bool = False
+    quantization: QuantizationConfig | None = None
+    kv_dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Mapping[str, Any],
+        layout: Layout,
+        omni: OmniConfig,
+        dtype: torch.dtype,
+        parallel: ParallelContext | None = None,
+        eager: bool = True,
+        quantization: QuantizationConfig | None = None,
+        kv_dtype: torch.dtype | None = None,
+        offloads: bool = False,
+    ) -> Self:
+        """Read a family's part of `hf_config`; `parallel` None = vLLM's groups. Raises ValueError.
+
+        eager, offloads: as of `ServedCheckpoint`.
+        """
+        stream = cls.read_stream(checkpoint, omni)
+        options = stream.options
+        return cls(
+            config=stream.config,
+            layout=layout,
+            options=options,
+            plan=stream.plan,
+            omni=omni,
+            parallel=parallel
+            or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel),
+            dtype=dtype,
+            compiled=compiles(options.compile, eager),
+            cuda_graphs=launches_graphs(options.cuda_graphs, eager, offloads),
+            quantization=quantization,
+            kv_dtype=kv_dtype,
+            **cls.own_fields(checkpoint, stream, omni),
+        )
+
+    @classmethod
+    def served(cls, checkpoint: Mapping[str, Any], served: ServedCheckpoint[Layout]) -> Self:
+        """`of` a checkpoint that an engine serves."""
+        return cls.of(
+            checkpoint,
+            served.layout,
+            served.omni,
+            served.dtype,
+            eager=served.eager,
+            quantization=served.quantization,
+            kv_dtype=served.kv_dtype,
+            offloads=served.offloads,
+        )
+
+    @staticmethod
+    def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> Stream[Config, Options]:
+        """The family's `read_stream`. Raises ValueError."""
+        raise NotImplementedError
+
+    @classmethod
+    def own_fields(
+        cls, checkpoint: Mapping[str, Any], stream: Stream[Config, Options], omni: OmniConfig
+    ) -> dict[str, Any]:
+        """Fields that a subclass adds, checked. Raises ValueError."""
+        return {}
