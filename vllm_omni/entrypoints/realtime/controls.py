@@ -149,6 +149,8 @@ class ControlTrack:
 
     def _waiting(self) -> set[int]:
         """Orders of the events of which some part is still to act."""
+        if not (self._script or self._transitions or self._prompt or self._lora) and self._analog.is_at_rest:
+            return set()  # as nearly always when a chunk has taken its controls
         events = [event for _, event in (*self._script, *self._transitions)]
         slots = [slot[1] for slot in (self._prompt, self._lora) if slot is not None]
         return {event.order for event in [*events, *self._analog.waiting, *slots]}
