@@ -193,7 +193,17 @@ def main() -> None:
         result = uvloop.run(run(options))
     else:
         result = asyncio.run(run(options))
-    print(json.dumps(result), flush=True)
+    report(result)
+
+
+def report(result: dict[str, Any]) -> None:
+    """Print the result as a line of JSON, all of it.
+
+    With PYTHONUNBUFFERED, `print` writes once, and drops the rest if a signal cuts that write short (io_uring's, of
+    uvloop's event loop as it ends, does).
+    """
+    with open(sys.stdout.fileno(), "w", closefd=False) as output:
+        output.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 A server process with this package's door `/v1/realtime_video/generate` and a model that only keeps time; a load
 generator in a process of its own on another core; for the scenarios, badly behaved clients in a third one. A frame's
 added latency runs from the moment the model has it to the moment the client has read it; cadence is frames read over
-frames due.
+frames due. `waited_for_core_percent` is the time in which the server, or its clients, could have run and had no core:
+if it is more than a few percent, other work on the machine made frames late, not the server.
 
 Attacks (`fragments`, `pings`, `values`) are sockets that flood the server and come again when they are closed; how long
 an HTTP route takes to answer meanwhile is noted too. `cost` compares the server's processor time per frame with a
@@ -101,6 +102,11 @@ class Server:
         return times.user + times.system
 
 
+def waited_s(pid: int) -> float:
+    """Seconds in which a process's main thread was ready to run and had no core."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
 def wait_for(condition: Callable[[], Any], timeout_s: float = _GONE_TIMEOUT_S) -> float | None:
     """Seconds until `condition` holds; None if it never does."""
     started_s = time.monotonic()
@@ -130,7 +136,7 @@ def recorded_messages(args: argparse.Namespace) -> list[bytes]:
 def cost(args: argparse.Namespace, repeats: int = 5) -> dict[str, Any]:
     """Processor microseconds a frame of this package's door and of the bare server, in turns."""
     spent_us: dict[str, list[float]] = {"bare_server.py": [], "realtime_server.py": []}
-    cadences = []
+    cadences, waits = [], []
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         messages = recorded_messages(args)
         json.dump([message.hex() for message in messages], file)
@@ -139,6 +145,7 @@ def cost(args: argparse.Namespace, repeats: int = 5) -> dict[str, Any]:
             row = measure(args, "steady", script, {"messages": file.name})
             spent_us[script].append(row["server_us_per_frame"])
             cadences.append(row["cadence_percent"])
+            waits.extend(row["waited_for_core_percent"].values())
     bare_us, door_us = (statistics.median(times) for times in spent_us.values())
     return {
         "scenario": "cost",
@@ -150,6 +157,7 @@ def cost(args: argparse.Namespace, repeats: int = 5) -> dict[str, Any]:
         "door_us_per_frame": spent_us["realtime_server.py"],
         "median_ratio": round(door_us / bare_us, 2),
         "lowest_cadence_percent": min(cadences),
+        "most_waited_for_core_percent": max(waits),
     }
 
 
@@ -186,6 +194,8 @@ def measure(
         assert load.stdout is not None
         assert load.stdout.readline() == "open\n"
         time.sleep(args.warm_up_s)
+        pids = {"server": server.process.pid, "clients": load.pid}
+        waits_s = {name: waited_s(pid) for name, pid in pids.items()}
         cpu_s, started_s = server.cpu_s(), time.monotonic()
         gone_s: float | None = None
         asked_ms: list[float] = []
@@ -200,7 +210,9 @@ def measure(
             gone_s = provoke(args, scenario, server, stack.enter_context(bad))
         wall_s = max(0.1, args.seconds - (time.monotonic() - started_s) - 0.5)
         time.sleep(wall_s)
-        server_load = (server.cpu_s() - cpu_s) / (time.monotonic() - started_s)
+        lasted_s = time.monotonic() - started_s
+        server_load = (server.cpu_s() - cpu_s) / lasted_s
+        waits_s = {name: waited_s(pid) - waits_s[name] for name, pid in pids.items()}
         answer = json.loads(load.stdout.readline())
         row = {
             "scenario": scenario,
@@ -215,6 +227,7 @@ def measure(
             "server_cpu_percent": round(100 * server_load, 1),
             "server_us_per_frame": round(1e6 * server_load * args.seconds / answer["delivered"], 1),
             "client_cpu_percent": round(answer["cpu_percent"], 1),
+            "waited_for_core_percent": {name: round(100 * wait_s / lasted_s, 1) for name, wait_s in waits_s.items()},
             "server_rss_mib": round(server.process.memory_info().rss / 2**20, 1),
             "errors": answer["errors"],
         }

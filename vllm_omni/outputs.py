@@ -130,6 +130,16 @@ def pack_error(code: str, message: str) -> torch.Tensor:
     return pack({"error": {"code": code, "message": message}})
 
 
+class _Header(msgspec.Struct):
+    """tensors: name, dtype, shape, offset of each."""
+
+    meta: dict[str, Any]
+    tensors: list[tuple[str, str, list[int], int]]
+
+
+_decode_header = msgspec.json.Decoder(_Header).decode
+
+
 class _Payload(NamedTuple):
     """A checked entry of an envelope's header: `nbytes` bytes from `offset` on lie inside the envelope."""
 
@@ -160,7 +170,7 @@ def unpack_arrays(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, np.
 
 
 def _check_bytes(envelope: torch.Tensor) -> None:
-    if envelope.dtype != torch.uint8 or envelope.dim() != 1:
+    if envelope.dtype is not torch.uint8 or envelope.ndim != 1:
         raise ValueError(f"envelope must be a 1-D uint8 tensor, got {envelope.dtype} {tuple(envelope.shape)}")
 
 
@@ -174,13 +184,13 @@ def _read_header(buffer: memoryview) -> tuple[dict[str, Any], list[_Payload]]:
     if header_bytes > min(_MAX_HEADER_BYTES, total - _PREFIX.size):
         raise ValueError(f"header length {header_bytes} exceeds the envelope of {total} bytes")
     try:
-        header = msgspec.json.decode(buffer[_PREFIX.size : _PREFIX.size + header_bytes])
-        meta, entries = header["meta"], header["tensors"]
-        if not isinstance(meta, dict) or not isinstance(entries, list):
-            raise TypeError("meta must be a map and tensors a list")
-        payloads = [_payload(total, str(entry[0]), *entry[1:]) for entry in entries]
-    except (KeyError, TypeError, IndexError, RecursionError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        header = _decode_header(buffer[_PREFIX.size : _PREFIX.size + header_bytes])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"malformed envelope header: {error}") from error
+    except (RecursionError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise ValueError(f"malformed envelope header: {type(error).__name__}") from error
+    payloads = [_payload(total, *entry) for entry in header.tensors]
+    meta = header.meta
     if "error" in meta:
         error_map = meta["error"]
         if not isinstance(error_map, dict):
@@ -193,7 +203,7 @@ def _payload(total: int, name: str, dtype_name: str, shape: list[int], offset: i
     dtype = _DTYPES.get(dtype_name)
     if dtype is None:
         raise ValueError(f"unknown dtype {dtype_name!r} in envelope")
-    if len(shape) > 8 or any(type(n) is not int or n < 0 for n in shape) or type(offset) is not int:
+    if len(shape) > 8 or (shape and min(shape) < 0):
         raise ValueError(f"bad shape {shape} or offset {offset!r} in envelope")
     nbytes = math.prod(shape) * dtype.itemsize
     if offset < 0 or offset % _ALIGN or offset + nbytes > total:

@@ -8,8 +8,8 @@
 `walk/` holds `poses.npy` (float [N, 4, 4], camera to world, OpenCV axes, one pose per frame) and `intrinsics.npy`
 ([N, 4] or [4]: fx, fy, cx, cy). Keys are held per latent frame (4 video frames): w a s d move, i k j l look, `-` is
 nothing. `--actions` is for any model: buttons and `axis=value` joined by `+`, per latent frame; what a model does not
-take is refused with the list of its controls. A lost connection is taken up again: the same request under the same id
-goes on where it stopped.
+take is refused with the list of its controls. A lost connection is taken up again, and a server that is being
+restarted is waited for (`--retry-s`): the same request under the same id goes on where it stopped.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from PIL import Image
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from vllm_omni.entrypoints.key_script import parse_actions, parse_keys
@@ -37,6 +37,7 @@ from vllm_omni.entrypoints.realtime.codec import decode, encode
 DEFAULT_PROMPT = "A walk through a landscape, steady camera"
 PATH = "/v1/realtime/world/camera"
 MAX_RECONNECTS = 5
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -63,6 +64,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--codec", default="mp4", choices=("mp4", "jpeg", "ndarray_u8", "ndarray_f32"), help="frames on the wire"
     )
     parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument(
+        "--retry-s", type=float, default=180.0, help="wait so long for a server that went away (default: 180)"
+    )
     return parser
 
 
@@ -90,6 +94,10 @@ def main() -> int:
 
 class WorldError(Exception):
     """The server refused a request."""
+
+
+class NoServer(WorldError):
+    """Nobody answers, or not yet."""
 
 
 def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]:
@@ -170,7 +178,7 @@ def answers(args: argparse.Namespace, request: dict[str, Any], console: Console)
     next_frame: int | None = None
     for attempt in range(MAX_RECONNECTS + 1):
         try:
-            with open_world(args) as world:
+            with reopen_world(args, attempt) if attempt else open_world(args) as world:
                 hello = decode(bytes(world.recv())).value
                 request = {**request, **prompt_of(args, hello)}
                 world.send(encode(request))
@@ -197,11 +205,8 @@ def answers(args: argparse.Namespace, request: dict[str, Any], console: Console)
                     if message["type"] == "frame" and (next_frame is None or message["first_frame"] >= next_frame):
                         next_frame = message["first_frame"] + message["num_frames"]
                         yield message
-        except InvalidHandshake as error:
-            raise WorldError(f"{args.server} refused the connection: {error}") from error
         except ConnectionClosed as error:
             console.print(f"connection lost ({error}); trying again")
-            time.sleep(min(5.0, 0.2 * 2**attempt))
     raise WorldError(f"{args.server} went away {MAX_RECONNECTS + 1} times")
 
 
@@ -235,10 +240,31 @@ def open_world(args: argparse.Namespace) -> ClientConnection:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     try:
         return connect(args.server.rstrip("/") + PATH, max_size=None, compression=None, additional_headers=headers)
+    except InvalidHandshake as error:
+        is_for_good = isinstance(error, InvalidStatus) and error.response.status_code < 500
+        raise (WorldError if is_for_good else NoServer)(f"{args.server} refused the connection: {error}") from error
     except OSError as error:
-        raise WorldError(
+        raise NoServer(
             f"no server answers at {args.server} ({error.strerror or error}); is it still starting?"
         ) from error
+
+
+def reopen_world(args: argparse.Namespace, attempt: int) -> ClientConnection:
+    """Connect again; for up to `--retry-s`, since a server that is being restarted refuses connections meanwhile.
+
+    attempt: from 1; later ones pause longer first. Raises WorldError.
+    """
+    give_up_s = time.monotonic() + args.retry_s
+    pause_s = FIRST_PAUSE_S * 2 ** (attempt - 1)
+    while True:
+        time.sleep(pause_s)
+        try:
+            return open_world(args)
+        except NoServer as error:
+            left_s = give_up_s - time.monotonic()
+            if left_s <= 0:
+                raise WorldError(f"{error} It stayed away for {args.retry_s:g} s (--retry-s)") from error
+        pause_s = min(LONGEST_PAUSE_S, 2 * pause_s, left_s)
 
 
 def receive(world: ClientConnection) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Server(uvicorn.Server):
     def capture_signals(self):  # vLLM's server installs no signal handlers of its own either
         yield
 
-port, engine = int(sys.argv[1]), int(sys.argv[2])
+port, engine, worker = map(int, sys.argv[1:])
 
 def is_dead():
     with contextlib.suppress(OSError):
@@ -44,7 +44,7 @@ async def main():
     app, watch = FastAPI(), EngineWatch()
     app.add_api_route("/health", lambda: "fine")
     watch.attach(app)
-    watch.start(is_dead, [engine, os.getpid()], 1.0, tell)
+    watch.start(is_dead, [engine, worker, os.getpid()], 1.0, tell)
     server = app.state.server = Server(uvicorn.Config(app, port=port, log_level="warning"))
     serving = asyncio.create_task(server.serve())
     stop = asyncio.Event()
@@ -63,13 +63,13 @@ uvloop.run(main())
 
 
 class Serving:
-    """The server and its engine, a process that sleeps."""
+    """The server and its engine, two processes that sleep; whether it is dead depends on the first alone."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        self.engine = subprocess.Popen(["sleep", "120"])
-        command = [sys.executable, "-c", SERVER, str(port), str(self.engine.pid)]
+        self.engine, self.worker = (subprocess.Popen(["sleep", "120"]) for _ in range(2))
+        command = [sys.executable, "-c", SERVER, str(port), str(self.engine.pid), str(self.worker.pid)]
         root = Path(__file__).parents[2]
         self.process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         url = f"http://127.0.0.1:{port}/health"
@@ -91,7 +91,7 @@ class Serving:
 def serving() -> Iterator[Serving]:
     serving = Serving()
     yield serving
-    for process in (serving.process, serving.engine):
+    for process in (serving.process, serving.engine, serving.worker):
         process.kill()
         process.wait()
 
@@ -102,6 +102,18 @@ def test_a_dead_engine_ends_the_server_with_its_status(serving: Serving) -> None
     status, out, log = serving.end()
     assert (status, out) == (ENGINE_DIED, "told\n")
     assert "Traceback" not in log and "never retrieved" not in log
+
+
+def test_a_dead_worker_is_told_before_the_engine_core_notices(serving: Serving) -> None:
+    """vLLM's waits for the other workers first, for seconds; what is left of the engine is ended with it."""
+    killed_s = time.monotonic()
+    serving.worker.kill()
+    assert serving.process.stdout is not None
+    assert serving.process.stdout.readline() == "told\n"
+    told_s = time.monotonic() - killed_s
+    assert serving.end()[0] == ENGINE_DIED
+    assert serving.engine.wait(5) == -signal.SIGKILL
+    assert told_s < 1.0
 
 
 def test_a_stopped_engine_is_ended_after_its_time(serving: Serving) -> None:

@@ -183,6 +183,7 @@ class DoorServer:
             for path in paths:
                 app.add_api_websocket_route(path, serve)
         config = uvicorn.Config(app, log_level="warning", ws_per_message_deflate=False, ws_max_size=1 << 20)
+        limits.frame_budget.apply(config)  # as a real server: the protocol that writes a chunk's messages together
         self.server = uvicorn.Server(config)
         app.state.server = self.server
         self._socket = socket.create_server(("127.0.0.1", 0))

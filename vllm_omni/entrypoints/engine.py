@@ -11,6 +11,7 @@ With data parallelism a request is sent to the rank that `SessionRanks` names (`
 """
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -58,6 +59,7 @@ class OmniEngine:
 
     def __init__(self, client: EngineClient, ranks: SessionRanks | None = None) -> None:
         self._client = client
+        self._process, self._numbers = secrets.token_hex(8), itertools.count()  # of requests: unique in the engine
         self._ranks = ranks if ranks is not None and ranks.size > 1 else None
 
     @property
@@ -79,7 +81,7 @@ class OmniEngine:
         self, params: DiffusionParams, arrays: Mapping[str, np.ndarray], rank: int | None
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         # The engine's log lines name a request by this.
-        request_id = "-".join(["omni", *log_context.current().values(), secrets.token_hex(16)])
+        request_id = "-".join(["omni", *log_context.current().values(), self._process, str(next(self._numbers))])
         try:
             tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
             answer = await self._encode(params.to_pooling_params(tensors), request_id, rank)

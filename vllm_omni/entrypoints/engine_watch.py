@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`EngineWatch`: ends an API server process when its engine dies or stands still.
 
-It looks twenty times a second whether the engine lives. When it does not, the doors tell every client, the server ends,
-and its exit status is `ENGINE_DIED`: stock vLLM looks every 5 s, closes sockets as for a planned stop and exits with 0,
-so no supervisor restarts it. A process of the engine that has been stopped (SIGSTOP) for `stopped_timeout_s` is killed:
-then the engine is dead and all of this follows. A server that was told to stop (SIGTERM, SIGINT) exits with 0.
+It is woken by the kernel when a process of the engine ends, and asks vLLM twenty times a second whether the engine
+lives, which also covers processes on other machines and failures that end none. When it does not, the doors tell every
+client, the server ends, and its exit status is `ENGINE_DIED`: stock vLLM looks every 5 s, closes sockets as for a
+planned stop and exits with 0, so no supervisor restarts it. vLLM reports a dead worker only when the others have left,
+which may take seconds: those that have not within `_LEAVING_S` are killed, so that HTTP requests learn of the death as
+soon as sockets do. A process of the engine that has been stopped (SIGSTOP) for `stopped_timeout_s` is killed: then the
+engine is dead and all of this follows. A server that was told to stop (SIGTERM, SIGINT) exits with 0.
 
 The status is that of a plain `vllm serve`, too: a task raises SystemExit when the event loop is closed.
 Held by tests/entrypoints/test_engine_watch.py and tests/entrypoints/realtime/test_death_served.py.
@@ -16,8 +19,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 from typing import Any, Final
 
@@ -33,6 +36,8 @@ _POLL_S: Final = 0.05
 _LOOK_S: Final = 0.25
 _OWN_GAP_S: Final = 2.0
 """A loop that was held up for so long cannot tell for how long others were stopped."""
+_LEAVING_S: Final = 0.3
+"""How long the rest of a dead engine has to log why and to end by itself."""
 _CLOSING_S: Final = 3
 """How long connections may take to close once the engine is dead."""
 
@@ -97,9 +102,15 @@ class EngineWatch:
                 signal.signal(number, note)
 
     async def _watch(self, app: FastAPI, is_dead: Callable[[], bool]) -> None:
+        with _end_of_any(self._pids) as ended:
+            await self._wait_for_death(is_dead, ended)
+        if not self._is_stopping:
+            await self._end(app, is_dead)
+
+    async def _wait_for_death(self, is_dead: Callable[[], bool], ended: asyncio.Event) -> None:
         looked_s = time.monotonic()
         running_s = dict.fromkeys(self._pids, looked_s)
-        while not is_dead():
+        while not (ended.is_set() or is_dead()):
             now_s = time.monotonic()
             if self._stopped_timeout_s is not None and now_s - looked_s >= _LOOK_S:
                 for pid in self._pids:
@@ -108,17 +119,55 @@ class EngineWatch:
                     elif now_s - running_s[pid] >= self._stopped_timeout_s:
                         _end_stopped(pid, self._stopped_timeout_s)
                 looked_s = now_s
-            await asyncio.sleep(_POLL_S)
-        if not self._is_stopping:
-            await self._end(app)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S):
+                    await ended.wait()
 
-    async def _end(self, app: FastAPI) -> None:
+    async def _end_rest(self, is_dead: Callable[[], bool]) -> None:
+        """Have vLLM notice the end of one of the engine's processes by the end of all."""
+        give_up_s = time.monotonic() + _LEAVING_S
+        while not is_dead() and time.monotonic() < give_up_s:
+            await asyncio.sleep(_POLL_S)
+        if not is_dead():
+            for pid in self._pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    async def _end(self, app: FastAPI, is_dead: Callable[[], bool]) -> None:
         logger.critical("engine_died: clients are told, and this server ends with status %d", ENGINE_DIED)
         self._tasks.append(asyncio.create_task(_exit_with(ENGINE_DIED)))
-        await self._tell()
+        await asyncio.gather(self._tell(), self._end_rest(is_dead))
         if not envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH:
             app.state.server.config.timeout_graceful_shutdown = _CLOSING_S
             app.state.server.should_exit = True
+
+
+@contextmanager
+def _end_of_any(pids: Sequence[int]) -> Iterator[asyncio.Event]:
+    """An event that is set as soon as one of these processes ends."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    watched: set[int] = set()
+
+    def end(descriptor: int) -> None:
+        loop.remove_reader(descriptor)
+        ended.set()
+
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            ended.set()
+        except OSError as error:  # a kernel before 5.3, or a sandbox without this call: vLLM tells
+            logger.warning("the end of the engine's process %d may be noticed late: %s", pid, error)
+        else:
+            watched.add(descriptor)
+            loop.add_reader(descriptor, end, descriptor)
+    try:
+        yield ended
+    finally:
+        for descriptor in watched:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
 
 
 def _end_stopped(pid: int, timeout_s: float) -> None:

@@ -14,9 +14,9 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Final
 
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 
+from vllm_omni.entrypoints.gathered_writes import GatheringProtocol
 from vllm_omni.entrypoints.token_bucket import TokenBucket
 
 logger = logging.getLogger("vllm." + __name__)
@@ -55,7 +55,7 @@ class FrameBudget:
         uvicorn_config.ws = uvicorn_config.ws_protocol_class = protocol
 
 
-class BudgetedProtocol(WebSocketsSansIOProtocol):
+class BudgetedProtocol(GatheringProtocol):
     """uvicorn's own protocol, fed in slices, that stops taking frames once its budget is used up."""
 
     def __init__(self, *args: Any, budget: FrameBudget, **kwargs: Any) -> None:

@@ -93,6 +93,8 @@ class PromptSchedule:
 
         first_frame: of the chunk in the video. Each prompt is given out once.
         """
+        if not self._coming:
+            return None
         seconds = first_frame / self._fps
         begun = [prompt for prompt in self._coming if prompt.has_begun(chunk_index, seconds)]
         self._coming = tuple(prompt for prompt in self._coming if not prompt.has_begun(chunk_index, seconds))

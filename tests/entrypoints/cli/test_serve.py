@@ -164,6 +164,22 @@ def test_options_in_every_spelling_mean_the_same(world: str, tmp_path: Path) -> 
     assert flags.count("tensor-parallel-size", "tp") == 2
 
 
+@pytest.mark.parametrize("given", ["command line", "file"])
+def test_json_and_dotted_keys_together_are_one_configuration(world: str, tmp_path: Path, given: str) -> None:
+    """Stock vLLM would drop the JSON without a word; the printed command for plain `vllm serve` says the same."""
+    omni = {"omni": {"max_sessions": 3}}
+    config = tmp_path / "serve.yaml"
+    config.write_text(json.dumps({"additional-config": omni}))
+    first = ["--config", str(config)] if given == "file" else ["--additional_config", json.dumps(omni)]
+    planned = plan(world, *first, "--additional-config.omni.height=64", "--api-key", "secret")
+    merged = {"omni": {"max_sessions": 3, "height": 64}}
+    for argv in (planned.argv, shlex.split(planned.plain_command.partition("vllm serve ")[2])):
+        flags = serve.ServeFlags.scan(argv)
+        assert json.loads(flags.values["additional-config"]) == merged
+        assert not [name for name in flags.values if name.startswith("additional-config.")]
+        assert flags.values["api-key"]
+
+
 def test_on_a_cpu_the_machine_need_not_be_empty(world: str) -> None:
     """vLLM's CPU worker wants nearly all memory free unless told how much it may use; the user's own word wins."""
     argv = [world, "--port", "0"]

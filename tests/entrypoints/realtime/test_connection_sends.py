@@ -20,6 +20,7 @@ class Peer:
         self._seconds = seconds_a_message
         self.taken: list[bytes] = []
         self.headers: dict[str, str] = {}
+        self.scope: dict[str, Any] = {}
         self.client = None
         self.app = SimpleNamespace(state=SimpleNamespace())
 

@@ -2,8 +2,11 @@
 """The example client under examples/online_serving, run as a program against a real server with a fake engine."""
 
 import asyncio
+import contextlib
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,6 +165,78 @@ def test_a_cut_connection_is_taken_up_again(
     assert cut
     assert "connection lost" in finished.stderr
     np.testing.assert_array_equal(np.load(output)[:, 16, 24, 0], np.arange(FIRST + 4 * LATER))
+
+
+class Port:
+    """A port in front of a server, which can be taken away and given back, as by a restart."""
+
+    def __init__(self, server_port: int) -> None:
+        self._server_port = server_port
+        self._sockets: list[socket.socket] = []
+        self.port = 0
+        self.give_back()
+
+    def give_back(self) -> None:
+        listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = listener.getsockname()[1]
+        self._sockets = [listener]
+        self._in_thread(self._accept, listener)
+
+    def take_away(self) -> None:
+        for each in self._sockets:
+            with contextlib.suppress(OSError):  # one that has ended
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    @staticmethod
+    def _in_thread(work: Callable[..., None], *arguments: socket.socket) -> None:
+        threading.Thread(target=work, args=arguments, daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # taken away
+            while True:
+                client, _ = listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._server_port))
+                self._sockets += [client, server]
+                self._in_thread(self._copy, client, server)
+                self._in_thread(self._copy, server, client)
+
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_server_that_is_restarted_is_waited_for(
+    make_door: Callable[..., DoorServer], engine: FakeEngine, image: Path, tmp_path: Path, comes_back: bool
+) -> None:
+    """Connections are refused meanwhile; the walk goes on where it stopped, or ends with the limit in one line."""
+    door = make_door()
+    front = Port(door.port)
+    gone = []
+
+    def restart_once(params: DiffusionParams) -> None:
+        if params.chunk_index == 2 and not gone:
+            gone.append(params)
+            front.take_away()
+            if comes_back:
+                asyncio.get_running_loop().call_later(1.0, front.give_back)
+
+    engine.fail, engine.delay_s = restart_once, 0.1
+    output = tmp_path / "walk.npy"
+    where = ("--server", f"ws://127.0.0.1:{front.port}", "--retry-s", 20 if comes_back else 1)
+    finished = run(door, *where, "--image", image, "--keys", "w*15", "--codec", "ndarray_u8", "--output", output)
+    front.take_away()
+    assert gone
+    if comes_back:
+        assert finished.returncode == 0, finished.stderr
+        np.testing.assert_array_equal(np.load(output)[:, 16, 24, 0], np.arange(FIRST + 4 * LATER))
+    else:
+        assert finished.returncode == 1
+        (error,) = [line for line in finished.stderr.splitlines() if line.startswith("error:")]
+        assert "no server answers" in error and "stayed away for 1 s" in error
 
 
 @pytest.mark.parametrize("steering", ["keys", "path"])

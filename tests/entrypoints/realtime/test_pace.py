@@ -16,7 +16,10 @@ CHUNK = 4  # frames: 20 ms of video
 
 
 def seconds_until_refused(
-    take_s: Callable[[float], float], for_s: float, is_more_waiting: Callable[[int], bool] = lambda number: True
+    take_s: Callable[[float], float],
+    for_s: float,
+    is_more_waiting: Callable[[int], bool] = lambda number: True,
+    fps: float = FPS,
 ) -> float | None:
     """Each chunk takes `take_s(now)` to read; None if nothing was said in `for_s`.
 
@@ -24,7 +27,7 @@ def seconds_until_refused(
     """
 
     async def scenario() -> float | None:
-        pace = ReaderPace(TIMEOUT_S, FPS)
+        pace = ReaderPace(TIMEOUT_S, fps)
         clock = asyncio.get_running_loop().time
         started_s = clock()
         number = 0
@@ -49,6 +52,17 @@ def test_a_quarter_of_the_rate_is_borne_for_the_timeout() -> None:
 def test_a_client_that_takes_what_it_plays_is_not_behind(take_s: float) -> None:
     """Though more is always waiting: a model faster than real time keeps every queue full."""
     assert seconds_until_refused(lambda now_s: take_s, 3 * TIMEOUT_S) is None
+
+
+@pytest.mark.parametrize("chunk_s", [TIMEOUT_S * share for share in (0.1, 1.5 / 7, 4 / 7, 0.99, 1.5, 4.0)])
+def test_a_chunk_may_play_for_as_long_as_it_likes(chunk_s: float) -> None:
+    """Taken at exactly the playing rate, as a stream that the server itself paces: whatever part of the timeout that
+    is. At half of it the end comes, a chunk's time later than with short chunks."""
+    fps = CHUNK / chunk_s
+    assert seconds_until_refused(lambda now_s: chunk_s, 12 * TIMEOUT_S + 6 * chunk_s, fps=fps) is None
+    refused_s = seconds_until_refused(lambda now_s: 2.5 * chunk_s, 12 * (TIMEOUT_S + chunk_s), fps=fps)
+    assert refused_s is not None
+    assert refused_s < 3.5 * (TIMEOUT_S + chunk_s)
 
 
 def test_slowness_counts_from_when_it_begins() -> None:

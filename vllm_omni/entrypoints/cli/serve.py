@@ -17,7 +17,7 @@ import os
 import secrets
 import shlex
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +100,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
     """
     flags = ServeFlags.scan(argv)
     family = check(flags)
+    argv = _with_one_additional_config(argv, flags)
     served_by = {"worker-cls": WORKER_CLS}
     if family.executor_cls is not None:
         served_by = {"distributed-executor-backend": family.executor_cls}
@@ -115,7 +116,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str]
     variables = {"VLLM_PLUGINS": plugin_names(environ.get("VLLM_PLUGINS"), plugins, family.endpoint_plugins)}
     if on_cpu and not {_CPU_SPACE, "kv-cache-memory-bytes", "gpu-memory-utilization"} & {*environ, *flags.values}:
         variables[_CPU_SPACE] = _CPU_SPACE_GIB
-    plain = shlex.join(["vllm", "serve", *_without_keys(_without_websocket_flags(argv)), *added])
+    plain = shlex.join(["vllm", "serve", *_without_keys(_without(argv, _WEBSOCKET_FLAGS)), *added])
     return ServePlan(
         title=family.title,
         argv=[*argv, *added],
@@ -307,6 +308,8 @@ def _page(flags: "ServeFlags") -> str | None:
 # ---- flags ------------------------------------------------------------------------------------------------------
 
 _WEBSOCKET_FLAGS = ("ws", "ws-max-size", "ws-ping-interval", "ws-ping-timeout")
+"""Plain `vllm serve` does not know them."""
+_ADDITIONAL_CONFIG = "additional-config"
 
 
 @dataclass
@@ -358,7 +361,7 @@ class ServeFlags:
 
     def additional_config(self) -> dict[str, Any]:
         """The value of `--additional-config`, JSON or dotted (`--additional-config.omni.max_sessions 4`)."""
-        text = self.values.get("additional-config", "{}")
+        text = self.values.get(_ADDITIONAL_CONFIG, "{}")
         try:
             config = json.loads(text)
         except json.JSONDecodeError as error:
@@ -369,7 +372,7 @@ class ServeFlags:
             raise CommandError(f"--additional-config must be a JSON object whose 'omni' is an object, got {text!r}")
         for name, value in self.values.items():
             head, *keys = name.split(".")
-            if head == "additional-config" and keys:
+            if head == _ADDITIONAL_CONFIG and keys:
                 _set_nested(config, keys, value)
         return config
 
@@ -424,8 +427,17 @@ def _without_keys(argv: Sequence[str]) -> list[str]:
     return shown
 
 
-def _without_websocket_flags(argv: Sequence[str]) -> list[str]:
-    """Drop the WebSocket flags, which plain `vllm serve` does not know."""
+def _with_one_additional_config(argv: Sequence[str], flags: ServeFlags) -> list[str]:
+    """vLLM takes dotted keys and drops a JSON value beside them without a word: give it one JSON value of both."""
+    has_keys = any(name.startswith(f"{_ADDITIONAL_CONFIG}.") for name in flags.values)
+    if not has_keys or _ADDITIONAL_CONFIG not in flags.values:
+        return list(argv)
+    merged = json.dumps(flags.additional_config())
+    return [*_without(argv, (_ADDITIONAL_CONFIG,)), f"--{_ADDITIONAL_CONFIG}", merged]
+
+
+def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Drop these flags, dotted ones too, with their values."""
     kept: list[str] = []
     skip_value = False
     for argument in argv:
@@ -433,7 +445,7 @@ def _without_websocket_flags(argv: Sequence[str]) -> list[str]:
             skip_value = False
             continue
         name, equals, _ = argument.partition("=")
-        if argument.startswith("--") and _canonical(name) in _WEBSOCKET_FLAGS:
+        if argument.startswith("--") and _canonical(name).partition(".")[0] in flags:
             skip_value = not equals
             continue
         kept.append(argument)

@@ -45,6 +45,11 @@ class AnalogTrack:
     _movers: dict[int, Event] = field(default_factory=dict)
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether there is nothing for the next chunk, and no event at work."""
+        return not (self._rates or self._movers)
+
+    @property
     def is_full(self) -> bool:
         return len(self._movers) >= MAX_WAITING
 

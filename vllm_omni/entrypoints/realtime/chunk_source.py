@@ -9,8 +9,9 @@ Held by tests/entrypoints/realtime/{test_chunk_source,test_session,test_generate
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from vllm_omni.actions import ActionEntry
 from vllm_omni.entrypoints.realtime.camera import CameraPath, PosePolicy, plan_frames
@@ -20,8 +21,7 @@ from vllm_omni.entrypoints.realtime.limits import DoorLimits
 from vllm_omni.inputs import Lora
 
 
-@dataclass(frozen=True, kw_only=True)
-class Controls:
+class Controls(msgspec.Struct, frozen=True, kw_only=True):
     """Controls of one chunk: actions per latent frame, or a pose per pixel frame, or neither; prompt and adapters.
 
     prompt, lora: None = as before. mark: the door's own data, returned unchanged in the finished chunk.
@@ -34,8 +34,7 @@ class Controls:
     mark: Any = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChunkSpan:
+class ChunkSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Place of one chunk: `chunk_index` in the session, the rest in its request.
 
     number: chunks of the request before it. first_frame, num_frames: pixel frames. first_latent, num_latents: latent

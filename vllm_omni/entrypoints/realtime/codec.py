@@ -61,16 +61,21 @@ def decode(data: bytes) -> Decoded:
 
     Raises `CodecError` on anything malformed or over the limits above.
     """
-    num_values = _check_structure(data)
+    num_values, has_byte_keys = _check_structure(data)
     try:
         value = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CodecError(f"not valid msgpack ({type(error).__name__})") from None
+    if not has_byte_keys and not any(marker in data for marker in _MARKERS):  # as nearly all controls
+        return Decoded(value, None, num_values)
     reviver = _Reviver()
     return Decoded(reviver.revive(value), reviver.dialect, num_values)
 
 
 _DECODER: Final = msgspec.msgpack.Decoder()
+_MARKERS: Final = (b"__ndarray__", b"__npgeneric__", b"\xa2nd", b"\x02nd")
+"""One of these is in every message with a marked array or scalar. The last two are `nd` with its length before it, in
+the shortest encoding and in any longer one."""
 
 
 def _lead_bytes() -> list[tuple[str, int, int]]:
@@ -109,21 +114,21 @@ def _lead_bytes() -> list[tuple[str, int, int]]:
 _LEADS: Final = _lead_bytes()
 
 
-def _check_structure(data: bytes) -> int:
-    """Walk the message without building it; returns how many values it has.
+def _check_structure(data: bytes) -> tuple[int, bool]:
+    """Walk the message without building it; returns how many values it has, and whether a map key is of type bin.
 
     Time is linear in the values up to `MAX_NODES`, memory constant.
     """
-    size, position, nodes = len(data), 0, 0
-    left = [1]  # values still to come in each open container
-    keyed = [False]  # whether that container is a map, whose values alternate between key and value
-    while left:
-        if not left[-1]:
-            left.pop()
-            keyed.pop()
+    size, position, nodes, has_byte_keys = len(data), 0, 0, False
+    left = 1  # values still to come in the innermost open container
+    is_map = False  # whether that container is a map, whose values alternate between key and value
+    outer: list[tuple[int, bool]] = []  # the same of the containers around it
+    while left or outer:
+        if not left:
+            left, is_map = outer.pop()
             continue
-        is_key = keyed[-1] and left[-1] % 2 == 0
-        left[-1] -= 1
+        is_key = is_map and not left & 1
+        left -= 1
         nodes += 1
         if nodes > MAX_NODES:
             raise TooManyValues(f"more than {MAX_NODES} values in one message; send numbers as arrays")
@@ -136,15 +141,18 @@ def _check_structure(data: bytes) -> int:
             position += width
             if position > size:
                 raise CodecError("message is truncated")
-        if is_key and kind not in ("str", "bin"):
-            raise CodecError("map keys must be strings")
+        if is_key and kind != "str":
+            if kind != "bin":
+                raise CodecError("map keys must be strings")
+            has_byte_keys = True
         if kind in ("array", "map"):
             if length > MAX_ENTRIES:
                 raise CodecError(f"a list or map of {length} entries; at most {MAX_ENTRIES} are allowed")
-            if len(left) > MAX_DEPTH:
+            if len(outer) >= MAX_DEPTH:
                 raise CodecError(f"nested deeper than {MAX_DEPTH} levels")
-            left.append(2 * length if kind == "map" else length)
-            keyed.append(kind == "map")
+            outer.append((left, is_map))
+            is_map = kind == "map"
+            left = 2 * length if is_map else length
             continue
         if kind == "bad":
             raise CodecError("extension types are not allowed")
@@ -155,7 +163,7 @@ def _check_structure(data: bytes) -> int:
             raise CodecError("message is truncated")
     if position != size:
         raise CodecError(f"{size - position} bytes follow the message")
-    return nodes
+    return nodes, has_byte_keys
 
 
 class _Reviver:

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
+from vllm_omni.entrypoints.gathered_writes import EXTENSION, Message, messages_event
 from vllm_omni.entrypoints.realtime.codec import MAX_NODES, CodecError, TooManyValues
 from vllm_omni.entrypoints.realtime.deadline import Deadline
 from vllm_omni.entrypoints.realtime.errors import ClientGone, Close, DoorError
@@ -50,6 +51,7 @@ class Connection:
         self._limits = limits
         self._send_lock = asyncio.Lock()
         self._send_deadline = Deadline(limits.send_deadline_s, self._give_up)
+        self._gathers = EXTENSION in (websocket.scope.get("extensions") or {})
         self._closed = False
         self._failure: DoorError | None = None
         self._fail_by_s = 0.0
@@ -146,7 +148,7 @@ class Connection:
             error.close = Close.POLICY
         return error
 
-    async def send(self, *messages: bytes | memoryview | str) -> None:
+    async def send(self, *messages: Message) -> None:
         """Hand messages to the network, none of another task between them, and all of them or none when cancelled.
 
         Raises `ClientGone`; a peer that reads too slowly is closed with 4008.
@@ -163,7 +165,10 @@ class Connection:
             self._closed = True
             raise ClientGone from None
 
-    async def _send_all(self, messages: tuple[bytes | memoryview | str, ...]) -> None:
+    async def _send_all(self, messages: tuple[Message, ...]) -> None:
+        if self._gathers:
+            await self._websocket.send(messages_event(messages))
+            return
         for number, message in enumerate(messages):
             try:
                 if isinstance(message, str):
@@ -175,7 +180,7 @@ class Connection:
                     await self._send_rest(messages[number:])
                 raise
 
-    async def _send_rest(self, messages: tuple[bytes | memoryview | str, ...]) -> None:
+    async def _send_rest(self, messages: tuple[Message, ...]) -> None:
         """Send them although this task is cancelled; the deadline still holds."""
         sending = asyncio.ensure_future(self._send_all(messages))
         while not sending.done():

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from vllm_omni.actions import CAMERA_SPACE, ActionEntry, ActionFrame, ActionSpace, as_entry
 from vllm_omni.entrypoints.realtime.analog_track import AnalogTrack, Event, EventId
 from vllm_omni.inputs import Lora
@@ -64,8 +66,7 @@ class Adapters:
 Update = Script | States | Prompt | Adapters
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True):
     """Controls of one chunk.
 
     actions: one entry per latent frame, None if no control was ever spoken of. prompt, lora: new ones, or None.
@@ -148,6 +149,8 @@ class ControlTrack:
 
     def _waiting(self) -> set[int]:
         """Orders of the events of which some part is still to act."""
+        if not (self._script or self._transitions or self._prompt or self._lora) and self._analog.is_at_rest:
+            return set()  # as nearly always when a chunk has taken its controls
         events = [event for _, event in (*self._script, *self._transitions)]
         slots = [slot[1] for slot in (self._prompt, self._lora) if slot is not None]
         return {event.order for event in [*events, *self._analog.waiting, *slots]}
@@ -223,6 +226,8 @@ class ControlTrack:
             events += [event for _, event in taken]
             return [*(as_entry(frame) for frame, _ in taken), *([] for _ in range(latent_frames - len(taken)))]
         held = self._sample_buttons(latent_frames, events)
+        if self._analog.is_at_rest:  # as always with models that have only buttons
+            return [list(buttons) for buttons in held]
         analog = self._analog.sample(latent_frames, events)
         return [
             as_entry(ActionFrame(buttons, axes, scroll)) for buttons, (axes, scroll) in zip(held, analog, strict=True)

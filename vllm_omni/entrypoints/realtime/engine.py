@@ -4,10 +4,10 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from vllm.engine.protocol import EngineClient
 
@@ -21,8 +21,7 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.sessions.snapshot import SnapshotHeader
 
 
-@dataclass(frozen=True)
-class ChunkResult:
+class ChunkResult(msgspec.Struct, frozen=True):
     """One generated chunk. frames_THWC: uint8 RGB, a view into the engine's answer; wall_ms: from submit to answer.
 
     trace: where its spans go on.

@@ -10,6 +10,7 @@ tests/entrypoints/realtime/test_generate_door.py.
 
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -224,41 +225,41 @@ class _Client(LiveClient):
             self._sent_bytes, self._write_ms, self._pace_ms = 0, 0.0, 0.0
             if self._clock is not None:
                 self._pace_ms = await self._clock.wait(payload.chunk_frames, payload.is_new_event)
+        self._sent_bytes += len(payload)
+        if payload.report is not None:
+            await self.connection.send(*payload.parts, *self._after_chunk(payload.report))
+            return
         started_s = time.perf_counter()
         await self.connection.send(*payload.parts)
         self._write_ms += (time.perf_counter() - started_s) * 1e3
-        self._sent_bytes += len(payload)
-        if payload.report is not None:
-            await self._send(self._stats(payload.report))
-            for event_id in payload.report.sample.applied if "receipts" in self._granted else ():
-                await self._send(
-                    {
-                        "type": "event_applied",
-                        "event_id": event_id,
-                        "chunk_index": payload.report.chunk_index,
-                        "frame_offset": 0,
-                    }
-                )
+
+    def _after_chunk(self, report: ChunkReport) -> Iterator[bytes]:
+        """The messages behind a chunk's last frames, which are written together with them."""
+        yield _pack(self._stats(report))
+        for event_id in report.sample.applied if "receipts" in self._granted else ():
+            applied = {"type": "event_applied", "event_id": event_id}
+            yield _pack({**applied, "chunk_index": report.chunk_index, "frame_offset": 0})
 
     def _stats(self, report: ChunkReport) -> dict[str, Any]:
-        """`chunk_stats`: whole, non-negative numbers only; half a millisecond counts as one."""
-        times_ms = {
-            "request_prepare_ms": 0.0,
-            "scheduler_forward_ms": report.forward_ms,
-            "pace_wait_ms": self._pace_ms,
-            "header_write_ms": 0.0,
-            "raw_payload_build_ms": report.build_ms,
-            "raw_write_ms": self._write_ms,
-            "ws_write_ms": self._write_ms,
-            "chunk_total_ms": report.forward_ms + report.build_ms + self._pace_ms + self._write_ms,
-        }
+        """`chunk_stats`: whole, non-negative numbers only; half a millisecond counts as one.
+
+        The time of writing is that of the chunk's earlier messages: the last ones are written together with this.
+        """
+        total_ms = report.forward_ms + report.build_ms + self._pace_ms + self._write_ms
         return {
             "type": "chunk_stats",
             "session_id": report.session_id,
             "request_id": report.request_id,
             "chunk_index": report.chunk_index,
             "event_id": report.sample.event_id,
-            **{name: int(max(0.0, value) + 0.5) for name, value in times_ms.items()},
+            "request_prepare_ms": 0,
+            "scheduler_forward_ms": _whole(report.forward_ms),
+            "pace_wait_ms": _whole(self._pace_ms),
+            "header_write_ms": 0,
+            "raw_payload_build_ms": _whole(report.build_ms),
+            "raw_write_ms": _whole(self._write_ms),
+            "ws_write_ms": _whole(self._write_ms),
+            "chunk_total_ms": _whole(total_ms),
             "num_batches": report.num_batches,
             "num_frames": report.num_frames,
             "raw_bytes": report.raw_bytes,
@@ -317,6 +318,10 @@ class _Client(LiveClient):
         reply = {"type": "control_result", "id": control.id, "ok": True, "op": "reset"}
         await self._send({**reply, "session_id": session.session_id})
         self._start(self._init)
+
+
+def _whole(milliseconds: float) -> int:
+    return int(max(0.0, milliseconds) + 0.5)
 
 
 def _event_id(value: Any) -> int | None:

@@ -7,7 +7,6 @@ tests/entrypoints/realtime/test_generate_frames.py.
 """
 
 import io
-import secrets
 import time
 import zlib
 from collections.abc import Iterator
@@ -40,8 +39,7 @@ _GZIP_WINDOW: Final = 31  # zlib's way to say: gzip framing
 _pack = msgspec.msgpack.Encoder().encode
 
 
-@dataclass(frozen=True)
-class ChunkReport:
+class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of a chunk's `chunk_stats` that are known before it is sent. Times in milliseconds."""
 
     session_id: str
@@ -56,8 +54,7 @@ class ChunkReport:
     content_type: str
 
 
-@dataclass(frozen=True)
-class FrameMessage:
+class FrameMessage(msgspec.Struct, frozen=True, kw_only=True):
     """WebSocket messages that belong together, `num_bytes` long. report: of the whole chunk, with its last one only."""
 
     parts: tuple[bytes | memoryview, ...]
@@ -87,7 +84,7 @@ class FrameBatcher:
         started_s = time.perf_counter()
         frames_THWC = chunk.result.frames_THWC
         sample: Sample = chunk.controls.mark
-        request_id = f"{chunk.session_id}_{secrets.token_hex(16)}"
+        request_id = f"{chunk.session_id}_{chunk.chunk_index:032x}"
         step = ENCODED_FRAMES_PER_MESSAGE if self.format in _DEFAULT_QUALITY else RAW_FRAMES_PER_MESSAGE
         starts = range(0, len(frames_THWC), step)
         messages = []

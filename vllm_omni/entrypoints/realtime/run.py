@@ -17,6 +17,7 @@ from functools import partial
 from itertools import count, islice
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSource, ChunkSpan, Controls, PlannedChunks
@@ -30,8 +31,7 @@ Deliver = Callable[[Any], Awaitable[None]]
 """Hands one reply's payload to the client."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinishedChunk:
+class FinishedChunk(msgspec.Struct, frozen=True, kw_only=True):
     """A chunk with all metadata that a door's replies carry.
 
     sizes: pixel frames of each chunk of the request (of a live one: of this chunk alone); number: chunks before it.
@@ -100,8 +100,7 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """One encoded message; `part` counts the messages of its chunk. `len(payload)` is its size in bytes.
 
     num_frames: of the whole chunk with its first part, 0 with the others. trace: spans of the chunk, set with its last

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages written together: the peer sees what it would have seen of one write each."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import uvicorn
+from fastapi import FastAPI, WebSocket
+from helpers.uvicorn_thread import serving
+from uvicorn.protocols.utils import ClientDisconnected
+from websockets.frames import Frame, Opcode
+from websockets.sync.client import connect
+
+from vllm_omni.entrypoints.frame_budget import FrameBudget
+from vllm_omni.entrypoints.gathered_writes import EXTENSION, frame_header, messages_event
+
+PIXELS = np.arange(3 << 20, dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def writes() -> list[list[int]]:
+    """Sizes of the buffers of each `writelines` of the server's transports."""
+    return []
+
+
+def watched(websocket: WebSocket, writes: list[list[int]]) -> None:
+    (protocol,) = (c for c in websocket.app.state.server.server_state.connections if hasattr(c, "conn"))
+    inner = protocol.transport
+
+    class Watch:
+        def writelines(self, buffers: list[bytes]) -> None:
+            writes.append([len(buffer) for buffer in buffers])
+            inner.writelines(buffers)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+    protocol.transport = Watch()
+
+
+def application(writes: list[list[int]]) -> FastAPI:
+    app = FastAPI()
+
+    @app.websocket("/group")
+    async def group(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.send_text(str(EXTENSION in websocket.scope["extensions"]))
+        watched(websocket, writes)
+        await websocket.send(messages_event([b"header", PIXELS.data, "words", b"", memoryview(b"end")]))
+        await websocket.send_bytes(b"by itself")
+
+    @app.websocket("/late")
+    async def late(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.close()
+        with pytest.raises(ClientDisconnected):
+            await websocket._send(messages_event([b"too late"]))  # past Starlette, which would refuse it, too
+        writes.append([])
+
+    return app
+
+
+def served(writes: list[list[int]], **options: Any) -> Iterator[int]:
+    app = application(writes)
+    config = uvicorn.Config(app, log_level="warning", **options)
+    FrameBudget().apply(config)
+    with serving(config) as port:
+        yield port
+
+
+@pytest.fixture(scope="module", params=["asyncio", "uvloop"])
+def port(request: pytest.FixtureRequest, writes: list[list[int]]) -> Iterator[int]:
+    yield from served(writes, ws_per_message_deflate=False, loop=request.param)
+
+
+@pytest.mark.parametrize("opcode", [Opcode.TEXT, Opcode.BINARY])
+@pytest.mark.parametrize("num_bytes", [0, 1, 125, 126, 127, 65535, 65536, 1 << 20])
+def test_headers_are_those_of_the_library(opcode: Opcode, num_bytes: int) -> None:
+    """At every length whose encoding changes."""
+    whole = Frame(opcode, bytes(num_bytes)).serialize(mask=False)
+    assert frame_header(opcode, num_bytes) == whole[: len(whole) - num_bytes]
+
+
+def test_messages_of_a_group_arrive_one_by_one_and_in_order(port: int, writes: list[list[int]]) -> None:
+    """Bytes, buffers and texts, large and empty, in a single write; what is sent afterwards comes afterwards."""
+    writes.clear()
+    with connect(f"ws://127.0.0.1:{port}/group", compression=None, max_size=None) as client:
+        assert client.recv(timeout=10) == "True"
+        assert [client.recv(timeout=10) for _ in range(6)] == [
+            b"header", PIXELS.tobytes(), "words", b"", b"end", b"by itself",
+        ]  # fmt: skip
+    assert writes == [[2, 6, 10, PIXELS.nbytes, 2, 5, 2, 0, 2, 3]]
+
+
+def test_compressed_connections_do_not_offer_it(writes: list[list[int]]) -> None:
+    """Their frames are the library's affair."""
+    for port in served(writes, ws_per_message_deflate=True):
+        with connect(f"ws://127.0.0.1:{port}/group", max_size=None) as client:
+            assert client.recv(timeout=10) == "False"
+
+
+def test_nothing_is_sent_behind_a_close(port: int, writes: list[list[int]]) -> None:
+    """The application is told that the client is gone."""
+    writes.clear()
+    with connect(f"ws://127.0.0.1:{port}/late", compression=None) as client:
+        assert list(client) == []
+        assert client.close_code == 1000
+    assert writes == [[]]
