@@ -322,12 +322,15 @@ def test_fault_1_under_torchrun_every_stage_answers_with_rows(last: bool, monkey
     runner.broadcast_pp_output = True
     runner.device = torch.device("cpu")
     runner.model_config = SimpleNamespace(get_hidden_size=lambda: WIDTH, dtype=torch.float16)
-    scheduled = scheduler_output(new=[new_request("r", "all", layers=(2, -1))])
+    scheduled = scheduler_output(
+        new=[new_request("r", "all", layers=(2, -1)), new_request("other", None, prompt_len=2)]
+    )
     runner.execute_model(scheduled)
-    states = hidden(6) if last else IntermediateTensors({"hidden_states": torch.zeros(6, WIDTH)})
-    runner.execute_model_state = StateV1(scheduled, states, [hidden(6) + 200] if last else None)
-    assert entries(runner.sample_tokens(None)) == {"r": [[200.0, 0.0], [201.0, 1.0], [202.0, 2.0]]}
-    assert [len(rows) for rows in shown] == [3, 3], "only real rows, not the padding"
+    states = hidden(8) if last else IntermediateTensors({"hidden_states": torch.zeros(8, WIDTH)})
+    runner.execute_model_state = StateV1(scheduled, states, [hidden(8) + 200] if last else None)
+    found = entries(runner.sample_tokens(None))
+    assert found == {"r": [[200.0, 0.0], [201.0, 1.0], [202.0, 2.0]], "other": None}
+    assert [len(rows) for rows in shown] == [5, 5], "only real rows, not the padding"
     assert last or {rows.dtype for rows in shown} == {torch.float16}, "what is received has the model's type"
 
 
