@@ -140,6 +140,36 @@ def test_the_docs_name_the_cards_and_versions_of_the_results() -> None:
     assert [name for name in cards | versions if name not in page] == []
 
 
+_NOT_YET = re.compile(r"\bn(?:ot|ever|either)\b[^.]*\bmeasured\b|\bCPU only\b|\bno result on a GPU\b", re.I)
+_BENCHMARK = re.compile(r"`(benchmarks/\w+\.py[^`]*)`")
+
+
+def not_measured_yet(page: Path) -> list[str]:
+    """Benchmarks, with the options shown, that a page names where it says that something has not run on a GPU."""
+    text = page.read_text()
+    sentences = [text] if page == NOT_THERE_YET else re.split(r"(?<=\.)\s+|\n\n|\n- ", text)
+    said = [" ".join(sentence.split()) for sentence in sentences]
+    return [name for sentence in said if _NOT_YET.search(sentence) for name in _BENCHMARK.findall(sentence)]
+
+
+def test_what_has_been_measured_is_not_said_to_be_missing() -> None:
+    """A result on a GPU whose command has the script and the options that the page names."""
+    runs = [json.loads(path.read_text()) for path in figures.RESULTS.glob("*.json")]
+    commands = [run["command"].split() for run in runs if run["hardware"]["gpus"]]
+    claims = [
+        (page.name, name)
+        for page in [*figures.pages(), figures.REPO / "CHANGELOG.md"]
+        for name in not_measured_yet(page)
+    ]
+    assert [claim for claim in claims if any({*claim[1].split()} <= {*command} for command in commands)] == []
+
+
+def test_a_gap_that_names_its_benchmark_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Fast (`benchmarks/a.py`). Not\nmeasured on a GPU (`benchmarks/b.py --x`).\n\n`benchmarks/c.py`.\n")
+    assert not_measured_yet(page) == ["benchmarks/b.py --x"]
+
+
 def test_a_wrong_figure_is_put_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`--write` changes the figure and nothing else; figures without a source stay, and are a failure."""
     page = tmp_path / "page.md"

@@ -151,18 +151,20 @@ def test_a_switch_computes_the_prompt_s_keys_anew(make_runner: MakeRunner, causa
     assert equal(stream(worker, "after", [None, None]), base)
 
 
+@pytest.mark.parametrize("two", [(None, WOOL), (WOOL, None)], ids=["switched by the second", "by the first"])
 def test_chunks_in_flight_keep_the_adapters_they_began_with(
-    make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest]
+    make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], two: tuple[Any, Any]
 ) -> None:
-    """Two chunks of a session side by side, the second under others: as one after the other."""
+    """Two chunks of a session side by side, one names others: as one after the other."""
     model = {"cache": "noise_matched", "denoising_steps": [1000, 500], "video_denoising_steps": [700, 500]}
     in_turn = make(make_runner, causal_wan, requests, options=model)
-    expected = stream(in_turn, "a", [INK, None, WOOL])
+    expected = stream(in_turn, "a", [INK, *two])
     at_once = make(make_runner, causal_wan, requests, options=model, omni={"chunks_in_flight": 2})
     got = stream(at_once, "a", [INK])
     fields: dict[str, Any] = {"session_id": "a", "output": "latents"}
     pair = run_to_end(
-        at_once.runner, new_request("1", chunk_index=1, **fields), new_request("2", chunk_index=2, lora=WOOL, **fields)
+        at_once.runner,
+        *(new_request(str(index), chunk_index=index, lora=lora, **fields) for index, lora in enumerate(two, 1)),
     )
     got += [pair[number][1]["latents"] for number in "12"]
     assert equal(got, expected)

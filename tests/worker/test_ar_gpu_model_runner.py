@@ -102,6 +102,7 @@ class PretendedV1(PretendedRunner):
     broadcast_pp_output = False
 
     def execute_model(self, scheduled: SchedulerOutput, intermediate_tensors: Any = None) -> None:
+        self.received = intermediate_tensors
         names = list(scheduled.num_scheduled_tokens)
         total = scheduled.total_num_scheduled_tokens
         computed = np.array([0 if n in {d.req_id for d in scheduled.scheduled_new_reqs} else 3 for n in names])
@@ -117,6 +118,7 @@ class PretendedV1(PretendedRunner):
 
 class PretendedV2(PretendedRunner):
     def execute_model(self, scheduled: SchedulerOutput, **kwargs: Any) -> None:
+        self.received = kwargs.get("intermediate_tensors")
         # V2 sorts its batch: decodes first. Buffers are longer than the batch.
         names = sorted(scheduled.num_scheduled_tokens, key=scheduled.num_scheduled_tokens.__getitem__)
         counts = [scheduled.num_scheduled_tokens[name] for name in names]
@@ -266,6 +268,18 @@ def test_the_grammar_reaches_the_sampler(generation: Any) -> None:
 
 
 @both
+def test_a_later_stage_runs_on_what_it_received(generation: Any) -> None:
+    """The first generation is given it by place, too."""
+    received = IntermediateTensors({"hidden_states": torch.zeros(3, WIDTH)})
+    runner = make(generation)
+    runner.execute_model(scheduler_output(new=[new_request("r", "all")]), intermediate_tensors=received)
+    assert runner.received is received
+    if generation is V1:
+        runner.execute_model(scheduler_output(scheduled={"r": 1}), received)
+        assert runner.received is received
+
+
+@both
 def test_a_finished_request_is_forgotten(generation: Any) -> None:
     """With the next step's scheduler output, as vLLM announces it."""
     runner = make(generation)
@@ -299,20 +313,25 @@ def test_fault_1_under_torchrun_every_stage_answers_with_rows(last: bool, monkey
     def broadcast(rows: torch.Tensor, src: int) -> torch.Tensor:
         assert src == 1
         shown.append(rows)
-        return rows if last else rows.copy_(hidden(len(rows)))
+        of_layer = hidden(len(rows)) + (200 if len(shown) == 1 else 0)  # layers come in the order of their numbers
+        return rows if last else rows.copy_(of_layer)
 
     group = SimpleNamespace(is_last_rank=last, world_size=2, broadcast=broadcast)
     monkeypatch.setattr(ar_gpu_model_runner, "get_pp_group", lambda: group)
-    runner = V1(HiddenStateRows(LAYERS, (LAYERS,)), LayerTaps(LAYERS, (), installed=False))
+    runner = V1(HiddenStateRows(LAYERS, (2, LAYERS)), LayerTaps(LAYERS, (2,), installed=True))
     runner.broadcast_pp_output = True
     runner.device = torch.device("cpu")
-    runner.model_config = SimpleNamespace(get_hidden_size=lambda: WIDTH, dtype=torch.float32)
-    scheduled = scheduler_output(new=[new_request("r", "all")])
+    runner.model_config = SimpleNamespace(get_hidden_size=lambda: WIDTH, dtype=torch.float16)
+    scheduled = scheduler_output(
+        new=[new_request("r", "all", layers=(2, -1)), new_request("other", None, prompt_len=2)]
+    )
     runner.execute_model(scheduled)
-    states = hidden(6) if last else IntermediateTensors({"hidden_states": torch.zeros(6, WIDTH)})
-    runner.execute_model_state = StateV1(scheduled, states, None)
-    assert entries(runner.sample_tokens(None)) == {"r": [[0.0], [1.0], [2.0]]}
-    assert [len(rows) for rows in shown] == [3], "only real rows, not the padding"
+    states = hidden(8) if last else IntermediateTensors({"hidden_states": torch.zeros(8, WIDTH)})
+    runner.execute_model_state = StateV1(scheduled, states, [hidden(8) + 200] if last else None)
+    found = entries(runner.sample_tokens(None))
+    assert found == {"r": [[200.0, 0.0], [201.0, 1.0], [202.0, 2.0]], "other": None}
+    assert [len(rows) for rows in shown] == [5, 5], "only real rows, not the padding"
+    assert last or {rows.dtype for rows in shown} == {torch.float16}, "what is received has the model's type"
 
 
 @feature("speculative decoding (EAGLE-3, its layers)", "V2", how="mocked")

@@ -127,6 +127,7 @@ def test_latents_that_are_not_finite_are_refused_though_they_were_decoded(
     before = state_of(runner)
     failed = run_to_end(runner, new_nan("bad"))["bad"]
     assert isinstance(failed, RequestFailed) and failed.code == "non_finite"
+    assert "the chunk's latents" in failed.message
     assert state_of(runner) == before
 
 

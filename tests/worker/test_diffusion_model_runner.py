@@ -260,6 +260,54 @@ def test_an_exception_in_a_shared_forward_costs_only_its_request(
         assert torch.equal(latents(results[name]), latents(run_to_end(solo, chunk(name, name, 0, seed=seed))[name]))
 
 
+def test_a_failed_first_chunk_does_not_end_the_session_of_the_next_try(runner: Any) -> None:
+    """The client may ask again before the scheduler has let go of the request that failed."""
+    failed = execute(runner, step(new=[chunk("r", "s", 0, options={"fail_in": "prepare"})]))["r"]
+    assert isinstance(failed, RequestFailed) and "s" not in runner.sessions
+    execute(runner, step(new=[chunk("again", "s", 0)]))
+    execute(runner, step(finished=["r"], running=["again"]))
+    assert "s" in runner.sessions
+    for _ in range(STEPS - 2):
+        outcome = execute(runner, step(running=["again"]))
+    assert outcome["again"][0]["chunk_index"] == 0
+
+
+def test_a_result_that_cannot_be_packed_fails_its_chunk(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is committed: the same chunk can be asked for again."""
+    run_to_end(runner, chunk("first", "s", 0))
+    before = state_of(runner, "s")
+    with monkeypatch.context() as patched:
+        patched.setattr(runner.model, "post_decode", lambda request: ({"note": object()}, {}))
+        failed = run_to_end(runner, chunk("r", "s", 1))["r"]
+    assert isinstance(failed, RequestFailed) and failed.code == "engine_error"
+    assert state_of(runner, "s") == before
+    assert run_to_end(runner, chunk("again", "s", 1))["again"][0]["chunk_index"] == 1
+
+
+def test_what_the_model_says_of_a_failed_decode_reaches_the_client(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def post_decode(request: Any) -> Any:
+        raise RequestFailed("invalid_request", "this cannot be drawn")
+
+    monkeypatch.setattr(runner.model, "post_decode", post_decode)
+    failed = run_to_end(runner, chunk("r", "s", 0))["r"]
+    assert isinstance(failed, RequestFailed) and (failed.code, failed.message) == (
+        "invalid_request",
+        "this cannot be drawn",
+    )
+
+
+def test_a_chunk_that_failed_on_another_rank_has_no_result(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though this rank had packed one: it is not committed, so nobody may see it."""
+    run_to_end(runner, chunk("first", "s", 0))
+    before = state_of(runner, "s")
+    monkeypatch.setattr(runner.agreement, "all_fine", lambda fine: False)
+    failed = run_to_end(runner, chunk("r", "s", 1))["r"]
+    assert isinstance(failed, RequestFailed) and "another tensor-parallel rank" in failed.message
+    assert state_of(runner, "s") == before
+
+
 @pytest.mark.parametrize("ending", ["success", "failure", "abort"])
 def test_a_one_shot_session_ends_with_its_request(runner: Any, ending: str) -> None:
     """One image or video needs no session afterwards, whether it was finished, failed or given up."""
@@ -279,5 +327,6 @@ def test_a_one_shot_request_refuses_a_live_session(runner: Any) -> None:
     run_to_end(runner, chunk("a", "s", 0))
     before = state_of(runner, "s")
     refused = run_to_end(runner, new_request("b", session_id="s", prompt="x", one_shot=True))["b"]
-    assert isinstance(refused, RequestFailed) and "one_shot needs a new session_id" in refused.message
+    assert isinstance(refused, RequestFailed) and refused.code == "invalid_request"
+    assert "one_shot needs a new session_id" in refused.message
     assert state_of(runner, "s") == before

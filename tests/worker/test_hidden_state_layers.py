@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.interfaces import SupportsMultiModal
 
 from vllm_omni.worker.ar.layers import LayerTaps, prepare_stages
 
@@ -52,6 +53,7 @@ def test_layers_are_kept_in_the_models_order(vllm_config: VllmConfig, model: Any
     assert taps == LayerTaps(BLOCKS, (0, 3), installed=True) and model.model.aux_hidden_state_layers == (0, 3)
     first, second = torch.zeros(1), torch.ones(1)
     assert taps.named([first, second]) == {0: first, 3: second}
+    assert taps.named(None) == {}
     with pytest.raises(ValueError, match="shorter"):
         taps.named([first])
 
@@ -61,6 +63,7 @@ def test_a_drafters_layers_can_be_had_and_no_others(vllm_config: VllmConfig, mod
     model.set_aux_hidden_state_layers((1, 2))
     taps = LayerTaps.install(with_layers(vllm_config, 2), model, drafter_reads_layers=True)
     assert taps == LayerTaps(BLOCKS, (1, 2), installed=False) and model.model.aux_hidden_state_layers == (1, 2)
+    assert LayerTaps.install(with_layers(vllm_config, 2, 1), model, drafter_reads_layers=True) == taps
     with pytest.raises(ValueError, match=r"\[3\].*\[1, 2\]"):
         LayerTaps.install(with_layers(vllm_config, 3), model, drafter_reads_layers=True)
 
@@ -84,5 +87,23 @@ def test_a_layer_the_model_does_not_have_is_named(vllm_config: VllmConfig, model
 def test_a_model_without_the_facility_is_named(vllm_config: VllmConfig) -> None:
     with pytest.raises(ValueError, match="Linear returns its last layer only"):
         LayerTaps.install(with_layers(vllm_config, 1), nn.Linear(1, 1), drafter_reads_layers=False)
-    with pytest.raises(ValueError, match="pipeline parallelism"):
+    with pytest.raises(ValueError, match=r"Linear .*omni\.hidden_state_layers.* pipeline parallelism"):
         prepare_stages(nn.Linear(1, 1))
+
+
+class Sees(nn.Module, SupportsMultiModal):
+    """A multimodal model around a language model."""
+
+    def __init__(self, language_model: nn.Module) -> None:
+        super().__init__()
+        self.inner = language_model
+
+    def get_language_model(self) -> nn.Module:
+        return self.inner
+
+
+def test_a_multimodal_model_keeps_the_layers_of_its_language_model(vllm_config: VllmConfig, model: Any) -> None:
+    taps = LayerTaps.install(with_layers(vllm_config, 1), Sees(model), drafter_reads_layers=False)
+    assert taps.installed and model.model.aux_hidden_state_layers == (1,)
+    with pytest.raises(ValueError, match="Sees returns its last layer only"):
+        LayerTaps.install(with_layers(vllm_config, 1), Sees(nn.Linear(1, 1)), drafter_reads_layers=False)

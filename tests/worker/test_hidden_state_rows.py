@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HiddenStateRows: which rows of a step are taken, and what becomes of them once tokens are known."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,7 +51,8 @@ def take(
 def test_requests_that_did_not_ask_leave_no_trace() -> None:
     """No entry, no output field, no bytes; the object stays false."""
     rows = make_rows()
-    rows.update(scheduler_output(new=[new_request("r0", None), new_request("r1", None, {"other": 1})]))
+    pooled = replace(new_request("r2", "all"), sampling_params=None)
+    rows.update(scheduler_output(new=[new_request("r0", None), new_request("r1", None, {"other": 1}), pooled]))
     assert not rows and rows.bytes_copied == 0
 
 
@@ -107,20 +109,37 @@ def test_rows_of_rejected_drafts_are_dropped(mode: str, sampled: list[int], expe
     assert take(rows, [4], [6], [sampled], {"r0": 3}) == [expected]
 
 
+@pytest.mark.parametrize("sampled", [[], [[]]], ids=["no request", "not this one"])
+def test_drafts_are_kept_where_nothing_was_sampled(sampled: list[list[int]]) -> None:
+    """None of them has been rejected then."""
+    rows = make_rows()
+    rows.update(scheduler_output(new=[new_request("r0", "all", prompt_len=5)]))
+    assert take(rows, [2], [6], sampled, {"r0": 1}) == [[[400.0], [401.0]]]
+
+
 def test_layers_come_in_the_order_asked() -> None:
-    """By transformers' numbers; -1 and the number of blocks are the same layer."""
+    """By transformers' numbers; -1 and the number of blocks are the same layer, as are 0 and the lowest."""
     rows = make_rows()
     rows.update(
         scheduler_output(
             new=[
                 new_request("r0", "all", prompt_len=1, layers=(-1, 0)),
                 new_request("r1", "all", prompt_len=1, layers=(2, LAYERS)),
-                new_request("r2", "all", prompt_len=1, layers=(-1, 0)),
+                new_request("r2", "all", prompt_len=1, layers=(-1, -LAYERS - 1)),
             ]
         )
     )
     assert take(rows, [1, 1, 1], [0, 0, 0], [[1], [1], [1]]) == [[[400.0, 0.0]], [[201.0, 401.0]], [[402.0, 2.0]]]
     assert rows.bytes_copied == 3 * 2 * WIDTH * 4
+
+
+def test_requests_that_share_a_copy_get_their_own_rows() -> None:
+    """Behind one that did not ask, so that none begins where the batch begins."""
+    rows = make_rows()
+    asking = [new_request(name, mode, prompt_len=3) for name, mode in (("r1", "all"), ("r2", "all"), ("r3", "last"))]
+    rows.update(scheduler_output(new=asking))
+    found = take(rows, [4, 3, 3, 3], [0, 0, 0, 0], [[1], [1], [1], [1]])
+    assert found == [None, [[404.0], [405.0], [406.0]], [[407.0], [408.0], [409.0]], [[412.0]]]
 
 
 @pytest.mark.parametrize(
@@ -151,8 +170,9 @@ def test_a_configuration_without_rows_refuses_every_request() -> None:
     rows = make_rows(refusal="not with this option")
     rows.update(scheduler_output(new=[new_request("r0", "all")]))
     step = StepRows(["r0"], [0, 1], [0], {}, sources(1))
-    with pytest.raises(RequestFailed, match="not with this option"):
+    with pytest.raises(RequestFailed, match="not with this option") as failed:
         unpack(rows.take(step).attach(output([[1]])).pooler_output[0])  # type: ignore[index]
+    assert failed.value.code == "unsupported"
 
 
 def test_ranks_whose_output_nobody_reads_copy_nothing() -> None:

@@ -26,7 +26,7 @@ def runner(make_runner: Any, causal_wan: Path) -> Any:
     return make_runner(causal_wan, {"model": MODEL, "chunks_in_flight": 3})
 
 
-def chunk(index: int, name: str | None = None, session: str = "s", **fields: Any) -> Any:
+def chunk(index: int | None, name: str | None = None, session: str = "s", **fields: Any) -> Any:
     prompt = "a field" if index == 0 else None
     return new_request(
         name or f"{session}{index}", session_id=session, chunk_index=index, prompt=prompt, output="latents", **fields
@@ -117,7 +117,7 @@ def test_what_an_earlier_stage_began_behind_a_failure_takes_part_for_nothing(
     """It could not know yet: its hidden states arrive, as the chunk that it has said. What nobody began is refused."""
     begun(runner)
     runner.parts.in_flight.fail(runner.requests["s2"].chunk)
-    states = [runner.requests.add(chunk(index, name)) for index, name in ((4, "late"), (5, "later"), (6, "wrong"))]
+    states = [runner.requests.add(chunk(index, name)) for index, name in ((4, "late"), (5, "later"), (None, "wrong"))]
     for state, index in zip(states, (4, 5, 7), strict=True):
         runner.admission.admit(state, {}, index)
     assert [state.failure.code for state in states] == ["predecessor_failed", "predecessor_failed", "out_of_order"]

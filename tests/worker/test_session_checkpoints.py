@@ -2,6 +2,7 @@
 """A rank's checkpoints: copied between two steps, written beside the next ones, the same bytes as a snapshot's."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,11 @@ def test_memory_is_kept_from_one_checkpoint_to_the_next(null_world: Path, make_r
     """As much as the largest session so far; fresh pages would cost more than the copy."""
     worker = Worker(make_runner(null_world))
     held = []
-    for number, size in enumerate((16, 32, 16)):
+    for number, size in enumerate((16, 32, 16, 32)):
         worker.chunk("s" + str(number), prompt="a", seed=1, height=size, width=size, actions=[[]] * 3)
         worker.checkpoint("s" + str(number), tmp_path / str(number))
         held.append(worker.checkpoints._memory)
-    assert held[2] is held[1] and len(held[1]) > len(held[0])
+    assert held[3] is held[2] is held[1] and len(held[1]) > len(held[0])
 
 
 def test_bytes_that_no_dtype_may_begin_at_are_copied_all_the_same(
@@ -108,6 +109,21 @@ def test_bytes_that_no_dtype_may_begin_at_are_copied_all_the_same(
     """Three bytes before floats: their memory is not aligned."""
     checkpoints = Worker(make_runner(null_world)).checkpoints
     odd, floats = torch.tensor([1, 2, 3], dtype=torch.uint8), torch.arange(6.0).view(2, 3)
-    checkpoints._copy({"odd": odd, "floats": floats.T, "empty": torch.empty(0)})
+    checkpoints._copy({"odd": odd, "empty": torch.empty(0), "floats": floats.T})
     assert checkpoints._memory[:3].tolist() == [1, 2, 3]
     assert checkpoints._memory[3:27].clone().view(torch.float32).tolist() == floats.T.flatten().tolist()
+
+
+def test_writing_takes_processor_time_from_steps_on_the_cpu_only(
+    null_world: Path, make_runner: Any, tmp_path: Path
+) -> None:
+    """The thread's own, not the time it waited for the disk."""
+    checkpoints, path = Worker(make_runner(null_world)).checkpoints, tmp_path / "a"
+    checkpoints._copy({"bytes": torch.ones(1 << 20, dtype=torch.uint8)})
+    path.write_bytes(bytes(1 << 20))
+    began_s = time.thread_time()
+    spent_s = checkpoints._write(path, [0, 1 << 20], 0)
+    assert 0 < spent_s <= time.thread_time() - began_s
+    assert path.read_bytes() == b"\1" * (1 << 20)
+    checkpoints._device = torch.device("cuda")
+    assert checkpoints._write(path, [0, 1 << 20], 0) == 0

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One-pass kernels over FP8 numbers give what the plain versions give, which are what FP8 windows are defined by."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from helpers.triton_interpreter import interpret
 
 from vllm_omni.model_executor.layers import fp8_kernels
 from vllm_omni.model_executor.layers.attention import attention
@@ -101,11 +98,7 @@ print("equal")
 
 
 def test_kernels_address_what_the_plain_versions_do() -> None:
-    """By Triton's interpreter, in a process of its own (Triton decides at import)."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", _INTERPRETED], env=environment, capture_output=True, text=True)
-    assert done.stdout.endswith("equal\n"), done.stderr[-2000:]
+    assert interpret("-c", _INTERPRETED).endswith("equal\n")
 
 
 def test_a_cpu_runs_the_plain_versions() -> None:

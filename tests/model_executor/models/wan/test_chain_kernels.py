@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chains' kernels against the same chains in plain torch and fp32.
+"""The chains' kernels against the same chains in plain torch and fp32; on a CPU by Triton's interpreter."""
 
-On a CPU Triton's interpreter runs them, in a process of its own: Triton decides at import how kernels are compiled.
-"""
-
-import os
-import subprocess
-import sys
 from dataclasses import fields
-from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
@@ -107,12 +100,10 @@ def main() -> None:
     print(f"{count} calls agree")
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed; the kernels are not used then")
 def test_kernels_equal_the_chains_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.endswith("84 calls agree\n")
+    from helpers.triton_interpreter import interpret
+
+    assert interpret(__file__).endswith("84 calls agree\n")
 
 
 @pytest.mark.cuda
@@ -126,7 +117,9 @@ def test_kernels_equal_the_chains_on_a_gpu(dtype: torch.dtype) -> None:
 
 def test_each_kernel_takes_the_arguments_of_its_chain() -> None:
     """One stands in for the other."""
-    pytest.importorskip("triton")
+    from helpers.triton_interpreter import require_triton
+
+    require_triton()
     from vllm_omni.model_executor.models.wan import chain_kernels
 
     names = {field.name for field in fields(chains.Chains)}

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused decoder's kernel against the same pass in plain torch.
+"""The fused decoder's kernel against the same pass in plain torch; on a CPU by Triton's interpreter."""
 
-On a CPU Triton's interpreter runs it, in a process of its own: what is imported decides how kernels are compiled.
-"""
-
-import os
-import subprocess
 import sys
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -103,12 +97,10 @@ def main() -> None:
     print(f"{len(CASES)} passes and a decoder agree")
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed; the fused decoder is not used then")
 def test_the_kernel_equals_plain_torch_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert f"{len(CASES)} passes and a decoder agree" in run.stdout
+    from helpers.triton_interpreter import interpret
+
+    assert f"{len(CASES)} passes and a decoder agree" in interpret(__file__)
 
 
 @pytest.mark.cuda

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which hidden states an engine offers, by its configuration: decided once, when the model is loaded."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_omni.worker.ar import runner as module
+from vllm_omni.worker.ar.layers import LayerTaps
+from vllm_omni.worker.ar.worker import ARWorkerMixin
+
+SCHEDULER = "vllm_omni.core.sched.ARHiddenStatesScheduler"
+TAPS = LayerTaps(4, (1, 2), installed=True)
+
+
+def config(scheduler: str | None = SCHEDULER, speculative: Any = None, **changed: Any) -> Any:
+    """The parts of a VllmConfig that are asked; `changed` is looked for in each of them."""
+    from vllm.config import SchedulerConfig
+
+    def part(**fields: Any) -> SimpleNamespace:
+        return SimpleNamespace(**{name: changed.get(name, value) for name, value in fields.items()})
+
+    scheduler_config = SchedulerConfig.default_factory(max_num_seqs=1, scheduler_cls=scheduler)
+    return SimpleNamespace(
+        model_config=part(is_encoder_decoder=False, is_diffusion=False),
+        cache_config=part(kv_sharing_fast_prefill=False),
+        parallel_config=part(prefill_context_parallel_size=1, distributed_executor_backend="mp"),
+        scheduler_config=scheduler_config,
+        speculative_config=speculative,
+    )
+
+
+@pytest.fixture
+def tensor_rank(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    group = SimpleNamespace(rank_in_group=0)
+    monkeypatch.setattr(module, "get_tp_group", lambda: group)
+    return group
+
+
+def test_the_final_layer_and_those_kept_are_offered(tensor_rank: SimpleNamespace) -> None:
+    rows = module._make_rows(config(), TAPS)
+    assert (rows.num_layers, rows.layers, rows.refusal) == (4, {1, 2, 4}, None)
+    assert rows.listens and rows.copies
+
+
+@pytest.mark.parametrize("scheduler", [None, "vllm.v1.core.sched.scheduler.Scheduler"])
+def test_without_the_scheduler_that_carries_them_none_are(scheduler: str | None, tensor_rank: SimpleNamespace) -> None:
+    """Their requests run all the same, as ordinary ones."""
+    rows = module._make_rows(config(scheduler), TAPS)
+    assert (rows.num_layers, rows.layers, rows.listens) == (4, frozenset(), False)
+
+
+@pytest.mark.parametrize(("backend", "copies"), [("mp", False), ("external_launcher", True)])
+def test_of_tensor_parallel_ranks_those_copy_that_answer_a_scheduler(
+    tensor_rank: SimpleNamespace, backend: str, copies: bool
+) -> None:
+    """The first; under torchrun every rank has a scheduler."""
+    tensor_rank.rank_in_group = 1
+    assert module._make_rows(config(distributed_executor_backend=backend), TAPS).copies is copies
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"is_diffusion": True}, "diffusion language models"),
+        ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+        ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        ({"speculative": SimpleNamespace(enable_adaptive_verification=True)}, "adaptive verification"),
+    ],
+)
+def test_where_rows_would_be_missing_or_shifted_the_reason_is_said(
+    tensor_rank: SimpleNamespace, changed: dict[str, Any], named: str
+) -> None:
+    refusal = module._make_rows(config(**changed), TAPS).refusal
+    assert refusal is not None and named in refusal
+
+
+def test_other_drafters_are_no_reason_to_refuse(tensor_rank: SimpleNamespace) -> None:
+    drafter = SimpleNamespace(enable_adaptive_verification=False)
+    assert module._make_rows(config(speculative=drafter), TAPS).refusal is None
+
+
+def test_statistics_say_what_this_rank_offers_and_has_copied(tensor_rank: SimpleNamespace) -> None:
+    tensor_rank.rank_in_group = 1
+    rows = module._make_rows(config(), TAPS)
+    rows.bytes_copied = 7
+    worker = SimpleNamespace(model_runner=SimpleNamespace(hidden_state_rows=rows))
+    assert ARWorkerMixin.hidden_states_stats(worker) == {
+        "bytes_copied": 7,
+        "layers": [1, 2, 4],
+        "num_layers": 4,
+        "delivers": False,
+        "runner": "SimpleNamespace",
+    }
