@@ -22,5 +22,7 @@ def test_the_default_and_the_option(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert launches_graphs(asked, eager, offloads) == launches
+    assert launches_graphs(asked, eager, offloads, 1536) == launches
+    assert launches_graphs(asked, eager, offloads, 5120) == bool(asked)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not launches_graphs(asked, eager, offloads)

@@ -140,8 +140,14 @@ def compiles(asked: bool | None, eager: bool) -> bool:
     return (torch.cuda.is_available() and not eager) if asked is None else asked
 
 
-def launches_graphs(asked: bool | None, eager: bool, offloads: bool = False) -> bool:
+_MOST_CHANNELS = 2560
+"""Of a token, over the ranks that share its layers. The passes of wider networks (LingBot World and causal Wan 14B have
+5120) take a GPU longer than the host needs to launch them."""
+
+
+def launches_graphs(asked: bool | None, eager: bool, offloads: bool = False, channels: int = 0) -> bool:
     """Return the resolved `omni.model.cuda_graphs`; None = unless the engine was told to launch kernel by kernel, or
-    fetches weights. Never without CUDA.
+    fetches weights, or a rank has more `channels` than the host needs time for. Never without CUDA.
     """
-    return torch.cuda.is_available() and (not (eager or offloads) if asked is None else asked)
+    pays = not (eager or offloads) and channels <= _MOST_CHANNELS
+    return torch.cuda.is_available() and (pays if asked is None else asked)

@@ -25,7 +25,8 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     text_encoder_device: None = beside the transformer; `cpu` saves device memory (10.6 GiB for umt5-xxl).
     decoder: `wan`, or `tiny` (TAEHV, `taew2_1.pth` in the checkpoint's directory; much cheaper, not exact).
     cuda_graphs: launch forwards that come again as CUDA graphs, which the host does in a fraction of the time. None =
-        on CUDA, unless the engine runs with --enforce-eager or --cpu-offload-gb.
+        on CUDA for at most 2560 channels a GPU (wider networks keep it busy without), unless the engine runs with
+        --enforce-eager or --cpu-offload-gb.
     """
 
     latent_frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None

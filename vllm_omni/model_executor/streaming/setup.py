@@ -59,17 +59,20 @@ class StreamingSetup(Generic[Config, Options, Layout]):
         """
         stream = cls.read_stream(checkpoint, omni)
         options = stream.options
+        parallel = parallel or ParallelContext.from_vllm(
+            options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel
+        )
+        channels = stream.config.hidden_size // parallel.size
         return cls(
             config=stream.config,
             layout=layout,
             options=options,
             plan=stream.plan,
             omni=omni,
-            parallel=parallel
-            or ParallelContext.from_vllm(options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel),
+            parallel=parallel,
             dtype=dtype,
             compiled=compiles(options.compile, eager),
-            cuda_graphs=launches_graphs(options.cuda_graphs, eager, offloads),
+            cuda_graphs=launches_graphs(options.cuda_graphs, eager, offloads, channels),
             quantization=quantization,
             kv_dtype=kv_dtype,
             **cls.own_fields(checkpoint, stream, omni),

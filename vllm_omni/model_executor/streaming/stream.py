@@ -14,6 +14,11 @@ from vllm_omni.model_executor.streaming.options import StreamingOptions
 
 class Architecture(Protocol):
     @property
+    def hidden_size(self) -> int:
+        """Channels of a token."""
+        ...
+
+    @property
     def native_size(self) -> tuple[int, int]:
         """Height and width, in pixels, of the videos that the model was trained for: the default."""
         ...

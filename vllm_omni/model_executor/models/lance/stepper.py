@@ -58,6 +58,7 @@ class Stepper:
                 drawing.add_context(self.writer, builder)
         for reading in readings:
             reading.add(self.writer, builder)
+        hidden: dict[Expert, torch.Tensor]
         hidden = self._run(builder) if fresh or readings else {"gen": self._denoise(builder.build())}
         self._choose(readings, hidden)
         if len(fresh) < len(drawings):

@@ -41,6 +41,10 @@ class WanConfig:
             raise ValueError(f"freq_dim must be even, got {self.freq_dim}")
 
     @property
+    def hidden_size(self) -> int:
+        return self.dim
+
+    @property
     def head_dim(self) -> int:
         return self.dim // self.num_heads
 

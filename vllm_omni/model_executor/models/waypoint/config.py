@@ -118,6 +118,10 @@ class WaypointConfig:
         return self.n_layers
 
     @property
+    def hidden_size(self) -> int:
+        return self.d_model
+
+    @property
     def head_dim(self) -> int:
         return self.d_model // self.n_heads
 
