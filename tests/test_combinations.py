@@ -68,7 +68,12 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
         ("matrix_game", {"chunks_in_flight": 2}, {}, NEEDS),
         ("matrix_game", {"degradations": ["tiny_vae"], "scheduling": "deadline"}, {}, "Matrix-Game"),
         ("waypoint", {"chunks_in_flight": 2}, {}, NEEDS),
-        ("waypoint", {"model": {"window_frames": 4}}, {}, "drop window_frames: a Waypoint checkpoint"),
+        (
+            "waypoint",
+            {"model": {"window_frames": 4}},
+            {},
+            "drop window_frames: this model's checkpoint leaves no choice",
+        ),
         ("waypoint", {"vae_parallel": True}, TP2, "cannot be split over ranks"),
         ("waypoint", {}, TP3, "does not divide over 3 parallel ranks"),
         ("waypoint", {}, {"pipeline_parallel_size": 5}, "4 layers can not be cut into 5 stages"),
