@@ -31,5 +31,5 @@ _NAMED: Final = {
 
 
 def virtual_key(code: int) -> Button:
-    """The button of a virtual-key code, with the browser's code of its key; rare ones are named `vk_XX`, in hex."""
+    """The button of a virtual-key code, with the browser's code of its key; rare ones are named by code, vk_5b."""
     return _NAMED.get(code) or Button(f"vk_{code:02x}", f"virtual key {code:#04x}")

@@ -47,7 +47,7 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
 
     @classmethod
     def read_unless(cls, fixed: Sequence[str], options: Mapping[str, Any]) -> Self:
-        """`read` for a model whose checkpoint fixes the options `fixed`, which are refused."""
+        """`read` for a model whose checkpoint fixes the options `fixed`. Raises ValueError for these, too."""
         if given := [name for name in fixed if name in options]:
             raise ValueError(
                 f"omni.model: drop {', '.join(given)}: this model's checkpoint leaves no choice of {', '.join(fixed)}"

@@ -141,7 +141,7 @@ def load_transformer(transformer: "WaypointTransformer", stored: TensorSource) -
 
 
 def image_sizes(half: str) -> dict[str, str]:
-    """Keys of `encoder_conf.yml` or `decoder_conf.yml` -> arguments of `ImageEncoder` or `ImageDecoder`."""
+    """Keys of a half's YAML file -> arguments of `ImageEncoder` or `ImageDecoder`."""
     sizes = {"latent_channels": "latent_channels", "ch_0": "first", "ch_max": "largest", "channels": "channels"}
     only = {"skip_logvar": "skip_logvar"} if half == "encoder" else {}
     return {**sizes, f"{half}_blocks_per_stage": "blocks", **only}
