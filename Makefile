@@ -22,7 +22,7 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 MUTANTS ?=
 
-.PHONY: setup kernels demo check engineless test nightly lint docs turn mutants clean
+.PHONY: setup demo check engineless test nightly lint docs turn mutants clean
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -30,23 +30,20 @@ setup:
 	       "or name another one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) scripts/setup_env.py $(VENV)
 
-kernels: setup
-	@$(PYTHON) scripts/setup_env.py $(VENV) kernels
-
 demo: setup
 	@$(VENV)/bin/vllm-omni demo $(if $(filter-out 0 no,$(ONCE)),--once) $(DEMO_ARGS)
 
-check: kernels
+check: setup
 	@$(MAKE) --no-print-directory -j2 lint engineless
 
-engineless: kernels
+engineless: setup
 	@$(VENV)/bin/python -m pytest -n 3 -m "not nightly and not engine and not browser" $(PYTEST_ARGS)
 
-test: kernels
+test: setup
 	@$(VENV)/bin/python -m pytest -n auto -m "not nightly" $(PYTEST_ARGS)
 
 nightly: setup
-	@$(PYTHON) scripts/setup_env.py $(VENV) kernels ray docs
+	@$(PYTHON) scripts/setup_env.py $(VENV) ray docs
 	@$(VENV)/bin/python -m pytest -m nightly $(if $(SHARD),--shard=$(SHARD)) $(PYTEST_ARGS)
 
 lint: setup

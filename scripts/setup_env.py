@@ -3,8 +3,7 @@
 
     python3.11 scripts/setup_env.py [.venv] [EXTRA ...]
 
-EXTRA names optional dependencies of pyproject.toml that come on top (`ray`, for `make nightly`). On a CUDA machine
-`kernels` (Triton, for tests) is left out: torch's CUDA build has brought the version that it needs.
+EXTRA names optional dependencies of pyproject.toml that come on top (`ray`, for `make nightly`).
 
 Only the standard library is used, since nothing is installed yet. Environment variables:
 
@@ -36,7 +35,6 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 STAMP = ".setup-complete"
 STAMPED_FILES = ("pyproject.toml", "setup.py", "scripts/setup_env.py")
 SHOWN_LOG_LINES = 15
-WITH_CUDA_TORCH = ("kernels",)
 LOOK_S = 0.5
 BAR_CHARS = 24
 USUAL_PACKAGES = 189  # of a finished environment on a CPU machine; only the bar's length goes by it
@@ -53,8 +51,7 @@ def main(venv: Path, extras: Sequence[str] = ()) -> int:
     try:
         device = choose_device(os.environ.get("DEVICE", "auto"))
         key = stamp_key(device)
-        wanted = [extra for extra in extras if device != "cuda" or extra not in WITH_CUDA_TORCH]
-        missing = [extra for extra in wanted if not is_current(venv, key, extra)]
+        missing = [extra for extra in extras if not is_current(venv, key, extra)]
         if is_current(venv, key) and not missing:
             return 0
         if not is_current(venv, key):

@@ -181,17 +181,6 @@ def test_an_extra_is_added_once_to_a_finished_environment(
         assert done == expected
 
 
-def test_cuda_builds_of_torch_keep_the_triton_they_brought(
-    setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    monkeypatch.setenv("DEVICE", "cuda")
-    monkeypatch.setattr(setup_env, "is_current", lambda venv, key, extra=None: extra is None)
-    monkeypatch.setattr(setup_env, "install_extra", lambda venv, extra: done.append(extra))
-    assert setup_env.main(tmp_path, ("kernels", "ray")) == 0
-    assert done == ["ray"]
-
-
 def test_extras_leave_torch_as_it_is(setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(setup_env, "run_logged", lambda command, log: commands.append([*map(str, command)]) or True)

@@ -18,8 +18,8 @@ def require_triton() -> None:
     if find_spec("triton") is not None:
         return
     if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
-        pytest.fail("Triton is missing, so no kernel was run: `make test` installs it, or pip install -e '.[kernels]'")
-    pytest.skip("the extra [kernels] has no Triton for this machine")
+        pytest.fail("Triton is missing, so no kernel was run: `make setup` installs it, or pip install -e '.[cpu,dev]'")
+    pytest.skip("the extra [cpu] has no Triton for this machine")
 
 
 def interpret(*arguments: str) -> str:
