@@ -11,10 +11,12 @@ sessions need. Held by tests/model_executor/layers/test_ring_pool.py.
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_omni.model_executor.layers.kv_format import KVFormat
+if TYPE_CHECKING:  # options are checked without importing vLLM, which kernels of number formats need
+    from vllm_omni.model_executor.layers.kv_format import KVFormat
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +24,7 @@ class Ring:
     """A window's memory. buffer: its keys and values, as `format` stores them."""
 
     buffer: torch.Tensor
-    format: KVFormat
+    format: "KVFormat"
 
     @property
     def nbytes(self) -> int:
