@@ -14,6 +14,7 @@ from helpers.host_capture import hold
 from lance_driver import load_lance, make_request, prepare, request_of, run, step
 
 from vllm_omni.model_executor.layers.forward_graphs import ForwardGraphs
+from vllm_omni.model_executor.models.lance.pack import BranchCache, Pack, PackBuilder
 from vllm_omni.model_executor.models.lance.pipeline import Lance
 from vllm_omni.testing.tiny.lance import make_tiny
 
@@ -85,3 +86,20 @@ def test_most_of_a_drawing_s_steps_are_replayed(by_graphs: Lance) -> None:
     graphs = by_graphs.stepper.graphs = ForwardGraphs(4, capture=lambda run: (run(), lambda: None))
     run(by_graphs, make_request(CAT))
     assert len(runs) == 2 and len(graphs) == 1
+
+
+def test_the_key_names_every_slot_that_is_written_and_read() -> None:
+    """A graph of the same caches would write and read at the slots of its capture."""
+    caches = [BranchCache(torch.zeros(1, 9, 1, 2), torch.zeros(1, 9, 1, 2)) for _ in range(2)]
+
+    def pack(start: int = 2, keys: int = 4, causal: bool = False, order: int = 1) -> Pack:
+        builder = PackBuilder()
+        for cache in caches[::order]:
+            tokens = builder.add("gen", torch.zeros(2, 4), (torch.zeros(2, 1), torch.zeros(2, 1)), cache, start)
+            builder.attend("gen", tokens, cache, keys, causal=causal)
+        return builder.build()
+
+    assert pack().key == pack().key
+    others = [pack(start=3), pack(keys=5), pack(causal=True)]
+    assert len({pack().key, *(other.key for other in others)}) == 4
+    assert pack(order=-1).caches == pack().caches[::-1], "their order is in the places"

@@ -82,7 +82,8 @@ class Pack:
         """Those that it writes to and reads, each once."""
         return list(dict.fromkeys(store.cache for store in self.stores))
 
-    def places(self) -> Hashable:
+    @property
+    def key(self) -> Hashable:
         """Its writes and reads, with caches as numbers of `caches`: equal for all steps of a drawing."""
         number = {cache: index for index, cache in enumerate(self.caches)}
         stores = ((x.expert, x.tokens.start, x.tokens.stop, number[x.cache], x.start) for x in self.stores)

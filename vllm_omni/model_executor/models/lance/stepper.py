@@ -106,7 +106,7 @@ class Stepper:
             return self._latent_rows(replace(pack, embeds=embeds, rope=rope))
 
         written = [tensor for cache in pack.caches for tensor in (cache.k, cache.v)]
-        return self.graphs((pack.places(), addresses_key()), inputs, forward, places=written)
+        return self.graphs((pack.key, addresses_key()), inputs, forward, places=written)
 
     def _latent_rows(self, pack: Pack) -> torch.Tensor:
         rows: torch.Tensor = self.network.language_model(pack)["gen"]
