@@ -6,18 +6,13 @@ alone are refused (tests/model_executor/test_checkpoint_quantization.py) and run
 """
 
 import asyncio
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 from helpers.engine_client import EngineClient, running_engine
-from helpers.quantized import QUANTIZED, with_transformer
-
-from vllm_omni.model_executor.models.registry import get_family
-from vllm_omni.testing.tiny.quantized import SIZES, draw
+from helpers.quantized import QUANTIZED, with_transformer, write_pipeline
 
 FP8_ERROR, INT8_ERROR, FP4_ERROR = 0.15, 0.05, 0.4
 """Of a video's latents after four steps; 0.064, 0.017 and 0.26 were seen."""
@@ -26,15 +21,7 @@ VIDEO: dict[str, Any] = {"one_shot": True, "prompt": "a field", "output": "laten
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Wan 2.2 T2V directory whose experts are the plain transformer of the fixtures."""
-    out = tmp_path_factory.mktemp("wan2_2")
-    get_family("wan2_2").make_tiny(out, 0, "t2v")
-    for name in ("transformer", "transformer_2"):
-        shutil.rmtree(out / name)
-        model = WanTransformer3DModel(**SIZES)
-        draw(model)
-        model.save_pretrained(out / name)
-    return out
+    return write_pipeline(tmp_path_factory.mktemp("wan2_2"))
 
 
 async def video(client: EngineClient, session: str = "a") -> torch.Tensor:

@@ -4,7 +4,23 @@
 import shutil
 from pathlib import Path
 
+from diffusers import WanTransformer3DModel
+
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.testing.tiny.quantized import SIZES, draw
+
 QUANTIZED = Path(__file__).parents[1] / "golden" / "quantized"
+
+
+def write_pipeline(out: Path) -> Path:
+    """Write a Wan 2.2 T2V directory whose experts are the plain transformer of the fixtures."""
+    get_family("wan2_2").make_tiny(out, 0, "t2v")
+    for name in ("transformer", "transformer_2"):
+        shutil.rmtree(out / name)
+        model = WanTransformer3DModel(**SIZES)
+        draw(model)
+        model.save_pretrained(out / name)
+    return out
 
 
 def with_transformer(pipeline: Path, transformer: Path, out: Path) -> Path:

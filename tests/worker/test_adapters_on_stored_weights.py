@@ -4,7 +4,6 @@
 Wan 2.2 with both experts from tests/golden/quantized. Formats that a CPU cannot compute in are read back here.
 """
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from helpers import lora_files as files
-from helpers.quantized import QUANTIZED, with_transformer
+from helpers.quantized import QUANTIZED, with_transformer, write_pipeline
 from helpers.snapshot_steps import Worker
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
 from vllm_omni.inputs import Lora
-from vllm_omni.model_executor.models.registry import get_family
-from vllm_omni.testing.tiny.quantized import SIZES, draw, write_fp8_scaled
+from vllm_omni.testing.tiny.quantized import SIZES, write_fp8_scaled
 
 FILE = "diffusion_pytorch_model.safetensors"
 LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
@@ -44,15 +42,7 @@ EVERY_TIME = ("llmcompressor_fp8", "llmcompressor_int8", "community")
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Wan 2.2 T2V directory whose experts are the plain transformer of the fixtures."""
-    out = tmp_path_factory.mktemp("wan2_2")
-    get_family("wan2_2").make_tiny(out, 0, "t2v")
-    for name in ("transformer", "transformer_2"):
-        shutil.rmtree(out / name)
-        model = WanTransformer3DModel(**SIZES)
-        draw(model)
-        model.save_pretrained(out / name)
-    return out
+    return write_pipeline(tmp_path_factory.mktemp("wan2_2"))
 
 
 @pytest.fixture(scope="module")
