@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -38,6 +39,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from vllm_omni.model_executor.layers.parallel import CheckpointSlot, ParallelContext, ShardedModule
+from vllm_omni.model_executor.layers.rounded_input import Input, product
 
 
 class PlainLinearMethod(UnquantizedLinearMethod):
@@ -113,7 +115,18 @@ class LinearPrecision(QuantizationConfig):
         return cls()
 
 
-class ColumnLinear(ColumnParallelLinear, ShardedModule):
+class _OfRoundedInput(LinearBase):
+    """A layer that also multiplies an input that was rounded for it (`rounded_input.takes_rounded`)."""
+
+    def forward(self, input_: Input) -> Any:
+        if isinstance(input_, QuantizedActivation):
+            bias = None if self.skip_bias_add else self.bias
+            assert bias is None or isinstance(bias, torch.Tensor)
+            return product(self, input_, bias)
+        return super().forward(input_)
+
+
+class ColumnLinear(_OfRoundedInput, ColumnParallelLinear, ShardedModule):
     """This rank's output channels of one linear layer."""
 
     def __init__(
@@ -144,7 +157,7 @@ class ColumnLinear(ColumnParallelLinear, ShardedModule):
             yield f"{prefix}.{kind}", rows.slot(parameter)
 
 
-class MergedLinear(MergedColumnParallelLinear, ShardedModule):
+class MergedLinear(_OfRoundedInput, MergedColumnParallelLinear, ShardedModule):
     """This rank's output channels of linear layers that share an input, as one matrix product, layer after layer.
 
     names: the checkpoint's, of siblings of this module.
@@ -216,7 +229,7 @@ class StackedLinear(MergedLinear):
             _load(parameter, (index,), part)
 
 
-class QKVLinear(QKVParallelLinear, ShardedModule):
+class QKVLinear(_OfRoundedInput, QKVParallelLinear, ShardedModule):
     """This rank's heads of queries, keys and values as one matrix product, in this order.
 
     With more ranks than key/value heads, ranks whose query heads read the same one hold it each.
@@ -277,7 +290,7 @@ class QKVLinear(QKVParallelLinear, ShardedModule):
         return self.named_slots([f"{parent}.{name}" for name in "qkv"])
 
 
-class RowLinear(RowParallelLinear, ShardedModule):
+class RowLinear(_OfRoundedInput, RowParallelLinear, ShardedModule):
     """A linear layer over this rank's input channels; the result is summed over ranks, whole on each."""
 
     def __init__(
@@ -308,7 +321,7 @@ class RowLinear(RowParallelLinear, ShardedModule):
         self.update_param_tp_status()
         _await_bias(self)
 
-    def forward(self, input_: torch.Tensor, alone: bool = False) -> torch.Tensor:
+    def forward(self, input_: Input, alone: bool = False) -> torch.Tensor:
         """alone: see `own_part`."""
         part = super().forward(input_)
         assert isinstance(part, torch.Tensor)
@@ -369,6 +382,21 @@ def _await_bias(layer: LinearBase) -> None:
     """
     if layer.quant_method.uses_meta_device:
         initialize_online_processing(layer)
+
+
+def gelu_of(layer: ColumnLinear, x: Input) -> torch.Tensor:
+    """GELU, by its formula with tanh, of a layer's result; on CUDA in the product's own kernel where that is cuBLAS's.
+
+    That kernel takes the GELU of the sum in fp32, not of its rounding.
+    """
+    weight, bias = layer.weight, layer.bias
+    if type(layer.quant_method) is PlainLinearMethod and isinstance(x, torch.Tensor) and isinstance(bias, torch.Tensor):
+        assert isinstance(weight, torch.Tensor)
+        if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+            rows_TD = x.reshape(-1, x.shape[-1])
+            made = torch._addmm_activation(bias, rows_TD, weight.t(), use_gelu=True)
+            return made.view(*x.shape[:-1], made.shape[-1])
+    return functional.gelu(layer(x), approximate="tanh")
 
 
 def quantized_layers(network: nn.Module) -> nn.ModuleList:

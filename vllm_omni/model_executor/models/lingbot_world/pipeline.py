@@ -14,6 +14,7 @@
 Held by tests/model_executor/models/lingbot_world/test_lingbot_pipeline.py.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,16 +137,18 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
         )
         request.num_steps = self.schedule.num_steps + 1
         request.clean_passes = 1
-        request.decode_early = False  # several GiB of camera terms are held until the clean pass is over
+        # Camera terms are several GiB at full size: a decode has room where they were. Only for a session's first frame
+        # is it worth making them again behind it, for the clean pass.
+        request.decode_early = frames.start == 0
 
-    def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        if request.step == request.num_steps:
-            request.work.camera = None  # several GiB at full size, and no pass comes after this
-        return super().post_decode(request)
-
-    def commit(self, request: Request) -> None:
-        request.work.camera = None  # a rank that does not decode, or did so early, lets go of it here
-        super().commit(request)
+    @torch.no_grad()
+    def denoise_step(self, batch: Sequence[Request], hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """As of every streaming model; then camera terms go, on all ranks at once: to make them again is collective."""
+        prediction = super().denoise_step(batch, hidden)
+        for request in batch:
+            if request.step >= request.num_steps - 1 - request.decode_early:
+                request.work.camera = None
+        return prediction
 
     # -- parts of the above --------------------------------------------------------------------------------------------
 
@@ -167,14 +170,15 @@ class LingBotWorld(ImageWorldModel[LingBotSession, Chunk, WorldSetup, Checkpoint
         return action_map(inputs.relative_F44, inputs.intrinsics_F4, inputs.flags_F4, *where)
 
     def begin_step(self, request: Request) -> None:
-        """Compute every block's inputs from camera and prompt, once per chunk (collective under tensor parallelism)."""
+        """Compute every block's inputs from prompt and camera where they are not there (collective under tensor
+        parallelism).
+        """
         session, chunk = request.session, request.work
-        if chunk.camera is not None:
-            return
-        assert chunk.camera_map is not None
-        chunk.cross_kv = session.cross_kv if chunk.text is None else self.prompts.get(chunk.prompt, chunk.text)
-        chunk.camera = self.transformer.camera_modulation(chunk.camera_map)
-        chunk.camera_map = None
+        if chunk.cross_kv is None:
+            chunk.cross_kv = session.cross_kv if chunk.text is None else self.prompts.get(chunk.prompt, chunk.text)
+        if chunk.camera is None:
+            assert chunk.camera_map is not None
+            chunk.camera = self.transformer.camera_modulation(chunk.camera_map)
 
     def rows(self, request: Request) -> list[CameraRow]:
         """The rows of a chunk's forward, of which there is one but with guidance."""

@@ -82,8 +82,8 @@ class ChunkInputs:
 class Chunk(StreamingChunk[Windows, World]):
     """One chunk in flight; `own` is where camera and condition stand after it.
 
-    y: [20, F, h, w], None on stages that embed no patches. camera_map: [384 or 448, F, h, w], dropped once
-    `camera` is there.
+    y: [20, F, h, w], None on stages that embed no patches. camera_map: [384 or 448, F, h, w].
+    camera: of each layer, what is made of it; None = not there now.
     """
 
     y: torch.Tensor | None

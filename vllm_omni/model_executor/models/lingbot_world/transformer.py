@@ -21,11 +21,12 @@ from torch.nn import functional
 
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
+from vllm_omni.model_executor.layers.rounded_input import Input, takes_rounded
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.chunk_transformer import ImageRow, ImageTransformer
-from vllm_omni.model_executor.models.wan.layers import patchify, stack
+from vllm_omni.model_executor.models.wan.layers import patchify, stack, stack_inputs
 from vllm_omni.model_executor.models.wan.transformer import Block
 
 
@@ -64,15 +65,15 @@ class CameraBlock(Block):
 
     def after_self_attention(
         self, x_BTD: torch.Tensor, attended_BTD: torch.Tensor, gate: torch.Tensor, rows: Sequence[CameraRow]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        norm3 = self.norm3
+    ) -> tuple[torch.Tensor, Input]:
+        norm3, rounded = self.norm3, takes_rounded(self.cross_attn.q)
         moved = [
             self.chains.after_self_attention(
-                x_TD, update_TD, gate_1D, norm3.weight, norm3.bias, self.eps, row.camera[self.index].unbind()
+                x_TD, update_TD, gate_1D, norm3.weight, norm3.bias, self.eps, row.camera[self.index].unbind(), rounded
             )
             for row, x_TD, update_TD, gate_1D in zip(rows, x_BTD, attended_BTD, gate, strict=True)
         ]
-        return stack([x_TD for x_TD, _ in moved]), stack([hidden_TD for _, hidden_TD in moved])
+        return stack([x_TD for x_TD, _ in moved]), stack_inputs([hidden_TD for _, hidden_TD in moved])
 
 
 class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
@@ -81,7 +82,6 @@ class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
     block_type = CameraBlock
     moving_fields = (*ImageTransformer.moving_fields, "camera")
     steady_fields = (*ImageTransformer.steady_fields, "camera")
-    high_precision = ("blocks.*.cam_*",)
 
     def _add_layers(self) -> None:
         config = self.config

@@ -26,6 +26,7 @@ from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear, StackedLinear
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import apply_rope, axis_tables
+from vllm_omni.model_executor.layers.rounded_input import Input, takes_rounded
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.matrix_game.state import ActionWindows
 from vllm_omni.model_executor.models.wan.chains import Chains
@@ -175,9 +176,10 @@ class ActionBlock(Block):
         shift: torch.Tensor,
         scale: torch.Tensor,
         rows: Sequence[ActionRow],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Input]:
         x = self.action_model((x_BTD + attended_BTD).to(x_BTD.dtype), rows, self.action_index)
-        return x, self.chains.modulated_norm(x, shift, scale, self.eps, self.norm3.weight.dtype)
+        dtype, rounded = self.norm3.weight.dtype, takes_rounded(self.ffn[0])
+        return x, self.chains.modulated_norm(x, shift, scale, self.eps, dtype, rounded)
 
 
 class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):

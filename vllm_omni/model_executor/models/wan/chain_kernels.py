@@ -10,21 +10,33 @@ Held by tests/model_executor/models/wan/test_chain_kernels.py; timed by benchmar
 # B rows, T tokens, D width (of this rank), C = H/2 rotary lanes of a head. Triton reads parameters' annotations itself:
 # kernels have none but its own.
 
-import torch
+from typing import Any
 
+import torch
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
+
+from vllm_omni.model_executor.layers.fp8_kernels import FP8, LARGEST
+from vllm_omni.model_executor.layers.rounded_input import LEAST_SCALE, Input
+from vllm_omni.model_executor.layers.rounded_input import rounded as rounded_rows
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 
 WARPS = 4
 """Of a program: 8 were slower at 5120 channels, 16 slower still."""
+GELU_WARPS = 8
+"""Of a program over a row of an FFN, 13824 channels in the largest."""
+_LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _residual_kernel(
-    x, update, gate, factor, offset, scale, shift, total, normed,
+    x, update, gate, factor, offset, scale, shift, total, normed, token_scales,
     tokens, gate_batch, gate_token, scale_batch, scale_token, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """total = (x + gate * update) * factor + offset; normed = LN(total) * scale + shift. None is left out."""
+    """total = (x + gate * update) * factor + offset; normed = LN(total) * scale + shift. None is left out.
+
+    token_scales: normed is divided by its token's, which is written there; None = it is not.
+    """
     row = tl.program_id(0)
     batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -49,7 +61,28 @@ def _residual_kernel(
         if PLUS_ONE:
             multiplier += 1.0
         value = value * multiplier + tl.load(shift + modulation, mask=inside, other=0.0).to(tl.float32)
+        if token_scales is not None:
+            value = _over_largest(value, token_scales + row)
         tl.store(normed + at, value.to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rounded_gelu_kernel(x, out, token_scales, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    at = row.to(tl.int64) * D + column
+    value = tl.load(x + at, mask=column < D, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    value *= tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
+    value = _over_largest(value, token_scales + row)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=column < D)
+
+
+@triton.jit
+def _over_largest(value, token_scale):
+    """Write the scale that makes the largest number e4m3's largest; return the numbers divided by it."""
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), axis=0), _LARGEST), _LEAST_SCALE)
+    tl.store(token_scale, scale)
+    return tl.clamp(tl.div_rn(value, scale), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -81,12 +114,10 @@ def _rms_kernel(
 
 
 def modulated_norm(
-    x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype
-) -> torch.Tensor:
+    x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype, rounded: bool = False
+) -> Input:
     """`chains.modulated_norm`."""
-    normed = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    _residual(x, None, None, None, normed, (scale, shift), eps)
-    return normed
+    return _residual(x, None, None, None, (scale, shift), eps, dtype, rounded)
 
 
 def after_self_attention(
@@ -97,22 +128,26 @@ def after_self_attention(
     bias: torch.Tensor,
     eps: float,
     moved: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rounded: bool = False,
+) -> tuple[torch.Tensor, Input]:
     """`chains.after_self_attention`."""
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
-    normed = torch.empty_like(total, dtype=weight.dtype)
-    _residual(x, update, gate, total, normed, (weight, bias), eps, moved, plus_one=False)
-    return total, normed
+    return total, _residual(
+        x, update, gate, total, (weight, bias), eps, weight.dtype, rounded, moved=moved, plus_one=False
+    )
 
 
 def after_cross_attention(
-    x: torch.Tensor, update: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor,
+    update: torch.Tensor,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    rounded: bool = False,
+) -> tuple[torch.Tensor, Input]:
     """`chains.after_cross_attention`."""
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
-    normed = torch.empty_like(total, dtype=update.dtype)
-    _residual(x, update, None, total, normed, (scale, shift), eps)
-    return total, normed
+    return total, _residual(x, update, None, total, (scale, shift), eps, update.dtype, rounded)
 
 
 def after_ffn(
@@ -123,18 +158,29 @@ def after_ffn(
     scale: torch.Tensor,
     eps: float,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rounded: bool = False,
+) -> tuple[torch.Tensor, Input]:
     """`chains.after_ffn`."""
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
-    normed = torch.empty_like(total, dtype=dtype)
-    _residual(x, update, gate, total, normed, (scale, shift), eps)
-    return total, normed
+    return total, _residual(x, update, gate, total, (scale, shift), eps, dtype, rounded)
+
+
+def rounded_gelu(x: torch.Tensor) -> QuantizedActivation:
+    """`chains.rounded_gelu`."""
+    x = x.contiguous()
+    data = torch.empty_like(x, dtype=FP8)
+    token_scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    width = x.shape[-1]
+    _rounded_gelu_kernel[(x[..., 0].numel(),)](
+        x, data, token_scales, D=width, BLOCK=triton.next_power_of_2(width), num_warps=GELU_WARPS
+    )
+    return rounded_rows(data, token_scales, x.dtype)
 
 
 def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """`chains.gated_add`."""
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _residual(x, update, gate, total)
+    _add_and_norm(x, update, gate, total, None, None)
     return total
 
 
@@ -162,7 +208,16 @@ def rms_rope(
     return out.unflatten(-1, (-1, 2 * cos_TC.shape[-1]))
 
 
-KERNELS = (modulated_norm, after_self_attention, after_cross_attention, after_ffn, gated_add, rms_scale, rms_rope)
+KERNELS = (
+    modulated_norm,
+    after_self_attention,
+    after_cross_attention,
+    after_ffn,
+    rounded_gelu,
+    gated_add,
+    rms_scale,
+    rms_rope,
+)
 
 
 def _residual(
@@ -170,9 +225,32 @@ def _residual(
     update: torch.Tensor | None,
     gate: torch.Tensor | None,
     total: torch.Tensor | None,
-    normed: torch.Tensor | None = None,
+    modulation: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    dtype: torch.dtype,
+    rounded: bool,
+    **others: Any,
+) -> Input:
+    """Write the sum to `total`; return its norm as `dtype`, or rounded."""
+    normed = torch.empty_like(x, dtype=FP8 if rounded else dtype, memory_format=torch.contiguous_format)
+    if not rounded:
+        _add_and_norm(x, update, gate, total, normed, None, modulation, eps, **others)
+        return normed
+    token_scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    _add_and_norm(x, update, gate, total, normed, token_scales, modulation, eps, **others)
+    return rounded_rows(normed, token_scales, dtype)
+
+
+def _add_and_norm(
+    x: torch.Tensor,
+    update: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    total: torch.Tensor | None,
+    normed: torch.Tensor | None,
+    token_scales: torch.Tensor | None,
     modulation: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     eps: float = 0.0,
+    *,
     moved: tuple[torch.Tensor, torch.Tensor] | None = None,
     plus_one: bool = True,
 ) -> None:
@@ -183,7 +261,7 @@ def _residual(
     factor, offset = (None, None) if moved is None else (part.contiguous() for part in moved)
     _residual_kernel[(x[..., 0].numel(),)](
         x.contiguous(), None if update is None else update.contiguous(), gate, factor, offset, scale, shift,
-        total, normed, shape[-2], *_places(gate, shape), *places, eps,
+        total, normed, token_scales, shape[-2], *_places(gate, shape), *places, eps,
         D=shape[-1], PLUS_ONE=plus_one, **_block(shape[-1]),
     )  # fmt: skip
 

@@ -15,16 +15,21 @@ from typing import Any, Self
 
 import torch
 from torch.nn import functional
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.triton_utils import HAS_TRITON
 
 from vllm_omni.model_executor.layers.rope import apply_rope
+from vllm_omni.model_executor.layers.rounded_input import Input, round_tokens
+
+# rounded: whether the result is rounded to FP8 for the linear layer that takes it (`rounded_input.takes_rounded`)
 
 
 def modulated_norm(
-    x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype
-) -> torch.Tensor:
+    x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float, dtype: torch.dtype, rounded: bool = False
+) -> Input:
     """LN(x) * (1 + scale) + shift as `dtype`; shift and scale are fp32 and broadcast over tokens."""
-    return (functional.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift).to(dtype)
+    normed = functional.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift
+    return round_tokens(normed, dtype) if rounded else normed.to(dtype)
 
 
 def after_self_attention(
@@ -35,7 +40,8 @@ def after_self_attention(
     bias: torch.Tensor,
     eps: float,
     moved: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rounded: bool = False,
+) -> tuple[torch.Tensor, Input]:
     """Add the gated attention; returns (x, its affine LayerNorm in the type of `weight`).
 
     moved: factor and offset of the sum, shaped like `x` (the camera of LingBot World).
@@ -44,15 +50,20 @@ def after_self_attention(
     if moved is not None:
         x = (x * moved[0] + moved[1]).to(x.dtype)
     normed = functional.layer_norm(x.float(), x.shape[-1:], weight.float(), bias.float(), eps)
-    return x, normed.to(weight.dtype)
+    return x, round_tokens(normed, weight.dtype) if rounded else normed.to(weight.dtype)
 
 
 def after_cross_attention(
-    x: torch.Tensor, update: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor,
+    update: torch.Tensor,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    rounded: bool = False,
+) -> tuple[torch.Tensor, Input]:
     """Add the cross-attention; returns (x, its modulated LayerNorm in the type of `update`)."""
     x = (x + update).to(x.dtype)
-    return x, modulated_norm(x, shift, scale, eps, update.dtype)
+    return x, modulated_norm(x, shift, scale, eps, update.dtype, rounded)
 
 
 def after_ffn(
@@ -63,10 +74,16 @@ def after_ffn(
     scale: torch.Tensor,
     eps: float,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rounded: bool = False,
+) -> tuple[torch.Tensor, Input]:
     """`gated_add`, then the next block's `modulated_norm` of that; returns both."""
     x = gated_add(x, update, gate)
-    return x, modulated_norm(x, shift, scale, eps, dtype)
+    return x, modulated_norm(x, shift, scale, eps, dtype, rounded)
+
+
+def rounded_gelu(x: torch.Tensor) -> QuantizedActivation:
+    """GELU, by its formula with tanh, rounded to FP8."""
+    return round_tokens(functional.gelu(x.float(), approximate="tanh"), x.dtype)
 
 
 def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -112,10 +129,11 @@ def _scaled(x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor,
 class Chains:
     """The functions above: plain, each compiled for the static shapes it meets, or, for tensors on CUDA, a kernel."""
 
-    modulated_norm: Callable[..., torch.Tensor] = modulated_norm
-    after_self_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = after_self_attention
-    after_cross_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = after_cross_attention
-    after_ffn: Callable[..., tuple[torch.Tensor, torch.Tensor]] = after_ffn
+    modulated_norm: Callable[..., Any] = modulated_norm
+    after_self_attention: Callable[..., tuple[torch.Tensor, Any]] = after_self_attention
+    after_cross_attention: Callable[..., tuple[torch.Tensor, Any]] = after_cross_attention
+    after_ffn: Callable[..., tuple[torch.Tensor, Any]] = after_ffn
+    rounded_gelu: Callable[..., QuantizedActivation] = rounded_gelu
     gated_add: Callable[..., torch.Tensor] = gated_add
     sum_of_squares: Callable[..., torch.Tensor] = sum_of_squares
     rms_scale: Callable[..., torch.Tensor] = rms_scale

@@ -18,10 +18,12 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
+from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 
 from vllm_omni.model_executor.layers.attention import attention
 from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, MergedLinear, RowLinear
 from vllm_omni.model_executor.layers.parallel import ChannelWeight, ParallelContext
+from vllm_omni.model_executor.layers.rounded_input import Input, rounded
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
 
@@ -79,7 +81,7 @@ class SelfAttention(nn.Module):
 
     def forward(
         self,
-        x_BTD: torch.Tensor,
+        x_BTD: Input,
         rows: Sequence[AttentionRow],
         rope: tuple[torch.Tensor, torch.Tensor],
         layer: int,
@@ -133,7 +135,7 @@ class CrossAttention(nn.Module):
         (squares,) = _squares_of_all_ranks(self.chains, self.parallel, x_TD)
         return self.chains.rms_scale(x_TD, squares, norm.weight, self.dim, self.eps)
 
-    def forward(self, x_BTD: torch.Tensor, rows: Sequence[AttentionRow], index: int) -> torch.Tensor:
+    def forward(self, x_BTD: Input, rows: Sequence[AttentionRow], index: int) -> torch.Tensor:
         q = self._normed(self.q(x_BTD), self.norm_q).unflatten(-1, (-1, self.head_dim))
         attended = [attention(q_TNH, *row.cross_kv[index]) for row, q_TNH in zip(rows, q, strict=True)]
         return self.o(stack(attended).flatten(-2))
@@ -221,3 +223,12 @@ def _squares_of_all_ranks(
 def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stack along a new first dimension; a view when there is one part."""
     return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
+
+
+def stack_inputs(parts: Sequence[Input]) -> Input:
+    """`stack` of linear layers' inputs, all of them rounded or none."""
+    plain = [part for part in parts if isinstance(part, torch.Tensor)]
+    if plain:
+        return stack(plain)
+    whole = [part for part in parts if isinstance(part, QuantizedActivation)]
+    return rounded(stack([part.data for part in whole]), stack([part.scale for part in whole]), whole[0].orig_dtype)

@@ -27,9 +27,10 @@ from vllm.model_executor.offloader import get_offloader
 
 from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
-from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear
+from vllm_omni.model_executor.layers.linear import ColumnLinear, LinearPrecision, RowLinear, gelu_of
 from vllm_omni.model_executor.layers.parallel import ParallelContext
 from vllm_omni.model_executor.layers.rope import rope_tables
+from vllm_omni.model_executor.layers.rounded_input import Input, takes_rounded
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.chains import Chains
 from vllm_omni.model_executor.models.wan.layers import (
@@ -54,6 +55,32 @@ class WanRow(AttentionRow, Protocol):
     def rope(self) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+class FeedForward(nn.Sequential):
+    """Two linear layers with a GELU between, which takes place within the first's product or the second's rounding
+    where that can be.
+    """
+
+    def __init__(
+        self,
+        config: WanConfig,
+        parallel: ParallelContext,
+        chains: Chains,
+        quant_config: LinearPrecision,
+        prefix: str,
+    ) -> None:
+        up = ColumnLinear(config.dim, config.ffn_dim, parallel, quant_config, f"{prefix}.0")
+        down = RowLinear(config.ffn_dim, config.dim, parallel, quant_config, f"{prefix}.2")
+        super().__init__(up, nn.GELU(approximate="tanh"), down)
+        self.chains = chains
+
+    def forward(self, x_BTD: Input) -> torch.Tensor:
+        up, _, down = self
+        assert isinstance(up, ColumnLinear)
+        between = self.chains.rounded_gelu(up(x_BTD)) if takes_rounded(down) else gelu_of(up, x_BTD)
+        result: torch.Tensor = down(between)
+        return result
+
+
 class Block(nn.Module):
     """One transformer block; `index` is its place among this stage's blocks."""
 
@@ -75,11 +102,7 @@ class Block(nn.Module):
         self.self_attn = SelfAttention(config, parallel, chains, quant_config, f"{prefix}.self_attn")
         self.norm3 = nn.LayerNorm(dim, eps=config.eps)
         self.cross_attn = CrossAttention(config, parallel, chains, quant_config, f"{prefix}.cross_attn")
-        self.ffn = nn.Sequential(
-            ColumnLinear(dim, config.ffn_dim, parallel, quant_config, f"{prefix}.ffn.0"),
-            nn.GELU(approximate="tanh"),
-            RowLinear(config.ffn_dim, dim, parallel, quant_config, f"{prefix}.ffn.2"),
-        )
+        self.ffn = FeedForward(config, parallel, chains, quant_config, f"{prefix}.ffn")
 
     def modulate(self, time: Any) -> Sequence[torch.Tensor]:
         """Return shift, scale, gate of attention and of the FFN, each broadcastable to [B, T, D].
@@ -90,10 +113,12 @@ class Block(nn.Module):
 
     def after_self_attention(
         self, x_BTD: torch.Tensor, attended_BTD: torch.Tensor, gate: torch.Tensor, rows: Sequence[Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Input]:
         """Add the gated attention to the residual stream; return that and the input of cross-attention."""
-        norm3 = self.norm3
-        return self.chains.after_self_attention(x_BTD, attended_BTD, gate, norm3.weight, norm3.bias, self.eps)
+        norm3, rounded = self.norm3, takes_rounded(self.cross_attn.q)
+        return self.chains.after_self_attention(
+            x_BTD, attended_BTD, gate, norm3.weight, norm3.bias, self.eps, rounded=rounded
+        )
 
     def after_cross_attention(
         self,
@@ -102,9 +127,10 @@ class Block(nn.Module):
         shift: torch.Tensor,
         scale: torch.Tensor,
         rows: Sequence[Any],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Input]:
         """Add cross-attention to the residual stream; return that and the input of the FFN."""
-        return self.chains.after_cross_attention(x_BTD, attended_BTD, shift, scale, self.eps)
+        rounded = takes_rounded(self.ffn[0])
+        return self.chains.after_cross_attention(x_BTD, attended_BTD, shift, scale, self.eps, rounded)
 
     def forward(
         self,
@@ -121,11 +147,11 @@ class Block(nn.Module):
         The next block adds up: in one pass with its norm. If `write_only`, stop once K/V are written.
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulate(time)
-        dtype, x = self.norm3.weight.dtype, x_BTD
+        dtype, rounded, x = self.norm3.weight.dtype, takes_rounded(self.self_attn.qkv), x_BTD
         if update is None:
-            hidden = self.chains.modulated_norm(x, shift1, scale1, self.eps, dtype)
+            hidden = self.chains.modulated_norm(x, shift1, scale1, self.eps, dtype, rounded)
         else:
-            x, hidden = self.chains.after_ffn(x, *update, shift1, scale1, self.eps, dtype)
+            x, hidden = self.chains.after_ffn(x, *update, shift1, scale1, self.eps, dtype, rounded)
         attended = self.self_attn(hidden, rows, rope, self.index, num_tokens, write_only)
         if attended is None:
             return x, None
