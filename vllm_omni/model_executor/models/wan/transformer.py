@@ -117,7 +117,7 @@ class Block(nn.Module):
         """Add the gated attention to the residual stream; return that and the input of cross-attention."""
         norm3, rounded = self.norm3, takes_rounded(self.cross_attn.q)
         return self.chains.after_self_attention(
-            x_BTD, attended_BTD, gate, norm3.weight, norm3.bias, self.eps, rounded=rounded
+            x_BTD, attended_BTD, gate, norm3.weight, norm3.bias, self.eps, None, rounded
         )
 
     def after_cross_attention(
