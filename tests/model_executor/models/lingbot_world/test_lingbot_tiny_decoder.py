@@ -127,4 +127,5 @@ def test_what_does_not_go_with_it_is_refused(lingbot_world: Path) -> None:
         LingBotOptions.parse({"decoder": "tiny", "convention": "pr3701"})
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model={"decoder": "tiny"}, vae_parallel=True)
     with pytest.raises(ValueError, match="decoder 'tiny' is too small to gain"):
-        WorldSetup.of(hf_config(lingbot_world)["lingbot_world"], find_layout(lingbot_world), omni, torch.float32)
+        world, layout = hf_config(lingbot_world)["lingbot_world"], find_layout(lingbot_world)
+        WorldSetup.of(world, layout, omni, torch.float32, ParallelContext())
