@@ -33,6 +33,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import add_output_arguments, quantiles, save
 from realtime_clients import GENERATE_PATH, init_message
 
+from vllm_omni.entrypoints.cli import demo
+from vllm_omni.entrypoints.cli.demo import start_image
+
 ATTACKS = ("fragments", "pings", "values", "tensors", "downloads", "drips")
 QUIET = "quiet"
 TARGET_MS = {"added_latency_p99": 50.0, "health_p99": 100.0}
@@ -52,6 +55,13 @@ class Neighbour:
         self._stopped = False
         self.session_id = ""
         self.chunks: list[tuple[float, float]] = []
+        self._due_s: float | None = None
+
+    def felt(self) -> list[tuple[float, float]]:
+        """`chunks`, and the one that is awaited with the time it has taken so far."""
+        now_s = time.monotonic()
+        late = [] if self._due_s is None or self._due_s > now_s else [(self._due_s, now_s - self._due_s)]
+        return [*self.chunks, *late]
 
     def stop(self) -> None:
         self._stopped = True
@@ -59,16 +69,24 @@ class Neighbour:
     async def run(self, due_s: float, period_s: float) -> None:
         """Begin a world now; from `due_s` on ask it for a chunk every `period_s`."""
         async with connect(self._url, max_size=None, compression=None) as socket:
-            await socket.send(_pack(self._init))
-            session = msgspec.msgpack.decode(await socket.recv())
+            session = await self._ask(socket, self._init)
+            if session.get("code") == "missing_image":
+                session = await self._ask(socket, {**self._init, "first_frame": start_image()})
             assert session["type"] == "session", session
             self.session_id = session["session_id"]
             await self._chunk(socket)
             while not self._stopped:
+                self._due_s = due_s
                 await asyncio.sleep(due_s - time.monotonic())
                 await self._chunk(socket)
+                self._due_s = None
                 self.chunks.append((due_s, time.monotonic() - due_s))
                 due_s += period_s
+
+    async def _ask(self, socket: ClientConnection, init: dict[str, Any]) -> dict[str, Any]:
+        await socket.send(_pack(init))
+        answer: dict[str, Any] = msgspec.msgpack.decode(await socket.recv())  # type: ignore[arg-type]
+        return answer
 
     async def _chunk(self, socket: ClientConnection) -> None:
         await socket.send(_pack({"type": "credit", "chunks": 1}))
@@ -141,11 +159,13 @@ class Neighbourhood:
                 group.create_task(neighbour.run(due_s, args.period_s))
             await asyncio.sleep(args.warm_up_s + args.period_s)
             group.create_task(asyncio.to_thread(self._health.run))
-            for kind in (QUIET, *args.attack):
-                rows.append(await self._row(kind))
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-                await asyncio.sleep(_REST_S)
-            self._health.stopped = True
+            try:
+                for kind in (QUIET, *args.attack):
+                    rows.append(await self._row(kind))
+                    print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                    await asyncio.sleep(_REST_S)
+            finally:
+                self._health.stopped = True
             for neighbour in self._neighbours:
                 neighbour.stop()
         return rows
@@ -160,7 +180,7 @@ class Neighbourhood:
             begin_s, load = time.monotonic(), OtherLoad()
             await asyncio.sleep(self._args.seconds)
             other_load = load.cores()
-        chunks_ms = since(begin_s, [chunk for neighbour in self._neighbours for chunk in neighbour.chunks])
+        chunks_ms = [ms for neighbour in self._neighbours for ms in since(begin_s, neighbour.felt())]
         if kind == QUIET:
             self._usual_ms = statistics.median(chunks_ms)
         return {
@@ -174,8 +194,8 @@ class Neighbourhood:
 
 
 def since(begin_s: float, noted: list[tuple[float, float]]) -> list[float]:
-    """Milliseconds of all that began after `begin_s`."""
-    return [spent_s * 1e3 for at_s, spent_s in noted if at_s >= begin_s]
+    """Milliseconds of all that ended after `begin_s`, or has not ended."""
+    return [spent_s * 1e3 for at_s, spent_s in noted if at_s + spent_s >= begin_s]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -195,8 +215,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     from rich.console import Console
-
-    from vllm_omni.entrypoints.cli import demo
 
     args = make_parser().parse_args()
     load_before = os.getloadavg()

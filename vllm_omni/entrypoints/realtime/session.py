@@ -189,7 +189,7 @@ class Session:
         def fill() -> bool:
             """Returns whether a quota holds the next chunk of a live run back."""
             # Until the position is certain, one chunk at a time: its answer tells where the engine is.
-            while not drain.is_draining and len(in_flight) < (most_in_flight if self.in_step else 1) and source.ready:
+            while len(in_flight) < (most_in_flight if self.in_step else 1) and source.ready and not drain.is_draining:
                 begun = run.completed + len(in_flight)
                 if begun == run.num_chunks:
                     break
