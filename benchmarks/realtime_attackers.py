@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attackers of realtime_load.py: sockets that flood the server, and come again a moment after they are closed.
+"""Attackers of realtime_load.py and served_attacks.py: sockets that come again a moment after they are closed.
 
-A process of its own, killed when the measurement ends. Kinds: `fragments` (a million of one byte), `pings` (400,000),
-`values` (messages of 260,000 msgpack values).
+A process of its own, killed when the measurement ends, and another client than its neighbours: it connects from another
+address. Kinds that every server has: `fragments` (a million of one byte), `pings` (400,000), `values` (messages of
+260,000 msgpack values). Kinds for a whole server, which need `path` of a live session's snapshot: `tensors` (uploads of
+it that name 1.12 million empty tensors, or 40,000), `downloads` (readers of it that never read), `drips` (bodies of
+which a byte comes every second).
 """
 
 import asyncio
@@ -10,15 +13,26 @@ import base64
 import contextlib
 import json
 import os
+import socket
 import sys
+import urllib.request
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 from realtime_clients import GENERATE_PATH
 
+_HOST, _OWN_ADDRESS = "127.0.0.1", "127.0.0.2"
 _MASK = bytes(4)
 """Clients mask their frames; a mask of zeroes leaves the payload as it is."""
 _AGAIN_S = 0.25
+_DRIP_S = 1.0
+_SMALL_BUFFER = 4096
+"""Of a reader that never reads: the rest of what it asked for waits at the server."""
+_DRIPPED = ("/v1/sessions", "/v1/videos", "/v1/completions")
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def frame(first_byte: int, payload: bytes) -> bytes:
@@ -43,27 +57,102 @@ def flood(kind: str) -> bytes:
     return frame(0x82, msgspec.msgpack.encode({"type": "init", "prompt": [[0.0] * 1000] * 260}))
 
 
-async def attack(port: int, data: bytes) -> None:
-    """Connect, send, wait to be closed; again and again."""
+def with_empty_tensors(snapshot: bytes, count: int) -> bytes:
+    """The snapshot, its table naming `count` tensors of no bytes besides its own."""
+    head = 8 + int.from_bytes(snapshot[:8], "little")
+    table = json.loads(snapshot[8:head])
+    table |= {f"rank0.{n:x}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(count)}
+    text = json.dumps(table).encode()
+    return len(text).to_bytes(8, "little") + text + snapshot[head:]
+
+
+async def connected(port: int, receive_buffer: int | None = None) -> socket.socket:
+    raw = socket.socket()
+    if receive_buffer is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    raw.bind((_OWN_ADDRESS, 0))
+    raw.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(raw, (_HOST, port))
+    return raw
+
+
+async def opened(port: int) -> Connection:
+    return await asyncio.open_connection(sock=await connected(port))
+
+
+def head(method: str, path: str, *lines: str) -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", f"Host: {_HOST}", *lines, "", ""]).encode()
+
+
+async def until_closed(connection: Connection) -> None:
+    reader, writer = connection
+    while await reader.read(65536):
+        pass
+    writer.close()
+
+
+async def flood_socket(port: int, data: bytes) -> None:
     key = base64.b64encode(os.urandom(16)).decode()
-    lines = [f"GET {GENERATE_PATH} HTTP/1.1", "Host: 127.0.0.1", "Upgrade: websocket", "Connection: Upgrade"]
-    handshake = "\r\n".join([*lines, f"Sec-WebSocket-Key: {key}", "Sec-WebSocket-Version: 13", "", ""]).encode()
+    upgrade = ("Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13", f"Sec-WebSocket-Key: {key}")
+    reader, writer = await opened(port)
+    writer.write(head("GET", GENERATE_PATH, *upgrade))
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(data)
+    await until_closed((reader, writer))
+
+
+async def upload(port: int, body: bytes) -> None:
+    connection = await opened(port)
+    connection[1].write(head("POST", "/v1/sessions", f"Content-Length: {len(body)}", "Connection: close"))
+    connection[1].write(body)
+    await until_closed(connection)
+
+
+async def download_unread(port: int, path: str) -> None:
+    loop = asyncio.get_running_loop()
+    with await connected(port, _SMALL_BUFFER) as raw:
+        await loop.sock_sendall(raw, head("GET", path))
+        while True:  # until the server's end is gone, which only a write can tell
+            await asyncio.sleep(_DRIP_S)
+            await loop.sock_sendall(raw, b" ")
+
+
+async def drip(port: int, path: str) -> None:
+    reader, writer = await opened(port)
+    writer.write(head("POST", path, "Content-Type: application/json", "Content-Length: 1000", "Connection: close"))
+    closed = asyncio.ensure_future(until_closed((reader, writer)))
+    while not closed.done():
+        writer.write(b"{")
+        await asyncio.wait([closed], timeout=_DRIP_S)
+    closed.result()
+
+
+def attackers(options: dict[str, Any]) -> list[Callable[[], Awaitable[None]]]:
+    """What each socket does, once. options: `kind`, `port`, `sockets`, and `path` for the kinds that need it."""
+    kind, port, count = options["kind"], options["port"], options["sockets"]
+    if kind == "tensors":
+        with urllib.request.urlopen(f"http://{_HOST}:{port}{options['path']}") as answer:
+            snapshot = answer.read()
+        large, small = (with_empty_tensors(snapshot, number) for number in (1_120_000, 40_000))
+        return [partial(upload, port, large if n % 2 else small) for n in range(count)]
+    if kind == "downloads":
+        return [partial(download_unread, port, options["path"])] * count
+    if kind == "drips":
+        return [partial(drip, port, _DRIPPED[n % len(_DRIPPED)]) for n in range(count)]
+    return [partial(flood_socket, port, flood(kind))] * count
+
+
+async def again_and_again(attack: Callable[[], Awaitable[None]]) -> None:
     while True:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(handshake)
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(data)
-            while await reader.read(65536):
-                pass
-            writer.close()
+            await attack()
         await asyncio.sleep(_AGAIN_S)
 
 
 async def run(options: dict[str, Any]) -> None:
-    data = flood(options["kind"])
+    attacks = attackers(options)
     print("open", flush=True)
-    await asyncio.gather(*(attack(options["port"], data) for _ in range(options["sockets"])))
+    await asyncio.gather(*map(again_and_again, attacks))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages written together: the peer sees what it would have seen of one write each."""
 
+import asyncio
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,14 +10,16 @@ import numpy as np
 import pytest
 import uvicorn
 from fastapi import FastAPI, WebSocket
+from helpers.fake_engine import wait_until
 from helpers.uvicorn_thread import serving
 from uvicorn.protocols.utils import ClientDisconnected
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.frame_budget import FrameBudget
-from vllm_omni.entrypoints.gathered_writes import EXTENSION, frame_header, messages_event
+from vllm_omni.entrypoints.gathered_writes import frame_header, writer_of
 
+MUCH = bytes(64 << 20)
 PIXELS = np.arange(3 << 20, dtype=np.uint8)
 
 
@@ -46,17 +50,36 @@ def application(writes: list[list[int]]) -> FastAPI:
     @app.websocket("/group")
     async def group(websocket: WebSocket) -> None:
         await websocket.accept()
-        await websocket.send_text(str(EXTENSION in websocket.scope["extensions"]))
+        await websocket.send_text(str(writer_of(websocket.scope) is not None))
         watched(websocket, writes)
-        await websocket.send(messages_event([b"header", PIXELS.data, "words", b"", memoryview(b"end")]))
+        writer = writer_of(websocket.scope)
+        assert writer is not None
+        writer.write([b"header", PIXELS.data, "words", b"", memoryview(b"end")])
         await websocket.send_bytes(b"by itself")
+
+    @app.websocket("/waiting")
+    async def waiting(websocket: WebSocket) -> None:
+        await websocket.accept()
+        writer = writer_of(websocket.scope)
+        assert writer is not None
+        assert writer.has_room
+        writer.write([MUCH])  # more than the kernel takes from a client that does not read
+        assert not writer.has_room
+        sending = [asyncio.ensure_future(writer.send(messages)) for messages in ([b"last"], [])]
+        await asyncio.sleep(0.1)
+        writes.append([sum(task.done() for task in sending)])
+        await asyncio.gather(*sending)
+        assert writer.has_room
+        await websocket.close()
 
     @app.websocket("/late")
     async def late(websocket: WebSocket) -> None:
         await websocket.accept()
         await websocket.close()
+        writer = writer_of(websocket.scope)
+        assert writer is not None
         with pytest.raises(ClientDisconnected):
-            await websocket._send(messages_event([b"too late"]))  # past Starlette, which would refuse it, too
+            writer.write([b"too late"])
         writes.append([])
 
     return app
@@ -108,3 +131,18 @@ def test_nothing_is_sent_behind_a_close(port: int, writes: list[list[int]]) -> N
         assert list(client) == []
         assert client.close_code == 1000
     assert writes == [[]]
+
+
+def test_what_is_sent_waits_for_a_reader(port: int, writes: list[list[int]]) -> None:
+    """A message until there is room for it, and nothing at all until the kernel has what was written."""
+    writes.clear()
+    lines = ["GET /waiting HTTP/1.1", "Host: x", "Upgrade: websocket", "Connection: Upgrade"]
+    lines += ["Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==", "", ""]
+    with socket.create_connection(("127.0.0.1", port)) as client, client.makefile("rb") as reader:
+        client.sendall("\r\n".join(lines).encode())
+        wait_until(lambda: writes)
+        assert writes == [[0]]  # nothing was sent: the client has read nothing
+        while reader.readline() != b"\r\n":
+            pass
+        received = reader.read(10 + len(MUCH) + 6)
+    assert received[10:] == MUCH + b"\x82\x04last"

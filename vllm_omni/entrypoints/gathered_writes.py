@@ -2,14 +2,14 @@
 """Several WebSocket messages in one write, none of them copied: an ASGI extension of uvicorn's own protocol.
 
 Stock uvicorn copies each message behind its frame header and writes it by itself. For video that is a copy of every
-picture and a system call for every small message beside it. An application that finds `EXTENSION` in its scope may
-send `messages_event(...)` instead of one `websocket.send` for each. The client sees the same messages in the same
-order. Held by tests/entrypoints/test_gathered_writes.py.
+picture and a system call for every small message beside it. An application that finds a `MessageWriter` by
+`writer_of(scope)` may use it once it has accepted, instead of one `websocket.send` for each. The client sees the same
+messages in the same order. Held by tests/entrypoints/test_gathered_writes.py.
 """
 
 import struct
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
 
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -20,16 +20,34 @@ from websockets.protocol import State
 Message = bytes | memoryview | str
 
 EXTENSION: Final = "omni.websocket.messages"
-"""Name in `scope["extensions"]` and key of the event."""
+"""Name in `scope["extensions"]`; its value holds the writer."""
 
 _FINAL: Final = 0x80
 _SHORT, _MEDIUM = 126, 1 << 16
 _pack_short, _pack_medium, _pack_long = (struct.Struct(layout).pack for layout in ("!BB", "!BBH", "!BBQ"))
 
 
-def messages_event(messages: Sequence[Message]) -> dict[str, Any]:
-    """The ASGI event that sends all of them, in order. Their buffers must not change afterwards."""
-    return {"type": "websocket.send", EXTENSION: messages}
+class MessageWriter(Protocol):
+    """One connection's way out. Buffers of messages must not change once they are written."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the kernel has all that was written."""
+
+    def write(self, messages: Sequence[Message]) -> None:
+        """Write them at once and in order, behind all that waits. Raises `ClientDisconnected` (an OSError)."""
+
+    async def send(self, messages: Sequence[Message]) -> None:
+        """Write them when there is room; return when the kernel has them, of a single one when it is written.
+
+        Without messages: return when the kernel has all that was written.
+        """
+
+
+def writer_of(scope: Mapping[str, Any]) -> MessageWriter | None:
+    """Of a WebSocket's scope; None under another server, and for compressed connections."""
+    writer: MessageWriter | None = (scope.get("extensions") or {}).get(EXTENSION, {}).get("writer")
+    return writer
 
 
 def frame_header(opcode: Opcode, num_bytes: int) -> bytes:
@@ -48,22 +66,33 @@ class GatheringProtocol(WebSocketsSansIOProtocol):
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
         if self.response.status_code == 101 and not self.conn.extensions:
-            self.scope["extensions"][EXTENSION] = {}
+            self.scope["extensions"][EXTENSION] = {"writer": _Writer(self)}
 
-    async def send(self, message: Any) -> None:
-        """As ASGI says. The messages of one event are written at once; a group returns when the kernel has it."""
-        messages: Sequence[Message] | None = message.get(EXTENSION)
-        if messages is None:
-            await super().send(message)
-            return
-        if not self.writable.is_set():
-            await self.writable.wait()
-        if self.disconnected or self.close_sent or self.conn.state is not State.OPEN:
+
+class _Writer:
+    """The `MessageWriter` of a connection."""
+
+    def __init__(self, protocol: WebSocketsSansIOProtocol) -> None:
+        self._protocol = protocol
+        self._writable = protocol.writable
+
+    @property
+    def has_room(self) -> bool:
+        return self._writable.is_set()
+
+    def write(self, messages: Sequence[Message]) -> None:
+        protocol = self._protocol
+        if protocol.disconnected or protocol.close_sent or protocol.conn.state is not State.OPEN:
             raise ClientDisconnected
-        self.transport.writelines(_frames(messages))
-        if len(messages) > 1 and not self.writable.is_set():  # with a write each, the last one would have waited
-            await self.writable.wait()
-            if self.disconnected:
+        protocol.transport.writelines(_frames(messages))
+
+    async def send(self, messages: Sequence[Message]) -> None:
+        await self._writable.wait()
+        if messages:
+            self.write(messages)
+        if len(messages) != 1:  # with a write each, the last one would have waited
+            await self._writable.wait()
+            if self._protocol.disconnected:
                 raise ClientDisconnected
 
 

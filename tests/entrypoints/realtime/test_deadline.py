@@ -65,6 +65,26 @@ def test_a_cancellation_from_outside_stays_one() -> None:
     run_in_virtual_time(scenario())
 
 
+def test_a_block_can_be_told_that_its_time_is_up() -> None:
+    """Twice does no harm, and neither does it between two blocks."""
+
+    async def scenario() -> None:
+        deadline = Deadline(3.0)
+        loop = asyncio.get_running_loop()
+        for delay_s in (1.0, 1.0, 1.5):
+            loop.call_later(delay_s, deadline.expire)
+        with pytest.raises(TimeoutError), deadline:
+            await asyncio.sleep(10)
+        assert loop.time() == 1.0
+        await asyncio.sleep(1.0)
+        with deadline:
+            await asyncio.sleep(2.0)
+        assert not deadline.expired
+        assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+
+    run_in_virtual_time(scenario())
+
+
 def test_a_closed_deadline_has_no_timer() -> None:
     """Nothing of it is left in the event loop."""
 

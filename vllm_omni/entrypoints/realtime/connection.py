@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from vllm_omni.entrypoints.gathered_writes import EXTENSION, Message, messages_event
+from vllm_omni.entrypoints.gathered_writes import Message, writer_of
 from vllm_omni.entrypoints.realtime.codec import MAX_NODES, CodecError, TooManyValues
 from vllm_omni.entrypoints.realtime.deadline import Deadline
 from vllm_omni.entrypoints.realtime.errors import ClientGone, Close, DoorError
@@ -51,11 +51,11 @@ class Connection:
         self._limits = limits
         self._send_lock = asyncio.Lock()
         self._send_deadline = Deadline(limits.send_deadline_s, self._give_up)
-        self._gathers = EXTENSION in (websocket.scope.get("extensions") or {})
+        self._idle_deadline = Deadline(limits.idle_timeout_s)
+        self._writer = writer_of(websocket.scope)
         self._closed = False
         self._failure: DoorError | None = None
         self._fail_by_s = 0.0
-        self._waiting: asyncio.Timeout | None = None
         self._strikes: deque[float] = deque(maxlen=max_strikes)
         self._arrivals: deque[float] = deque(maxlen=limits.max_messages_per_s)
         self._values = TokenBucket(limits.max_values_per_s, max(_VALUES_BURST_S * limits.max_values_per_s, MAX_NODES))
@@ -84,8 +84,7 @@ class Connection:
         """
         while True:
             try:
-                timeout_s = self._limits.idle_timeout_s if self._failure is None else _FAILING_POLL_S
-                async with asyncio.timeout(timeout_s) as self._waiting:
+                with self._idle_deadline if self._failure is None else Deadline(_FAILING_POLL_S):
                     message = await self._websocket.receive()
                 break
             except TimeoutError:
@@ -99,10 +98,9 @@ class Connection:
                     ) from None
             except RuntimeError:  # Starlette: already disconnected
                 raise ClientGone from None
-            finally:
-                self._waiting = None
         if message["type"] == "websocket.disconnect":
             self._closed = True
+            self._idle_deadline.close()
             raise ClientGone
         self._count_arrival()
         data = message.get("bytes")
@@ -111,8 +109,7 @@ class Connection:
     def fail(self, error: DoorError, patience_s: float) -> None:
         """Have `receive` raise `error` at once, or within `patience_s` if requests run: they may fail by themselves."""
         self._failure, self._fail_by_s = error, time.monotonic() + patience_s
-        if self._waiting is not None:
-            self._waiting.reschedule(asyncio.get_running_loop().time())
+        self._idle_deadline.expire()
 
     def _count_arrival(self) -> None:
         now = time.monotonic()
@@ -154,6 +151,13 @@ class Connection:
         Raises `ClientGone`; a peer that reads too slowly is closed with 4008.
         """
         try:
+            if self._writer is not None and self._writer.has_room and not self._send_lock.locked():
+                if self._closed:
+                    raise ClientGone
+                self._writer.write(messages)
+                if len(messages) == 1 or self._writer.has_room:
+                    return  # nearly always, without a lock or a timer
+                messages = ()  # they are written, but the kernel has yet to take them
             async with self._send_lock:
                 if self._closed:
                     raise ClientGone
@@ -166,8 +170,8 @@ class Connection:
             raise ClientGone from None
 
     async def _send_all(self, messages: tuple[Message, ...]) -> None:
-        if self._gathers:
-            await self._websocket.send(messages_event(messages))
+        if self._writer is not None:
+            await self._writer.send(messages)
             return
         for number, message in enumerate(messages):
             try:

@@ -43,6 +43,13 @@ class Deadline:
         if self.expired and task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
+    def expire(self) -> None:
+        """The block that runs, if one does, has no time left."""
+        if self._task is not None and not self.expired:
+            self.expired = True
+            self._on_expiry()
+            self._task.cancel()
+
     def close(self) -> None:
         """No block is entered any more: give the timer back."""
         if self._timer is not None:
@@ -56,6 +63,4 @@ class Deadline:
         if loop.time() < self._at_s:
             self._timer = loop.call_at(self._at_s, self._look, loop)
             return
-        self.expired = True
-        self._on_expiry()
-        self._task.cancel()
+        self.expire()

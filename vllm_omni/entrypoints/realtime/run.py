@@ -146,8 +146,7 @@ class Run:
     account: Callable[[int], None] = lambda delta: None
     dropped: Callable[[int], None] = lambda num_frames: None
     _follower: "_Follower | None" = None
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _num_waiting: int = 0
+    _waiting: list[asyncio.Future[None]] = field(default_factory=list)
 
     @property
     def num_replies(self) -> int:
@@ -282,13 +281,12 @@ class Run:
         return freed
 
     async def _change(self) -> None:
-        self._num_waiting += 1
-        try:
-            await self._changed.wait()
-        finally:
-            self._num_waiting -= 1
+        changed = asyncio.get_running_loop().create_future()
+        self._waiting.append(changed)
+        await changed
 
     def _notify(self) -> None:
-        if self._num_waiting:
-            self._changed.set()
-            self._changed = asyncio.Event()
+        for changed in self._waiting:
+            if not changed.done():  # cancelled
+                changed.set_result(None)
+        self._waiting.clear()

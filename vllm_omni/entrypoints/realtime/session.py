@@ -17,12 +17,14 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from vllm_omni import log_context
 from vllm_omni.entrypoints.metrics import SessionMeter
+from vllm_omni.entrypoints.realtime.asked_chunk import AskedChunk
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls
 from vllm_omni.entrypoints.realtime.deadline import Deadline
 from vllm_omni.entrypoints.realtime.engine import ChunkResult
@@ -42,23 +44,6 @@ _MAX_WAITING: Final = 2  # one request runs, one waits
 def new_session_id() -> str:
     """An unguessable id; whoever knows it may continue the session."""
     return secrets.token_urlsafe(16)
-
-
-async def _settled(task: "asyncio.Task[ChunkResult]") -> None:
-    """Return when the task has ended, however; a cancellation leaves it running. As `asyncio.wait`, for one task."""
-    if task.done():
-        return
-    ended = task.get_loop().create_future()
-
-    def end(_: object) -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    task.add_done_callback(end)
-    try:
-        await ended
-    finally:
-        task.remove_done_callback(end)
 
 
 class Session:
@@ -195,7 +180,7 @@ class Session:
         image, warnings = await self._begin(run)
         planned = len(run.sizes)
         self.allowance.charge_chunks(max(0, planned - run.completed))  # a live run is charged chunk by chunk
-        in_flight: deque[asyncio.Task[ChunkResult]] = deque()
+        in_flight: deque[AskedChunk] = deque()
         deadline = Deadline(limits.chunk_timeout_s)
         spans = run.spans(facts)
         most_in_flight = source.most_in_flight(facts, limits)
@@ -204,7 +189,7 @@ class Session:
         def fill() -> bool:
             """Returns whether a quota holds the next chunk of a live run back."""
             # Until the position is certain, one chunk at a time: its answer tells where the engine is.
-            while not drain.is_draining and len(in_flight) < (most_in_flight if self.in_step else 1) and source.ready:
+            while len(in_flight) < (most_in_flight if self.in_step else 1) and source.ready and not drain.is_draining:
                 begun = run.completed + len(in_flight)
                 if begun == run.num_chunks:
                     break
@@ -215,7 +200,7 @@ class Session:
                 span = next(spans)
                 controls = source.sample(span)
                 run.controls.append(controls)
-                in_flight.append(self._manager.spawn(self._request_chunk(run, span, image, controls)))
+                in_flight.append(AskedChunk(partial(self._request_chunk, run, span, image, controls)))
             return False
 
         try:
@@ -230,8 +215,8 @@ class Session:
                         self.allowance.check_chunk()
                     continue  # there is a chunk in the quota now, or the client has paused again
                 with deadline:
-                    await _settled(in_flight[0])
-                result = in_flight.popleft().result()
+                    await in_flight[0].settled()
+                result = in_flight.popleft().task.result()
                 chunk = self._advance(run, result, warnings)
                 fill()  # the engine goes on while this chunk is rendered and sent
                 await self._render(run, chunk)
@@ -423,12 +408,12 @@ class Session:
             run.append(Reply(chunk.chunk_index, part, payload, num_frames, chunk.result.trace if is_last else None))
         self._trim_journal()
 
-    async def _abort(self, run: Run, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False) -> None:
+    async def _abort(self, run: Run, asked: Iterable[AskedChunk], refused: bool = False) -> None:
         """Take the chunks that the engine has answered, drop the rest, and note whether the position is certain.
 
         refused: the engine refused an earlier chunk, so none of these can have been committed.
         """
-        answered = []
+        in_flight, answered = deque(chunk.task for chunk in asked), []
         while in_flight and in_flight[0].done() and not in_flight[0].cancelled() and not in_flight[0].exception():
             answered.append(in_flight.popleft().result())
         for task in in_flight:

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attacks on a real server: what do its other clients feel?
+
+    vllm-omni make-tiny causal_wan tiny_causal_wan
+    python benchmarks/served_attacks.py tiny_causal_wan
+
+`vllm serve --omni` as a user starts it. Neighbours ask for a chunk each at fixed moments, once in `--period-s`; a
+chunk's time runs from that moment until it is there, so a server that stands still counts for every chunk that it
+delays. First they are alone, then beside each attack of `realtime_attackers.py` in turn; `/health` is asked for all the
+time. Added latency is a chunk's time less the median of those before the attacks: in the quiet time it is the noise of
+the machine and of the engine. `other_load` is how many cores other programs of the machine used meanwhile.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+from websockets.asyncio.client import ClientConnection, connect
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import add_output_arguments, quantiles, save
+from realtime_clients import GENERATE_PATH, init_message
+
+from vllm_omni.entrypoints.cli import demo
+from vllm_omni.entrypoints.cli.demo import start_image
+
+ATTACKS = ("fragments", "pings", "values", "tensors", "downloads", "drips")
+QUIET = "quiet"
+TARGET_MS = {"added_latency_p99": 50.0, "health_p99": 100.0}
+_CHUNK_TIMEOUT_S = 60.0
+_HEALTH_EVERY_S = 0.02
+_REST_S = 2.0
+_HERE = Path(__file__).parent
+_pack = msgspec.msgpack.encode
+
+
+class Neighbour:
+    """One session; `chunks`: (when it was due, how long it took), in seconds."""
+
+    def __init__(self, port: int, width: int, height: int) -> None:
+        self._url = f"ws://127.0.0.1:{port}{GENERATE_PATH}"
+        self._init = {**init_message(width, height), "extensions": ["credit"]}
+        self._stopped = False
+        self.session_id = ""
+        self.chunks: list[tuple[float, float]] = []
+        self._due_s: float | None = None
+
+    def felt(self) -> list[tuple[float, float]]:
+        """`chunks`, and the one that is awaited with the time it has taken so far."""
+        now_s = time.monotonic()
+        late = [] if self._due_s is None or self._due_s > now_s else [(self._due_s, now_s - self._due_s)]
+        return [*self.chunks, *late]
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    async def run(self, due_s: float, period_s: float) -> None:
+        """Begin a world now; from `due_s` on ask it for a chunk every `period_s`."""
+        async with connect(self._url, max_size=None, compression=None) as socket:
+            session = await self._ask(socket, self._init)
+            if session.get("code") == "missing_image":
+                session = await self._ask(socket, {**self._init, "first_frame": start_image()})
+            assert session["type"] == "session", session
+            self.session_id = session["session_id"]
+            await self._chunk(socket)
+            while not self._stopped:
+                self._due_s = due_s
+                await asyncio.sleep(due_s - time.monotonic())
+                await self._chunk(socket)
+                self._due_s = None
+                self.chunks.append((due_s, time.monotonic() - due_s))
+                due_s += period_s
+
+    async def _ask(self, socket: ClientConnection, init: dict[str, Any]) -> dict[str, Any]:
+        await socket.send(_pack(init))
+        answer: dict[str, Any] = msgspec.msgpack.decode(await socket.recv())  # type: ignore[arg-type]
+        return answer
+
+    async def _chunk(self, socket: ClientConnection) -> None:
+        await socket.send(_pack({"type": "credit", "chunks": 1}))
+        async with asyncio.timeout(_CHUNK_TIMEOUT_S):
+            while b"chunk_stats" not in (head := (await socket.recv())[:64]):
+                assert b"error" not in head, head
+
+
+class Health:
+    """Asks for `/health` over a kept connection; `answers`: (when, how long), in seconds."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.answers: list[tuple[float, float]] = []
+        self.stopped = False
+
+    def run(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        while not self.stopped:
+            asked_s = time.monotonic()
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            answer.read()
+            assert answer.status == 200, answer.status
+            self.answers.append((asked_s, time.monotonic() - asked_s))
+            time.sleep(_HEALTH_EVERY_S)
+        connection.close()
+
+
+class OtherLoad:
+    """How many cores other programs of the machine use, from now on."""
+
+    def __init__(self) -> None:
+        self._started_s, self._before_s = time.monotonic(), self._spent_s()
+
+    def _spent_s(self) -> float:
+        machine, own_s = psutil.cpu_times(), 0.0
+        for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+            own = process.cpu_times()
+            own_s += own.user + own.system
+        return machine.user + machine.nice + machine.system + machine.softirq - own_s
+
+    def cores(self) -> float:
+        passed_s = time.monotonic() - self._started_s
+        return round(max(0.0, self._spent_s() - self._before_s) / passed_s, 2)
+
+
+def attackers(kind: str, port: int, sockets: int, session_id: str) -> subprocess.Popen[str]:
+    options = {"kind": kind, "port": port, "sockets": sockets, "path": f"/v1/sessions/{session_id}/snapshot"}
+    command = [sys.executable, str(_HERE / "realtime_attackers.py"), json.dumps(options)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+class Neighbourhood:
+    """All neighbours and the one that asks for `/health`, at a server that listens on `port`."""
+
+    def __init__(self, port: int, args: argparse.Namespace) -> None:
+        self._port, self._args = port, args
+        self._neighbours = [Neighbour(port, args.width, args.height) for _ in range(args.sessions)]
+        self._health = Health(port)
+        self._usual_ms = 0.0
+
+    async def measure(self) -> list[dict[str, Any]]:
+        """A row for the quiet time and one for each attack."""
+        args, rows = self._args, []
+        first_s = time.monotonic() + args.warm_up_s
+        async with asyncio.TaskGroup() as group:
+            for number, neighbour in enumerate(self._neighbours):
+                due_s = first_s + number * args.period_s / args.sessions
+                group.create_task(neighbour.run(due_s, args.period_s))
+            await asyncio.sleep(args.warm_up_s + args.period_s)
+            group.create_task(asyncio.to_thread(self._health.run))
+            try:
+                for kind in (QUIET, *args.attack):
+                    rows.append(await self._row(kind))
+                    print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                    await asyncio.sleep(_REST_S)
+            finally:
+                self._health.stopped = True
+            for neighbour in self._neighbours:
+                neighbour.stop()
+        return rows
+
+    async def _row(self, kind: str) -> dict[str, Any]:
+        with contextlib.ExitStack() as stack:
+            if kind != QUIET:
+                attack = attackers(kind, self._port, self._args.attackers, self._neighbours[0].session_id)
+                stack.callback(attack.kill)
+                assert attack.stdout is not None
+                assert await asyncio.to_thread(attack.stdout.readline) == "open\n"
+            begin_s, load = time.monotonic(), OtherLoad()
+            await asyncio.sleep(self._args.seconds)
+            other_load = load.cores()
+        chunks_ms = [ms for neighbour in self._neighbours for ms in since(begin_s, neighbour.felt())]
+        if kind == QUIET:
+            self._usual_ms = statistics.median(chunks_ms)
+        return {
+            "attack": kind,
+            "chunks": len(chunks_ms),
+            "usual_chunk_ms": round(self._usual_ms, 1),
+            "added_latency_ms": quantiles([ms - self._usual_ms for ms in chunks_ms]),
+            "health_ms": quantiles(since(begin_s, self._health.answers)),
+            "other_load": other_load,
+        }
+
+
+def since(begin_s: float, noted: list[tuple[float, float]]) -> list[float]:
+    """Milliseconds of all that ended after `begin_s`, or has not ended."""
+    return [spent_s * 1e3 for at_s, spent_s in noted if at_s + spent_s >= begin_s]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--attack", choices=ATTACKS, nargs="+", default=ATTACKS)
+    parser.add_argument("--sessions", type=int, default=8)
+    parser.add_argument("--attackers", type=int, default=8, help="sockets of an attack (default: 8)")
+    parser.add_argument("--period-s", type=float, default=0.5, help="of a neighbour's chunks (default: 0.5)")
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--height", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each attack, and before them (default: 20)")
+    parser.add_argument("--warm-up-s", type=float, default=10.0)
+    add_output_arguments(parser)
+    return parser
+
+
+def main() -> None:
+    from rich.console import Console
+
+    args = make_parser().parse_args()
+    load_before = os.getloadavg()
+    with tempfile.TemporaryDirectory() as folder:
+        port, log = demo.free_port(0), Path(folder) / "server.log"
+        with demo.server(args.model, port, args.height, args.width, log, extra=["--enforce-eager"]) as process:
+            demo.wait_until_healthy(process, 300, Console(stderr=True))
+            rows = asyncio.run(Neighbourhood(port, args).measure())
+            log_text = log.read_text(errors="replace")
+    tracebacks = log_text.count("Traceback (most recent call last)")
+    result = {"load_average_before": load_before, "target_ms": TARGET_MS, "tracebacks_in_log": tracebacks, "rows": rows}
+    save("served_attacks", result, args)
+
+
+if __name__ == "__main__":
+    main()
