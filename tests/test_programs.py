@@ -7,12 +7,7 @@ import psutil
 import pytest
 from helpers.programs import run_program
 
-CHILD = """
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-print("child", child.pid, flush=True)
-child.wait()
-"""
+CHILD = "setsid sleep 60 & echo child $!; wait"
 RANK = """
 import time
 from helpers.programs import limited_rank
@@ -35,8 +30,8 @@ def test_a_status_fails_the_test_and_the_output_is_shown() -> None:
 
 def test_one_that_does_not_end_is_ended_with_what_it_started() -> None:
     """Ranks of torchrun have sessions of their own, so that no signal to a group reaches them all."""
-    with pytest.raises(pytest.fail.Exception, match=r"had not ended after 5 s(?s:.*)child \d+") as failed:
-        run_program([sys.executable, "-c", CHILD], {}, limit_s=5)
+    with pytest.raises(pytest.fail.Exception, match=r"had not ended after 2 s(?s:.*)child \d+") as failed:
+        run_program(["sh", "-c", CHILD], {}, limit_s=2)
     child = int(str(failed.value).rsplit("child ", 1)[1].split()[0])
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
