@@ -5,6 +5,7 @@
 writes the stacks of its threads and ends, so that the output says which call never returned.
 """
 
+import contextlib
 import faulthandler
 import os
 import subprocess
@@ -51,11 +52,13 @@ def run_program(command: Sequence[str], environment: Mapping[str, str], limit_s:
 def _kill_tree(program: "subprocess.Popen[bytes]") -> None:
     if program.poll() is not None:
         return
-    tree = [psutil.Process(program.pid), *psutil.Process(program.pid).children(recursive=True)]
-    for process in tree:
-        if process.is_running():
-            process.kill()
+    descendants = psutil.Process(program.pid).children(recursive=True)
+    program.kill()
     program.wait()
+    for process in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(descendants, timeout=10)
 
 
 def limited_rank() -> None:
