@@ -22,9 +22,9 @@ channel.send(channel.receive() + 1)
 """
 
 ASK_A_RANK = """
-import multiprocessing, os
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["a_module_that_nobody_needs"])
+import os
+from helpers.rank_processes import rank_context
+context = rank_context()
 ours, theirs = context.Pipe()
 def ask(code):
     process = context.Process(target=exec, args=(code, {"answer": theirs.send}))

@@ -19,6 +19,7 @@ from unittest import mock
 import torch.multiprocessing as mp
 from helpers.fork_server import server_environment
 
+_server: Any = forkserver._forkserver  # type: ignore[attr-defined]
 _IMPORTED = (
     *("vllm_omni.model_executor.vllm_model", "diffusers.models.autoencoders", "torch._dynamo", "transformers"),
     "helpers.frozen_imports",
@@ -31,7 +32,7 @@ def rank_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
     with mock.patch.dict(os.environ, server_environment()):
-        forkserver.ensure_running()
+        _server.ensure_running()  # the module's function of this name is bound to the class's method, see fork_server
     return context
 
 
