@@ -103,7 +103,7 @@ wait
 ar ar_v2_tensor 0,1 150 "two_tensor_ranks"
 ar ar_v2_stages 0,1 150 "two_stages"
 ar ar_v2_engines 0,1 150 "two_engines"
-ar ar_v2_torchrun 0,1 150 "torchrun_tensor_parallel and V2"
+ar ar_v2_torchrun 0,1 150 "torchrun_tensor_parallel"
 "$PYTHON" scripts/ar_compatibility.py --render
 collect
 echo "in all: $SECONDS s" | tee -a "$OUT/summary.txt"

@@ -3,7 +3,8 @@
 
 Importing torch and vLLM takes each of them 7 s of processor time. Here one process (`serve`) imports, and forks when a
 program that xdist starts in the place of `python` (`join`) asks it to. It has one thread and computes nothing. An
-import that fails there is left to the processes, which say so. Held by test_quick_workers.py.
+import that fails there is left to the processes, which say so. Each of them forks in its turn the server that ranks and
+engines are forked from (helpers/fork_server.py). Held by test_quick_workers.py.
 
 PYTEST_DONT_REWRITE, since pytest finds this module and some of its plugins imported already.
 """
@@ -22,6 +23,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from helpers.fork_server import fork_server
 
 IMPORTED = (
     *("vllm_omni.model_executor.vllm_model", "diffusers.models.autoencoders", "torch._dynamo", "transformers"),
@@ -108,4 +111,5 @@ def _run(streams: Sequence[int]) -> None:
     for stream, descriptor in zip(_STANDARD_STREAMS, streams, strict=True):
         os.dup2(descriptor, stream)
         os.close(descriptor)
+    fork_server()  # now, while this is one thread
     exec(eval(sys.stdin.readline()), vars(sys.modules["__main__"]))

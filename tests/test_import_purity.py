@@ -4,10 +4,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+EXAMPLES = Path(__file__).parents[1] / "examples" / "online_serving"
 SNAPSHOT = """
 import importlib, json, sys
 import vllm, vllm.v1.core.sched.scheduler, vllm.v1.worker.gpu_worker, vllm.v1.engine.core, vllm.v1.engine.async_llm
@@ -99,3 +101,12 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     script = "import sys, json, vllm_omni; print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
     assert json.loads(output.stdout.splitlines()[-1]) == []
+
+
+@pytest.mark.parametrize("client", ["world_camera.py", "realtime_video.py"])
+def test_clients_need_no_torch(client: str) -> None:
+    """They start in a fifth of a second; torch alone would take another one."""
+    path = EXAMPLES / client
+    script = f"import sys, runpy; runpy.run_path({str(path)!r}); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    assert output.stdout.split() == ["False", "True"]

@@ -21,6 +21,21 @@ channel.send(("wave" in sys.modules, is_a_file, os.getpid(), os.getppid(), os.en
 channel.send(channel.receive() + 1)
 """
 
+ASK_A_RANK = """
+import os
+from helpers.rank_processes import rank_context
+context = rank_context()
+ours, theirs = context.Pipe()
+def ask(code):
+    process = context.Process(target=exec, args=(code, {"answer": theirs.send}))
+    process.start()
+    process.join(30)
+    return ours.recv()
+modules = ask("import sys; answer('wave' in sys.modules)")
+variables = ask("import os; answer((os.environ['GLOO_SOCKET_IFNAME'], os.getppid()))")
+channel.send((modules, variables[0], variables[1], os.getpid()))
+"""
+
 
 class Config:
     """What the plugin asks of pytest's."""
@@ -58,6 +73,19 @@ def test_processes_are_forked_from_one_that_has_imported(spec: execnet.XSpec) ->
     assert psutil.Process(parent).ppid() == os.getpid()
     group.terminate(10)
     assert not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="with CUDA, processes start as ever")
+def test_so_are_the_ranks_that_they_start(spec: execnet.XSpec) -> None:
+    """By a server that is forked, not started, and ends with its process."""
+    group = execnet.Group()
+    channel = group.makegateway(spec).remote_exec(ASK_A_RANK)
+    has_imported, interface, server, process = channel.receive(60)
+    assert (has_imported, interface) == (True, "lo")
+    assert psutil.Process(server).ppid() == process
+    group.terminate(10)
+    psutil.wait_procs([psutil.Process(server)] if psutil.pid_exists(server) else [], timeout=10)
+    assert not psutil.pid_exists(server) or psutil.Process(server).status() == psutil.STATUS_ZOMBIE
 
 
 def test_nothing_is_left_of_the_server() -> None:

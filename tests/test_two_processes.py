@@ -13,7 +13,6 @@ import two_processes
 from two_processes import SECONDS_FILE, TOGETHER, UNKNOWN_S, longest_first, unit_of
 
 SHARED_OVER_FILES = ("null_engine", "served")
-RANKS = "ranks"
 
 
 def test_files_that_share_an_engine_stay_together(request: pytest.FixtureRequest) -> None:
@@ -27,15 +26,7 @@ def test_files_that_share_an_engine_stay_together(request: pytest.FixtureRequest
 
 def test_other_files_are_units_of_their_own() -> None:
     assert unit_of("tests/test_inputs.py::test_one[a::b]") == "tests/test_inputs.py"
-    assert set(TOGETHER.values()) == {*SHARED_OVER_FILES, RANKS}
-
-
-def test_files_whose_tests_fork_ranks_stay_together(request: pytest.FixtureRequest) -> None:
-    """Of all test files; documented commands run in such a process."""
-    root = request.config.rootpath
-    forks = re.compile(r"^from helpers\.rank_processes import|^import quick_spawn|\bdocs\.check_command\(", re.M)
-    found = {path for path in (root / "tests").rglob("test_*.py") if forks.search(path.read_text())}
-    assert {root / name for name, unit in TOGETHER.items() if unit == RANKS} == found
+    assert set(TOGETHER.values()) == {*SHARED_OVER_FILES}
 
 
 def test_the_files_exist(request: pytest.FixtureRequest) -> None:

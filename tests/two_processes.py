@@ -2,9 +2,9 @@
 """The suite in two processes (`pytest -n auto`, as `make test` does): what they may share and what they must not.
 
 In one process the suite keeps one of two cores busy: it computed for about as many seconds as it took. A file's tests
-stay in one process, and so do files that share an engine, a server or forked ranks (`TOGETHER`). The longest of these
-units begin first, by the seconds in `suite_seconds.json`, so that both processes end together. On CUDA there is one
-process: engines count on most of a device.
+stay in one process, and so do files that share an engine or a server (`TOGETHER`). The longest of these units begin
+first, by the seconds in `suite_seconds.json`, so that both processes end together. On CUDA there is one process:
+engines count on most of a device.
 
 To measure again: `make test PYTEST_ARGS="--times FILE"`, then `python tests/two_processes.py FILE`.
 Held by test_two_processes.py.
@@ -25,7 +25,6 @@ UNKNOWN_S = 10.0
 """What a file counts that nobody has measured: early enough if it starts an engine."""
 
 TOGETHER = {
-    "tests/docs/test_docs.py": "ranks",
     "tests/engine/test_engine.py": "null_engine",
     "tests/engine/test_reload_and_sleep.py": "null_engine",
     "tests/engine/test_vae_stage.py": "null_engine",
@@ -35,23 +34,8 @@ TOGETHER = {
     "tests/entrypoints/realtime/test_other_doors_served.py": "served",
     "tests/entrypoints/realtime/test_session_api.py": "served",
     "tests/entrypoints/realtime/test_world_camera_served.py": "served",
-    "tests/model_executor/layers/test_layer_moves.py": "ranks",
-    "tests/model_executor/models/causal_wan/test_causal_wan_adapters.py": "ranks",
-    "tests/model_executor/models/causal_wan/test_causal_wan_parallel.py": "ranks",
-    "tests/model_executor/models/lance/test_lance_parallel.py": "ranks",
-    "tests/model_executor/models/matrix_game/test_matrix_game_adapters.py": "ranks",
-    "tests/model_executor/models/matrix_game/test_matrix_game_parallel.py": "ranks",
-    "tests/model_executor/models/lingbot_world/test_lingbot_graphs.py": "ranks",
-    "tests/model_executor/models/lingbot_world/test_lingbot_parallel.py": "ranks",
-    "tests/model_executor/models/wan/test_split_decode.py": "ranks",
-    "tests/model_executor/models/wan2_2/test_wan22_guidance.py": "ranks",
-    "tests/model_executor/models/waypoint/test_waypoint_parallel.py": "ranks",
-    "tests/test_quick_spawn.py": "ranks",
-    "tests/worker/test_pipeline_parallel.py": "ranks",
-    "tests/worker/test_rank_watch.py": "ranks",
 }
-"""Files whose tests ask for one fixture of several files, or for forked ranks (`rank_processes`). Whoever is missing
-starts another engine, or another server that forks ranks, which imports for 7 s of processor time."""
+"""Files whose tests ask for one fixture of several files. Whoever is missing starts another engine."""
 
 
 def unit_of(nodeid: str) -> str:

@@ -138,8 +138,6 @@ def _others(count: int) -> str:
     return f" and {count} more (the server's greeting lists them under `actions`)" if count > 0 else ""
 
 
-CAMERA_KEYS: Final = "wasdijkl"
-"""`w s a d` move forward, back, left, right; `i k` look up and down, `j l` left and right."""
 CAMERA_SPACE: Final = ActionSpace(
     buttons=(
         Button("w", "forward", ("KeyW",)),

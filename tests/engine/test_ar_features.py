@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The AR worker together with vLLM's features that need an engine of their own; each row equals transformers'."""
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,13 +9,17 @@ import pytest
 import torch
 from ar_eagle import BLOCKS, DRAFTER_LAYERS, write_eagle3_drafter
 from ar_engine import PROMPTS, Reference, assert_rows, params, running_llm, states_of
+from ar_torchrun import run_two_ranks
 from helpers.ar_compatibility import feature
+from helpers.programs import run_program
 from vllm.lora.request import LoRARequest
 
 from vllm_omni.hidden_states import hidden_states_of
 
 pytestmark = pytest.mark.nightly
 
+LIMIT_S = 400
+"""For a program of two engines."""
 REPEATING = "the sea the sea the sea the sea the sea the sea"
 
 
@@ -159,7 +160,8 @@ def test_two_engines(tiny_language_model: Path, tmp_path: Path) -> None:
     """Requests spread over both engines: all have their rows."""
     script = tmp_path / "two_engines.py"
     script.write_text(DP_SCRIPT)
-    run_script([sys.executable, str(script), str(tiny_language_model)], VLLM_CPU_OMP_THREADS_BIND="0|1")
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": str(Path(__file__).parent)}
+    assert "ROWS RIGHT" in run_program([sys.executable, str(script), str(tiny_language_model)], environment, LIMIT_S)
 
 
 @feature("external launcher (torchrun, TP 2)")
@@ -208,35 +210,31 @@ def test_images(tmp_path: Path) -> None:
 
 
 def torchrun(model: Path, tmp_path: Path, parallel: str) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(TORCHRUN_SCRIPT)
-    command = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "2", str(script)]
-    run_script([*command, str(model), parallel], VLLM_CPU_OMP_THREADS_BIND="0|1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
-
-
-def run_script(command: list[str], **environment: str) -> None:
-    env = {**os.environ, **environment, "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "ROWS RIGHT" in done.stdout, json.dumps(done.stdout[-2000:])
+    run_two_ranks(TORCHRUN_SCRIPT, tmp_path, [str(model), parallel], LIMIT_S, VLLM_CPU_OMP_THREADS_BIND="0|1")
 
 
 TORCHRUN_SCRIPT = """
 import sys
 from pathlib import Path
 from ar_engine import PROMPTS, Reference, assert_rows, params, running_llm
+from ar_torchrun import rows_are_right, step
+from helpers.programs import limited_rank
 from vllm_omni.hidden_states import hidden_states_of
 
 if __name__ == "__main__":
+    limited_rank()
+    step("imports")
     model, parallel = Path(sys.argv[1]), sys.argv[2]
     with running_llm(model, distributed_executor_backend="external_launcher", seed=0, **{parallel: 2}) as llm:
+        step("start")
         asked = [params("all"), params("generated"), params(None)]
         outputs = llm.generate([*PROMPTS[:2], PROMPTS[0]], asked, use_tqdm=False)
+        step("texts")
         reference = Reference(model)
         assert_rows(outputs[0], reference)
         assert_rows(outputs[1], reference, "generated")
         assert hidden_states_of(outputs[2]) is None
-        print("ROWS RIGHT", flush=True)
+        rows_are_right()
 """
 
 DP_SCRIPT = """

@@ -2,10 +2,6 @@
 """The AR worker on CUDA with what needs an engine of its own: V1 in two more ways, images, and several GPUs."""
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +9,20 @@ import pytest
 import torch
 from ar_cuda import PROMPTS, SHARED_GPU, Engine, Reference, check_ngram_drafts, write_model
 from ar_engine import params
+from ar_torchrun import run_two_ranks
 from helpers.ar_compatibility import feature
 from vllm.sampling_params import RequestOutputKind
 
 from vllm_omni.hidden_states import hidden_states_of
 
+TORCHRUN_LIMIT_S = 120
+LIMIT_S = 180
+"""For a test and its engine, which compiles."""
+
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.nightly,
+    pytest.mark.timeout(LIMIT_S),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -122,11 +124,15 @@ def test_two_engines(model: Path, reference: Reference) -> None:
 
 
 @two_gpus
-@pytest.mark.parametrize("runner", ["V2", "V1"])
 @feature("external launcher (torchrun, TP 2)", "V2")
-def test_torchrun_tensor_parallel(model: Path, tmp_path: Path, runner: str) -> None:
+def test_torchrun_tensor_parallel(model: Path, tmp_path: Path) -> None:
     """Every rank is an engine of its own and answers with the same rows."""
-    torchrun(model, tmp_path, "tensor_parallel_size", runner)
+    torchrun(model, tmp_path, "tensor_parallel_size", "V2")
+
+
+@two_gpus
+def test_torchrun_tensor_parallel_on_v1(model: Path, tmp_path: Path) -> None:
+    torchrun(model, tmp_path, "tensor_parallel_size", "V1")
 
 
 @two_gpus
@@ -136,36 +142,32 @@ def test_torchrun_pipeline_parallel_on_v1(model: Path, tmp_path: Path) -> None:
 
 
 def torchrun(model: Path, tmp_path: Path, parallel: str, runner: str) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(TORCHRUN_SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0", "PYTHONPATH": paths}
-    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    done = subprocess.run(
-        [*command, str(model), parallel], env={**os.environ, **environment}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert done.stdout.count("ROWS RIGHT") == 2, json.dumps(done.stdout[-2000:])
+    use_v2 = {"VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "V2" else "0"}
+    run_two_ranks(TORCHRUN_SCRIPT, tmp_path, [str(model), parallel], TORCHRUN_LIMIT_S, **use_v2)
 
 
 TORCHRUN_SCRIPT = """
-import os, sys
+import sys
 from pathlib import Path
-import torch
 from ar_cuda import PROMPTS, SHARED_GPU, Reference
 from ar_engine import params, running_llm
+from ar_torchrun import rows_are_right, step
+from helpers.programs import limited_rank
 from vllm_omni.hidden_states import hidden_states_of
 
 if __name__ == "__main__":
+    limited_rank()
+    step("imports")
     model, parallel = Path(sys.argv[1]), sys.argv[2]
     fields = {**SHARED_GPU, "dtype": "bfloat16", "distributed_executor_backend": "external_launcher"}
     with running_llm(model, {"hidden_state_layers": [2]}, seed=0, **fields, **{parallel: 2}) as llm:
+        step("start")
         asked = [params("all", (2, -1)), params("generated"), params(None)]
         outputs = llm.generate([*PROMPTS[:2], PROMPTS[0]], asked, use_tqdm=False)
+        step("texts")
         reference = Reference(model)
         reference.check(outputs[0], layers=(2, -1))
         reference.check(outputs[1], "generated")
         assert hidden_states_of(outputs[2]) is None
-        print("ROWS RIGHT", flush=True)
+        rows_are_right()
 """

@@ -151,6 +151,7 @@ class Device:
     ("step_ms", "stages", "hurry", "ahead"),
     [
         (10.0, False, False, 1),
+        (50.0, False, False, 0),
         (60.0, False, False, 0),
         (60.0, False, True, 1),
         (60.0, True, False, 1),
@@ -182,6 +183,17 @@ def test_the_device_time_of_a_step_is_told_with_the_next_one(monkeypatch: pytest
     assert told[:2] == [(None, True)] * 2 and told[2:] == [(pytest.approx(0.01), True)] * 2
     device.ended = device.launched
     assert not pacer.unfinished
+
+
+def test_a_launch_that_was_not_announced_tells_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(10.0)
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    pacer = StepPacer(torch.device("cuda"))
+    pacer.launching()
+    for _ in range(3):
+        pacer.launched()
+        pacer.wait(hurry=False)
+    assert pacer.before_s is None
 
 
 def test_elsewhere_than_on_cuda_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:

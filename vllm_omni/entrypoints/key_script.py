@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions as one line of text, for command lines: `"w*6 wl*3 -"`. Knows no door. Held by tests/examples."""
+"""Actions as one line of text, for command lines: `"w*6 wl*3 -"`. Knows no door. Held by tests/examples.
+
+The example clients import this module: it needs no torch.
+"""
 
 from typing import Any
 
-from vllm_omni.actions import CAMERA_KEYS
-
-KEYS = CAMERA_KEYS
+from vllm_omni.camera_keys import CAMERA_KEYS
 
 
 def parse_keys(text: str) -> list[list[str]]:
@@ -16,8 +17,10 @@ def parse_keys(text: str) -> list[list[str]]:
     held: list[list[str]] = []
     for token in text.split():
         keys, _, times = token.partition("*")
-        if not set(keys) <= {*KEYS, "-"} or (times and not times.isdecimal()):
-            raise ValueError(f"keys are tokens of {' '.join(KEYS)} (or -) with an optional *count, got {token!r}")
+        if not set(keys) <= {*CAMERA_KEYS, "-"} or (times and not times.isdecimal()):
+            raise ValueError(
+                f"keys are tokens of {' '.join(CAMERA_KEYS)} (or -) with an optional *count, got {token!r}"
+            )
         held += [[key for key in keys if key != "-"]] * int(times or 1)
     return held
 

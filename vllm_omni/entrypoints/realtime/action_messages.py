@@ -13,7 +13,8 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from vllm_omni.actions import CAMERA_KEYS, ActionEntry, ActionFrame, ActionSpace, Name, Value, as_frame, check_frame
+from vllm_omni.actions import ActionEntry, ActionFrame, ActionSpace, Name, Value, as_frame, check_frame
+from vllm_omni.camera_keys import CAMERA_KEYS
 from vllm_omni.entrypoints.realtime.controls import MAX_SCRIPT_ENTRIES, Held, Script, States, Transition
 from vllm_omni.entrypoints.realtime.errors import DoorError
 from vllm_omni.outputs import RequestFailed

@@ -26,32 +26,44 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def _compare(rank: int, rendezvous: str, checkpoint: str, sequence_parallel: bool) -> None:
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("model")
+    make_tiny(out, 0, "original")
+    return out
+
+
+@pytest.fixture(scope="module")
+def one_rank(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the stream of one rank."""
+    file = tmp_path_factory.mktemp("one_rank") / "stream.pt"
+    torch.save(stream(load_model(checkpoint, **OPTIONS), 7), file)
+    return file
+
+
+def _compare(rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequence_parallel: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     try:
-        expected = stream(load_model(Path(checkpoint), **OPTIONS), 7)
         parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel)
         model = load_model(Path(checkpoint), parallel, **OPTIONS)
         assert model.transformer.num_cache_heads == 2, "each of two ranks keeps two of four heads"
-        for ours, one_rank in zip(stream(model, 7), expected, strict=True):
-            torch.testing.assert_close(ours, one_rank, atol=TOLERANCE, rtol=0)
+        for ours, expected in zip(stream(model, 7), torch.load(one_rank), strict=True):
+            torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-def test_two_ranks_equal_one(sequence_parallel: bool, tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model", 0, "original")
-    run_ranks(_compare, (str(tmp_path / "rendezvous"), str(tmp_path / "model"), sequence_parallel), 2)
+def test_two_ranks_equal_one(sequence_parallel: bool, checkpoint: Path, one_rank: Path, tmp_path: Path) -> None:
+    run_ranks(_compare, (str(tmp_path / "rendezvous"), str(checkpoint), str(one_rank), sequence_parallel), 2)
 
 
-def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model", 0, "original")
+def test_heads_that_do_not_divide_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="num_heads = 4 does not divide over 3 parallel ranks"):
-        load_model(tmp_path / "model", ParallelContext(0, 3))
+        load_model(checkpoint, ParallelContext(0, 3))
 
 
 def _compare_graphs(rank: int, rendezvous: str, checkpoint: str, sequence_parallel: bool) -> None:

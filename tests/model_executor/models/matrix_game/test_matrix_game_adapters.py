@@ -76,30 +76,40 @@ def test_an_adapter_of_every_layer_is_the_merged_network(checkpoint: Path, adapt
         assert torch.equal(one, other)
 
 
-def _compare(rank: int, rendezvous: str, checkpoint: str, adapter: str, sequence_parallel: bool) -> None:
+def adapted(checkpoint: Path, adapter: Path, parallel: ParallelContext | None = None) -> list[torch.Tensor]:
+    """The latents of two chunks with the adapter."""
+    game = load_game(checkpoint, parallel or ParallelContext())
+    return walk(game, make_store(game, {"ink": adapter}), KEYS[checkpoint.name], [INK, INK])
+
+
+@pytest.fixture(scope="module")
+def one_rank(checkpoint: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("one_rank") / "latents.pt"
+    torch.save(adapted(checkpoint, adapter), file)
+    return file
+
+
+def _compare(rank: int, rendezvous: str, checkpoint: str, adapter: str, one_rank: str, sequence_parallel: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     try:
-        latents = []
-        for parallel in (
-            ParallelContext(),
-            ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel),
-        ):
-            game = load_game(Path(checkpoint), parallel)
-            store = make_store(game, {"ink": Path(adapter)})
-            latents.append(walk(game, store, KEYS[Path(checkpoint).name], [INK, INK]))
-        for one, other in zip(*latents, strict=True):
+        parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel)
+        latents = adapted(Path(checkpoint), Path(adapter), parallel)
+        for one, other in zip(latents, torch.load(one_rank), strict=True):
             torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_two_ranks_agree_with_one(sequence_parallel: bool, checkpoint: Path, adapter: Path, tmp_path: Path) -> None:
+def test_two_ranks_agree_with_one(
+    sequence_parallel: bool, checkpoint: Path, adapter: Path, one_rank: Path, tmp_path: Path
+) -> None:
     """Tensor parallel ranks take their rows of keys and values, which lie in one tensor, apart."""
-    run_ranks(_compare, (str(tmp_path / "rendezvous"), str(checkpoint), str(adapter), sequence_parallel), 2)
+    files_of_ranks = (str(tmp_path / "rendezvous"), str(checkpoint), str(adapter), str(one_rank))
+    run_ranks(_compare, (*files_of_ranks, sequence_parallel), 2)
 
 
 def test_a_gain_that_nothing_reads_is_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -33,17 +33,24 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return out
 
 
-def _compare(rank: int, rendezvous: str, checkpoint: str, sequence_parallel: bool) -> None:
+@pytest.fixture(scope="module")
+def one_rank(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the latents of `CHUNKS`."""
+    file = tmp_path_factory.mktemp("one_rank") / "latents.pt"
+    torch.save(latents_of(load_game(checkpoint), CHUNKS[checkpoint.name]), file)
+    return file
+
+
+def _compare(rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequence_parallel: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     try:
-        chunks = CHUNKS[Path(checkpoint).name]
-        expected = latents_of(load_game(Path(checkpoint)), chunks)
         parallel = ParallelContext(rank, 2, dist.group.WORLD, sequence_parallel=sequence_parallel)
         game = load_game(Path(checkpoint), parallel)
-        torch.testing.assert_close(latents_of(game, chunks), expected, atol=TOLERANCE, rtol=0)
+        latents = latents_of(game, CHUNKS[Path(checkpoint).name])
+        torch.testing.assert_close(latents, torch.load(one_rank), atol=TOLERANCE, rtol=0)
         heads = {
             name: sizes["num_heads"]
             for name, sizes in game._window_sizes(game.read_shape(DiffusionParams(session_id="a"))).items()
@@ -55,19 +62,18 @@ def _compare(rank: int, rendezvous: str, checkpoint: str, sequence_parallel: boo
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
-def test_two_ranks_equal_one(checkpoint: Path, sequence_parallel: bool, tmp_path: Path) -> None:
+def test_two_ranks_equal_one(checkpoint: Path, one_rank: Path, sequence_parallel: bool, tmp_path: Path) -> None:
     """36 tokens and 4 heads over two ranks. Under Ulysses the mouse's attention trades tokens for heads, too."""
-    run_ranks(_compare, (str(tmp_path / "rendezvous"), str(checkpoint), sequence_parallel), 2)
+    run_ranks(_compare, (str(tmp_path / "rendezvous"), str(checkpoint), str(one_rank), sequence_parallel), 2)
 
 
 @pytest.mark.parametrize("partition", [(2, 2), (1, 3), (3, 1)], ids=str)
-def test_two_pipeline_stages_equal_one(checkpoint: Path, partition: tuple[int, ...]) -> None:
+def test_two_pipeline_stages_equal_one(checkpoint: Path, one_rank: Path, partition: tuple[int, ...]) -> None:
     """Of the four blocks the first two have action modules: a stage may have none, one or both. Bit for bit."""
-    chunks = CHUNKS[checkpoint.name]
     stages = [load_game(checkpoint, ParallelContext(stage=n, num_stages=2, partition=partition)) for n in range(2)]
     acting = [len(game.transformer.action_blocks()) for game in stages]
     assert acting == {(2, 2): [2, 0], (1, 3): [1, 1], (3, 1): [2, 0]}[partition]
-    assert torch.equal(latents_of_stages(stages, chunks), latents_of(load_game(checkpoint), chunks))
+    assert torch.equal(latents_of_stages(stages, CHUNKS[checkpoint.name]), torch.load(one_rank))
 
 
 def test_stages_split_the_checkpoint_between_them(checkpoint: Path) -> None:

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`run_program`: a program that must end well and in time; if it does not, its output is shown and nothing is left.
+
+`limited_rank` is for a program's own processes, which torchrun starts in sessions of their own: near the limit each
+writes the stacks of its threads and ends, so that the output says which call never returned.
+"""
+
+import contextlib
+import faulthandler
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPO = Path(__file__).parents[2]
+_RANK_LIMIT = "TESTS_RANK_LIMIT_S"
+_STACKS_S = 10
+"""Before a program's limit its ranks write their stacks."""
+_SHOWN = 8000
+"""Characters from the end of the output."""
+
+
+def run_program(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> str:
+    """Run it with these variables besides one's own; its stdout and stderr together.
+
+    It imports this repository's `vllm_omni` and `tests/helpers`. Fails the test if it ends with an error, or has not
+    ended after `limit_s` seconds.
+    """
+    variables = {**os.environ, _RANK_LIMIT: str(max(1, limit_s - _STACKS_S)), **environment}
+    path = [str(REPO), str(REPO / "tests"), environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    with tempfile.TemporaryFile("w+") as output:
+        program = subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            program.wait(limit_s)
+            ending = f"ended with status {program.returncode}"
+        except subprocess.TimeoutExpired:
+            ending = f"had not ended after {limit_s:g} s"
+        finally:
+            _kill_tree(program)
+        output.seek(0)
+        text = output.read()
+    if program.returncode != 0:
+        pytest.fail(f"{command[0]} {ending}; its output ended with:\n{text[-_SHOWN:]}")
+    return text
+
+
+def _kill_tree(program: "subprocess.Popen[bytes]") -> None:
+    if program.poll() is not None:
+        return
+    descendants = psutil.Process(program.pid).children(recursive=True)
+    program.kill()
+    program.wait()
+    for process in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(descendants, timeout=10)
+
+
+def limited_rank() -> None:
+    """Call it first in each process of a program of `run_program`."""
+    faulthandler.dump_traceback_later(float(os.environ[_RANK_LIMIT]), exit=True)
