@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vllm_omni.model_executor.models.waypoint.autoencoders import make_codec
 from vllm_omni.model_executor.models.waypoint.checkpoint import transformer_shapes
 from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig
-from vllm_omni.model_executor.models.waypoint.state import frame_rings
+from vllm_omni.model_executor.models.waypoint.state import FrameRings
 from vllm_omni.planning.cost import Autoencoder, StreamModel
 
 WAYPOINT_1_5: Final[Mapping[str, Any]] = {
@@ -71,7 +71,7 @@ def waypoint_model(
     read_prompts = sum(config.reads_prompt(layer) for layer in range(config.n_layers))
     tokens, kv_dim = config.tokens_per_frame, config.n_kv_heads * config.head_dim
     sizes: dict[str, Any] = {"num_heads": config.n_kv_heads, "dtype": torch.bfloat16, "device": "meta"}
-    rings = frame_rings(config, range(config.n_layers), **sizes).nbytes
+    rings = FrameRings(config, range(config.n_layers), **sizes).nbytes
     each = 2 * kv_dim * config.n_layers  # numbers of a token
     window = config.local_window
     spare = rings / (torch.bfloat16.itemsize * tokens) - window * each
