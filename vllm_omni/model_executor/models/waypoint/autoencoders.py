@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
-from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.models.wan.taehv import FRAMES_PER_LATENT, TAEHV
 from vllm_omni.model_executor.models.wan.vae import CacheLayout, VAECache
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
@@ -32,7 +31,7 @@ class Codec(nn.Module):
     """Of that memory; None = it has none."""
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
-        """uint8 of any size -> its latent, fp32 [C, h, w] on the codec's device, at a stream's start."""
+        """uint8 of any size, on the codec's device -> its latent, fp32 [C, h, w], at a stream's start."""
         raise NotImplementedError
 
     def decode_frames(
@@ -68,8 +67,7 @@ class StreamingTAEHV(TAEHV, Codec):
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
         """The image stands still for the four frames of its latent."""
-        image = to_device(image_HWC, next(self.parameters()).device)
-        frames = to_codec(image.unsqueeze(0), self.size, self.dtype).expand(FRAMES_PER_LATENT, -1, -1, -1)
+        frames = to_codec(image_HWC.unsqueeze(0), self.size, self.dtype).expand(FRAMES_PER_LATENT, -1, -1, -1)
         return self.encode(frames, None)[0][0].float()
 
     def decode_frames(
@@ -232,8 +230,7 @@ class ImageCodec(Codec):
         self.to(dtype).requires_grad_(False).eval()
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
-        image = to_device(image_HWC, next(self.parameters()).device)
-        latent: torch.Tensor = self.encoder(image.unsqueeze(0))[0]
+        latent: torch.Tensor = self.encoder(image_HWC.unsqueeze(0))[0]
         return latent.float()
 
     def decode_frames(

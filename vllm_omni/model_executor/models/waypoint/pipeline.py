@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.host_copies import to_device
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.models.wan.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.text_encoder import text_encoder_of
@@ -141,7 +142,7 @@ class Waypoint(StreamingModel[SessionShape, WaypointSession, Chunk]):
         image = None
         if inputs.image is not None:
             with request.timer.stage("image"):
-                image = self.codec.encode_image(inputs.image)
+                image = self.codec.encode_image(to_device(inputs.image, self.transformer.device))
         known = prompt == session.prompt and session.cross_kv is not None
         text = None
         if self.text_encoder is not None and not known:
