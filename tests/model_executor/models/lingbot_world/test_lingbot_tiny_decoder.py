@@ -126,6 +126,6 @@ def test_what_does_not_go_with_it_is_refused(lingbot_world: Path) -> None:
     with pytest.raises(ValueError, match="convention 'pr3701' restarts decoder 'wan'"):
         LingBotOptions.parse({"decoder": "tiny", "convention": "pr3701"})
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model={"decoder": "tiny"}, vae_parallel=True)
+    world, layout = hf_config(lingbot_world)["lingbot_world"], find_layout(lingbot_world)
     with pytest.raises(ValueError, match="decoder 'tiny' is too small to gain"):
-        world, layout = hf_config(lingbot_world)["lingbot_world"], find_layout(lingbot_world)
         WorldSetup.of(world, layout, omni, torch.float32, ParallelContext())
